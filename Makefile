@@ -1,0 +1,84 @@
+# Needs python3 (3.11 or newer) and make. Everything else goes into .venv, made on first use.
+#
+#   AGENTCACHE_BACKEND=cuda make demo     on Linux: use the CUDA build of MLX instead of the CPU one
+#   make test ARGS="tests/kv -x"          ARGS goes to pytest, `agentcache demo` or `agentcache bench`
+
+VENV ?= .venv
+ARGS ?=
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
+BIN := $(VENV)/bin
+
+# On a Mac mlx brings Metal. Elsewhere exactly one back end may be installed: they share a file.
+ifeq ($(shell uname -s),Darwin)
+BACKEND := metal
+EXTRAS :=
+DEV_EXTRAS := [dev]
+else ifeq ($(AGENTCACHE_BACKEND),cuda)
+BACKEND := cuda
+EXTRAS := [cuda]
+DEV_EXTRAS := [cuda,dev]
+else
+BACKEND := cpu
+EXTRAS := [cpu]
+DEV_EXTRAS := [cpu,dev]
+endif
+
+# MLX's CPU build carries the reference BLAS; with OpenBLAS in front float32 products run many times faster. Optional.
+ifeq ($(BACKEND),cpu)
+OPENBLAS := $(firstword $(wildcard \
+	/usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib/*/openblas-openmp/libopenblas.so.0 \
+	/usr/lib/*/libopenblas.so.0 /usr/lib64/libopenblas.so.0 /usr/lib/libopenblas.so.0))
+endif
+ifneq ($(OPENBLAS),)
+RUN := LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}"
+endif
+
+VENV_STAMP := $(VENV)/made-for-$(BACKEND)
+INSTALL_STAMP := $(VENV)/installed
+DEV_STAMP := $(VENV)/installed-dev
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test lint types bench install clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+
+demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a restart in between
+	$(RUN) $(BIN)/agentcache demo $(ARGS)
+
+test: $(DEV_STAMP) ## run the tests
+	$(RUN) $(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(DEV_STAMP) ## check style and that imports only go down the floors
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+types: $(DEV_STAMP) ## check types
+	$(BIN)/mypy
+
+bench: $(INSTALL_STAMP) ## measure cold, warm and hot starts against plain mlx-lm
+	$(RUN) $(BIN)/agentcache bench $(ARGS)
+
+install: $(INSTALL_STAMP) ## make .venv with agentcache in it (editable)
+
+clean: ## remove .venv, caches and build leftovers
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A .venv made for another back end is thrown away, never mixed.
+$(VENV_STAMP):
+	@test -n "$(PYTHON)" || { echo "agentcache needs Python 3.11 or newer: python3 is $$(python3 --version 2>&1)." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "agentcache needs Python 3.11 or newer: $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; exit 1; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(INSTALL_STAMP): $(VENV_STAMP) pyproject.toml
+	$(PIP) -e ".$(EXTRAS)"
+	@touch $@
+
+$(DEV_STAMP): $(VENV_STAMP) pyproject.toml
+	$(PIP) -e ".$(DEV_EXTRAS)"
+	@touch $(INSTALL_STAMP) $@

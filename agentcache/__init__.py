@@ -1,0 +1,30 @@
+"""Durable agents on one machine: the KV cache stays in 4 bits from disk to attention and survives a restart.
+
+`LLM` and `SamplingParams` are the offline face; `agentcache serve` is the HTTP one. Both names load on first use, so
+that importing the package (for the command line's help, for the plain-Python floors) does not import mlx.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentcache.llm import LLM
+    from agentcache.serving.request import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_HOMES = {"LLM": "agentcache.llm", "SamplingParams": "agentcache.serving.request"}
+
+
+def __getattr__(name: str) -> object:
+    """Load an exported name from its module on first use (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,67 @@
+"""Content addresses of cache blocks.
+
+A key is the blake2b digest of a tagged, length-prefixed encoding, so that no two different inputs share an encoding.
+Keys form a chain: a block's key covers everything before it, as attention does. They never contain a name: an adapter
+reloaded under the same name has another key, the same weights under a new name have the same key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+BLOCK_SIZE = 256
+FORMAT_VERSION = 1
+BASE_PRODUCER = "base"
+_DIGEST_BYTES = 20
+
+
+def _digest(tag: str, *fields: bytes) -> str:
+    """Hex digest of `fields` under `tag`; every field is preceded by its length."""
+    state = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=tag.encode())
+    for field in fields:
+        state.update(len(field).to_bytes(8, "little"))
+        state.update(field)
+    return state.hexdigest()
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32 bytes."""
+    return array("I", token_ids).tobytes()
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What two prompts must have in common before a single token may be shared.
+
+    Args:
+        model: fingerprint of weights, config and tokenizer.
+        cache: digest of the cache spec (quantisation, groups, rope).
+        salt: the request's salt; requests with different salts never share a block.
+    """
+
+    model: str
+    cache: str
+    salt: str = ""
+
+    @cached_property
+    def root(self) -> str:
+        """The chain key in front of the first block."""
+        version = str(FORMAT_VERSION).encode()
+        return _digest("agentcache.root", version, self.model.encode(), self.cache.encode(), self.salt.encode())
+
+
+def chain_key(parent: str, token_ids: Sequence[int], producer: str = BASE_PRODUCER) -> str:
+    """Address of the tokens that follow `parent`, as `producer` computed them; 40 hex digits.
+
+    A producer is `base` for the unadapted model, else it names an adapter's content digest, scale and activation index.
+    """
+    return _digest("agentcache.chain", parent.encode(), pack_token_ids(token_ids), producer.encode())
+
+
+def block_key(chain: str, group: str) -> str:
+    """Address of one cache group's layers of the block at `chain`; names its file; 40 hex digits."""
+    return _digest("agentcache.block", chain.encode(), group.encode())

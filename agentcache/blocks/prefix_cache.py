@@ -1,0 +1,462 @@
+"""Which cached blocks a prompt may use, and where its new tokens go.
+
+Joins the radix tree (what is known) with one block pool per cache group (what is in RAM) under one RAM budget.
+Who holds references to a slot:
+
+    tree        one, while the node lists the slot
+    sequence    one for each slot in its block tables, shared or private
+
+Tokens in the tree are immutable. A sequence writes only behind its own tokens, in slots of its own or behind a tail that
+nobody else goes on from; a full block is published into the tree as soon as it is computed, the partly filled last one
+when the sequence is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.errors import BrokenInvariant, OutOfBlocks
+
+MIN_TAIL_TOKENS = 16  # copying fewer tokens of another block costs more than computing them
+_GROWTH = 0.5
+_MIN_GROWTH_BLOCKS = 4
+
+
+class Group(Protocol):
+    """What this floor needs to know of a cache group (`kv/spec.py` has the rest)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def window(self) -> int | None: ...
+
+    @property
+    def bytes_per_block(self) -> int: ...
+
+    def first_block_needed(self, num_tokens: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """Tokens that need not be computed. Valid until the cache is next changed.
+
+    Args:
+        nodes: full blocks, all of whose tokens are used.
+        tail: a further node of which the first `tail_tokens` tokens are used, or None.
+        num_tokens: tokens covered by both.
+    """
+
+    nodes: tuple[Node, ...]
+    tail: Node | None
+    tail_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.nodes) * BLOCK_SIZE + self.tail_tokens
+
+    @property
+    def all_nodes(self) -> tuple[Node, ...]:
+        return self.nodes if self.tail is None else (*self.nodes, self.tail)
+
+
+@dataclass(frozen=True)
+class Load:
+    """A block to bring from disk into slot `block_id`: the first `num_tokens` tokens of `node`'s data of `group`."""
+
+    node: Node
+    group: int
+    block_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A block to copy inside RAM (copy-on-write) from slot `source` to the private slot `target` of `group`."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One running request's place in the cache.
+
+    Attributes:
+        root: chain key of its namespace.
+        token_ids: the tokens whose keys and values are computed or cached.
+        tables: one block table per group.
+        nodes: the published full blocks, from the start.
+        loads, copies: what has to be done before the first step; emptied by whoever does it.
+    """
+
+    root: str
+    token_ids: list[int]
+    tables: list[BlockTable]
+    nodes: list[Node]
+    loads: list[Load] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    closed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """Slots over all groups: without reference, referenced by sequences, referenced by the tree only."""
+
+    free: int
+    live: int
+    cached: int
+
+
+class PrefixCache:
+    """All cached blocks of one model.
+
+    Args:
+        groups: the model's cache groups.
+        ram_budget: bytes that all slots together may take.
+    """
+
+    def __init__(self, groups: TokenIds[Group], ram_budget: int) -> None:
+        self.groups = tuple(groups)
+        self.pools = [BlockPool() for _ in self.groups]
+        self.tree = RadixTree()
+        self.ram_budget = ram_budget
+        self.evicted_blocks = 0
+        self._sequences: set[Sequence] = set()
+
+    # -- matching ---------------------------------------------------------------------------------------------------
+
+    def match_prefix(self, root: str, token_ids: TokenIds[int], limit: int) -> CachedPrefix:
+        """The longest prefix of at most `limit` tokens of which every group's needed blocks are in RAM or on disk.
+
+        Changes nothing.
+        """
+        path = self.tree.match_prefix(root, token_ids[:limit])
+        if path.tail_tokens >= MIN_TAIL_TOKENS:
+            for tail in sorted(path.tails, key=self._loads_needed):
+                prefix = CachedPrefix(tuple(path.nodes), tail, path.tail_tokens)
+                if self._missing(prefix) is None:
+                    return prefix
+        prefix = CachedPrefix(tuple(path.nodes), None, 0)
+        while (position := self._missing(prefix)) is not None:
+            prefix = CachedPrefix(prefix.nodes[:position], None, 0)
+        return prefix
+
+    def _loads_needed(self, node: Node) -> int:
+        return len(self.groups) - len(node.block_ids)
+
+    def _missing(self, prefix: CachedPrefix) -> int | None:
+        """Number of the last block that some group needs and nobody has; None if all are there."""
+        for node in reversed(prefix.all_nodes):
+            for index, group in enumerate(self.groups):
+                if node.position >= group.first_block_needed(prefix.num_tokens) and not node.available(index):
+                    return node.position
+        return None
+
+    def in_ram(self, prefix: CachedPrefix) -> bool:
+        """Whether the prefix can be used without reading a file."""
+        return all(
+            index in node.block_ids
+            for node in prefix.all_nodes
+            for index, group in enumerate(self.groups)
+            if node.position >= group.first_block_needed(prefix.num_tokens)
+        )
+
+    # -- a sequence's life ------------------------------------------------------------------------------------------
+
+    def open(self, root: str, prefix: CachedPrefix) -> Sequence:
+        """A sequence that starts with `prefix`; its `loads` and `copies` are then due. Raises OutOfBlocks, changing nothing."""
+        token_ids = [token for node in prefix.nodes for token in node.token_ids]
+        if prefix.tail is not None:
+            token_ids.extend(prefix.tail.token_ids[: prefix.tail_tokens])
+        sequence = Sequence(root, token_ids, [BlockTable() for _ in self.groups], list(prefix.nodes))
+        self._sequences.add(sequence)
+        # Everything that is there is retained before anything is allocated: allocation may evict.
+        sources = self._share(sequence, prefix)
+        try:
+            self._allocate_absent(sequence, prefix)
+        except OutOfBlocks:
+            self._discard(sequence)
+            raise
+        finally:
+            # The engine copies before it allocates again, so the sources need no reference until then.
+            for index, block_id in sources:
+                self.pools[index].release(block_id)
+        self.tree.touch(prefix.all_nodes)
+        return sequence
+
+    def _share(self, sequence: Sequence, prefix: CachedPrefix) -> list[tuple[int, int]]:
+        """Fill the tables with the slots that are in RAM (-1 for the others); retains and returns the tail's slots."""
+        for index, group in enumerate(self.groups):
+            table = sequence.tables[index]
+            table.first_block = min(group.first_block_needed(prefix.num_tokens), len(prefix.nodes))
+            for node in prefix.nodes[table.first_block :]:
+                block_id = node.block_ids.get(index, -1)
+                if block_id >= 0:
+                    self.pools[index].retain(block_id)
+                table.block_ids.append(block_id)
+        sources = list(prefix.tail.block_ids.items()) if prefix.tail else []
+        for index, block_id in sources:
+            self.pools[index].retain(block_id)
+        return sources
+
+    def _allocate_absent(self, sequence: Sequence, prefix: CachedPrefix) -> None:
+        for index, table in enumerate(sequence.tables):
+            for node in prefix.nodes[table.first_block :]:
+                if table.block_id(node.position) < 0:
+                    table.replace(node.position, self._allocate(index))
+                    sequence.loads.append(Load(node, index, table.block_id(node.position), BLOCK_SIZE))
+            if prefix.tail is None:
+                continue
+            source = prefix.tail.block_ids.get(index)
+            if source is not None and self._may_append(prefix, index, source):
+                self.pools[index].retain(source)
+                table.block_ids.append(source)
+                continue
+            target = self._allocate(index)
+            table.block_ids.append(target)
+            if source is None:
+                sequence.loads.append(Load(prefix.tail, index, target, prefix.tail_tokens))
+            else:
+                sequence.copies.append(Copy(index, source, target))
+
+    def _may_append(self, prefix: CachedPrefix, index: int, source: int) -> bool:
+        """Whether a sequence may go on in the tail's own slot: all its tokens are used and nobody else reads it.
+
+        The node covers only the tokens before, which stay as they are. (One reference is the tree's, one is `open`'s.)
+        """
+        assert prefix.tail is not None
+        return prefix.tail_tokens == prefix.tail.num_tokens and self.pools[index].ref_cnt(source) == 2
+
+    def loaded(self, sequence: Sequence, load: Load) -> None:
+        """A load is done: a whole block becomes the tree's too, so that others find it."""
+        node = load.node
+        if load.num_tokens == node.num_tokens and load.group not in node.block_ids and not sequence.closed:
+            self.pools[load.group].retain(load.block_id)
+            self.tree.set_block(node, load.group, load.block_id)
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make room for `num_tokens` further tokens in every group. Raises OutOfBlocks; what was reserved stays."""
+        end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
+        for index, table in enumerate(sequence.tables):
+            while table.end_block < end:
+                table.block_ids.append(self._allocate(index))
+
+    def advance(self, sequence: Sequence, token_ids: TokenIds[int]) -> list[Node]:
+        """`token_ids` have been computed: publish the blocks they filled and return these, in order.
+
+        Slots that fell out of a window stay until `leave_window`, so that their bytes can be taken first.
+        """
+        sequence.token_ids.extend(token_ids)
+        published = []
+        while (len(sequence.nodes) + 1) * BLOCK_SIZE <= sequence.num_tokens:
+            position = len(sequence.nodes)
+            parent = sequence.nodes[-1] if sequence.nodes else self.tree.root(sequence.root)
+            tokens = sequence.token_ids[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
+            node = self.tree.insert(parent, tokens)
+            self._publish(sequence, node)
+            sequence.nodes.append(node)
+            published.append(node)
+        return published
+
+    def _publish(self, sequence: Sequence, node: Node) -> None:
+        """Give the sequence's slots to the node, or take the node's where it has some already."""
+        for index, table in enumerate(sequence.tables):
+            if not table.first_block <= node.position < table.end_block:
+                continue
+            mine = table.block_id(node.position)
+            theirs = node.block_ids.get(index)
+            if theirs is None:
+                self.pools[index].retain(mine)
+                self.tree.set_block(node, index, mine)
+                # RAM is the authority: what a file may hold was computed by another pass and could differ in a rounding.
+                node.stored.discard(index)
+            elif theirs != mine:
+                self.pools[index].retain(theirs)
+                self.pools[index].release(mine)
+                table.replace(node.position, theirs)
+
+    def leave_window(self, sequence: Sequence) -> None:
+        """Drop the slots that no later token of the sequence attends to, also from the tree where nobody else reads them."""
+        for index, group in enumerate(self.groups):
+            table = sequence.tables[index]
+            start = table.first_block
+            for offset, block_id in enumerate(table.drop_before(group.first_block_needed(sequence.num_tokens))):
+                self.pools[index].release(block_id)
+                node = sequence.nodes[start + offset]
+                if node.block_ids.get(index) == block_id and self.pools[index].ref_cnt(block_id) == 1:
+                    self._free(node, index)
+
+    def close(self, sequence: Sequence, keep: int | None = None) -> Node | None:
+        """End a sequence, keeping its first `keep` tokens (default: all) in the tree; returns the tail node, if there is one.
+
+        The tail has no slots of its own where `keep` lies inside an already published block.
+        """
+        keep = sequence.num_tokens if keep is None else keep
+        tail = self._publish_tail(sequence, keep) if keep % BLOCK_SIZE else None
+        self._discard(sequence)
+        return tail
+
+    def _publish_tail(self, sequence: Sequence, keep: int) -> Node:
+        position = keep // BLOCK_SIZE
+        parent = sequence.nodes[position - 1] if position else self.tree.root(sequence.root)
+        tail = self.tree.insert(parent, sequence.token_ids[position * BLOCK_SIZE : keep])
+        if position == len(sequence.nodes):
+            self._publish(sequence, tail)
+        return tail
+
+    def abandon(self, sequence: Sequence) -> None:
+        """End a sequence whose unfinished block is worth nothing; published blocks stay cached."""
+        self._discard(sequence)
+
+    def _discard(self, sequence: Sequence) -> None:
+        if sequence.closed:
+            return
+        sequence.closed = True
+        self._sequences.discard(sequence)
+        for index, table in enumerate(sequence.tables):
+            for block_id in table.block_ids:
+                if block_id >= 0:
+                    self.pools[index].release(block_id)
+            table.block_ids.clear()
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def mark_stored(self, node: Node, group: int) -> None:
+        """The node's file of `group` is on disk."""
+        node.pending.discard(group)
+        node.stored.add(group)
+
+    def mark_missing(self, node: Node, group: int) -> None:
+        """The node's file of `group` is not on disk, or no longer."""
+        node.pending.discard(group)
+        node.stored.discard(group)
+        self.prune(node)
+
+    def drop(self, node: Node) -> None:
+        """Take a leaf's slots from the tree, whoever else still reads them, and forget the node if it is not on disk."""
+        for index in list(node.block_ids):
+            self._free(node, index)
+        self.prune(node)
+
+    def prune(self, node: Node) -> None:
+        """Forget a node that is neither in RAM nor on disk, and ancestors kept only for it."""
+        if node.is_leaf and not node.block_ids:
+            self.tree.remove(node)
+
+    # -- RAM --------------------------------------------------------------------------------------------------------
+
+    def _allocate(self, index: int) -> int:
+        """A slot of group `index`: a free one, a new one within the budget, or one taken from the least recently used."""
+        pool = self.pools[index]
+        if not pool.num_free and not self._grow(index):
+            self._evict_for(index)
+        return pool.allocate()
+
+    def _grow(self, index: int) -> bool:
+        """Grow all groups of the same attention kind together, as they fill together; False if the budget forbids it."""
+        window = self.groups[index].window
+        kin = [i for i, group in enumerate(self.groups) if group.window == window]
+        wanted = max(_MIN_GROWTH_BLOCKS, int(self.pools[index].capacity * _GROWTH))
+        affordable = (self.ram_budget - self.ram_capacity_bytes - self._reserved(window)) // sum(
+            self.groups[i].bytes_per_block for i in kin
+        )
+        added = min(wanted, affordable)
+        if added < 1:
+            return False
+        for i in kin:
+            self.pools[i].grow(self.pools[i].capacity + added)
+        return True
+
+    def _reserved(self, growing: int | None) -> int:
+        """Bytes kept back so that every other attention kind can hold at least one sequence's window (or a little context)."""
+        return sum(
+            max(0, self.min_blocks(group) - self.pools[i].capacity) * group.bytes_per_block
+            for i, group in enumerate(self.groups)
+            if group.window != growing
+        )
+
+    @staticmethod
+    def min_blocks(group: GroupSpec) -> int:
+        """Slots without which a group cannot serve a single sequence."""
+        return 4 if group.window is None else -(-group.window // BLOCK_SIZE) + 2
+
+    @property
+    def min_ram_budget(self) -> int:
+        """Bytes below which not even one short sequence fits."""
+        return sum(self.min_blocks(group) * group.bytes_per_block for group in self.groups)
+
+    def _evict_for(self, index: int) -> None:
+        """Free a slot of group `index`, least recently used leaves first. Raises OutOfBlocks."""
+        while not self.pools[index].num_free:
+            victim = next((n for n in self.tree.residents if index in n.block_ids and self._evictable(n)), None)
+            victim = victim or next((n for n in self.tree.residents if self._evictable(n)), None)
+            if victim is None:
+                raise OutOfBlocks(f"the RAM budget of {self.ram_budget} bytes is in use by running requests")
+            self.evict(victim)
+
+    def _evictable(self, node: Node) -> bool:
+        return (
+            not node.resident_children
+            and not node.pending
+            and all(self.pools[i].ref_cnt(block_id) == 1 for i, block_id in node.block_ids.items())
+        )
+
+    def evict(self, node: Node) -> bool:
+        """Free the node's slots if nobody reads them; False if somebody does. What is on disk stays known."""
+        if not self._evictable(node):
+            return False
+        for index in list(node.block_ids):
+            self._free(node, index)
+            self.evicted_blocks += 1
+        self.prune(node)
+        return True
+
+    def _free(self, node: Node, index: int) -> None:
+        self.pools[index].release(self.tree.take_block(node, index))
+
+    @property
+    def ram_capacity_bytes(self) -> int:
+        """Bytes of all slots, used or not."""
+        return sum(pool.capacity * group.bytes_per_block for pool, group in zip(self.pools, self.groups, strict=True))
+
+    def max_tokens(self) -> int:
+        """Tokens that a single sequence can hold within the budget (all groups unbounded by windows taken together)."""
+        fixed = sum(self.min_blocks(g) * g.bytes_per_block for g in self.groups if g.window is not None)
+        growing = sum(g.bytes_per_block for g in self.groups if g.window is None)
+        return 2**62 if not growing else max(0, (self.ram_budget - fixed) // growing) * BLOCK_SIZE
+
+    def count_blocks(self) -> BlockCounts:
+        """How many slots are free, read by sequences, and cached only."""
+        live = [{b for s in self._sequences for b in s.tables[i].block_ids if b >= 0} for i in range(len(self.pools))]
+        free = sum(pool.num_free for pool in self.pools)
+        num_live = sum(len(ids) for ids in live)
+        return BlockCounts(free, num_live, sum(pool.capacity for pool in self.pools) - free - num_live)
+
+    def check_integrity(self) -> None:
+        """Raise BrokenInvariant unless every reference is accounted for: free + live + cached == total, tree sound."""
+        self.tree.check_integrity()
+        expected = [[0] * pool.capacity for pool in self.pools]
+        for node in self.tree.walk():
+            for index, block_id in node.block_ids.items():
+                expected[index][block_id] += 1
+        for sequence in self._sequences:
+            for index, table in enumerate(sequence.tables):
+                for block_id in table.block_ids:
+                    expected[index][block_id] += 1
+        for index, pool in enumerate(self.pools):
+            pool.check_integrity()
+            if expected[index] != [pool.ref_cnt(block_id) for block_id in range(pool.capacity)]:
+                raise BrokenInvariant(f"reference counts of group {self.groups[index].name} are wrong")
+        if self.ram_capacity_bytes > self.ram_budget:
+            raise BrokenInvariant("the RAM budget is exceeded")

@@ -1,0 +1,289 @@
+"""How a new prompt relates to what its agent holds already, and which of the held tokens it may keep."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate, islice
+from typing import Literal
+
+Kind = Literal["prompt", "generated"]
+Span = tuple[str, int]
+
+PARTIAL_SHARE = 0.8
+MAX_ANCHORS = 3
+
+
+class Match(StrEnum):
+    """How a prompt relates to what its agent holds already."""
+
+    EXACT = "EXACT"
+    EXTEND = "EXTEND"
+    PARTIAL = "PARTIAL"
+    DIVERGE = "DIVERGE"
+    NEW = "NEW"
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Tokens of a text.
+
+    Args:
+        ids: token ids.
+        ends: character offsets at which the tokens end; they never fall, the last one is the text's length. A token
+            that ends inside a character gets the end of the next token that does not, so that text and tokens may be
+            cut at every offset in `ends`.
+    """
+
+    ids: Sequence[int]
+    ends: Sequence[int]
+
+
+@dataclass
+class Transcript:
+    """What an agent's model has read and written, as text and as the exact tokens. Never changed in place.
+
+    Args:
+        text: marked text (see `models/tokenizer.py`).
+        ids: token ids.
+        ends: character offset into `text` at which each token ends; never falls; the last one is `len(text)`.
+        spans: runs of tokens in order, each ("prompt" or "generated", number of tokens); they add up to `len(ids)`.
+    """
+
+    text: str
+    ids: array[int]
+    ends: array[int]
+    spans: tuple[Span, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def empty(cls) -> Transcript:
+        return cls("", array("I"), array("I"), ())
+
+    def cut(self, num_tokens: int) -> Transcript:
+        """The first `num_tokens` tokens and the text they cover.
+
+        Cut where a token ends cleanly: of tokens that end together, as those of one character, keep all or none.
+        """
+        ends = self.ends[:num_tokens]
+        text = self.text[: ends[-1]] if ends else ""
+        return Transcript(text, self.ids[:num_tokens], ends, self._cut_spans(num_tokens))
+
+    def extended(self, text: str, ids: Iterable[int], ends: Iterable[int], kind: Kind) -> Transcript:
+        """This transcript with `text` behind it. `ends` are offsets into the added `text`, one per id."""
+        offset = len(self.text)
+        more_ids = array("I", ids)
+        more_ends = array("I", (offset + end for end in ends))
+        spans = _join_spans(self.spans, ((kind, len(more_ids)),))
+        return Transcript(self.text + text, self.ids + more_ids, self.ends + more_ends, spans)
+
+    def _cut_spans(self, num_tokens: int) -> tuple[Span, ...]:
+        stops = list(accumulate((count for _, count in self.spans), initial=0))
+        whole = max(bisect_right(stops, num_tokens) - 1, 0)
+        rest = num_tokens - stops[whole]
+        return self.spans[:whole] + (((self.spans[whole][0], rest),) if rest and whole < len(self.spans) else ())
+
+
+def _join_spans(left: tuple[Span, ...], right: Iterable[Span]) -> tuple[Span, ...]:
+    """Spans of two neighbours; empty ones go, equal neighbours become one."""
+    joined: list[Span] = []
+    for kind, count in (*left, *right):
+        if joined and joined[-1][0] == kind:
+            joined[-1] = (kind, joined[-1][1] + count)
+        elif count:
+            joined.append((kind, count))
+    return tuple(joined)
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """The text of token ids that came without one: marked text, and where each token ends in it."""
+
+    text: str
+    ends: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PromptMatch:
+    """A prompt as tokens.
+
+    Args:
+        match: how the prompt relates to the old transcript.
+        transcript: the whole prompt.
+        kept: number of leading tokens taken over from the old transcript.
+    """
+
+    match: Match
+    transcript: Transcript
+    kept: int
+
+
+def match_text(
+    transcript: Transcript, text: str, encode: Callable[[str], Encoding], control_ids: Set[int]
+) -> PromptMatch:
+    """Turn a prompt into tokens, keeping those of the agent's transcript that still hold.
+
+    The ids equal those of `encode(text)` everywhere except where they meet text that the model itself generated; that
+    stays as generated. Only the text from the last control token in common is encoded: what follows a control token is
+    tokenised the same whatever stands before it.
+
+    Args:
+        transcript: what the agent holds.
+        text: the prompt's marked text, from its beginning.
+        encode: tokenises marked text and adds nothing to it.
+        control_ids: ids of control tokens.
+    """
+    shared = len_common_prefix(transcript.text, text)
+    match = _label(len(transcript.text), len(text), shared) if transcript.ids else Match.NEW
+    num_inside = bisect_right(transcript.ends, shared)
+    start = _find_start(transcript, text, num_inside, encode, control_ids)
+    boundary = _last_agreed_boundary(transcript, num_inside, start)
+    kept = _without_stray_tokens(transcript, bisect_right(transcript.ends, boundary, hi=num_inside), control_ids)
+    first = bisect_right(start.ends, boundary)
+    fresh_ends = (end - boundary for end in start.ends[first:])
+    whole = transcript.cut(kept).extended(text[boundary:], start.ids[first:], fresh_ends, "prompt")
+    return PromptMatch(match, whole, kept)
+
+
+def match_tokens(
+    transcript: Transcript, token_ids: Sequence[int], spell: Callable[[Sequence[int]], Spelling]
+) -> PromptMatch:
+    """Compare a prompt given as token ids with the agent's tokens; the ids stay as they are.
+
+    The new ids count as "generated" in the spans: like a model's own, they need not be what a tokenizer would have made
+    of their text, and are kept if that text comes back.
+
+    Args:
+        transcript: what the agent holds.
+        token_ids: the whole prompt.
+        spell: gives the text of ids; called once, with the ids whose text is not known.
+    """
+    ids = array("I", token_ids)
+    kept = len_common_prefix(transcript.ids, ids)
+    match = _label(len(transcript.ids), len(ids), kept) if transcript.ids else Match.NEW
+    known = _clean_cut(transcript, kept)
+    spelling = spell(ids[known:]) if known < len(ids) else Spelling("", ())
+    whole = transcript.cut(known).extended(spelling.text, ids[known:], spelling.ends, "generated")
+    return PromptMatch(match, whole, kept)
+
+
+def len_common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
+    """Length of the longest common prefix of two strings or two arrays. Compares slices, never single elements."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _label(num_cached: int, num_new: int, num_shared: int) -> Match:
+    if num_shared == num_cached:
+        return Match.EXACT if num_shared == num_new else Match.EXTEND
+    return Match.PARTIAL if num_shared >= PARTIAL_SHARE * num_cached else Match.DIVERGE
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A fresh encoding of the prompt's end, set against the transcript.
+
+    Both agree up to `offset`, where a token of either ends: the transcript's tokens from index `kept` on and the fresh
+    ones lie after it. `ends` are offsets into the whole text.
+    """
+
+    offset: int
+    kept: int
+    ids: Sequence[int]
+    ends: Sequence[int]
+
+
+def _find_start(
+    transcript: Transcript, text: str, num_inside: int, encode: Callable[[str], Encoding], control_ids: Set[int]
+) -> _Start:
+    """Encode the prompt from the last control token in common, or from its beginning where there is none."""
+    for index in islice(_anchors(transcript, num_inside, control_ids), MAX_ANCHORS):
+        start = _start_at(transcript, text, index, encode)
+        if start is not None:
+            return start
+    fresh = encode(text)
+    return _Start(0, 0, fresh.ids, fresh.ends)
+
+
+def _anchors(transcript: Transcript, num_inside: int, control_ids: Set[int]) -> Iterator[int]:
+    """Indices of control tokens that are part of the text, last first. Generated ones have no text."""
+    ids, ends = transcript.ids, transcript.ends
+    for index in range(num_inside - 1, -1, -1):
+        if ids[index] in control_ids and ends[index] > (ends[index - 1] if index else 0):
+            yield index
+
+
+def _start_at(transcript: Transcript, text: str, index: int, encode: Callable[[str], Encoding]) -> _Start | None:
+    """Encode from the control token at `index`; None if it reads differently now, as when it takes in new spaces."""
+    begin, end = transcript.ends[index - 1] if index else 0, transcript.ends[index]
+    fresh = encode(text[begin:])
+    ends = [begin + fresh_end for fresh_end in fresh.ends]
+    first = bisect_right(ends, end)
+    if first == 0 or fresh.ids[first - 1] != transcript.ids[index] or ends[first - 1] != end:
+        return None
+    return _Start(end, index + 1, fresh.ids[first:], ends[first:])
+
+
+def _last_agreed_boundary(transcript: Transcript, num_inside: int, start: _Start) -> int:
+    """The last offset where tokens of both end and up to which they agree, wherever no generated token is concerned."""
+    common = sorted(set(transcript.ends[start.kept : num_inside]).intersection(start.ends))
+    generated = b"".join(count * bytes([kind == "generated"]) for kind, count in transcript.spans)
+    agreed, kept, first = start.offset, start.kept, 0
+    for position in common:
+        next_kept = bisect_right(transcript.ends, position, kept, num_inside)
+        next_first = bisect_right(start.ends, position, first)
+        same = list(transcript.ids[kept:next_kept]) == list(start.ids[first:next_first])
+        if not same and 1 not in generated[kept:next_kept]:
+            break
+        agreed, kept, first = position, next_kept, next_first
+    return agreed
+
+
+def _without_stray_tokens(transcript: Transcript, kept: int, control_ids: Set[int]) -> int:
+    """Drop generated tokens without text that would be kept only because they take no room.
+
+    A reply that shows no text may have been taken out of the conversation; and where a reply is cut short, a control
+    token at the cut belongs to what came after it.
+    """
+    begin, stop = _generated_span(transcript.spans, kept)
+    if begin == stop:
+        return kept
+    ends = transcript.ends
+    if ends[kept - 1] == (ends[begin - 1] if begin else 0):
+        return begin
+    if kept == stop:
+        return kept
+    while transcript.ids[kept - 1] in control_ids and ends[kept - 1] == ends[kept - 2]:
+        kept -= 1
+    return kept
+
+
+def _generated_span(spans: tuple[Span, ...], num_tokens: int) -> tuple[int, int]:
+    """Token range of the generated span that holds token `num_tokens - 1`; an empty range where none does."""
+    begin = 0
+    for kind, count in spans:
+        if begin < num_tokens <= begin + count and kind == "generated":
+            return begin, begin + count
+        begin += count
+    return 0, 0
+
+
+def _clean_cut(transcript: Transcript, num_tokens: int) -> int:
+    """The last place at or before `num_tokens` where a token ends cleanly."""
+    ends = transcript.ends
+    while 0 < num_tokens < len(ends) and ends[num_tokens - 1] == ends[num_tokens]:
+        num_tokens -= 1
+    return num_tokens

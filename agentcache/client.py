@@ -1,0 +1,239 @@
+"""A small HTTP client of a running server, and the workflow's `Chat` on top of it. Knows the wire, not the engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from agentcache.errors import AgentCacheError
+from agentcache.workflow import Message, Reply
+
+# A long prefill may take minutes before its first byte; only connecting has a limit.
+TIMEOUT = httpx.Timeout(None, connect=10.0)
+
+
+class ServerError(AgentCacheError):
+    """The server cannot be reached, refused the request, or answered something that is not the contract.
+
+    Args:
+        message: a sentence for a person.
+        status: HTTP status; None when there was no answer at all.
+        code: the server's word for the error, such as `context_length_exceeded`.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One streamed answer. Times were measured here, on the client's side of the wire, from sending the request:
+    to the first token, to the last one, and to the end of the answer, which waits until the turn is saved."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    report: Mapping[str, Any]
+    usage: Mapping[str, Any]
+    finish_reason: str | None
+    ttft_ms: float
+    last_token_ms: float
+    total_ms: float
+
+
+class Client:
+    """Talks to one server. A context manager; `close` gives the connections back."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # Proxies of the environment are for the outside; a local server must not be asked through one.
+        self._http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=TIMEOUT, trust_env=False)
+        self.url = url
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def healthy(self) -> bool:
+        """Whether the server answers and has its model loaded."""
+        try:
+            return self._http.get("/health", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """One call with a JSON answer (None when it has no body)."""
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if response.is_error:
+            raise _refusal(response)
+        return response.json() if response.content else None
+
+    def chat(self, messages: Sequence[Message], **options: Any) -> Completion:
+        """A streamed chat completion; `options` as in `complete`."""
+        return self._stream("/v1/chat/completions", {"messages": list(messages)}, options)
+
+    def complete(self, prompt: str | Sequence[int], **options: Any) -> Completion:
+        """A streamed raw completion of a text or of token ids.
+
+        `options` are the fields of the request's body: `agent`, `max_tokens`, `temperature`, `seed`, `ignore_eos`, and
+        `salt`, which goes where the server looks for it. What is None is left out.
+        """
+        return self._stream("/v1/completions", {"prompt": prompt if isinstance(prompt, str) else list(prompt)}, options)
+
+    def cache_prompt(self, prompt: Sequence[int], agent: str) -> Mapping[str, Any]:
+        """Cache a prompt of token ids for an agent and generate nothing; the report."""
+        body = {"prompt": list(prompt), "agent": agent, "max_tokens": 0, "agentcache": {"report": True}}
+        answer = self.request("POST", "/v1/completions", body)
+        return _report(answer)
+
+    def token_ids(self, text: str, salt: str) -> list[int]:
+        """The served model's token ids of a text. The server computes it once, under that salt."""
+        extras = {"report": True, "return_token_ids": True, "salt": salt}
+        answer = self.request("POST", "/v1/completions", {"prompt": text, "max_tokens": 0, "agentcache": extras})
+        return [int(token) for token in answer["choices"][0]["prompt_token_ids"]]
+
+    def _stream(self, path: str, prompt: Mapping[str, Any], options: Mapping[str, Any]) -> Completion:
+        body = _body(prompt, options)
+        answer = _Answer(started=time.perf_counter())
+        try:
+            with self._http.stream("POST", path, json=body) as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                for event in _events(response):
+                    answer.add(event)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        return answer.completion()
+
+    def _unreachable(self, error: httpx.HTTPError) -> ServerError:
+        reason = str(error) or type(error).__name__
+        return ServerError(f"no answer from {self.url} ({reason}); is `agentcache serve` running there?")
+
+
+class HttpChat:
+    """A workflow's `Chat` over a server. Requests with another `salt` share nothing with those of other salts."""
+
+    def __init__(self, client: Client, salt: str | None = None) -> None:
+        self._client = client
+        self._salt = salt
+
+    def chat(
+        self, agent: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
+    ) -> Reply:
+        done = self._client.chat(
+            messages, agent=agent, max_tokens=max_tokens, temperature=temperature, seed=seed, salt=self._salt
+        )
+        said = int(done.usage["completion_tokens"])
+        return Reply(done.text, done.token_ids, done.report, said, done.ttft_ms, done.total_ms)
+
+
+def _body(prompt: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    extras = {"report": True, "return_token_ids": True, "salt": options.get("salt")}
+    fields = {key: value for key, value in options.items() if key != "salt" and value is not None}
+    return {
+        **prompt,
+        **fields,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "agentcache": {key: value for key, value in extras.items() if value is not None},
+    }
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The JSON events of a server-sent stream, up to `[DONE]`."""
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        yield json.loads(data)
+    raise ServerError("the server ended the stream without [DONE]")
+
+
+@dataclass
+class _Answer:
+    """The pieces of one stream as they come in. Times are of `time.perf_counter`, in seconds."""
+
+    started: float
+    first: float | None = None
+    last: float | None = None
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    report: Mapping[str, Any] | None = None
+    usage: Mapping[str, Any] | None = None
+    finish_reason: str | None = None
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        if "error" in event:
+            raise _error(event, status=None)
+        for choice in event.get("choices", []):
+            self._add_choice(choice)
+        self.report = event.get("agentcache") or self.report
+        self.usage = event.get("usage") or self.usage
+
+    def _add_choice(self, choice: Mapping[str, Any]) -> None:
+        piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        token_ids = choice.get("token_ids") or []
+        self.text.append(piece)
+        self.token_ids += token_ids
+        self.prompt_token_ids += choice.get("prompt_token_ids") or []
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        # The role chunk and keep-alives are empty. The finishing chunk waits for saving; it times no token.
+        if (piece or token_ids) and not choice.get("finish_reason"):
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+
+    def completion(self) -> Completion:
+        ended = time.perf_counter()
+        if self.report is None or self.usage is None:
+            raise ServerError("the server sent no usage or no `agentcache` report; is it an agentcache server?")
+        return Completion(
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            prompt_token_ids=tuple(self.prompt_token_ids),
+            report=self.report,
+            usage=self.usage,
+            finish_reason=self.finish_reason,
+            ttft_ms=((self.first or ended) - self.started) * 1000,
+            last_token_ms=((self.last or ended) - self.started) * 1000,
+            total_ms=(ended - self.started) * 1000,
+        )
+
+
+def _report(answer: Any) -> Mapping[str, Any]:
+    if not isinstance(answer, dict) or not isinstance(answer.get("agentcache"), dict):
+        raise ServerError("the server sent no `agentcache` report; is it an agentcache server?")
+    report: Mapping[str, Any] = answer["agentcache"]
+    return report
+
+
+def _refusal(response: httpx.Response) -> ServerError:
+    try:
+        return _error(response.json(), status=response.status_code)
+    except ValueError:
+        return ServerError(f"HTTP {response.status_code}: {response.text[:200]}", status=response.status_code)
+
+
+def _error(body: Any, status: int | None) -> ServerError:
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        return ServerError(f"the server answered HTTP {status}: {str(body)[:200]}", status=status)
+    return ServerError(str(error.get("message")), status=status, code=error.get("code"))

@@ -1,0 +1,252 @@
+"""Settings: flag > AGENTCACHE_* environment variable > ~/.agentcache/config.toml > default.
+
+Sizes are written `8GB`, `512MB`, `1.5GiB`, `20%`, `auto` or as plain bytes. GB is 10^9 bytes and GiB is 2^30. A
+percentage is taken of the machine's RAM, or of the disk space that is free or already held by the cache (so that a
+restart with a full cache does not shrink its own budget).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from agentcache.errors import ConfigError
+
+ENV_PREFIX = "AGENTCACHE_"
+# Ours, but no settings of the server: which server the CLI talks to, where the config file lies, what make installs.
+OTHER_VARIABLES = frozenset({"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND"})
+
+AUTO_RAM_SHARE = 0.25
+AUTO_DISK_SHARE = 0.20
+AUTO_DISK_CEILING = 100 * 10**9
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE | re.ASCII)
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
+
+
+def default_cache_dir() -> Path:
+    return Path.home() / ".agentcache" / "cache"
+
+
+def default_config_file() -> Path:
+    return Path.home() / ".agentcache" / "config.toml"
+
+
+def total_ram() -> int:
+    """Bytes of RAM this process may use: the machine's, or the container's limit where that is lower."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return machine
+    return min(machine, int(limit)) if limit.isdigit() else machine
+
+
+def available_disk(cache_dir: Path) -> int:
+    """Bytes that are free on the cache folder's disk, plus those that its block files hold already."""
+    nearest = cache_dir
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    return shutil.disk_usage(nearest).free + _held_bytes(cache_dir / "blocks")
+
+
+def _held_bytes(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(root, name)).st_size
+            except FileNotFoundError:  # a running server may evict it meanwhile
+                continue
+    return total
+
+
+def parse_size(text: str | int, *, key: str, whole: Callable[[], int], auto: Callable[[], int]) -> int:
+    """Bytes meant by `text`.
+
+    Args:
+        text: a size as a person writes it, or bytes.
+        key: the setting's name, for the error.
+        whole: what a percentage is taken of, in bytes; called only when needed.
+        auto: what `auto` stands for, in bytes.
+    """
+    written = str(text).strip()
+    if written.lower() == "auto":
+        return auto()
+    if percent := _PERCENT.fullmatch(written):
+        share = float(percent[1])
+        if share > 100:
+            raise ConfigError(f"{key} = {text!r}: a percentage cannot be over 100")
+        return int(whole() * share / 100)
+    return parse_bytes(written, key=key)
+
+
+def parse_bytes(text: str | int, *, key: str) -> int:
+    """Bytes meant by a size that is neither a percentage nor `auto`."""
+    size = _SIZE.fullmatch(str(text).strip())
+    if size is None:
+        raise ConfigError(f"{key} = {text!r} is not a size; write it like 8GB, 512MB, 20%, auto or in bytes")
+    unit = (size[2] or "").lower()
+    return int(float(size[1]) * (_UNITS | _BINARY_UNITS)[unit]) if unit or "." in size[1] else int(size[1])
+
+
+def parse_ram_budget(text: str | int) -> int:
+    return parse_size(text, key="ram_budget", whole=total_ram, auto=lambda: int(total_ram() * AUTO_RAM_SHARE))
+
+
+def parse_disk_budget(text: str | int, cache_dir: Path) -> int:
+    return parse_size(
+        text,
+        key="disk_budget",
+        whole=lambda: available_disk(cache_dir),
+        auto=lambda: min(int(available_disk(cache_dir) * AUTO_DISK_SHARE), AUTO_DISK_CEILING),
+    )
+
+
+_POSITIVE = ("ram_budget", "disk_budget", "max_concurrent_requests", "max_context", "max_body_bytes", "prefill_chunk")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings, resolved.
+
+    Args:
+        model: folder or hub id; None for the embedded model.
+        host, port: where to listen; port 0 takes any free one.
+        api_key: what clients must present; None lets every local client in.
+        cache_dir: the folder that holds the agents' memory; one process at a time may use it.
+        ram_budget, disk_budget: bytes the cache may take.
+        max_concurrent_requests: requests that run in one batch; more wait.
+        max_context: tokens a sequence may have; None for the model's own limit.
+        max_body_bytes: largest request body.
+        prefill_chunk: prompt tokens computed in one step.
+    """
+
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    ram_budget: int = field(default_factory=lambda: parse_ram_budget("auto"))
+    disk_budget: int = AUTO_DISK_CEILING
+    max_concurrent_requests: int = 16
+    max_context: int | None = None
+    max_body_bytes: int = 32 * 10**6
+    prefill_chunk: int = 256
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port = {self.port} is not between 0 and 65535")
+        for key in _POSITIVE:
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{key} = {value} must be positive")
+        for key in ("model", "host", "api_key"):
+            if getattr(self, key) == "":
+                raise ConfigError(f"{key} is empty; leave it out to get the default")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("api_key must be printable ASCII, since clients send it in an HTTP header")
+
+
+KEYS = tuple(setting.name for setting in fields(Config))
+_INTEGERS = frozenset({"port", "max_concurrent_requests", "max_context", "prefill_chunk"})
+
+
+def load_config(
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    config_file: Path | None = None,
+) -> Config:
+    """The settings in force.
+
+    Args:
+        overrides: flags by setting name; None counts as not given.
+        environ: the environment; the process's own by default.
+        config_file: the TOML file; AGENTCACHE_CONFIG or ~/.agentcache/config.toml by default, which need not exist.
+
+    Raises:
+        ConfigError: an unknown key (the nearest known one is named) or a value that makes no sense.
+    """
+    environ = os.environ if environ is None else environ
+    raw: dict[str, Any] = {}
+    raw |= _from_file(config_file, environ)
+    raw |= _from_environment(environ)
+    raw |= _from_flags(overrides or {})
+    return Config(**_convert(raw))
+
+
+def _from_file(config_file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    named = environ.get("AGENTCACHE_CONFIG")
+    path = config_file or (Path(named).expanduser() if named else default_config_file())
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if config_file or named:
+            raise ConfigError(f"config file {path} does not exist") from None
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    _refuse_unknown(settings, KEYS, f"config file {path}: unknown setting")
+    return settings
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    names = {name for name in environ if name.startswith(ENV_PREFIX)} - OTHER_VARIABLES
+    ours = {name: environ[name] for name in sorted(names)}
+    _refuse_unknown(ours, [ENV_PREFIX + key.upper() for key in KEYS], "unknown environment variable")
+    return {name.removeprefix(ENV_PREFIX).lower(): value for name, value in ours.items()}
+
+
+def _from_flags(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    given = {key: value for key, value in overrides.items() if value is not None}
+    _refuse_unknown(given, KEYS, "unknown setting")
+    return given
+
+
+def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    known = list(known)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            raise ConfigError(f"{what} {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as `Config` wants them, from strings and TOML values."""
+    settings: dict[str, Any] = {key: _plain(key, value) for key, value in raw.items()}
+    cache_dir = Path(settings.get("cache_dir", default_cache_dir())).expanduser().absolute()
+    settings["cache_dir"] = cache_dir
+    settings["ram_budget"] = parse_ram_budget(settings.get("ram_budget", "auto"))
+    settings["disk_budget"] = parse_disk_budget(settings.get("disk_budget", "auto"), cache_dir)
+    if "max_body_bytes" in settings:
+        settings["max_body_bytes"] = parse_bytes(settings["max_body_bytes"], key="max_body_bytes")
+    for key in _INTEGERS & settings.keys():
+        settings[key] = _integer(key, settings[key])
+    return settings
+
+
+def _plain(key: str, value: Any) -> str | int:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ConfigError(f"{key} = {value!r} must be text or a whole number")
+    if not isinstance(value, str) and key in ("model", "host", "api_key", "cache_dir"):
+        raise ConfigError(f"{key} = {value!r} must be text")
+    return value
+
+
+def _integer(key: str, value: str | int) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"{key} = {value!r} is not a whole number") from None

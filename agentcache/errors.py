@@ -1,0 +1,124 @@
+"""Every error agentcache raises on purpose.
+
+AgentCacheError
+├── RequestError                 the caller's fault; carries an HTTP status, a code and the parameter
+│   ├── InvalidRequest           400  malformed or contradictory input
+│   ├── ContextLengthExceeded    400  prompt longer than the model or the RAM budget can hold
+│   ├── Unauthorized             401  missing or wrong API key
+│   ├── NotFound                 404  unknown agent, model or adapter
+│   ├── Conflict                 409  the name is taken
+│   ├── PayloadTooLarge          413  request body over the limit
+│   └── Overloaded               503  queue full or shutting down
+├── ConfigError                  a flag, environment variable or config file entry that makes no sense
+├── UnsupportedModel             the model cannot be served exactly; says which layer and why
+├── CacheFolderInUse             another process holds the cache folder
+├── StoreError                   a file could not be written (disk full, permissions)
+│   └── DiskBudgetExceeded       writing would pass the disk budget even after eviction
+├── BlockRejected                a cache file failed verification; it has been quarantined
+├── BlockMissing                 a cache file is not there
+├── OutOfBlocks                  the RAM budget holds no further block
+├── EngineStopped                the engine thread has ended; every waiter gets this
+└── BrokenInvariant              a bug of ours, never of the caller
+"""
+
+from __future__ import annotations
+
+
+class AgentCacheError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class RequestError(AgentCacheError):
+    """The caller's fault.
+
+    Args:
+        message: a sentence for a person.
+        param: the request parameter at fault, dotted and indexed like ``messages[1].role``.
+        code: a word for programs; defaults to the class's own.
+    """
+
+    status = 400
+    code = "invalid_request"
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or type(self).code
+
+
+class InvalidRequest(RequestError):
+    pass
+
+
+class ContextLengthExceeded(RequestError):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    status = 401
+    code = "invalid_api_key"
+    type = "authentication_error"
+
+
+class NotFound(RequestError):
+    status = 404
+    code = "not_found"
+    type = "not_found_error"
+
+
+class Conflict(RequestError):
+    status = 409
+    code = "conflict"
+
+
+class PayloadTooLarge(RequestError):
+    status = 413
+    code = "payload_too_large"
+
+
+class Overloaded(RequestError):
+    status = 503
+    code = "overloaded"
+    type = "overloaded_error"
+
+
+class ConfigError(AgentCacheError):
+    pass
+
+
+class UnsupportedModel(AgentCacheError):
+    pass
+
+
+class CacheFolderInUse(AgentCacheError):
+    pass
+
+
+class StoreError(AgentCacheError):
+    pass
+
+
+class DiskBudgetExceeded(StoreError):
+    pass
+
+
+class BlockRejected(AgentCacheError):
+    pass
+
+
+class BlockMissing(AgentCacheError):
+    pass
+
+
+class OutOfBlocks(AgentCacheError):
+    pass
+
+
+class EngineStopped(AgentCacheError):
+    pass
+
+
+class BrokenInvariant(AgentCacheError):
+    pass

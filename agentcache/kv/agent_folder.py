@@ -1,0 +1,261 @@
+"""The agents of one model on disk: a manifest and a transcript log each."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentcache.blocks.keys import block_key
+from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest
+from agentcache.kv.atomic import Fault, append_file, read_file, replace_file, sync_folder
+from agentcache.kv.disk_usage import DiskUsage
+from agentcache.kv.manifest import MAX_MANIFEST_BYTES, AgentRecord, Manifest, decode_manifest, encode_manifest, valid_id
+from agentcache.kv.transcript_log import Content, LogEnd, extend_log, least_bytes, parse_log, start_log
+
+_LOG_NAME = re.compile(r"(.+)\.([0-9]+)\.log")
+_MAX_LOG_BYTES = 1 << 32
+
+
+@dataclass(frozen=True)
+class SavedAgent:
+    """What the files of an agent hold. `extendable` is False when a failure left open what its manifest says."""
+
+    manifest: Manifest
+    content: Content
+    extendable: bool = True
+
+    def block_keys(self) -> Iterator[str]:
+        """The keys of the block files that the agent names."""
+        for chain in self.content.chains:
+            for group in self.manifest.groups:
+                yield block_key(chain, group)
+
+    def record(self, cache: str) -> AgentRecord:
+        """The agent as it was saved; only its transcript if the cache spec, whose digest is `cache`, is another now."""
+        manifest, content = self.manifest, self.content
+        fits = manifest.cache == cache
+        return AgentRecord(
+            id=manifest.id,
+            model=manifest.model,
+            salt=manifest.salt,
+            created=manifest.created,
+            last_used=manifest.last_used,
+            adapter=manifest.adapter,
+            policy=manifest.policy,
+            system=content.system,
+            transcript=content.transcript,
+            num_saved=manifest.num_saved if fits else 0,
+            chains=content.chains if fits else (),
+        )
+
+
+@dataclass(frozen=True)
+class _LogWrite:
+    """Bytes to append to a log or, where `appends` is False, to write as a new generation of it."""
+
+    data: bytes
+    end: LogEnd
+    appends: bool
+
+
+class AgentFolder:
+    """The agents in one folder below ``agents/``; the only writer of their files.
+
+    Args:
+        folder: an existing folder whose files `usage` knows.
+        usage: keeps the sizes and the budget.
+        fault: called at each step of the write path.
+    """
+
+    def __init__(self, folder: Path, usage: DiskUsage, fault: Fault) -> None:
+        self._folder = folder
+        self._usage = usage
+        self._fault = fault
+        self._agents: dict[str, SavedAgent] = {}
+        self._names: set[str] = set()
+        self._loaded = False
+        self._generations: defaultdict[str, set[int]] = defaultdict(set)
+        for path in usage.paths(folder):
+            if log := _LOG_NAME.fullmatch(path.name):
+                self._generations[log[1]].add(int(log[2]))
+            elif path.suffix == ".json":
+                self._names.add(path.name.removesuffix(".json"))
+
+    @property
+    def agents(self) -> list[SavedAgent]:
+        """The agents loaded or saved so far, by id."""
+        return [self._agents[agent_id] for agent_id in sorted(self._agents)]
+
+    # --- reading ---
+
+    def load(self) -> None:
+        """Read all agents, once. What is wrong goes to quarantine; logs that no manifest names are removed."""
+        if self._loaded:
+            return
+        for agent_id in sorted(self._names):
+            try:
+                self._agents[agent_id] = self._read(agent_id)
+            except BlockRejected as error:
+                self._reject(agent_id, str(error))
+        for agent_id in list(self._generations):
+            self._remove_logs(agent_id)
+        self._loaded = True
+
+    def _read(self, agent_id: str) -> SavedAgent:
+        manifest = decode_manifest(_read_whole(self._manifest_path(agent_id), MAX_MANIFEST_BYTES))
+        if manifest.id != agent_id or not valid_id(agent_id) or manifest.model[:16] != self._folder.name:
+            raise BlockRejected(f"the manifest is of agent {manifest.id!r:.80} of model {manifest.model!r:.80}")
+        log = _read_whole(self._log_path(agent_id, manifest.log.generation), _MAX_LOG_BYTES)
+        content = parse_log(log, agent_id, manifest.model, manifest.log)
+        if not 0 <= manifest.num_saved <= len(content.transcript.ids):
+            raise BlockRejected(f"{manifest.num_saved} of {len(content.transcript.ids)} tokens are named as saved")
+        return SavedAgent(manifest, content)
+
+    def _reject(self, agent_id: str, reason: str) -> None:
+        logs = [self._log_path(agent_id, generation) for generation in self._generations.pop(agent_id, ())]
+        self._usage.quarantine(reason, self._manifest_path(agent_id), *logs)
+        self._names.discard(agent_id)
+
+    # --- writing ---
+
+    def save(self, record: AgentRecord, cache: str, groups: tuple[str, ...]) -> int:
+        """Make `record` durable; returns the bytes written: what is new since the last save, and the manifest.
+
+        Raises:
+            InvalidRequest: the id is not one.
+            Conflict: another agent's id differs only by case.
+            DiskBudgetExceeded: it does not fit; nothing has changed.
+            OSError: the disk is full, say; what is on disk is the agent as before or, whole, as in `record`.
+        """
+        self._check(record)
+        content = Content(record.transcript, record.chains, record.system)
+        log = self._plan(record, content)
+        manifest = _manifest_of(record, cache, groups, log.end)
+        encoded = encode_manifest(manifest)
+        self._usage.require(len(log.data) + len(encoded))
+        self._write_log(record.id, log)
+        self._write_manifest(record.id, encoded)
+        self._agents[record.id] = SavedAgent(manifest, content)
+        with suppress(OSError):  # the agent is safe; the next save tries again
+            self._remove_logs(record.id)
+        return len(log.data) + len(encoded)
+
+    def delete(self, agent_id: str) -> None:
+        """Remove the agent's files; nothing if there are none. The manifest goes first.
+
+        Raises:
+            OSError: they cannot be removed.
+        """
+        if agent_id not in self._names:
+            return
+        self._fault("delete-before-manifest")
+        self._usage.remove(self._manifest_path(agent_id))
+        self._names.discard(agent_id)
+        self._agents.pop(agent_id, None)
+        self._fault("delete-before-folder-fsync")
+        sync_folder(self._folder)
+        self._remove_logs(agent_id)
+
+    def _check(self, record: AgentRecord) -> None:
+        if not valid_id(record.id):
+            raise InvalidRequest(f"{record.id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param="id")
+        if record.id not in self._names and record.id.casefold() in map(str.casefold, self._names):
+            raise Conflict(f"another agent's id differs from {record.id} only by case", param="id")
+        if not 0 <= record.num_saved <= len(record.transcript.ids) == len(record.transcript.ends):
+            raise BrokenInvariant(f"agent {record.id}: {record.num_saved} tokens saved of {len(record.transcript.ids)}")
+
+    def _plan(self, record: AgentRecord, content: Content) -> _LogWrite:
+        """How to bring the log up to `content`: append, or compact it once more than half of it is garbage."""
+        saved = self._agents.get(record.id)
+        if saved is None or not self._can_extend(saved, record.model):
+            return self._new_log(record, content)
+        appended = _LogWrite(*extend_log(saved.manifest.log, saved.content, content), appends=True)
+        if appended.end.num_bytes <= 2 * least_bytes(content):
+            return appended
+        compacted = self._new_log(record, content)
+        return compacted if appended.end.num_bytes > 2 * len(compacted.data) else appended
+
+    def _can_extend(self, saved: SavedAgent, model: str) -> bool:
+        end = saved.manifest.log
+        try:
+            size = self._log_path(saved.manifest.id, end.generation).lstat().st_size
+        except FileNotFoundError:
+            return False
+        return saved.extendable and saved.manifest.model == model and size >= end.num_bytes
+
+    def _new_log(self, record: AgentRecord, content: Content) -> _LogWrite:
+        generation = max(self._generations[record.id], default=0) + 1
+        return _LogWrite(*start_log(record.id, record.model, generation, content), appends=False)
+
+    def _write_log(self, agent_id: str, log: _LogWrite) -> None:
+        path = self._log_path(agent_id, log.end.generation)
+        try:
+            if log.appends:
+                append_file(path, log.data, log.end.num_bytes - len(log.data), "log", self._fault)
+            else:
+                self._generations[agent_id].add(log.end.generation)
+                replace_file(path, log.data, "log", self._fault)
+        except BaseException:
+            self._usage.refresh(path)
+            raise
+        self._usage.record_written(path, log.end.num_bytes, len(log.data))
+
+    def _write_manifest(self, agent_id: str, encoded: bytes) -> None:
+        path = self._manifest_path(agent_id)
+        self._names.add(agent_id)
+        try:
+            replace_file(path, encoded, "manifest", self._fault)
+        except BaseException:
+            self._usage.refresh(path)
+            self._keep_logs_if_replaced(agent_id, encoded)
+            raise
+        self._usage.record_written(path, len(encoded), len(encoded))
+
+    def _keep_logs_if_replaced(self, agent_id: str, encoded: bytes) -> None:
+        """After a rename that may not be durable either manifest may be found, so the logs must not change any more."""
+        saved = self._agents.get(agent_id)
+        if saved and self._manifest_path(agent_id).read_bytes() != encode_manifest(saved.manifest):
+            self._agents[agent_id] = replace(saved, extendable=False)
+
+    def _remove_logs(self, agent_id: str) -> None:
+        """Remove the agent's logs, but for the one its manifest names."""
+        saved = self._agents.get(agent_id)
+        current = saved.manifest.log.generation if saved else None
+        for generation in sorted(self._generations[agent_id] - {current}):
+            self._fault("log-before-remove")
+            self._usage.remove(self._log_path(agent_id, generation))
+            self._generations[agent_id].discard(generation)
+            self._fault("log-removed")
+
+    def _manifest_path(self, agent_id: str) -> Path:
+        return self._folder / f"{agent_id}.json"
+
+    def _log_path(self, agent_id: str, generation: int) -> Path:
+        return self._folder / f"{agent_id}.{generation}.log"
+
+
+def _read_whole(path: Path, max_bytes: int) -> bytes:
+    try:
+        return read_file(path, max_bytes)
+    except OSError as error:
+        raise BlockRejected(f"cannot read {path.name}: {error}") from error
+
+
+def _manifest_of(record: AgentRecord, cache: str, groups: tuple[str, ...], end: LogEnd) -> Manifest:
+    return Manifest(
+        id=record.id,
+        model=record.model,
+        cache=cache,
+        groups=groups,
+        salt=record.salt,
+        created=record.created,
+        last_used=record.last_used,
+        adapter=record.adapter,
+        policy=record.policy,
+        num_saved=record.num_saved,
+        log=end,
+    )

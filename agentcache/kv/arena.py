@@ -1,0 +1,205 @@
+"""Q4 arenas: the RAM in which all cached blocks lie, one set of arrays per layer.
+
+Per layer and side (keys, values): `data` uint32 [num_blocks, H_kv, 256, D*bits/32], `scales` and `biases` float16
+[num_blocks, H_kv, 256, D/group_size], as `mx.quantize` packs them: value = q * scale + bias, low nibble first.
+Slice and scatter assignments run in place as long as nothing else holds the arrays, so nothing here hands them out
+except inside one step's graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation
+
+PARTS = ("data", "scales", "biases")
+_FLOAT16_MAX = 65504.0
+
+
+@dataclass
+class Packed:
+    """Quantised values: `data` uint32 [..., D*bits/32], `scales` and `biases` float16 [..., D/group_size]."""
+
+    data: mx.array
+    scales: mx.array
+    biases: mx.array
+
+    def __iter__(self) -> Iterator[mx.array]:
+        return iter((self.data, self.scales, self.biases))
+
+
+def quantise(x: mx.array, quantisation: Quantisation) -> Packed:
+    """Quantise [..., D] of any float dtype along the last axis, in float32, keeping scales and biases in float16."""
+    data, scales, biases = mx.quantize(x.astype(mx.float32), group_size=quantisation.group_size, bits=quantisation.bits)
+    return Packed(data, _to_float16(scales), _to_float16(biases))
+
+
+def _to_float16(x: mx.array) -> mx.array:
+    """Saturating, and never NaN: a slot is also read, masked, by rows it does not belong to."""
+    return mx.nan_to_num(mx.clip(x, -_FLOAT16_MAX, _FLOAT16_MAX)).astype(mx.float16)
+
+
+def dequantise(packed: Packed, quantisation: Quantisation, dtype: mx.Dtype) -> mx.array:
+    """The values [..., D] that attention sees, computed in float32."""
+    values = mx.dequantize(
+        packed.data,
+        packed.scales.astype(mx.float32),
+        packed.biases.astype(mx.float32),
+        group_size=quantisation.group_size,
+        bits=quantisation.bits,
+    )
+    return values.astype(dtype)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A run of tokens inside one block: tokens `start … stop-1` of a step go to `offset …` of slot `block_id`."""
+
+    block_id: int
+    offset: int
+    start: int
+    stop: int
+
+
+class SideArena:
+    """Keys or values of one layer."""
+
+    def __init__(self, num_heads: int, dim: int, quantisation: Quantisation) -> None:
+        self.num_heads = num_heads
+        self.dim = dim
+        self.quantisation = quantisation
+        widths = (dim * quantisation.bits // 32, dim // quantisation.group_size, dim // quantisation.group_size)
+        dtypes = (mx.uint32, mx.float16, mx.float16)
+        self._arrays = [mx.zeros((0, num_heads, BLOCK_SIZE, w), d) for w, d in zip(widths, dtypes, strict=True)]
+
+    @property
+    def capacity(self) -> int:
+        return int(self._arrays[0].shape[0])
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` blocks. Copies this side's arrays once; evaluated at once to free the old ones."""
+        added = capacity - self.capacity
+        for i, old in enumerate(self._arrays):
+            self._arrays[i] = mx.concatenate([old, mx.zeros((added, *old.shape[1:]), old.dtype)])
+            del old
+            mx.eval(self._arrays[i])
+
+    def write_slots(self, packed: Packed, slots: Sequence[Slot]) -> None:
+        """Write one row's tokens, [1, H, n, ·], run by run (slice assignment: the fastest way for long runs)."""
+        for i, new in enumerate(packed):
+            for slot in slots:
+                end = slot.offset + slot.stop - slot.start
+                self._arrays[i][slot.block_id, :, slot.offset : end] = new[0, :, slot.start : slot.stop]
+
+    def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array) -> None:
+        """Write tokens [B, H, n, ·] to slots `block_ids`, places `offsets`, both [B*n]."""
+        for i, new in enumerate(packed):
+            self._arrays[i][block_ids, :, offsets] = new.swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
+
+    def gather(self, block_ids: mx.array) -> Packed:
+        """The blocks [..., H, 256, ·] for `block_ids` [...]."""
+        return Packed(*(array[block_ids] for array in self._arrays))
+
+    def copy(self, source: int, target: int) -> None:
+        for i, array in enumerate(self._arrays):
+            self._arrays[i][target] = array[source]
+
+    def put(self, block_ids: mx.array, parts: Sequence[np.ndarray]) -> None:
+        """Write whole blocks [n, H, 256, ·] given as numpy arrays."""
+        for i, part in enumerate(parts):
+            self._arrays[i][block_ids] = mx.array(part)
+
+    def arrays(self) -> list[mx.array]:
+        """The arrays themselves, to evaluate them. Do not keep them: a held reference turns every write into a copy."""
+        return list(self._arrays)
+
+
+class LayerArena:
+    """Keys and, except for MLA, values of one layer."""
+
+    def __init__(self, layer: LayerSpec, quantisation: Quantisation) -> None:
+        self.layer = layer
+        self.quantisation = quantisation
+        self.keys = SideArena(layer.num_kv_heads, layer.key_dim, quantisation)
+        self.values = SideArena(layer.num_kv_heads, layer.value_dim, quantisation) if layer.value_dim else None
+
+    @property
+    def sides(self) -> list[tuple[str, SideArena]]:
+        """(name in files, arena) of what this layer stores."""
+        sides = [("key_cache", self.keys)]
+        return sides if self.values is None else [*sides, ("value_cache", self.values)]
+
+    def grow(self, capacity: int) -> None:
+        for _, side in self.sides:
+            if side.capacity < capacity:
+                side.grow(capacity)
+
+
+def tensor_name(layer: int, side: str, position: int, part: str) -> str:
+    """Name of a tensor in a block file; `position` is the block's number in its sequence."""
+    return f"cache.layers.{layer}.{side}.{position}.{part}"
+
+
+class GroupArena:
+    """All layers of one cache group."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.spec = spec
+        self.layers = [LayerArena(layer, spec.quantisation) for layer in spec.layers]
+
+    def grow(self, capacity: int) -> None:
+        """Follow the block pool's capacity; the new slots hold zeros."""
+        for layer in self.layers:
+            layer.grow(capacity)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block (copy-on-write). Lazy."""
+        for layer in self.layers:
+            for _, side in layer.sides:
+                side.copy(source, target)
+
+    def snapshot(self, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
+        """Bytes of a block's first `num_tokens` tokens as numpy copies, named as in its file."""
+        lazy = {
+            tensor_name(layer.layer.index, name, position, part): array[block_id, :, :num_tokens]
+            for layer in self.layers
+            for name, side in layer.sides
+            for part, array in zip(PARTS, side.arrays(), strict=True)
+        }
+        mx.eval(lazy)
+        return {name: np.array(array) for name, array in lazy.items()}
+
+    def put(self, block_ids: Sequence[int], positions: Sequence[int], blocks: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Write blocks read from files (each possibly shorter than 256 tokens) into slots `block_ids`."""
+        ids = mx.array(block_ids)
+        for layer in self.layers:
+            for name, side in layer.sides:
+                parts = [
+                    _stack([b[tensor_name(layer.layer.index, name, p, part)] for p, b in zip(positions, blocks, strict=True)])
+                    for part in PARTS
+                ]
+                side.put(ids, parts)
+
+    def arrays(self) -> list[mx.array]:
+        """All arrays, to evaluate pending writes."""
+        return [array for layer in self.layers for _, side in layer.sides for array in side.arrays()]
+
+
+def _stack(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Stack [H, k, ·] arrays to [n, H, 256, ·], padding short blocks with zeros."""
+    if all(part.shape[1] == BLOCK_SIZE for part in parts):
+        return np.stack(parts) if len(parts) > 1 else parts[0][None]
+    stacked = np.zeros((len(parts), parts[0].shape[0], BLOCK_SIZE, parts[0].shape[2]), parts[0].dtype)
+    for row, part in zip(stacked, parts, strict=True):
+        row[:, : part.shape[1]] = part
+    return stacked
+
+
+def make_arenas(spec: CacheSpec) -> list[GroupArena]:
+    """One empty arena per cache group, in the spec's order."""
+    return [GroupArena(group) for group in spec.groups]

@@ -1,0 +1,131 @@
+"""The block files of a cache folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant
+from agentcache.kv.atomic import Fault, Replacement, make_folder, read_file, sync_folder
+from agentcache.kv.block_file import Array, BlockHeader, decode_block, encode_block, encoded_size, max_encoded_size
+from agentcache.kv.disk_usage import DiskUsage
+from agentcache.kv.spec import CacheSpec
+
+_BLOCK_KEY = re.compile(r"[0-9a-f]{40}")
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class BlockWrite:
+    """A block to write: what it is, and its tensors by name as `block_file.tensor_layout` lists them."""
+
+    header: BlockHeader
+    arrays: Mapping[str, Array]
+
+
+class BlockFolder:
+    """The files below ``blocks/``; their only writer.
+
+    Args:
+        folder: an existing folder whose files `usage` knows.
+        spec: the model's cache.
+        usage: keeps the sizes and the budget.
+        fault: called at each step of the write path.
+    """
+
+    def __init__(self, folder: Path, spec: CacheSpec, usage: DiskUsage, fault: Fault) -> None:
+        self._folder = folder
+        self._spec = spec
+        self._usage = usage
+        self._fault = fault
+
+    def has(self, key: str) -> bool:
+        """Whether there is a file for the block."""
+        return self._name(key) in self._usage
+
+    def read(self, header: BlockHeader) -> dict[str, Array]:
+        """The block's tensors, verified.
+
+        Raises:
+            BlockMissing: there is no such file.
+            BlockRejected: the file is not that block; it is in quarantine now.
+        """
+        path = self._path(header.block_key)
+        try:
+            data = read_file(path, max_encoded_size(self._spec, header))
+            tensors = decode_block(self._spec, header, data)
+        except FileNotFoundError:
+            self._usage.forget(path)
+            raise BlockMissing(f"there is no file for block {header.block_key}") from None
+        except (OSError, BlockRejected) as error:
+            self._usage.quarantine(str(error), path)
+            raise BlockRejected(f"block {header.block_key}: {error}") from error
+        self._usage.record_read(len(data))
+        return tensors
+
+    def write(self, blocks: Sequence[BlockWrite]) -> int:
+        """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
+
+        Raises:
+            DiskBudgetExceeded: they do not fit; nothing has been written.
+            StoreError: a block is malformed.
+            OSError: the disk is full, say; none of the blocks is there.
+        """
+        new = {block.header.block_key: block for block in blocks if not self.has(block.header.block_key)}
+        self._usage.require(sum(encoded_size(self._spec, block.header) for block in new.values()))
+        files = {key: Replacement(self._path(key), "block", self._fault) for key in new}
+        try:
+            sizes = {key: self._write_temp(files[key], new[key]) for key in new}
+            self._put_in_place(list(files.values()))
+        except BaseException:
+            _undo(files.values())
+            raise
+        for key, size in sizes.items():
+            self._usage.record_written(files[key].path, size, size)
+        return sum(sizes.values())
+
+    def delete(self, keys: Iterable[str]) -> int:
+        """Remove files, as far as they are there; returns the bytes freed."""
+        return sum(self._usage.remove(self._path(key)) for key in keys)
+
+    def delete_all_but(self, keys: Iterable[str]) -> int:
+        """Remove the files of all other blocks; returns how many."""
+        kept = {self._name(key) for key in keys}
+        others = [path for path in self._usage.paths(self._folder) if str(path) not in kept and path.suffix == _SUFFIX]
+        for path in others:
+            self._usage.remove(path)
+        return len(others)
+
+    def _write_temp(self, file: Replacement, block: BlockWrite) -> int:
+        data = encode_block(self._spec, block.header, block.arrays)
+        make_folder(file.path.parent)
+        file.write(data)
+        return len(data)
+
+    def _put_in_place(self, files: Sequence[Replacement]) -> None:
+        for file in files:
+            file.sync()
+        for file in files:
+            file.replace()
+        for folder in {file.path.parent for file in files}:
+            self._fault("block-before-folder-fsync")
+            sync_folder(folder)
+
+    def _name(self, key: str) -> str:
+        return f"{self._folder}/{key[:2]}/{key}{_SUFFIX}"
+
+    def _path(self, key: str) -> Path:
+        if not _BLOCK_KEY.fullmatch(key):
+            raise BrokenInvariant(f"{key!r:.80} is no block key")
+        return Path(self._name(key))
+
+
+def _undo(files: Iterable[Replacement]) -> None:
+    """Nothing of a failed batch stays: a block that was renamed, but whose folder was not synced, may yet vanish."""
+    for file in files:
+        file.discard()
+        with suppress(OSError):
+            file.path.unlink()

@@ -1,0 +1,148 @@
+"""What lies in a cache folder, in bytes, and where rejected files go."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from agentcache.errors import DiskBudgetExceeded
+from agentcache.kv.atomic import TEMP_SUFFIX, make_folder
+
+logger = logging.getLogger("agentcache.store")
+
+
+class DiskUsage:
+    """Owner of the sizes of all files below `root`, of the budget they must keep to, and of the quarantine folder.
+
+    Readers reject files on their own threads, so every method may be called from any thread.
+    """
+
+    def __init__(self, root: Path, budget: int) -> None:
+        self.budget = budget
+        self.total = 0
+        self.written = 0
+        self.read = 0
+        self.quarantined = 0
+        self._root = root
+        self._quarantine = root / "quarantine"
+        self._sizes: dict[str, int] = {}
+        self._lock = threading.Lock()
+        make_folder(self._quarantine)
+        for entry in os.scandir(self._quarantine):
+            self._record(entry.path, entry.stat(follow_symlinks=False).st_size)
+
+    def __contains__(self, path: Path | str) -> bool:
+        return str(path) in self._sizes
+
+    def paths(self, folder: Path) -> list[Path]:
+        """The known files anywhere below `folder`."""
+        with self._lock:
+            return [Path(path) for path in self._sizes if path.startswith(f"{folder}/")]
+
+    def record_written(self, path: Path, size: int, written: int) -> None:
+        """The file at `path` has `size` bytes now that `written` bytes of it have been written."""
+        self._record(str(path), size)
+        with self._lock:
+            self.written += written
+
+    def refresh(self, path: Path) -> None:
+        """Look again at a file whose write has failed: it may be there or not."""
+        try:
+            self._record(str(path), path.lstat().st_size)
+        except OSError:
+            self.forget(path)
+
+    def record_read(self, num_bytes: int) -> None:
+        """So many bytes have been read."""
+        with self._lock:
+            self.read += num_bytes
+
+    def remove(self, path: Path) -> int:
+        """Delete the file, if it is there; returns the bytes it had."""
+        path.unlink(missing_ok=True)
+        return self.forget(path)
+
+    def forget(self, path: Path) -> int:
+        """The file at `path` is gone; returns the bytes it had."""
+        with self._lock:
+            size = self._sizes.pop(str(path), 0)
+            self.total -= size
+            return size
+
+    def require(self, num_bytes: int) -> None:
+        """Make sure that `num_bytes` more fit the budget; files in quarantine give way.
+
+        Raises:
+            DiskBudgetExceeded: they do not.
+        """
+        if self.total + num_bytes > self.budget:
+            self._empty_quarantine()
+        if self.total + num_bytes > self.budget:
+            message = f"{num_bytes} bytes more would pass the disk budget: {self.total} of {self.budget} are in use"
+            raise DiskBudgetExceeded(message)
+
+    def adopt(self, folder: Path) -> None:
+        """Take stock of a folder of files: temporary ones go, what is not a regular file goes to quarantine."""
+        for entry in os.scandir(folder):
+            if not entry.is_file(follow_symlinks=False):
+                self.quarantine("it is not a regular file", Path(entry.path))
+            elif entry.name.endswith(TEMP_SUFFIX):
+                os.unlink(entry.path)
+            else:
+                status = entry.stat(follow_symlinks=False)
+                _tighten(entry.path, status.st_mode)
+                self._record(entry.path, status.st_size)
+
+    def adopt_folders(self, parent: Path) -> list[Path]:
+        """Take stock of the folders of files in `parent`; links to elsewhere go to quarantine."""
+        folders = []
+        for entry in os.scandir(parent):
+            if entry.is_symlink():
+                self.quarantine("it is a symbolic link", Path(entry.path))
+            elif entry.is_dir():
+                folders.append(Path(entry.path))
+        for folder in folders:
+            make_folder(folder)
+            self.adopt(folder)
+        return folders
+
+    def quarantine(self, reason: str, *paths: Path) -> None:
+        """Take files that must not be used out of the way: one log line, one count. Never raises."""
+        moved = [path for path in paths if self._move_to_quarantine(path)]
+        if moved:
+            with self._lock:
+                self.quarantined += 1
+            logger.warning("quarantined %s: %s", moved[0].relative_to(self._root), reason)
+
+    def _move_to_quarantine(self, path: Path) -> bool:
+        """Whether there was anything at `path`; False when another reader was faster."""
+        target = self._quarantine / f"{path.name}.{secrets.token_hex(6)}"
+        try:
+            os.rename(path, target)
+            self._record(str(target), os.lstat(target).st_size)
+        except FileNotFoundError:
+            self.forget(path)
+            return False
+        except OSError as error:
+            logger.error("cannot move %s to quarantine: %s", path, error)
+        self.forget(path)
+        return True
+
+    def _record(self, path: str, size: int) -> None:
+        with self._lock:
+            self.total += size - self._sizes.get(path, 0)
+            self._sizes[path] = size
+
+    def _empty_quarantine(self) -> None:
+        for path in self.paths(self._quarantine):
+            with suppress(OSError):
+                self.remove(path)
+
+
+def _tighten(path: str, mode: int) -> None:
+    if mode & 0o077:
+        os.chmod(path, 0o600)

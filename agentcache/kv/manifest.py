@@ -1,0 +1,118 @@
+"""An agent's manifest: the small file that says what of the agent is durable. It is written last, so it decides."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from agentcache.blocks.keys import FORMAT_VERSION
+from agentcache.blocks.prefix_match import Transcript
+from agentcache.errors import BlockRejected
+from agentcache.kv.transcript_log import LogEnd
+
+MAX_MANIFEST_BYTES = 1 << 20
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True)
+class AgentRecord:
+    """All that is durable of an agent.
+
+    Args:
+        id: `[A-Za-z0-9._-]{1,64}`, but not "." or "..".
+        model: fingerprint of the model its cache belongs to.
+        salt: the salt of its namespace.
+        created, last_used: seconds since 1970.
+        adapter: name of its adapter.
+        policy: how it may share.
+        system: text of its system message.
+        transcript: text and tokens.
+        num_saved: tokens whose keys and values are on disk, at most `len(transcript.ids)`.
+        chains: chain key of each block position; the last may be of a tail of ``num_saved % 256`` tokens.
+    """
+
+    id: str
+    model: str
+    salt: str
+    created: float
+    last_used: float
+    adapter: str | None
+    policy: str
+    system: str | None
+    transcript: Transcript
+    num_saved: int
+    chains: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest's fields: those of `AgentRecord` that do not grow, and where the rest is.
+
+    Args:
+        cache: digest of the cache spec that the chains were made with.
+        groups: names of the cache groups; with the chains they name the agent's block files.
+        log: valid end of the transcript log.
+    """
+
+    id: str
+    model: str
+    cache: str
+    groups: tuple[str, ...]
+    salt: str
+    created: float
+    last_used: float
+    adapter: str | None
+    policy: str
+    num_saved: int
+    log: LogEnd
+
+
+def valid_id(agent_id: str) -> bool:
+    """Whether an agent may have this id; such an id is safe as a file name."""
+    return _ID.fullmatch(agent_id) is not None and agent_id not in (".", "..")
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as JSON, with a checksum over all other fields."""
+    fields = {**vars(manifest), "log": vars(manifest.log), "format_version": str(FORMAT_VERSION)}
+    return _dump({"checksum": _checksum(fields), **fields})
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """The manifest in `data`.
+
+    Raises:
+        BlockRejected: it is not byte for byte what `encode_manifest` wrote, or is of another format version.
+    """
+    try:
+        fields = json.loads(data)
+        if fields["format_version"] != str(FORMAT_VERSION):
+            raise BlockRejected(f"the manifest has format version {fields['format_version']!r:.40}")
+        manifest = _from_fields(fields)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise BlockRejected(f"the manifest is unreadable: {error!r:.100}") from None
+    if encode_manifest(manifest) != data:
+        raise BlockRejected("the manifest's checksum does not match its content")
+    return manifest
+
+
+def _from_fields(fields: Mapping[str, Any]) -> Manifest:
+    names = Manifest.__dataclass_fields__.keys() - {"log", "groups"}
+    plain = {name: fields[name] for name in names}
+    manifest = Manifest(**plain, groups=tuple(fields["groups"]), log=LogEnd(**fields["log"]))
+    if any(type(number) is not int for number in (manifest.num_saved, manifest.log.generation, manifest.log.num_bytes)):
+        raise TypeError("a number is not an integer")
+    return manifest
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    return str(xxhash.xxh3_128_hexdigest(_dump(fields)))
+
+
+def _dump(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, indent=1).encode() + b"\n"

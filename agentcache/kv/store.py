@@ -1,0 +1,230 @@
+"""The cache folder: blocks and agents that survive the process.
+
+``blocks/ab/<block_key>.safetensors``     one block of one cache group each
+``agents/<model>/<id>.json``              an agent's manifest, and beside it its transcript log
+``quarantine/``                           files that failed verification
+``lock``                                  held by the one process that uses the folder
+
+One writer thread calls `write_blocks`, `save_agent` and the deletions; `read_block` and `has` may be called from any
+thread. A crash at any point leaves every agent as some save made it; what else it leaves goes at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from agentcache.errors import BrokenInvariant
+from agentcache.kv.agent_folder import AgentFolder, SavedAgent
+from agentcache.kv.atomic import Fault, as_store_error, make_folder
+from agentcache.kv.block_file import Array, BlockHeader
+from agentcache.kv.block_folder import BlockFolder, BlockWrite
+from agentcache.kv.disk_usage import DiskUsage
+from agentcache.kv.lock import FolderLock
+from agentcache.kv.manifest import AgentRecord, valid_id
+from agentcache.kv.spec import CacheSpec
+
+__all__ = ["AgentRecord", "BlockWrite", "Store"]
+
+_OWN_ENTRIES = {"agents", "blocks", "lock", "quarantine"}
+
+
+def no_fault(step: str) -> None:
+    """The write path of a store that is not under test."""
+
+
+class Store:
+    """Owner of one cache folder, for one model.
+
+    Args:
+        cache_dir: made if it is not there.
+        spec: the model's cache.
+        model_fingerprint: names the model's folder of agents.
+        disk_budget: bytes that all files together may take.
+        fault: called with the name of each step of the write path, for crash tests.
+
+    Raises:
+        CacheFolderInUse: another process has it.
+        StoreError: the folder cannot be made, read or locked.
+    """
+
+    def __init__(
+        self, cache_dir: Path, spec: CacheSpec, model_fingerprint: str, *, disk_budget: int, fault: Fault = no_fault
+    ) -> None:
+        if not valid_id(model_fingerprint[:16]):
+            raise BrokenInvariant(f"{model_fingerprint!r:.80} cannot name a folder")
+        self._spec = spec
+        self._model = model_fingerprint
+        with as_store_error(f"use the cache folder {cache_dir}"):
+            root = _make_root(cache_dir)
+            self._lock = FolderLock(root)
+            try:
+                self._open_folders(root, disk_budget, fault)
+            except BaseException:
+                self._lock.release()
+                raise
+
+    def _open_folders(self, root: Path, disk_budget: int, fault: Fault) -> None:
+        blocks, agents = root / "blocks", root / "agents"
+        for folder in (blocks, agents, agents / self._model[:16]):
+            make_folder(folder)
+        self._usage = DiskUsage(root, disk_budget)
+        self._usage.adopt_folders(blocks)
+        self._blocks = BlockFolder(blocks, self._spec, self._usage, fault)
+        models = self._usage.adopt_folders(agents)
+        self._agents_by_model = {path.name: AgentFolder(path, self._usage, fault) for path in models}
+        self._agents = self._agents_by_model[self._model[:16]]
+
+    def close(self) -> None:
+        """Give the folder free. The store must not be used after it."""
+        self._lock.release()
+
+    # --- agents ---
+
+    def load_agents(self) -> list[AgentRecord]:
+        """The agents of this model. A bad manifest or log goes to quarantine; the agent is gone then.
+
+        Raises:
+            StoreError: the folder cannot be tidied up.
+        """
+        with as_store_error("load the agents"):
+            self._agents.load()
+        return [agent.record(self._spec.digest) for agent in self._agents.agents if agent.manifest.model == self._model]
+
+    def save_agent(self, record: AgentRecord) -> int:
+        """Make an agent durable; its blocks have to be. Returns the bytes written, O(what is new since its last save).
+
+        Raises:
+            InvalidRequest: the id is not one.
+            Conflict: another agent's id differs only by case.
+            DiskBudgetExceeded: it does not fit; nothing has changed.
+            StoreError: it could not be written; the agent on disk is whole, as before or as in `record`.
+        """
+        if record.model != self._model:
+            raise BrokenInvariant(f"agent {record.id} is of model {record.model}, not of {self._model}")
+        with as_store_error(f"save agent {record.id}"):
+            return self._agents.save(record, self._spec.digest, tuple(group.name for group in self._spec.groups))
+
+    def delete_agent(self, agent_id: str) -> None:
+        """Remove an agent's manifest and log, if there are any; its blocks may be shared and stay.
+
+        Raises:
+            StoreError: they could not be removed.
+        """
+        with as_store_error(f"delete agent {agent_id}"):
+            self._agents.delete(agent_id)
+
+    # --- blocks ---
+
+    def has(self, block_key: str) -> bool:
+        """Whether there is a file for the block; whether it is sound shows when it is read."""
+        return self._blocks.has(block_key)
+
+    def read_block(self, header: BlockHeader) -> dict[str, Array]:
+        """The block's tensors, verified, as read-only views of the file's bytes (`block_file.tensor_layout`).
+
+        Raises:
+            BlockMissing: there is no such file.
+            BlockRejected: the file is not that block; it is in quarantine now.
+        """
+        return self._blocks.read(header)
+
+    def write_blocks(self, blocks: Sequence[BlockWrite]) -> int:
+        """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
+
+        Raises:
+            DiskBudgetExceeded: they do not fit; nothing has been written.
+            StoreError: a block is malformed or could not be written; none of them is there.
+        """
+        with as_store_error("write blocks"):
+            return self._blocks.write(blocks)
+
+    def delete_blocks(self, keys: Iterable[str]) -> int:
+        """Remove block files; returns the bytes freed.
+
+        Raises:
+            StoreError: a file could not be removed.
+        """
+        with as_store_error("delete blocks"):
+            return self._blocks.delete(keys)
+
+    def collect_orphans(self) -> int:
+        """Remove the block files that no manifest of any model names; returns how many. Call it before the first write.
+
+        A crash between a turn's blocks and its manifest leaves such files, and so does a quarantined manifest.
+
+        Raises:
+            StoreError: a file could not be removed.
+        """
+        with as_store_error("collect orphans"):
+            for folder in self._agents_by_model.values():
+                folder.load()
+            live = [agent for agent in self._all_agents() if self._is_current(agent) or self._is_foreign(agent)]
+            return self._blocks.delete_all_but(key for agent in live for key in agent.block_keys())
+
+    def evict_other_model(self) -> int:
+        """Remove the blocks of the least recently used agent of another model that has any; returns the bytes freed.
+
+        Its transcript stays. No engine of this model can reach these blocks, so only this frees the disk they take.
+        Knows the other models once `collect_orphans` has run.
+
+        Raises:
+            StoreError: a file could not be removed.
+        """
+        foreign = [agent for agent in self._all_agents() if self._is_foreign(agent)]
+        for agent in sorted(foreign, key=lambda agent: agent.manifest.last_used):
+            if freed := self.delete_blocks(agent.block_keys()):
+                return freed
+        return 0
+
+    def _all_agents(self) -> list[SavedAgent]:
+        return [agent for folder in self._agents_by_model.values() for agent in folder.agents]
+
+    def _is_foreign(self, agent: SavedAgent) -> bool:
+        return agent.manifest.model != self._model
+
+    def _is_current(self, agent: SavedAgent) -> bool:
+        """Whether its blocks can be read with this spec; with another one they are never asked for."""
+        return agent.manifest.model == self._model and agent.manifest.cache == self._spec.digest
+
+    # --- numbers ---
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files: blocks, manifests, logs, quarantine."""
+        return self._usage.total
+
+    @property
+    def disk_budget(self) -> int:
+        """Bytes that they may take."""
+        return self._usage.budget
+
+    @property
+    def free_budget(self) -> int:
+        """Bytes left of the budget; negative when it was lowered since the files were written."""
+        return self._usage.budget - self._usage.total
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written since start."""
+        return self._usage.written
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of blocks read since start."""
+        return self._usage.read
+
+    @property
+    def quarantined(self) -> int:
+        """Blocks and agents rejected since start."""
+        return self._usage.quarantined
+
+
+def _make_root(cache_dir: Path) -> Path:
+    """The cache folder, without links in its path. Its mode is set only if it is ours: new, empty, or used before."""
+    cache_dir.mkdir(0o700, parents=True, exist_ok=True)
+    root = cache_dir.resolve()
+    if {entry.name for entry in os.scandir(root)} <= _OWN_ENTRIES:
+        os.chmod(root, 0o700)
+    return root

@@ -1,0 +1,203 @@
+"""The append-only log of one agent's transcript.
+
+Every line is one JSON record behind the checksum of all lines up to and including it, so that a flipped bit, a lost
+line or another agent's log cannot pass. The first record names the agent; each later one says how much of what was
+there before it keeps and what it adds. So a turn appends what the turn added, however long the transcript is.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from agentcache.blocks.keys import FORMAT_VERSION
+from agentcache.blocks.prefix_match import Transcript
+from agentcache.errors import BlockRejected
+
+_CHECKSUM_CHARS = 32
+_EMPTY = Transcript("", array("I"), array("I"), ())
+
+
+@dataclass(frozen=True)
+class Content:
+    """All of an agent that grows with its transcript.
+
+    Args:
+        transcript: text, token ids, ends and spans.
+        chains: chain key of each block position.
+        system: the agent's system text.
+    """
+
+    transcript: Transcript
+    chains: tuple[str, ...]
+    system: str | None
+
+
+EMPTY = Content(_EMPTY, (), None)
+
+
+@dataclass(frozen=True)
+class LogEnd:
+    """Where a log's valid part ends; stands in the manifest.
+
+    Args:
+        generation: number of the log file; a compacted log is a new generation.
+        num_bytes: length of the valid part; bytes after it do not count.
+        checksum: the checksum of its last line, which covers all lines.
+    """
+
+    generation: int
+    num_bytes: int
+    checksum: str
+
+
+def least_bytes(content: Content) -> int:
+    """A log of `content` is longer than this."""
+    return 10 * len(content.transcript.ids) + len(content.transcript.text)
+
+
+def start_log(agent_id: str, model: str, generation: int, content: Content) -> tuple[bytes, LogEnd]:
+    """A whole log that holds `content` and nothing else, and its end."""
+    first = {"format_version": str(FORMAT_VERSION), "agent": agent_id, "model": model, "generation": generation}
+    head = _line("", first)
+    end = LogEnd(generation, len(head), _checksum_of(head))
+    tail, end = extend_log(end, EMPTY, content)
+    return head + tail, end
+
+
+def extend_log(end: LogEnd, old: Content, new: Content) -> tuple[bytes, LogEnd]:
+    """The bytes that, appended at `end`, turn a log of `old` into one of `new`, and the new end."""
+    line = _line(end.checksum, _changes(old, new))
+    return line, LogEnd(end.generation, end.num_bytes + len(line), _checksum_of(line))
+
+
+def parse_log(data: bytes, agent_id: str, model: str, end: LogEnd) -> Content:
+    """The content that the valid part of a log describes.
+
+    Raises:
+        BlockRejected: it is not the log that ends at `end`, of that agent and model.
+    """
+    if len(data) < end.num_bytes:
+        raise BlockRejected(f"the log has {len(data)} bytes, the manifest names {end.num_bytes}")
+    try:
+        records = _records(data[: end.num_bytes], end.checksum)
+        _check_first(records[0], agent_id, model, end.generation)
+        return _replay(records[1:])
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise BlockRejected(f"the log is unreadable: {error!r:.100}") from None
+
+
+# --- lines ---
+
+
+def _line(previous_checksum: str, record: Mapping[str, Any]) -> bytes:
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return _chained(previous_checksum, text).encode() + b" " + text + b"\n"
+
+
+def _chained(previous_checksum: str, text: bytes) -> str:
+    return str(xxhash.xxh3_128_hexdigest(previous_checksum.encode() + text))
+
+
+def _checksum_of(line: bytes) -> str:
+    return line[:_CHECKSUM_CHARS].decode()
+
+
+def _records(data: bytes, last_checksum: str) -> list[Any]:
+    checksum = ""
+    records: list[Any] = []
+    for line in data.removesuffix(b"\n").split(b"\n"):
+        text = line[_CHECKSUM_CHARS + 1 :]
+        checksum = _chained(checksum, text)
+        if line[: _CHECKSUM_CHARS + 1] != checksum.encode() + b" ":
+            raise BlockRejected(f"the checksum of line {len(records) + 1} of the log does not match")
+        records.append(json.loads(text.decode("utf-8", "surrogatepass")))
+    if checksum != last_checksum or not data.endswith(b"\n"):
+        raise BlockRejected("the log does not end where the manifest says")
+    return records
+
+
+def _check_first(record: Mapping[str, Any], agent_id: str, model: str, generation: int) -> None:
+    expected = {"format_version": str(FORMAT_VERSION), "agent": agent_id, "model": model, "generation": generation}
+    if record != expected:
+        raise BlockRejected(f"the log begins with {record!r:.200}, expected {expected!r:.200}")
+
+
+# --- records ---
+
+
+def _changes(old: Content, new: Content) -> dict[str, Any]:
+    """What turns `old` into `new`. `keep` counts the tokens, characters, spans and chains that stay."""
+    before, after = old.transcript, new.transcript
+    tokens = min(_common_tokens(before.ids, after.ids), _common_tokens(before.ends, after.ends))
+    characters = _common_characters(before.text, after.text)
+    spans = _common_items(before.spans, after.spans)
+    chains = _common_items(old.chains, new.chains)
+    record: dict[str, Any] = {
+        "keep": [tokens, characters, spans, chains],
+        "ids": _pack(after.ids[tokens:]),
+        "ends": _pack(after.ends[tokens:]),
+        "text": after.text[characters:],
+        "spans": after.spans[spans:],
+        "chains": new.chains[chains:],
+    }
+    return record if new.system == old.system else {**record, "system": new.system}
+
+
+def _common_tokens(a: array[int], b: array[int]) -> int:
+    length = min(len(a), len(b))
+    if length == 0:
+        return 0
+    differs = np.frombuffer(a, np.uint32, length) != np.frombuffer(b, np.uint32, length)
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _common_characters(a: str, b: str) -> int:
+    """Length of the common prefix, by bisection: slices compare at the speed of memcmp."""
+    if b.startswith(a):
+        return len(a)
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _common_items(a: Sequence[object], b: Sequence[object]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def _pack(values: array[int]) -> str:
+    return base64.b64encode(values.tobytes()).decode()
+
+
+def _unpack(packed: str) -> array[int]:
+    return array("I", base64.b64decode(packed, validate=True))
+
+
+def _replay(records: Sequence[Mapping[str, Any]]) -> Content:
+    ids, ends, text, system = array("I"), array("I"), "", None
+    spans: list[tuple[str, int]] = []
+    chains: list[str] = []
+    for record in records:
+        tokens, characters, num_spans, num_chains = record["keep"]
+        ids[tokens:] = _unpack(record["ids"])
+        ends[tokens:] = _unpack(record["ends"])
+        text = text[:characters] + record["text"]
+        spans[num_spans:] = [(kind, count) for kind, count in record["spans"]]
+        chains[num_chains:] = record["chains"]
+        system = record.get("system", system)
+    if len(ids) != len(ends):
+        raise BlockRejected(f"the log has {len(ids)} token ids but {len(ends)} ends")
+    return Content(Transcript(text, ids, ends, tuple(spans)), tuple(chains), system)

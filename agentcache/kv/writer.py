@@ -1,0 +1,78 @@
+"""The writer thread: jobs run one after the other, so that a manifest never overtakes the blocks it names."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from agentcache.errors import StoreError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Job(Generic[T]):
+    run: Callable[[], T]
+    done: Callable[[T | StoreError], None]
+    num_bytes: int
+
+
+class Writer:
+    """Runs jobs in order on one thread.
+
+    Args:
+        max_bytes: when jobs holding more than this wait, `submit` blocks: back-pressure, never a dropped write.
+    """
+
+    def __init__(self, max_bytes: int = 512 << 20) -> None:
+        self._max_bytes = max_bytes
+        self._jobs: deque[_Job] = deque()
+        self._waiting_bytes = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="agentcache-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[], T], done: Callable[[T | StoreError], None], num_bytes: int = 0) -> None:
+        """Queue `run`; `done` gets its result, or the error it ended with, on the writer thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting_bytes <= self._max_bytes)
+            self._jobs.append(_Job(run, done, num_bytes))
+            self._waiting_bytes += num_bytes
+            self._changed.notify_all()
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._waiting_bytes
+
+    def close(self) -> None:
+        """Finish all queued jobs, then stop."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while (job := self._next()) is not None:
+            job.done(_outcome(job.run))
+            with self._changed:
+                self._waiting_bytes -= job.num_bytes
+                self._changed.notify_all()
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._closing)
+            return self._jobs.popleft() if self._jobs else None
+
+
+def _outcome(run: Callable[[], T]) -> T | StoreError:
+    """The job's result, or why there is none: no failing write may end the thread."""
+    try:
+        return run()
+    except StoreError as error:
+        return error
+    except Exception as error:
+        return StoreError(f"{type(error).__name__}: {error}")

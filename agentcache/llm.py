@@ -1,0 +1,188 @@
+"""The offline face: the same engine without a server.
+
+    with LLM("path/to/model") as llm:
+        print(llm.chat([{"role": "user", "content": "Hi"}], agent="alice").text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentcache.config import Config, load_config
+from agentcache.serving.async_engine import AsyncEngine
+from agentcache.serving.request import (
+    AgentInfo,
+    CacheStats,
+    ChatPrompt,
+    FinishReason,
+    ModelInfo,
+    Prompt,
+    Report,
+    Request,
+    RestoreReport,
+    SamplingParams,
+    TextPrompt,
+    TokenLogprob,
+    TokenPrompt,
+)
+
+T = TypeVar("T")
+
+__all__ = ["LLM", "Completion", "SamplingParams"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished completion.
+
+    Args:
+        text: what was generated.
+        token_ids: its tokens.
+        prompt_token_ids: every id the model has seen for the prompt, cached ones included.
+        logprobs: one per token, where asked for.
+        prompt_logprobs: one per prompt token, where asked for.
+        report: what it cost and what it reused.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason
+    report: Report
+
+
+class LLM:
+    """A model with durable agents, for scripts. Use it as a context manager, or call `close`.
+
+    Args:
+        model: folder or hub id; None for the embedded model.
+        cache_dir: where agents are kept.
+        settings: any other setting of `agentcache.config.Config`, such as `ram_budget="8GB"`.
+
+    Raises:
+        UnsupportedModel, CacheFolderInUse, ConfigError: it cannot start.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, cache_dir: str | Path | None = None, **settings: Any) -> None:
+        config = load_config({"model": None if model is None else str(model), "cache_dir": cache_dir, **settings})
+        self._start(config)
+
+    @classmethod
+    def from_config(cls, config: Config) -> LLM:
+        """An LLM with settings that are resolved already."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: Config) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="agentcache-llm", daemon=True)
+        self._thread.start()
+        self._engine = AsyncEngine(config)
+        try:
+            self._wait(self._engine.start())
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write what is due and give the cache folder back."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._engine.close())
+        self._stop_loop()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._engine.model
+
+    def generate(
+        self,
+        prompt: str | list[int],
+        sampling: SamplingParams | None = None,
+        *,
+        agent: str | None = None,
+        salt: str = "",
+    ) -> Completion:
+        """Continue raw text or token ids; raises RequestError."""
+        wrapped = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(list(prompt))
+        return self._complete(wrapped, sampling, agent, salt)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        agent: str | None = None,
+        salt: str = "",
+        tools: list[dict[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> Completion:
+        """Answer messages through the model's chat template; raises RequestError."""
+        return self._complete(ChatPrompt(messages, tools, template_kwargs), sampling, agent, salt)
+
+    def _complete(self, prompt: Prompt, sampling: SamplingParams | None, agent: str | None, salt: str) -> Completion:
+        sampling = sampling or SamplingParams(max_tokens=512)
+        return self._wait(self._collect(Request(uuid.uuid4().hex, prompt, sampling, agent, salt)))
+
+    async def _collect(self, request: Request) -> Completion:
+        updates = [update async for update in self._engine.generate(request)]
+        last, first = updates[-1], next(u for u in updates if u.prompt_token_ids is not None)
+        return Completion(
+            text="".join(update.text for update in updates),
+            token_ids=tuple(token for update in updates for token in update.token_ids),
+            prompt_token_ids=first.prompt_token_ids,
+            logprobs=tuple(logprob for update in updates for logprob in update.logprobs),
+            prompt_logprobs=first.prompt_logprobs,
+            finish_reason=last.finish_reason,
+            report=last.report,
+        )
+
+    def agents(self) -> list[AgentInfo]:
+        """All agents, by id."""
+        return self._wait(self._engine.agents())
+
+    def agent(self, agent_id: str) -> AgentInfo:
+        """One agent; raises NotFound."""
+        return self._wait(self._engine.agent(agent_id))
+
+    def fork(self, agent_id: str, new_id: str) -> AgentInfo:
+        """A new agent with the same memory; raises NotFound, Conflict."""
+        return self._wait(self._engine.fork_agent(agent_id, new_id))
+
+    def delete(self, agent_id: str) -> None:
+        """Forget an agent; raises NotFound."""
+        self._wait(self._engine.delete_agent(agent_id))
+
+    def restore(self, agent_id: str) -> RestoreReport:
+        """Bring an agent's blocks from disk into RAM."""
+        return self._wait(self._engine.restore_agent(agent_id))
+
+    def evict(self, agent_id: str) -> AgentInfo:
+        """Free an agent's RAM; it stays on disk."""
+        return self._wait(self._engine.evict_agent(agent_id))
+
+    def stats(self) -> CacheStats:
+        return self._wait(self._engine.stats())

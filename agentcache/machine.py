@@ -1,0 +1,69 @@
+"""What a benchmark's numbers depend on: the machine, the versions, the commit. Imports no mlx into this process."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import agentcache
+
+PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-lm", "transformers", "numpy")
+_DEVICE = "import mlx.core as mx; d = mx.default_device(); print(d.type.name, mx.device_info(d).get('device_name', ''))"
+
+
+def describe_machine() -> dict[str, Any]:
+    """Platform, processor, cores, memory in bytes, MLX's device, and the BLAS that is preloaded (None for none)."""
+    return {
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "device": _output([sys.executable, "-c", _DEVICE]) or "unknown",
+        "preloaded": os.environ.get("LD_PRELOAD") or os.environ.get("DYLD_INSERT_LIBRARIES"),
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that are installed."""
+    versions = {"python": platform.python_version(), "agentcache": agentcache.__version__}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_commit() -> str | None:
+    """The commit of this checkout, with "+changes" when files differ from it; None outside a checkout."""
+    folder = Path(__file__).resolve().parent
+    commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    if not commit:
+        return None
+    changed = _output(["git", "-C", str(folder), "status", "--porcelain"])
+    return f"{commit}+changes" if changed else commit
+
+
+def _cpu_name() -> str:
+    if sys.platform == "darwin":
+        return _output(["sysctl", "-n", "machdep.cpu.brand_string"]) or platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _output(command: list[str]) -> str:
+    """What the command prints; empty when it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

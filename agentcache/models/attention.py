@@ -1,0 +1,179 @@
+"""mlx-lm attention modules, re-hosted on the paged Q4 cache.
+
+`Attention` takes over a module's own submodules (projections, norms, rope, sinks) and replaces only where keys and
+values are kept and how they are read. Attention always reads what the cache holds, the quantised values, also inside
+the chunk being prefilled: a result depends neither on where chunks fall nor on cold, warm or hot.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.errors import UnsupportedModel
+from agentcache.kv.arena import Packed, SideArena, dequantise
+from agentcache.kv.batch_cache import BatchQuantizedKVCache, Step, StepPlan
+from agentcache.kv.spec import LayerSpec
+
+# Up to this many query tokens, multiplying with the packed data is faster than unpacking it first (CPU and GPU alike).
+MAX_PACKED_QUERIES = 8
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What is done to the scores besides the scaled product.
+
+    Args:
+        scale: factor on q·k.
+        softcap: scores become softcap * tanh(scores / softcap); None for none.
+        sinks: float [H_q], one further logit per head that takes probability and gives no value; None for none.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: mx.array | None = None
+
+
+def paged_attention(queries: mx.array, step: Step, options: AttentionOptions) -> mx.array:
+    """Attention of `queries` [B, H_q, n, D_k] over the paged rows of `step`; returns [B, H_q, n, D_v].
+
+    The specification of every kernel: few queries multiply with the packed blocks, many read one layer's unpacked
+    blocks through flash attention. Both see the same values.
+    """
+    keys, values = step.arena.keys, step.arena.values
+    assert values is not None  # MLA reads its latent itself
+    if queries.shape[2] <= MAX_PACKED_QUERIES or options.softcap is not None or step.plan.batch_size > 1:
+        ids = step.plan.block_ids
+        return packed_attention(queries, keys.gather(ids), values.gather(ids), step.plan, options, keys)
+    k = unpack_row(keys, step.plan, queries.dtype)
+    v = unpack_row(values, step.plan, queries.dtype)
+    return flash_attention(queries, k, v, step.plan, options)
+
+
+def flash_attention(queries: mx.array, keys: mx.array, values: mx.array, plan: StepPlan, options: AttentionOptions) -> mx.array:
+    """One row's queries [1, H_q, n, D] over unpacked keys and values [1, H_kv, T, D]."""
+    mask: str | mx.array = "causal" if plan.window is None else plan.mask[:, None, :, : keys.shape[2]]
+    sinks = None if options.sinks is None else options.sinks.astype(queries.dtype)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=options.scale, mask=mask, sinks=sinks)
+
+
+def unpack_row(side: SideArena, plan: StepPlan, dtype: mx.Dtype) -> mx.array:
+    """Keys or values of a single row as [1, H_kv, T, D], T up to the end of the step."""
+    blocks = dequantise(side.gather(plan.block_ids[0]), side.quantisation, dtype)
+    heads, dim = blocks.shape[1], blocks.shape[3]
+    return blocks.swapaxes(0, 1).reshape(1, heads, -1, dim)[:, :, : plan.num_keys]
+
+
+def packed_attention(
+    queries: mx.array, keys: Packed, values: Packed, plan: StepPlan, options: AttentionOptions, side: SideArena
+) -> mx.array:
+    """Attention straight on packed blocks [B, num_blocks, H_kv, 256, ·]; returns [B, H_q, n, D_v] in the queries' dtype.
+
+    Query heads that share a kv head are rows of one product, so every block is read once.
+    """
+    batch, num_heads, num_tokens, _ = queries.shape
+    num_blocks, kv_heads = keys.data.shape[1], keys.data.shape[2]
+    repeats = num_heads // kv_heads
+    packing = {"group_size": side.quantisation.group_size, "bits": side.quantisation.bits}
+
+    q = queries.reshape(batch, 1, kv_heads, repeats * num_tokens, -1)
+    q = mx.broadcast_to(q * options.scale, (batch, num_blocks, *q.shape[2:]))
+    scores = mx.quantized_matmul(q, *keys, transpose=True, **packing)
+    scores = scores.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, repeats, num_tokens, num_blocks * BLOCK_SIZE)
+    weights = _softmax(scores.astype(mx.float32), plan.mask[:, None, None], options, (kv_heads, repeats))
+    weights = weights.reshape(batch, kv_heads, repeats * num_tokens, num_blocks, BLOCK_SIZE).transpose(0, 3, 1, 2, 4)
+    out = mx.quantized_matmul(weights.astype(scores.dtype), *values, transpose=False, **packing).sum(axis=1)
+    return out.reshape(batch, num_heads, num_tokens, -1).astype(queries.dtype)
+
+
+def _softmax(scores: mx.array, mask: mx.array, options: AttentionOptions, heads: tuple[int, int]) -> mx.array:
+    """Probabilities over the last axis of float32 scores [B, H_kv, repeats, n, T]."""
+    if options.softcap is not None:
+        scores = options.softcap * mx.tanh(scores / options.softcap)
+    scores = mx.where(mask, scores, -mx.inf)
+    if options.sinks is None:
+        return mx.softmax(scores, axis=-1)
+    sinks = mx.broadcast_to(options.sinks.astype(mx.float32).reshape(1, *heads, 1, 1), (*scores.shape[:-1], 1))
+    return mx.softmax(mx.concatenate([sinks, scores], axis=-1), axis=-1)[..., 1:]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of any mlx-lm model whose module has the usual parts.
+
+    Args:
+        original: the module taken over; its submodules are used as they are.
+        spec: heads, dimensions and window of the layer.
+    """
+
+    def __init__(self, original: nn.Module, spec: LayerSpec) -> None:
+        super().__init__()
+        for name, child in original.children().items():
+            setattr(self, name, child)
+        self._spec = spec
+        self._num_heads = num_query_heads(original)
+        self._options = AttentionOptions(attention_scale(original), softcap(original), getattr(original, "sinks", None))
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: BatchQuantizedKVCache | None = None) -> mx.array:
+        """`x` [B, n, hidden] to [B, n, hidden]; the mask comes from the cache, the argument is mlx-lm's and unused."""
+        batch, num_tokens, _ = x.shape
+        queries, keys, values = self._project(x)
+        queries = self.rope(queries, offset=cache.offset)
+        keys = self.rope(keys, offset=cache.offset)
+        out = paged_attention(queries, cache.update(keys, values), self._options)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, num_tokens, -1))
+
+    def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Queries, keys and values [B, H, n, D], normed where the model norms them, before rope."""
+        if "qkv_proj" in self:
+            q_end = self._num_heads * self._spec.key_dim
+            k_end = q_end + self._spec.num_kv_heads * self._spec.key_dim
+            queries, keys, values = mx.split(self.qkv_proj(x), [q_end, k_end], axis=-1)
+        else:
+            queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        queries = self._split(queries, self._num_heads, "q_norm")
+        keys = self._split(keys, self._spec.num_kv_heads, "k_norm")
+        return queries, keys, self._split(values, self._spec.num_kv_heads, "")
+
+    def _split(self, x: mx.array, num_heads: int, norm: str) -> mx.array:
+        x = x.reshape(*x.shape[:2], num_heads, -1)
+        return (self[norm](x) if norm in self else x).transpose(0, 2, 1, 3)
+
+
+def num_query_heads(module: nn.Module) -> int:
+    """Query heads of an mlx-lm attention module, whatever the attribute is called there."""
+    return int(_first_attribute(module, "n_heads", "num_attention_heads", "num_heads"))
+
+
+def num_kv_heads(module: nn.Module) -> int:
+    """Key/value heads of an mlx-lm attention module."""
+    return int(_first_attribute(module, "n_kv_heads", "num_key_value_heads", "num_kv_heads"))
+
+
+def attention_scale(module: nn.Module) -> float:
+    """Factor on q·k."""
+    return float(_first_attribute(module, "scale", "sm_scale"))
+
+
+def softcap(module: nn.Module) -> float | None:
+    """Cap on the scores (Gemma 2), or None."""
+    value = getattr(module, "attn_logit_softcapping", None)
+    return None if value is None else float(value)
+
+
+def _first_attribute(module: nn.Module, *names: str) -> Any:
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise UnsupportedModel(f"{type(module).__name__} has none of the attributes {', '.join(names)}")
+
+
+def can_rehost(module: nn.Module) -> bool:
+    """Whether the module has the parts that `Attention` takes over, and the call signature it imitates."""
+    has_qkv = "qkv_proj" in module or all(name in module for name in ("q_proj", "k_proj", "v_proj"))
+    parameters = list(inspect.signature(type(module).__call__).parameters)
+    return has_qkv and all(name in module for name in ("o_proj", "rope")) and parameters == ["self", "x", "mask", "cache"]

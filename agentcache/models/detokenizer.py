@@ -1,0 +1,184 @@
+"""Token ids to text, a token at a time; the same text whether streamed or not."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator, Mapping, Set
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+
+from agentcache.errors import UnsupportedModel
+
+_SPACE = "▁"
+
+
+class DummySpace(Enum):
+    """Which leading space of a text is the tokenizer's own, put there to begin a word.
+
+    NONE: none. ANY: always the first one. LONE: one that no other follows (a text with a space gets no other).
+    """
+
+    NONE = auto()
+    ANY = auto()
+    LONE = auto()
+
+
+class Detokenizer:
+    """Text of one generation.
+
+    Args:
+        bytes_of: bytes a token adds to the text; none for control tokens.
+        control_ids: ids of control tokens. An unfinished character in front of one stays unfinished.
+        dummy_space: a leading space that is no text.
+
+    `text` is what is final so far. `ends[i]` is its length after token i; for tokens that end inside a character, or
+    add nothing, it is settled when a later token ends with a character (or by `finish`).
+    """
+
+    def __init__(
+        self, bytes_of: Callable[[int], bytes], control_ids: Set[int], dummy_space: DummySpace = DummySpace.NONE
+    ) -> None:
+        self.text = ""
+        self.ends: list[int] = []
+        self._bytes_of = bytes_of
+        self._control_ids = control_ids
+        self._dummy_space = dummy_space
+        self._held_space = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_open = 0
+
+    def add(self, token_id: int) -> str:
+        """Take one token; returns the text that is final now."""
+        if token_id in self._control_ids:
+            new_text = self.finish()
+            self.ends.append(len(self.text))
+            return new_text
+        piece = self._without_dummy_space(self._bytes_of(token_id))
+        new_text = self._decoder.decode(piece)
+        self.ends.append(len(self.text) + len(new_text))
+        self._num_open += 1
+        if piece:
+            self._settle(new_text)
+        return new_text
+
+    def finish(self) -> str:
+        """No more tokens; returns the rest of the text."""
+        new_text = self._decoder.decode(self._held_space, final=True)
+        self._held_space = b""
+        self._settle(new_text)
+        return new_text
+
+    def _without_dummy_space(self, piece: bytes) -> bytes:
+        if self._dummy_space is DummySpace.NONE or not piece:
+            return piece
+        piece, self._held_space = self._held_space + piece, b""
+        if self._dummy_space is DummySpace.LONE and piece == b" ":
+            self._held_space = piece
+            return b""
+        is_text = self._dummy_space is DummySpace.LONE and piece.startswith(b"  ")
+        self._dummy_space = DummySpace.NONE
+        return piece if is_text else piece.removeprefix(b" ")
+
+    def _settle(self, new_text: str) -> None:
+        """Add `new_text`; if no character is unfinished now, the tokens since the last such time end here."""
+        self.text += new_text
+        if not self._decoder.getstate()[0]:
+            for index in range(len(self.ends) - self._num_open, len(self.ends)):
+                self.ends[index] = len(self.text)
+            self._num_open = 0
+
+
+class TokenBytes:
+    """Bytes of single tokens, by the rules of a tokenizer's decoder.
+
+    Args:
+        decoder: the `decoder` entry of tokenizer.json: ByteLevel, or SentencePiece's ("▁" for a space, "<0xAB>" for a
+            byte).
+        piece_of: vocabulary entry of a token id; None where there is none.
+        added: contents of added tokens.
+    Raises:
+        UnsupportedModel: a decoder that does not work token by token.
+    """
+
+    def __init__(
+        self, decoder: Mapping[str, Any] | None, piece_of: Callable[[int], str | None], added: Mapping[int, str]
+    ) -> None:
+        parts = list(_decoder_parts(decoder))
+        kinds = {part["type"] for part in parts}
+        if not kinds or not kinds <= _KNOWN_DECODERS:
+            raise UnsupportedModel(f"The tokenizer's decoder {sorted(kinds)} does not give text token by token.")
+        self.strips_space = any(_strips_space(part) for part in parts)
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_fallback = "ByteFallback" in kinds
+        self._replacements = [_replacement(part) for part in parts if part["type"] in ("Replace", "Metaspace")]
+        self._piece_of = piece_of
+        self._added = added
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token_id: int) -> bytes:
+        """Bytes of one token; none for ids beyond the vocabulary."""
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._compute(token_id)
+        return known
+
+    def _compute(self, token_id: int) -> bytes:
+        piece = self._piece_of(token_id) or ""
+        if self._byte_level:
+            return piece.encode() if token_id in self._added else _byte_level_bytes(piece)
+        if self._byte_fallback and _is_byte(piece):
+            return bytes([int(piece[3:5], 16)])
+        for old, new in self._replacements:
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+
+_KNOWN_DECODERS = {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
+
+
+def _decoder_parts(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    if decoder is None:
+        return
+    if decoder["type"] == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _decoder_parts(part)
+    else:
+        yield decoder
+
+
+def _strips_space(part: Mapping[str, Any]) -> bool:
+    if part["type"] == "Metaspace":
+        return part.get("prepend_scheme", "always") != "never" and part.get("add_prefix_space", True)
+    return part["type"] == "Strip" and part["content"] == " " and part["start"] > 0
+
+
+def _replacement(part: Mapping[str, Any]) -> tuple[str, str]:
+    if part["type"] == "Metaspace":
+        return part.get("replacement", _SPACE), " "
+    pattern = part["pattern"].get("String")
+    if pattern is None:
+        raise UnsupportedModel(
+            "The tokenizer's decoder replaces by a regular expression, which has no text token by token."
+        )
+    return pattern, part["content"]
+
+
+def _is_byte(piece: str) -> bool:
+    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    table = _byte_of_character()
+    try:
+        return bytes(table[character] for character in piece)
+    except KeyError:
+        return piece.encode()
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

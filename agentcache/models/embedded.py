@@ -1,0 +1,140 @@
+"""The model that serves when none is named: random weights, so that everything works without a network.
+
+It is a Qwen3 of 3 million parameters in the shape of a real one (grouped heads of 64, norms on queries and keys, tied
+embeddings, 32K context). What it writes is word salad, but the same salad for the same prompt, and every token of the
+prompt counts. Config, chat template and tokenizer are package data in `embedded_model/`. The tokenizer is a byte-level
+BPE of 2,045 pieces trained on docstrings of Python's standard library, with Qwen's split pattern, plus three ChatML
+tokens. The weights are made on first use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+_DATA = Path(__file__).parent / "embedded_model"
+_FILES = ("chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json")
+_RECIPE = 1  # raise it whenever the weights of the same config change
+_SEED = 1
+_NORM_SPREAD = 0.3
+_EMBEDDING_SIZE = 0.1  # beside 1.0 for what a layer adds: text depends on context, not on the last token only
+_HEAD_NORM = 1.6  # sharp attention: a token of a long context still matters
+_QUIET = 0.02  # embeddings of tokens that should hardly ever be generated
+
+
+def embedded_model_path(home: Path) -> Path:
+    """Folder of the embedded model under `home`, made on first use (12 MB, a few tenths of a second).
+
+    The folder's name holds a digest of the recipe, so a newer agentcache makes a new folder. It appears in one rename,
+    mode 0700: processes that start at once do not see half a model.
+
+    Raises:
+        OSError: `home` cannot be written.
+    """
+    folder = home / "models" / f"embedded-{_recipe_digest()[:8]}"
+    if not folder.is_dir():
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        _make(folder)
+    return folder
+
+
+@cache
+def _recipe_digest() -> str:
+    state = hashlib.blake2b(f"{_RECIPE} {_SEED}".encode(), digest_size=16)
+    for name in _FILES:
+        state.update((_DATA / name).read_bytes())
+    return state.hexdigest()
+
+
+def _make(folder: Path) -> None:
+    """Build the model beside `folder`, then rename it into place; whoever comes second keeps the first one's."""
+    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for name in _FILES:
+            _write(building / name, (_DATA / name).read_bytes())
+        config = json.loads((_DATA / "config.json").read_text())
+        _write(building / "model.safetensors", save(_weights(config), metadata={"format": "mlx"}))
+        os.rename(building, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """All parameters as float32, by mlx-lm's names."""
+    bits = np.random.PCG64(_SEED)
+    weights = {name: _draw(bits, name, shape) for name, shape in _shapes(config)}
+    embeddings = weights["model.embed_tokens.weight"]
+    embeddings[_quiet_ids(config["vocab_size"])] *= np.float32(_QUIET)
+    return weights
+
+
+def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each parameter; projections are [out, in]."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "self_attn.q_proj.weight", (queries, hidden)
+        yield prefix + "self_attn.k_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.v_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, queries)
+        yield prefix + "self_attn.q_norm.weight", (head_dim,)
+        yield prefix + "self_attn.k_norm.weight", (head_dim,)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        yield prefix + "mlp.gate_proj.weight", (inner, hidden)
+        yield prefix + "mlp.up_proj.weight", (inner, hidden)
+        yield prefix + "mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+
+
+def _draw(bits: np.random.PCG64, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    noise = _noise(bits, shape)
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return np.float32(_HEAD_NORM) + np.float32(_NORM_SPREAD) * noise
+    if name.endswith("norm.weight"):
+        return np.float32(1) + np.float32(_NORM_SPREAD) * noise
+    if name == "model.embed_tokens.weight":
+        return np.float32(_EMBEDDING_SIZE) * noise
+    return np.float32(shape[-1] ** -0.5) * noise
+
+
+def _noise(bits: np.random.PCG64, shape: tuple[int, ...]) -> np.ndarray:
+    """Uniform float32 of variance 1, the same on every machine.
+
+    From raw bits, because numpy promises that stream only: its distributions may change between versions.
+    """
+    raw = bits.random_raw(int(np.prod(shape))) >> np.uint64(40)
+    uniform = raw.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
+    return (uniform * np.float32(3**0.5)).reshape(shape)
+
+
+def _quiet_ids(vocab_size: int) -> list[int]:
+    """Control tokens, control characters and pieces of multi-byte characters: ids that would spoil random text."""
+    tokenizer = json.loads((_DATA / "tokenizer.json").read_text())
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    single = {index for piece, index in tokenizer["model"]["vocab"].items() if len(piece) == 1 and not piece.isascii()}
+    return sorted(index for index in special | single if index < vocab_size)

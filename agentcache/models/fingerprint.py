@@ -1,0 +1,76 @@
+"""What makes two models the same: their weights, config and tokenizer. Never a name or a path."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+_CHUNK_BYTES = 4 << 20
+
+
+def model_fingerprint(folder: Path, tokenizer_fingerprint: str, memo: Path | None = None) -> str:
+    """Digest of a model folder, 32 hex digits.
+
+    Args:
+        folder: holds config.json and model*.safetensors.
+        tokenizer_fingerprint: digest of the tokenizer and chat template.
+        memo: a JSON file that remembers digests of weight files by size, times and inode, so that a restart does not
+            read gigabytes again.
+    """
+    state = hashlib.blake2b(digest_size=16)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    parts = [json.dumps(config, sort_keys=True), tokenizer_fingerprint, *_weight_digests(folder, memo)]
+    for part in parts:
+        data = part.encode()
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.hexdigest()
+
+
+def _weight_digests(folder: Path, memo: Path | None) -> list[str]:
+    files = sorted(folder.glob("model*.safetensors"))
+    known = _read_memo(memo)
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(lambda file: known.get(_identity(file)) or _digest(file), files))
+    if memo is not None and files:
+        _write_memo(memo, {_identity(file): digest for file, digest in zip(files, digests, strict=True)} | known)
+    return digests
+
+
+def _identity(file: Path) -> str:
+    """Changes whenever the file's content may have changed."""
+    stat = file.stat()
+    return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
+
+
+def _digest(file: Path) -> str:
+    state = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def _read_memo(memo: Path | None) -> dict[str, str]:
+    try:
+        known: Any = json.loads(memo.read_text(encoding="utf-8")) if memo else {}
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write_memo(memo: Path, digests: dict[str, str]) -> None:
+    """Best effort: without it the next start reads the weights once more."""
+    temporary = memo.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+            json.dump(digests, stream)
+        os.replace(temporary, memo)
+    except OSError:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,126 @@
+"""Load any mlx-lm model from a folder or hub id, re-host its attention, and say what it caches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import _download, load_model
+
+from agentcache.errors import UnsupportedModel
+from agentcache.kv.spec import CacheSpec
+from agentcache.models.fingerprint import model_fingerprint
+from agentcache.models.rehost import rehost
+from agentcache.models.tokenizer import Tokenizer
+
+_DEFAULT_CONTEXT = 8192
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run on the paged cache.
+
+    Args:
+        model: the mlx-lm model with re-hosted attention; its cache argument is one `BatchQuantizedKVCache` a layer.
+        last: selects the positions whose logits are computed.
+        spec: what it caches.
+        fingerprint: digest of weights, config and tokenizer.
+        max_context: tokens the model was made for.
+    """
+
+    model: nn.Module
+    last: WantedPositions
+    tokenizer: Tokenizer
+    spec: CacheSpec
+    fingerprint: str
+    path: Path
+    config: dict[str, Any]
+    max_context: int
+
+
+class WantedPositions(nn.Module):
+    """Stands in front of the model's final norm and drops the positions whose logits nobody wants.
+
+    The head then multiplies one row instead of a whole chunk, whatever the architecture does after its final norm.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.all_positions = False
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[B, n, hidden] to [B, 1 or n, hidden]."""
+        return self.norm(x if self.all_positions else x[:, -1:])
+
+
+def load(path_or_hub_id: str, *, memo: Path | None = None, max_context: int | None = None) -> LoadedModel:
+    """Load a model on the calling thread, which must be the one that runs it.
+
+    Args:
+        path_or_hub_id: a folder, or a Hugging Face id to download once.
+        memo: where digests of weight files are remembered.
+        max_context: an upper bound on the model's own context length.
+
+    Raises:
+        UnsupportedModel: the folder is no model, or its architecture cannot be served exactly.
+    """
+    folder = _folder(path_or_hub_id)
+    tokenizer = Tokenizer.load(folder)
+    model, config = _load_weights(folder)
+    last = _install_wanted_positions(model)
+    spec = rehost(model, config["model_type"], config)
+    return LoadedModel(
+        model=model,
+        last=last,
+        tokenizer=tokenizer,
+        spec=spec,
+        fingerprint=model_fingerprint(folder, tokenizer.fingerprint, memo),
+        path=folder,
+        config=config,
+        max_context=min(_context_length(config), max_context or 2**62),
+    )
+
+
+def _folder(path_or_hub_id: str) -> Path:
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UnsupportedModel(f"{folder} has no config.json; it is not a model folder")
+        return folder.resolve()
+    if folder.is_absolute() or path_or_hub_id.startswith((".", "~")) or path_or_hub_id.count("/") != 1:
+        raise UnsupportedModel(f"there is no model folder {path_or_hub_id!r} (a hub id looks like owner/name)")
+    try:
+        return Path(_download(path_or_hub_id))
+    except Exception as error:  # the hub client raises many kinds; all mean: not to be had
+        raise UnsupportedModel(f"model {path_or_hub_id!r} could not be fetched: {error}") from error
+
+
+def _load_weights(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    try:
+        # Never with trust_remote_code: nothing in a model folder is executed.
+        model, config = load_model(folder)
+    except (ValueError, KeyError, TypeError, OSError, json.JSONDecodeError, RuntimeError) as error:
+        raise UnsupportedModel(f"mlx-lm cannot load {folder}: {error}") from error
+    return model, config
+
+
+def _install_wanted_positions(model: nn.Module) -> WantedPositions:
+    first_layer = model.layers[0]
+    for _, module in model.named_modules():
+        holds_layers = any(layer is first_layer for layer in module.get("layers") or ())
+        if holds_layers and isinstance(module.get("norm"), nn.Module):
+            module.norm = WantedPositions(module.norm)
+            return module.norm
+    raise UnsupportedModel(f"{type(model).__name__} has no final norm beside its layers")
+
+
+def _context_length(config: dict[str, Any]) -> int:
+    for holder in (config, config.get("text_config") or {}):
+        if isinstance(length := holder.get("max_position_embeddings"), int):
+            return length
+    return _DEFAULT_CONTEXT

@@ -1,0 +1,83 @@
+"""Runs the model over the arenas: one forward pass for one batch of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.prefix_cache import Copy
+from agentcache.kv.arena import GroupArena, make_arenas
+from agentcache.kv.batch_cache import BatchQuantizedKVCache, RowBatch
+from agentcache.models.loader import LoadedModel
+
+
+class ModelRunner:
+    """Owns the arenas and the only calls into the model. All methods belong to the thread that loaded the model.
+
+    Counters: `forward_tokens` tokens computed, `copied_blocks` blocks copied on write.
+    """
+
+    def __init__(self, loaded: LoadedModel, pools: Sequence[BlockPool]) -> None:
+        self._loaded = loaded
+        self._pools = pools
+        self.arenas: list[GroupArena] = make_arenas(loaded.spec)
+        self.forward_tokens = 0
+        self.copied_blocks = 0
+
+    def forward(
+        self, token_ids: Sequence[Sequence[int]], tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int], *, all_logits: bool = False
+    ) -> mx.array:
+        """Compute a step and write its keys and values; nothing is evaluated yet.
+
+        Args:
+            token_ids: [B][n], the same n for all rows.
+            tables: per row one block table per group, with room for the step.
+            lengths: tokens each row holds already.
+            all_logits: logits of every position, not only of the last one.
+
+        Returns:
+            Logits [B, n or 1, vocabulary].
+        """
+        self.grow()
+        caches = self._layer_caches(tables, lengths)
+        self._loaded.last.all_positions = all_logits
+        self.forward_tokens += sum(len(row) for row in token_ids)
+        return self._loaded.model(mx.array(token_ids), cache=caches)
+
+    def _layer_caches(self, tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int]) -> list[BatchQuantizedKVCache]:
+        caches: dict[int, BatchQuantizedKVCache] = {}
+        for index, arena in enumerate(self.arenas):
+            rows = RowBatch([row[index] for row in tables], arena.spec.window)
+            for layer in arena.layers:
+                caches[layer.layer.index] = BatchQuantizedKVCache(layer, rows, lengths)
+        return [caches[index] for index in sorted(caches)]
+
+    def grow(self) -> None:
+        """Follow the pools: slots that were granted since the last step get their memory."""
+        for arena, pool in zip(self.arenas, self._pools, strict=True):
+            arena.grow(pool.capacity)
+
+    def evaluate(self, *outputs: mx.array) -> None:
+        """Finish all pending work: `outputs` and every write into the arenas."""
+        mx.eval(*outputs, *(array for arena in self.arenas for array in arena.arrays()))
+
+    def copy_blocks(self, copies: Iterable[Copy]) -> None:
+        """Copy-on-write, lazily, in order with the steps around it."""
+        self.grow()
+        for copy in copies:
+            self.arenas[copy.group].copy(copy.source, copy.target)
+            self.copied_blocks += 1
+
+    def put_blocks(
+        self, group: int, block_ids: Sequence[int], positions: Sequence[int], blocks: Sequence[dict[str, np.ndarray]]
+    ) -> None:
+        """Write blocks that were read from files."""
+        self.grow()
+        self.arenas[group].put(block_ids, positions, blocks)
+
+    def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
+        """Copies of a block's bytes, for the writer."""
+        return self.arenas[group].snapshot(block_id, position, num_tokens)

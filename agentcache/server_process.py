@@ -1,0 +1,156 @@
+"""A real `agentcache serve` in a process of its own, on a free loopback port, that never outlives its owner.
+
+For the demo and the benchmarks, which have to kill a server to show what it leaves behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import agentcache.errors
+from agentcache.client import Client
+from agentcache.errors import AgentCacheError
+
+SERVE = (sys.executable, "-m", "agentcache.cli.main", "serve")
+PACKAGE_PARENT = Path(agentcache.errors.__file__).resolve().parent.parent
+STOP_SECONDS = 30.0
+
+
+class ServerNotStarted(AgentCacheError):
+    """The server process ended, or was not ready in time; the message ends with the last lines of its log."""
+
+
+class ServerProcess:
+    """One server process. A context manager: it is up inside, and gone outside, whatever happened.
+
+    Args:
+        cache_dir: its cache folder.
+        log: file that its output is appended to.
+        model: folder or hub id; None for the embedded model.
+        extra: further arguments of `agentcache serve`.
+        command: what to run in place of `agentcache serve`.
+        ready_seconds: how long it may take until `/health` answers 200.
+    """
+
+    def __init__(
+        self,
+        cache_dir: Path,
+        log: Path,
+        *,
+        model: str | None = None,
+        extra: Sequence[str] = (),
+        command: Sequence[str] = SERVE,
+        ready_seconds: float = 300.0,
+    ) -> None:
+        self._log = log
+        self._ready_seconds = ready_seconds
+        self._port = free_port()
+        options = ["--host", "127.0.0.1", "--port", str(self._port), "--cache-dir", str(cache_dir), *extra]
+        self._command = [*command, *options, *(["--model", model] if model else [])]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.client = Client(f"http://127.0.0.1:{self._port}")
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ServerNotStarted("the server has not been started")
+        return self._process.pid
+
+    def __enter__(self) -> ServerProcess:
+        try:
+            self._start()
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def kill(self) -> None:
+        """SIGKILL: no goodbye, no flush. Returns when the process is gone."""
+        os.kill(self.pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+
+    def close(self) -> None:
+        """Ask it to stop, and kill it if it does not; does nothing when it is gone already."""
+        self.client.close()
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+        finally:  # also after a second Ctrl-C: the process must not stay behind
+            process.kill()
+            process.wait()
+
+    def _start(self) -> None:
+        with self._log.open("ab") as log:
+            # A session of its own: Ctrl-C reaches the owner only, which then ends the server in order.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(),
+                start_new_session=True,
+            )
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._ready_seconds
+        while not self.client.healthy():
+            if self._process is not None and self._process.poll() is not None:
+                raise self._not_started(f"the server ended with code {self._process.returncode}")
+            if time.monotonic() > deadline:
+                raise self._not_started(f"the server was not ready after {self._ready_seconds:.0f} s")
+            time.sleep(0.05)
+
+    def _not_started(self, reason: str) -> ServerNotStarted:
+        tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        return ServerNotStarted("\n".join([f"{reason}; the end of its log:", *tail]))
+
+
+def free_port() -> int:
+    """A loopback TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment without the user's server settings and config file, with this package on the path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AGENTCACHE_")}
+    paths = [str(PACKAGE_PARENT), *filter(None, [kept.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "AGENTCACHE_CONFIG": os.devnull}
+    return {**kept, **own}
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit meanwhile, so that context managers close what they opened."""
+    names = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(name, _exit) for name in names]
+    try:
+        yield
+    finally:
+        for name, handler in zip(names, before, strict=True):
+            signal.signal(name, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)

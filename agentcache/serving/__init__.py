@@ -1,0 +1,1 @@
+"""Requests, scheduling, agents and the engine that runs them."""

@@ -1,0 +1,89 @@
+"""From token ids to the text a client sees: detokenising, stop strings, and the transcript's view of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """Turns token ids into text, one at a time (`models/tokenizer.py`)."""
+
+    text: str
+    ends: list[int]
+
+    def add(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What was generated and counts: the text as the client has it, and the tokens that lie wholly inside it."""
+
+    text: str
+    ids: Sequence[int]
+    ends: Sequence[int]
+
+
+class Output:
+    """The text of one generation.
+
+    Args:
+        detokenizer: a fresh one.
+        stop: strings that end the generation; none of it is shown, nor what could still become one.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._stop = tuple(stop)
+        self._hold = max((len(s) for s in self._stop), default=1) - 1
+        self._ids: list[int] = []
+        self._sent = 0
+        self._end: int | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has appeared."""
+        return self._end is not None
+
+    def add(self, token_id: int) -> str:
+        """Text that can be shown now that `token_id` has come."""
+        self._ids.append(token_id)
+        searched_from = max(0, len(self._detokenizer.text) - self._hold)
+        self._detokenizer.add(token_id)
+        return self._show(searched_from, self._hold)
+
+    def finish(self) -> str:
+        """The rest of the text, when no further token comes."""
+        searched_from = max(0, len(self._detokenizer.text) - self._hold)
+        self._detokenizer.finish()
+        return "" if self.stopped else self._show(searched_from, 0)
+
+    def _show(self, searched_from: int, hold: int) -> str:
+        text = self._detokenizer.text
+        found = [at for at in (text.find(stop, searched_from) for stop in self._stop) if at >= 0]
+        if found:
+            self._end = min(found)
+        until = self._end if self._end is not None else max(self._sent, len(text) - self._held(text, hold))
+        shown, self._sent = text[self._sent : until], max(self._sent, until)
+        return shown
+
+    def _held(self, text: str, hold: int) -> int:
+        """Length of the longest end of `text` that is the beginning of a stop string."""
+        lengths = range(min(hold, len(text)), 0, -1)
+        return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)
+
+    def generated(self) -> Generated:
+        """What the transcript takes over: nothing behind a stop string, and no token that reaches into it."""
+        text, ends = self._detokenizer.text, self._detokenizer.ends
+        if self._end is None:
+            return Generated(text, self._ids, _closed(ends, len(self._ids), len(text)))
+        count = next((i for i, end in enumerate(ends) if end > self._end), len(ends))
+        return Generated(text[: ends[count - 1] if count else 0], self._ids[:count], ends[:count])
+
+
+def _closed(ends: Sequence[int], num_tokens: int, length: int) -> list[int]:
+    """Token ends where the last token takes what the end of the text brought out."""
+    return [*ends[: num_tokens - 1], length] if num_tokens else []

@@ -1,0 +1,356 @@
+"""Between RAM and disk: turns are saved, prefixes are restored, and the disk budget is kept.
+
+Runs on the engine thread. Bytes to write are copied out of the arenas at a step's end and written by the writer thread;
+files are read and verified by reader threads, and only verified bytes come back to be put into the arenas.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+from agentcache.blocks.keys import BLOCK_SIZE, Namespace, block_key
+from agentcache.blocks.prefix_cache import Load, PrefixCache
+from agentcache.blocks.prefix_cache import Sequence as CacheSequence
+from agentcache.blocks.radix_tree import Node
+from agentcache.errors import AgentCacheError, BlockMissing, BlockRejected, DiskBudgetExceeded, StoreError
+from agentcache.kv.block_file import Array, BlockHeader
+from agentcache.kv.manifest import AgentRecord
+from agentcache.kv.spec import CacheSpec
+from agentcache.kv.store import BlockWrite, Store
+from agentcache.kv.writer import Writer
+from agentcache.models.runner import ModelRunner
+from agentcache.serving.agents import AgentTable
+
+log = logging.getLogger("agentcache.persistence")
+
+_READERS = 4
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How saving a turn ended: bytes written, or why nothing was promised."""
+
+    written_bytes: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class _Target:
+    """One group's file of a node, and the slot its bytes are in."""
+
+    node: Node
+    group: int
+    block_id: int
+
+
+class Persistence:
+    """Owner of the store, its writer and its readers.
+
+    Args:
+        post: runs a function on the engine thread soon; callable from any thread.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        cache: PrefixCache,
+        runner: ModelRunner,
+        store: Store,
+        agents: AgentTable,
+        namespace: Callable[[str], Namespace],
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._spec = spec
+        self._cache = cache
+        self._runner = runner
+        self._store = store
+        self._agents = agents
+        self._namespace = namespace
+        self._post = post
+        self._writer = Writer()
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="agentcache-reader")
+        self.save_failures = 0
+
+    def close(self) -> None:
+        """Finish everything that is queued."""
+        self._readers.shutdown(wait=True)
+        self._writer.close()
+        self._store.close()
+
+    # -- at start ---------------------------------------------------------------------------------------------------
+
+    def index(self) -> None:
+        """Tell the tree what is on disk, remove what belongs to nobody, and get under the disk budget."""
+        for record in self._agents:
+            self._index_agent(record)
+        self._store.collect_orphans()
+        while self._store.free_budget < 0 and self._make_room():
+            self.flush()
+
+    def _index_agent(self, record: AgentRecord) -> None:
+        for node in self._path(record, record.num_saved, insert=True):
+            for index in range(len(self._cache.groups)):
+                if self._store.has(self._key(node, index)):
+                    node.stored.add(index)
+            if not node.stored:
+                self._cache.prune(node)
+                break
+
+    def _path(self, record: AgentRecord, num_tokens: int, *, insert: bool = False) -> list[Node]:
+        """Nodes of an agent's first `num_tokens` tokens, as far as the tree has them (or made, with `insert`)."""
+        tree, nodes = self._cache.tree, []
+        parent = tree.root(self._namespace(record.salt).root)
+        for start in range(0, num_tokens, BLOCK_SIZE):
+            tokens = record.transcript.ids[start : min(start + BLOCK_SIZE, num_tokens)]
+            node = tree.insert(parent, tokens) if insert else tree.find(parent, tokens)
+            if node is None:
+                break
+            nodes.append(node)
+            parent = node
+        return nodes
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def save_blocks(self, sequence: CacheSequence, nodes: Iterable[Node], written: Callable[[int], None]) -> None:
+        """Write blocks that an agent's request has just filled, without waiting: its manifest will name them.
+
+        Args:
+            written: gets the number of bytes, some time before the turn is committed.
+        """
+        targets = [
+            _Target(node, index, table.block_id(node.position))
+            for node in nodes
+            for index, table in enumerate(sequence.tables)
+            if self._wanted(node, index) and table.first_block <= node.position < table.end_block
+        ]
+        if targets:
+            self._write(targets, lambda result: written(_count(result)))
+
+    def commit(self, record: AgentRecord, nodes: Sequence[Node], extra: Sequence[_Target], done: Callable[[Saved], None]) -> None:
+        """Make a turn durable: its blocks, then the agent's manifest.
+
+        Args:
+            record: the agent after the turn; its chains are those of `nodes`.
+            nodes: all blocks of the agent, the tail last.
+            extra: bytes of nodes that have no slot of their own.
+            done: gets the outcome, on the engine thread.
+        """
+        # The durable part of the record in memory changes only when the disk has changed.
+        durable = self._agents.get(record.id) if record.id in self._agents else replace(record, num_saved=0, chains=())
+        self._agents.put(replace(record, num_saved=durable.num_saved, chains=durable.chains))
+        targets = [
+            _Target(node, index, block_id)
+            for node in nodes
+            for index, block_id in node.block_ids.items()
+            if self._wanted(node, index)
+        ]
+        self._write([*targets, *extra], lambda result: self._save_record(record, nodes, result, done))
+
+    def _wanted(self, node: Node, index: int) -> bool:
+        return index not in node.stored and index not in node.pending
+
+    def tail_targets(self, tail: Node, sequence_node: Node) -> list[_Target]:
+        """What to write for a tail whose tokens lie at the beginning of a published block."""
+        return [_Target(tail, i, b) for i, b in sequence_node.block_ids.items() if self._wanted(tail, i)]
+
+    def _write(self, targets: Sequence[_Target], done: Callable[[int | StoreError], None]) -> None:
+        writes = [self._snapshot(target) for target in targets]
+        for target in targets:
+            target.node.pending.add(target.group)
+        num_bytes = sum(array.nbytes for write in writes for array in write.arrays.values())
+        self._submit(partial(self._store.write_blocks, writes), partial(self._written, targets, done), num_bytes)
+
+    def _written(self, targets: Sequence[_Target], done: Callable[[int | StoreError], None], result: int | StoreError) -> None:
+        for target in targets:
+            if isinstance(result, StoreError):
+                self._cache.mark_missing(target.node, target.group)
+            else:
+                self._cache.mark_stored(target.node, target.group)
+        done(result)
+
+    def _snapshot(self, target: _Target) -> BlockWrite:
+        node = target.node
+        arrays = self._runner.snapshot(target.group, target.block_id, node.position, node.num_tokens)
+        return BlockWrite(self._header(node, target.group), arrays)
+
+    def _header(self, node: Node, index: int) -> BlockHeader:
+        assert node.parent is not None
+        return BlockHeader(
+            block_key=self._key(node, index),
+            chain=node.chain,
+            parent=node.parent.chain,
+            group=self._cache.groups[index].name,
+            position=node.position,
+            token_ids=node.token_ids,
+        )
+
+    def _key(self, node: Node, index: int) -> str:
+        return block_key(node.chain, self._cache.groups[index].name)
+
+    def _save_record(
+        self, record: AgentRecord, nodes: Sequence[Node], result: int | StoreError, done: Callable[[Saved], None]
+    ) -> None:
+        """The turn's blocks are written, or not; in order, so all earlier ones are settled too."""
+        if isinstance(result, StoreError):
+            self._fail(record.id, result, done)
+        elif any(node.pending for node in nodes):
+            # A block went back into the queue behind a removal that makes room for it.
+            self._submit(lambda: result, lambda _: self._save_record(record, nodes, result, done))
+        elif not self._restorable(nodes, record.num_saved):
+            self._fail(record.id, StoreError("an earlier block of the agent could not be written"), done)
+        else:
+            save = partial(self._store.save_agent, record)
+            self._submit(save, lambda outcome: self._saved(record, result, outcome, done))
+
+    def _restorable(self, nodes: Sequence[Node], num_tokens: int) -> bool:
+        return all(
+            index in node.stored
+            for node in nodes
+            for index, group in enumerate(self._cache.groups)
+            if node.position >= group.first_block_needed(num_tokens)
+        )
+
+    def _saved(self, record: AgentRecord, block_bytes: int, outcome: int | StoreError, done: Callable[[Saved], None]) -> None:
+        if isinstance(outcome, StoreError):
+            self._fail(record.id, outcome, done)
+            return
+        current = self._agents.get(record.id) if record.id in self._agents else record
+        released = self._agents.put(replace(current, num_saved=record.num_saved, chains=record.chains))
+        self._forget(released)
+        done(Saved(block_bytes + outcome))
+
+    def _fail(self, agent_id: str, error: StoreError, done: Callable[[Saved], None]) -> None:
+        self.save_failures += 1
+        log.error("agent %s was not saved: %s", agent_id, error)
+        done(Saved(error=str(error)))
+
+    def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
+        """Write only an agent's manifest and transcript (a new agent, a fork)."""
+        self._submit(partial(self._store.save_agent, record), lambda outcome: self._saved(record, 0, outcome, done))
+
+    def _submit(self, run: Callable[[], int], done: Callable[[int | StoreError], None], num_bytes: int = 0) -> None:
+        """Queue a write; where the disk budget forbids it, drop the least recently used agents' blocks and try again."""
+
+        def settle(result: int | StoreError) -> None:
+            if isinstance(result, DiskBudgetExceeded) and self._make_room():
+                self._submit(run, done, num_bytes)
+            else:
+                done(result)
+
+        self._writer.submit(run, lambda result: self._post(lambda: settle(result)), num_bytes)
+
+    # -- deleting ---------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> bool:
+        """Queue the removal of the least recently used idle agent's blocks; False if there is none left."""
+        victim = self._agents.least_recently_used()
+        if victim is None:
+            freed: list[int] = []
+            self._writer.submit(self._store.evict_other_model, lambda result: freed.append(_count(result)))
+            self.flush()
+            return any(freed)
+        log.info("dropping the blocks of agent %s to keep the disk budget", victim.id)
+        bare = replace(victim, num_saved=0, chains=())
+        released = self._agents.put(bare)
+        self._writer.submit(partial(self._store.save_agent, bare), lambda result: None)
+        self._forget(released)
+        return True
+
+    def _forget(self, chains: set[str]) -> None:
+        """Delete the files of blocks that no agent names any more, and the tails among them from RAM too."""
+        if not chains:
+            return
+        for node in filter(None, map(self._cache.tree.node, chains)):
+            for index in list(node.stored):
+                self._cache.mark_missing(node, index)
+            if not node.is_full:
+                self._cache.drop(node)
+        keys = [block_key(chain, group.name) for chain in chains for group in self._cache.groups]
+        self._writer.submit(partial(self._store.delete_blocks, keys), lambda result: None)
+
+    def delete_agent(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
+        """Forget an agent on disk and in RAM; blocks that others name stay."""
+        released = self._agents.remove(record.id)
+        path = [node for node in self._path(record, len(record.transcript.ids)) if node.chain in released]
+
+        def delete() -> int:
+            self._store.delete_agent(record.id)
+            return 0
+
+        self._submit(delete, lambda outcome: done(Saved(error=str(outcome) if isinstance(outcome, StoreError) else None)))
+        self._forget(released)
+        for node in reversed(path):
+            self._cache.evict(node)
+
+    def evict_agent(self, record: AgentRecord) -> None:
+        """Free the RAM of an agent's blocks, as far as they are on disk and nobody reads them."""
+        path = self._cache.tree.match_prefix(self._namespace(record.salt).root, record.transcript.ids)
+        for node in [*path.tails, *reversed(path.nodes)]:
+            if set(node.block_ids) <= node.stored:
+                self._cache.evict(node)
+
+    # -- restoring --------------------------------------------------------------------------------------------------
+
+    def start_loads(
+        self, sequence: CacheSequence, loaded: Callable[[int], None], failed: Callable[[AgentCacheError], None]
+    ) -> int:
+        """Read and verify the sequence's `loads` on reader threads; returns how many there are.
+
+        Args:
+            loaded: called on the engine thread for each block put in place, with the bytes read.
+            failed: called instead where a file was missing or wrong (it is in quarantine then).
+        """
+        for load in sequence.loads:
+            future = self._readers.submit(self._store.read_block, self._header(load.node, load.group))
+            future.add_done_callback(partial(self._read, sequence, load, loaded, failed))
+        return len(sequence.loads)
+
+    def _read(
+        self,
+        sequence: CacheSequence,
+        load: Load,
+        loaded: Callable[[int], None],
+        failed: Callable[[AgentCacheError], None],
+        future: Future[dict[str, Array]],
+    ) -> None:
+        """On a reader thread: hand the outcome to the engine thread."""
+        self._post(lambda: self._put(sequence, load, loaded, failed, future))
+
+    def _put(
+        self,
+        sequence: CacheSequence,
+        load: Load,
+        loaded: Callable[[int], None],
+        failed: Callable[[AgentCacheError], None],
+        future: Future[dict[str, Array]],
+    ) -> None:
+        error = future.exception()
+        if isinstance(error, BlockMissing | BlockRejected | StoreError):
+            self._cache.mark_missing(load.node, load.group)
+            failed(error)
+            return
+        blocks = future.result()
+        if not sequence.closed:
+            self._runner.put_blocks(load.group, [load.block_id], [load.node.position], [blocks])
+            self._cache.loaded(sequence, load)
+        loaded(sum(array.nbytes for array in blocks.values()))
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Wait until every write queued so far is done (used at start and at the end, never while serving)."""
+        settled: Future[None] = Future()
+        self._writer.submit(lambda: 0, lambda result: settled.set_result(None))
+        settled.result()
+
+    @property
+    def store(self) -> Store:
+        return self._store
+
+
+def _count(result: int | StoreError) -> int:
+    return 0 if isinstance(result, StoreError) else result

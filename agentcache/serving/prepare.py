@@ -1,0 +1,45 @@
+"""From a request's prompt to token ids, against what its agent holds. Runs on a worker thread, beside the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentcache.blocks.prefix_match import PromptMatch, Transcript, match_text, match_tokens
+from agentcache.errors import InvalidRequest
+from agentcache.models.tokenizer import Tokenizer
+from agentcache.serving.request import ChatPrompt, Prompt, TokenPrompt
+
+
+def prepare(prompt: Prompt, transcript: Transcript, system: str | None, tokenizer: Tokenizer) -> PromptMatch:
+    """The prompt as tokens, keeping those the agent has.
+
+    Args:
+        transcript: the agent's; an empty one for a request without agent.
+        system: put in front as a system message where the messages have none.
+
+    Raises:
+        InvalidRequest: the messages do not fit the chat template, or the text or token ids are none.
+    """
+    if isinstance(prompt, TokenPrompt):
+        _check_ids(prompt.token_ids, tokenizer.vocab_size)
+        return match_tokens(transcript, prompt.token_ids, tokenizer.spell)
+    if isinstance(prompt, ChatPrompt):
+        messages = _with_system(prompt.messages, system)
+        text = tokenizer.render_chat(
+            messages, prompt.tools, add_generation_prompt=prompt.add_generation_prompt, **prompt.template_kwargs
+        )
+    else:
+        text = tokenizer.raw_prompt(prompt.text)
+    return match_text(transcript, text, tokenizer.encode, tokenizer.control_ids)
+
+
+def _check_ids(token_ids: list[int], vocab_size: int) -> None:
+    wrong = next((i for i, token in enumerate(token_ids) if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(f"token id {token_ids[wrong]} is outside the vocabulary of {vocab_size}", param=f"prompt[{wrong}]")
+
+
+def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    if system is None or (messages and messages[0].get("role") == "system"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]

@@ -1,0 +1,230 @@
+"""The one internal request. Every wire dialect is a thin translation to and from these types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from agentcache.blocks.prefix_match import Match
+
+
+class CacheState(StrEnum):
+    COLD = "cold"
+    WARM = "warm"
+    HOT = "hot"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Messages for the model's chat template, each a dict with `role` and `content` and whatever else it may carry."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """Raw text; special tokens in it are control tokens, and the tokenizer's BOS is put in front."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """Token ids, taken as they are."""
+
+    token_ids: list[int]
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens.
+
+    Args:
+        max_tokens: tokens to generate; 0 caches the prompt and generates nothing; None for as many as the context holds.
+        temperature: 0 is greedy and deterministic.
+        top_p, top_k, min_p: the usual truncations; 1.0, 0 and 0.0 switch them off.
+        repetition_penalty: divides the logits of tokens seen before; 1.0 is off.
+        logit_bias: added to the logits, by token id.
+        seed: makes sampling repeatable.
+        stop: strings that end the generation; they are not part of the text.
+        logprobs: number of alternatives to report per token; None for no logprobs at all, 0 for the chosen one only.
+        prompt_logprobs: report logprobs of the prompt's tokens too (computes the whole prompt).
+        ignore_eos: run to max_tokens.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to run.
+
+    Args:
+        request_id: unique; the wire's id.
+        prompt: what to continue.
+        sampling: how to continue it.
+        agent: the durable agent whose memory this extends; None for a request that leaves no memory on disk.
+        salt: requests with different salts never share a block.
+    """
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    agent: str | None = None
+    salt: str = ""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of one token under the model (before temperature and truncation).
+
+    Args:
+        token_id: the token.
+        text: its text, as it would appear alone.
+        logprob: natural logarithm; None for a prompt's first token.
+        top: the most likely tokens at this position, best first, as (token id, text, logprob).
+    """
+
+    token_id: int
+    text: str
+    logprob: float | None
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """Prompt tokens that were not computed, by where their cache came from."""
+
+    own: int = 0
+    shared: int = 0
+    residual: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a request cost and what it reused; the `agentcache` object beside `usage`. Times in milliseconds.
+
+    `computed_tokens` counts the tokens that went through the model for the prompt (at least 1).
+    `saved` is False when an agent's turn could not be written to disk; `save_error` then says why.
+    """
+
+    agent: str | None
+    cache_state: CacheState
+    match: Match
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: CachedTokens
+    computed_tokens: int
+    time_to_first_token_ms: float
+    restore_ms: float
+    restored_bytes: int
+    total_ms: float = 0.0
+    policy: str = "exact"
+    adapter: str | None = None
+    activated_at: int | None = None
+    divergence: float | None = None
+    saved: bool | None = None
+    save_error: str | None = None
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """One piece of a running completion.
+
+    The first update has `prompt_token_ids` (and `prompt_logprobs` where asked for) and may have no text; the last one has
+    `finish_reason` and `report`, and comes only when the turn is safe on disk or known not to be.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    report: Report | None = None
+
+
+@dataclass(frozen=True)
+class AgentInfo:
+    """One agent as `GET /v1/agents` shows it. Bytes count blocks shared with others in full."""
+
+    id: str
+    tokens: int
+    blocks: int
+    cache_state: CacheState
+    ram_bytes: int
+    disk_bytes: int
+    created: float
+    last_used: float
+    adapter: str | None = None
+    policy: str = "exact"
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What a restore brought into RAM."""
+
+    tokens: int
+    restored_bytes: int
+    restore_ms: float
+    cache_state: CacheState
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counters since start, and the state of RAM and disk now."""
+
+    ram_bytes: int
+    disk_bytes: int
+    ram_budget: int
+    disk_budget: int
+    blocks_free: int
+    blocks_live: int
+    blocks_cached: int
+    agents: int
+    quarantined: int
+    written_bytes: int
+    read_bytes: int
+    computed_tokens: int
+    cached_tokens: int
+    save_failures: int
+    residual_ram_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The served model."""
+
+    id: str
+    name: str
+    path: str
+    fingerprint: str
+    model_type: str
+    max_context: int
+    vocab_size: int
+    created: int
+    has_chat_template: bool

@@ -1,0 +1,135 @@
+"""How commands reach the cache: through a running server or, where none runs, by opening the folder themselves.
+
+Both ways speak the HTTP contract: without a server its app is asked in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import httpx
+import typer
+from rich.console import Console
+
+from agentcache.client import Client, ServerError
+from agentcache.config import Config, load_config
+from agentcache.server.app import SERVER_NAME, create_app
+from agentcache.server.engine import Engine
+from agentcache.server.validate import check_agent_id
+
+PROBE_SECONDS = 1.0
+
+Url = Annotated[
+    str | None,
+    typer.Option(envvar="AGENTCACHE_URL", help="A running server; else one on the configured port, or the folder."),
+]
+ApiKey = Annotated[str | None, typer.Option(help="The server's API key.")]
+Model = Annotated[str | None, typer.Option(help="Without a server: folder or hub id of the model.")]
+CacheDir = Annotated[Path | None, typer.Option(help="Without a server: the cache folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print data for programs.")]
+
+
+class Connection(Protocol):
+    """Something that answers the HTTP contract."""
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON answer; refusals are raised as `ServerError`."""
+
+
+class InProcess:
+    """The server's app over an engine in this process."""
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        self._runner = asyncio.Runner()
+        self._engine = engine
+        headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        transport = httpx.ASGITransport(create_app(engine, config))
+        self._http = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers, timeout=None)
+
+    def __enter__(self) -> InProcess:
+        try:
+            with progress("loading the model"):
+                self._runner.run(self._engine.start())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        try:
+            self._runner.run(self._http.aclose())
+            self._runner.run(self._engine.close())
+        finally:
+            self._runner.close()
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        response = self._runner.run(self._http.request(method, path, json=body))
+        answer = response.json()
+        if response.is_error:
+            error = answer["error"]
+            raise ServerError(error["message"], status=response.status_code, code=error["code"])
+        return answer
+
+
+def open_engine(config: Config) -> Engine:
+    from agentcache.serving.async_engine import AsyncEngine
+
+    engine: Engine = AsyncEngine(config)
+    return engine
+
+
+def agent_path(agent: str, *verb: str) -> str:
+    """The route of an agent; refuses what could not name one, since `..` would be another route."""
+    return "/".join(["/v1/agents", check_agent_id(agent, "the agent's id"), *verb])
+
+
+@contextmanager
+def connect(
+    url: str | None, api_key: str | None = None, model: str | None = None, cache_dir: Path | None = None
+) -> Iterator[Connection]:
+    """A running server (`url`, or one on the configured port), or else the cache itself.
+
+    Naming a model or a folder means the cache itself.
+    """
+    config = load_config({"api_key": api_key, "model": model, "cache_dir": cache_dir})
+    found = url or (running_server(config) if model is None and cache_dir is None else None)
+    if found is not None:
+        with Client(found, config.api_key) as client:
+            yield client
+        return
+    with InProcess(open_engine(config), config) as cache:
+        yield cache
+
+
+def running_server(config: Config) -> str | None:
+    """The URL of an agentcache server on the configured port, if one answers there."""
+    url = url_of(config.host, config.port)
+    try:
+        answer = httpx.get(f"{url}/health", timeout=PROBE_SECONDS, trust_env=False)
+    except httpx.HTTPError:
+        return None
+    return url if answer.headers.get("server") == SERVER_NAME else None
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a client on this machine finds a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """A spinner on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield

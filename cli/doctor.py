@@ -1,0 +1,141 @@
+"""`agentcache doctor`: what is installed, what it runs on, and whether the cache folder is usable."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+
+from agentcache.cli.connection import AsJson, CacheDir, running_server
+from agentcache.config import Config, load_config
+from agentcache.errors import CacheFolderInUse, StoreError
+
+OPS_SECONDS = 120
+# In a process of its own: a broken back end ends the process instead of raising.
+OPS_SCRIPT = """
+import mlx.core as mx
+x, w = mx.random.normal((4, 128), key=mx.random.key(0)), mx.random.normal((32, 128), key=mx.random.key(1))
+q, scales, biases = mx.quantize(w, group_size=64, bits=4)
+dense = mx.matmul(x, mx.dequantize(q, scales, biases, group_size=64, bits=4).T)
+error = mx.abs(mx.quantized_matmul(x, q, scales, biases, group_size=64, bits=4) - dense).max().item()
+assert error < 1e-2, f"quantized_matmul is off by {error}"
+print(mx.default_device().type.name)
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `ok` is False where something keeps agentcache from working."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def doctor(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """Check the installation and the cache folder."""
+    config = load_config({"cache_dir": cache_dir})
+    checks = list(examine(config))
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in checks]))
+    else:
+        for check in checks:
+            typer.echo(f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<12}  {check.detail}")
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+def examine(config: Config) -> Iterator[Check]:
+    yield from check_installation()
+    yield check_ops()
+    yield check_server(config)
+    yield check_folder(config.cache_dir)
+    yield check_quarantine(config.cache_dir)
+    yield Check("ram budget", True, f"{config.ram_budget / 1e9:.1f} GB")
+    yield Check("disk budget", True, f"{config.disk_budget / 1e9:.1f} GB")
+
+
+def check_installation() -> Iterator[Check]:
+    from agentcache.machine import describe_machine, describe_versions
+
+    machine, versions = describe_machine(), describe_versions()
+    memory = f"{machine['memory_bytes'] / 1e9:.0f} GB"
+    yield Check("machine", True, f"{machine['platform']}, {machine['cpu']}, {machine['cores']} cores, {memory}")
+    yield Check("versions", "mlx" in versions, ", ".join(f"{name} {version}" for name, version in versions.items()))
+    yield Check("device", machine["device"] != "unknown", str(machine["device"]))
+    if sys.platform == "linux" and "cpu" in str(machine["device"]).lower():
+        yield Check("BLAS", True, describe_blas(os.environ.get("LD_PRELOAD", "")))
+
+
+def describe_blas(preload: str) -> str:
+    if any(name in preload.lower() for name in ("openblas", "mkl", "blis")):
+        return f"preloaded: {preload}"
+    return "MLX's own; float32 products run many times faster with LD_PRELOAD=.../libopenblas.so.0"
+
+
+def check_ops() -> Check:
+    """Runs the operations that attention needs."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", OPS_SCRIPT], capture_output=True, text=True, timeout=OPS_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("mx ops", False, str(error))
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return Check("mx ops", False, lines[-1] if lines else f"ended with code {done.returncode}")
+    return Check("mx ops", True, f"4-bit products agree on {done.stdout.strip()}")
+
+
+def check_server(config: Config) -> Check:
+    url = running_server(config)
+    return Check("server", True, f"running at {url}" if url else "none on the configured port")
+
+
+def check_folder(cache_dir: Path) -> Check:
+    """Whether a server could use the folder, or would be able to make it."""
+    if not cache_dir.exists():
+        return _check_writable(_nearest(cache_dir), f"{cache_dir} (made at first use)")
+    if not cache_dir.is_dir():
+        return Check("cache folder", False, f"{cache_dir} is not a folder")
+    try:
+        in_use = _holder(cache_dir)
+    except StoreError as error:
+        return Check("cache folder", False, str(error))
+    return _check_writable(cache_dir, f"{cache_dir}{f' ({in_use})' if in_use else ''}")
+
+
+def _nearest(path: Path) -> Path:
+    return next(parent for parent in path.parents if parent.exists())
+
+
+def _check_writable(folder: Path, detail: str) -> Check:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return Check("cache folder", True, detail)
+    except OSError as error:
+        return Check("cache folder", False, f"{detail}: cannot write: {error.strerror}")
+
+
+def _holder(cache_dir: Path) -> str | None:
+    from agentcache.kv.lock import FolderLock
+
+    if not (cache_dir / "lock").exists():
+        return None
+    try:
+        FolderLock(cache_dir).release()
+    except CacheFolderInUse:
+        return "in use by a running server"
+    return None
+
+
+def check_quarantine(cache_dir: Path) -> Check:
+    count = sum(1 for path in (cache_dir / "quarantine").rglob("*") if path.is_file())
+    return Check("quarantine", True, f"{count} files that failed verification")

@@ -1,0 +1,92 @@
+"""`agentcache`: finds the command and turns errors into one sentence on stderr.
+
+Exit codes: 0 done, 1 it did not work, 2 it was called wrongly (a flag, a variable or the config file).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError
+
+# Commands by name; each module of that name has a function, or a Typer group, of that name.
+COMMANDS = ("serve", "run", "warm", "restore", "agents", "bench", "demo", "doctor", "purge")
+
+
+class Commands(TyperGroup):
+    """Imports a command's module when the command is called (or listed), so that each starts quickly."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AgentCacheError as error:
+            report(error)
+            raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+def load_command(name: str) -> Any:
+    """The command as Typer runs it."""
+    found = getattr(importlib.import_module(f"agentcache.cli.{name}"), name)
+    if not isinstance(found, typer.Typer):
+        function, found = found, typer.Typer(add_completion=False, rich_markup_mode=None)
+        found.command(name)(function)
+    return typer.main.get_command(found)
+
+
+def report(error: AgentCacheError) -> None:
+    """One sentence, and what to do about it where that is known."""
+    typer.echo(f"error: {error}", err=True)
+    hint = hint_for(error)
+    if hint is not None:
+        typer.echo(f"hint: {hint}", err=True)
+
+
+def hint_for(error: AgentCacheError) -> str | None:
+    if isinstance(error, CacheFolderInUse):
+        return "talk to the server that uses it with --url, or name another folder with --cache-dir"
+    if getattr(error, "status", None) == 401:
+        return "give the server's key with --api-key or AGENTCACHE_API_KEY"
+    return None
+
+
+app = typer.Typer(
+    name="agentcache",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from agentcache import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def agentcache(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Serve several durable LLM agents: their attention state survives a restart."""
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

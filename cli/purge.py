@@ -1,0 +1,97 @@
+"""`agentcache purge`: forget one agent, or everything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentcache.cli.connection import (
+    ApiKey,
+    AsJson,
+    CacheDir,
+    Connection,
+    Model,
+    Url,
+    agent_path,
+    connect,
+    running_server,
+)
+from agentcache.client import Client
+from agentcache.config import Config, load_config
+from agentcache.errors import ConfigError, StoreError
+
+FOLDERS = ("agents", "blocks", "quarantine")
+
+
+def purge(
+    agent: Annotated[str | None, typer.Option(help="Forget this agent.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Forget all agents and all cached blocks.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    model: Model = None,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete memory for good. Without a server, --all empties the folder for all models and loads none."""
+    if (agent is None) != everything:
+        raise ConfigError("name either --agent ID or --all")
+    if not yes:
+        typer.confirm(f"Delete {agent or 'all agents and all cached blocks'} for good?", abort=True, err=True)
+    if agent is not None:
+        with connect(url, api_key, model, cache_dir) as cache:
+            answer = cache.request("DELETE", agent_path(agent))
+    else:
+        answer = purge_all(url, load_config({"api_key": api_key, "cache_dir": cache_dir}), own=cache_dir is not None)
+    typer.echo(json.dumps(answer) if as_json else "deleted")
+
+
+def purge_all(url: str | None, config: Config, *, own: bool) -> dict[str, Any]:
+    """`own`: the user named a folder, so that no server is looked for."""
+    found = url or (None if own else running_server(config))
+    if found is None:
+        return {"deleted_bytes": empty_folder(config.cache_dir)}
+    with Client(found, config.api_key) as client:
+        return purge_server(client)
+
+
+def purge_server(server: Connection) -> dict[str, Any]:
+    agents = [agent["id"] for agent in server.request("GET", "/v1/agents")["data"]]
+    for agent in agents:
+        server.request("DELETE", agent_path(agent))
+    server.request("DELETE", "/v1/cache")
+    return {"deleted_agents": agents}
+
+
+def empty_folder(cache_dir: Path) -> int:
+    """Removes what a cache folder holds, for all models; bytes removed.
+
+    A folder without a lock file has never been a cache folder and is left alone.
+
+    Raises:
+        CacheFolderInUse: a process has it.
+        StoreError: something could not be removed.
+    """
+    from agentcache.kv.lock import FolderLock
+
+    if not (cache_dir / "lock").is_file():
+        return 0
+    lock = FolderLock(cache_dir)
+    try:
+        return sum(_remove(cache_dir / name) for name in FOLDERS)
+    except OSError as error:
+        raise StoreError(f"cannot empty {cache_dir}: {error}") from error
+    finally:
+        lock.release()
+
+
+def _remove(folder: Path) -> int:
+    if not folder.exists():
+        return 0
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    shutil.rmtree(folder)
+    return size

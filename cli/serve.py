@@ -1,0 +1,151 @@
+"""`agentcache serve`: the HTTP server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentcache.config import Config, load_config
+from agentcache.errors import AgentCacheError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+# How long running requests may take to finish after SIGTERM; then they are cancelled. What has been reported is saved.
+DRAIN_SECONDS = 20
+BACKLOG = 2048
+
+log = logging.getLogger("agentcache.cli")
+
+
+class CannotListen(AgentCacheError):
+    """The address is taken, or is not this machine's."""
+
+
+class CannotStart(AgentCacheError):
+    """The engine did not start, for a reason that the log holds."""
+
+
+def serve(
+    model: Annotated[str | None, typer.Option(help="Folder or hub id; the embedded model without it.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (8000); 0 takes a free one.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder of the agents' memory (~/.agentcache/cache).")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key that clients must present.")] = None,
+    ram_budget: Annotated[str | None, typer.Option(help="RAM for the cache: 8GB, 20%, auto (25% of RAM).")] = None,
+    disk_budget: Annotated[str | None, typer.Option(help="Disk for the cache: 100GB, 20%, auto.")] = None,
+    max_concurrent_requests: Annotated[int | None, typer.Option(help="Requests in one batch (16); more wait.")] = None,
+    max_context: Annotated[int | None, typer.Option(help="Tokens a sequence may have (the model's limit).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")] = False,
+) -> None:
+    """Serve a model to OpenAI clients, with agents whose memory survives a restart."""
+    config = load_config(
+        {
+            "model": model,
+            "host": host,
+            "port": port,
+            "cache_dir": cache_dir,
+            "api_key": api_key,
+            "ram_budget": ram_budget,
+            "disk_budget": disk_budget,
+            "max_concurrent_requests": max_concurrent_requests,
+            "max_context": max_context,
+        }
+    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with listen(config) as listener:
+        warn_if_open(config)
+        serve_on(listener, config, as_json=as_json)
+
+
+def listen(config: Config) -> socket.socket:
+    """The listening socket; taken before the model is loaded, so that a taken port is known at once."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CannotListen(f"cannot listen on {config.host} port {config.port}: {reason}") from error
+
+
+def warn_if_open(config: Config) -> None:
+    from agentcache.server.middleware import is_loopback
+
+    if config.api_key is None and not is_loopback(config.host):
+        typer.echo(f"warning: {config.host} can be reached by others and there is no --api-key", err=True)
+
+
+def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
+    """Serves until a signal; raises what kept the engine from starting."""
+    import uvicorn
+
+    from agentcache.cli.connection import open_engine
+    from agentcache.server.app import create_app
+
+    engine = open_engine(config)
+    failures: list[BaseException] = []
+
+    def on_start(failure: BaseException | None) -> None:
+        if failure is None:
+            announce(listener, config, engine.model.id, as_json=as_json)
+        else:
+            failures.append(failure)
+            server.should_exit = True
+
+    app = create_app(engine, config, on_start=on_start)
+    server = uvicorn.Server(uvicorn_config(app))
+    leave_in_order(server)
+    server.run(sockets=[listener])
+    if failures:
+        raise start_error(failures[0])
+
+
+def uvicorn_config(app: object) -> uvicorn.Config:
+    import uvicorn
+
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+    )
+
+
+def leave_in_order(server: uvicorn.Server) -> None:
+    """SIGTERM and SIGINT end with exit code 0.
+
+    uvicorn drains on a signal, and raises the same signal again afterwards: by then it must do nothing. Before uvicorn
+    listens to signals there is nothing to drain.
+    """
+
+    def handler(number: int, frame: object) -> None:
+        if not server.should_exit:
+            raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def announce(listener: socket.socket, config: Config, model: str, *, as_json: bool) -> None:
+    from agentcache.cli.connection import url_of
+
+    url = url_of(config.host, listener.getsockname()[1])
+    line = json.dumps({"url": url, "model": model}) if as_json else f"agentcache serves {model} at {url}"
+    typer.echo(line)
+
+
+def start_error(failure: BaseException) -> AgentCacheError:
+    if isinstance(failure, AgentCacheError):
+        return failure
+    log.error("the engine did not start", exc_info=failure)
+    return CannotStart(f"the engine did not start: {type(failure).__name__}: {failure}")

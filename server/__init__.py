@@ -1,0 +1,1 @@
+"""The HTTP server: thin translations between wire dialects and the one internal request."""

@@ -1,0 +1,112 @@
+"""The `/v1/agents` routes."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from agentcache.server.completion import collect
+from agentcache.server.context import engine_of, read_body, read_optional_body
+from agentcache.server.openai import read_chat_prompt, read_prompts
+from agentcache.server.options import MAX_SALT_LENGTH, check_policy, refuse_adapter
+from agentcache.server.reply import Completion
+from agentcache.server.stream import until_disconnect
+from agentcache.server.validate import Reader, check_agent_id
+from agentcache.serving.request import AgentInfo, ModelInfo, Prompt, Request, SamplingParams
+
+
+async def list_agents(request: HttpRequest) -> Response:
+    agents = await engine_of(request).agents()
+    return JSONResponse({"object": "list", "data": [agent_object(agent) for agent in agents]})
+
+
+async def create_agent(request: HttpRequest) -> Response:
+    engine = engine_of(request)
+    body = await read_body(request)
+    body.only("id", "adapter", "policy", "system")
+    agent_id = check_agent_id(body.required_string("id"), "id")
+    refuse_adapter(body)
+    policy = check_policy(body)
+    agent = await engine.create_agent(agent_id, policy=policy, system=body.string("system"))
+    return JSONResponse(agent_object(agent), 201)
+
+
+async def show_agent(request: HttpRequest) -> Response:
+    return JSONResponse(agent_object(await engine_of(request).agent(_agent_id(request))))
+
+
+async def delete_agent(request: HttpRequest) -> Response:
+    agent_id = _agent_id(request)
+    await engine_of(request).delete_agent(agent_id)
+    return JSONResponse({"id": agent_id, "deleted": True})
+
+
+async def fork_agent(request: HttpRequest) -> Response:
+    engine, agent_id = engine_of(request), _agent_id(request)
+    body = await read_body(request)
+    body.only("id")
+    new_id = check_agent_id(body.required_string("id"), "id")
+    return JSONResponse(agent_object(await engine.fork_agent(agent_id, new_id)), 201)
+
+
+async def restore_agent(request: HttpRequest) -> Response:
+    report = await engine_of(request).restore_agent(_agent_id(request))
+    return JSONResponse(dataclasses.asdict(report))
+
+
+async def evict_agent(request: HttpRequest) -> Response:
+    return JSONResponse(agent_object(await engine_of(request).evict_agent(_agent_id(request))))
+
+
+async def save_agent(request: HttpRequest) -> Response:
+    return JSONResponse(agent_object(await engine_of(request).save_agent(_agent_id(request))))
+
+
+async def warm_agent(request: HttpRequest) -> Response:
+    """Caches a prompt for an agent and generates nothing."""
+    engine, agent_id = engine_of(request), _agent_id(request)
+    body = await read_optional_body(request)
+    body.only("messages", "prompt", "tools", "tool_choice", "chat_template_kwargs", "salt")
+    prompt = _read_prompt(body, engine.model)
+    salt = body.string("salt") or ""
+    if len(salt) > MAX_SALT_LENGTH:
+        body.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
+    await engine.agent(agent_id)
+    job = Request(f"warm-{uuid.uuid4().hex}", prompt, SamplingParams(max_tokens=0), agent_id, salt)
+    return JSONResponse(_warm_object(await until_disconnect(request.receive, collect(engine, job))))
+
+
+def _read_prompt(body: Reader, model: ModelInfo) -> Prompt:
+    if (body.get("messages") is None) == (body.get("prompt") is None):
+        body.fail("messages", "or prompt is required, and not both")
+    if body.get("messages") is not None:
+        return read_chat_prompt(body, model, add_generation_prompt=False)
+    prompts = read_prompts(body, model)
+    if len(prompts) != 1:
+        body.fail("prompt", "must be one prompt")
+    return prompts[0]
+
+
+def _warm_object(completion: Completion) -> dict[str, Any]:
+    report = completion.final_report
+    return {
+        "tokens": report.prompt_tokens,
+        "computed": report.computed_tokens,
+        "cached": report.cached_tokens.own + report.cached_tokens.shared,
+        "ms": report.total_ms,
+        "cache_state": report.cache_state,
+        "saved": report.saved,
+        "save_error": report.save_error,
+    }
+
+
+def agent_object(agent: AgentInfo) -> dict[str, Any]:
+    return dataclasses.asdict(agent)
+
+
+def _agent_id(request: HttpRequest) -> str:
+    return check_agent_id(request.path_params["id"], "id")

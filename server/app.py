@@ -1,0 +1,150 @@
+"""The application: routes, lifespan, guards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agentcache.config import Config
+from agentcache.server import agents, cache, openai
+from agentcache.server.context import Context, context_of, engine_of
+from agentcache.server.engine import Engine
+from agentcache.server.errors import ErrorResponses, http_error
+from agentcache.server.middleware import ApiKey, BodyLimit, LoopbackGuard, is_loopback
+from agentcache.server.options import is_served, unknown_model
+from agentcache.server.stream import KEEP_ALIVE_SECONDS
+from agentcache.serving.request import ModelInfo
+
+SERVER_NAME = "agentcache"
+
+Started = Callable[[BaseException | None], None]
+
+
+def create_app(
+    engine: Engine,
+    config: Config,
+    *,
+    on_start: Started | None = None,
+    keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
+) -> Starlette:
+    """The ASGI application. Its lifespan starts the engine, in the background so that /health answers, and closes it.
+
+    Args:
+        engine: what runs the requests; not started yet.
+        config: the settings in force.
+        on_start: called when the engine has started (with None) or failed to (with the error).
+        keep_alive_seconds: the longest silence of a stream.
+    """
+    app = Starlette(
+        routes=_routes(),
+        middleware=_middleware(config),
+        exception_handlers={HTTPException: http_error},
+        lifespan=lambda app: _lifespan(engine, on_start),
+    )
+    app.router.redirect_slashes = False
+    app.state.context = Context(engine, config, keep_alive_seconds)
+    return app
+
+
+def _routes() -> list[Route]:
+    return [
+        Route("/health", health, methods=["GET"]),
+        Route("/v1/models", list_models, methods=["GET"]),
+        Route("/v1/models/{id:path}", show_model, methods=["GET"]),
+        Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
+        Route("/v1/completions", openai.completions, methods=["POST"]),
+        Route("/v1/agents", _by_method(GET=agents.list_agents, POST=agents.create_agent), methods=["GET", "POST"]),
+        Route(
+            "/v1/agents/{id}",
+            _by_method(GET=agents.show_agent, DELETE=agents.delete_agent),
+            methods=["GET", "DELETE"],
+        ),
+        Route("/v1/agents/{id}/warm", agents.warm_agent, methods=["POST"]),
+        Route("/v1/agents/{id}/save", agents.save_agent, methods=["POST"]),
+        Route("/v1/agents/{id}/restore", agents.restore_agent, methods=["POST"]),
+        Route("/v1/agents/{id}/evict", agents.evict_agent, methods=["POST"]),
+        Route("/v1/agents/{id}/fork", agents.fork_agent, methods=["POST"]),
+        Route("/v1/cache/stats", cache.cache_stats, methods=["GET"]),
+        Route("/v1/cache", cache.clear_cache, methods=["DELETE"]),
+    ]
+
+
+def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    """One endpoint for a path, so that a wrong method is told all that are right."""
+
+    async def endpoint(request: Request) -> Response:
+        response = await handlers["GET" if request.method == "HEAD" else request.method](request)
+        assert isinstance(response, Response)
+        return response
+
+    return endpoint
+
+
+def _middleware(config: Config) -> list[Middleware]:
+    guards = [Middleware(ErrorResponses)]
+    if config.api_key is not None:
+        guards.append(Middleware(ApiKey, key=config.api_key))
+    elif is_loopback(config.host):
+        guards.append(Middleware(LoopbackGuard))
+    return [*guards, Middleware(BodyLimit, limit=config.max_body_bytes)]
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(engine: Engine, on_start: Started | None) -> AsyncGenerator[None, None]:
+    starting = asyncio.create_task(_start(engine, on_start))
+    try:
+        yield
+    finally:
+        starting.cancel()
+        await asyncio.wait({starting})
+        await engine.close()
+
+
+async def _start(engine: Engine, on_start: Started | None) -> None:
+    failure: BaseException | None = None
+    try:
+        await engine.start()
+    except Exception as error:
+        failure = error
+    if on_start is not None:
+        on_start(failure)
+
+
+async def health(request: Request) -> Response:
+    engine = context_of(request).engine
+    headers = {"Server": SERVER_NAME}
+    if engine.failure is not None:
+        return JSONResponse({"status": "failed", "error": str(engine.failure)}, 503, headers)
+    if not engine.ready:
+        return JSONResponse({"status": "loading"}, 503, headers)
+    return JSONResponse({"status": "ok"}, headers=headers)
+
+
+async def list_models(request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [_model_object(engine_of(request).model)]})
+
+
+async def show_model(request: Request) -> Response:
+    model, name = engine_of(request).model, request.path_params["id"]
+    if not is_served(name, model):
+        raise unknown_model(name, model)
+    return JSONResponse(_model_object(model))
+
+
+def _model_object(model: ModelInfo) -> dict[str, Any]:
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": SERVER_NAME,
+        "max_model_len": model.max_context,
+    }

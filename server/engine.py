@@ -1,0 +1,50 @@
+"""What the server needs of an engine. `agentcache.serving.async_engine.AsyncEngine` is the real one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from agentcache.serving.request import AgentInfo, CacheStats, ModelInfo, Request, RestoreReport, Update
+
+
+class Engine(Protocol):
+    """The seam between HTTP and serving; every method raises the errors of `agentcache.errors`."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def generate(self, request: Request) -> AsyncIterator[Update]:
+        """Updates of one completion; closing the iterator cancels it."""
+
+    async def agents(self) -> list[AgentInfo]: ...
+
+    async def agent(self, agent_id: str, /) -> AgentInfo: ...
+
+    async def create_agent(
+        self, agent_id: str, /, *, adapter: str | None = None, policy: str = "exact", system: str | None = None
+    ) -> AgentInfo: ...
+
+    async def delete_agent(self, agent_id: str, /) -> None: ...
+
+    async def fork_agent(self, agent_id: str, new_id: str, /) -> AgentInfo: ...
+
+    async def restore_agent(self, agent_id: str, /) -> RestoreReport: ...
+
+    async def evict_agent(self, agent_id: str, /) -> AgentInfo: ...
+
+    async def save_agent(self, agent_id: str, /) -> AgentInfo: ...
+
+    async def stats(self) -> CacheStats: ...
+
+    async def clear_cache(self) -> None: ...

@@ -1,0 +1,91 @@
+"""Chat messages of the OpenAI dialect, checked and brought into the shape that chat templates expect."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from agentcache.server.validate import Reader
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+def read_messages(body: Reader) -> list[dict[str, Any]]:
+    messages = [_read_message(message) for message in body.objects("messages")]
+    if not messages:
+        body.fail("messages", "must be a list of at least one message")
+    return messages
+
+
+def read_tools(body: Reader) -> list[dict[str, Any]] | None:
+    """The tools for the chat template; None where there are none or `tool_choice` is "none"."""
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        body.fail("tool_choice", 'must be "auto" or "none"; forcing a call is not supported')
+    tools = [_read_tool(tool) for tool in body.objects("tools")]
+    return tools if tools and choice != "none" else None
+
+
+def _read_tool(tool: Reader) -> dict[str, Any]:
+    if tool.required_string("type") != "function":
+        tool.fail("type", 'must be "function"')
+    tool.object("function").required_string("name")
+    return tool.value
+
+
+def _read_message(message: Reader) -> dict[str, Any]:
+    role = message.required_string("role")
+    if role not in ROLES:
+        message.fail("role", f"must be one of {', '.join(ROLES)}")
+    message.string("name")
+    message.string("tool_call_id")
+    calls = [_read_call(call) for call in message.objects("tool_calls")]
+    if calls and role != "assistant":
+        message.fail("tool_calls", "belongs to assistant messages only")
+    read = {name: value for name, value in message.value.items() if value is not None}
+    read |= {"role": ROLES[role], "content": _read_content(message, optional=bool(calls))}
+    return read | ({"tool_calls": calls} if calls else {})
+
+
+def _read_content(message: Reader, *, optional: bool) -> str:
+    content = message.get("content")
+    if content is None and optional:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(_read_part(part) for part in message.objects("content"))
+    message.fail("content", "must be a string or a list of text parts")
+
+
+def _read_part(part: Reader) -> str:
+    kind = part.required_string("type")
+    if kind != "text":
+        part.fail("type", f"is {kind!r}; only text parts are supported")
+    return part.required_string("text")
+
+
+def _read_call(call: Reader) -> dict[str, Any]:
+    function = call.object("function")
+    function.required_string("name")
+    return call.value | {"function": function.value | {"arguments": _read_arguments(function)}}
+
+
+def _read_arguments(function: Reader) -> Any:
+    """Arguments as an object where they are one: templates want it so, while the wire has a string of JSON."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        return arguments
+    text = function.string("arguments") or "{}"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

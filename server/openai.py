@@ -1,0 +1,149 @@
+"""`POST /v1/chat/completions` and `POST /v1/completions`: from OpenAI's fields to requests."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, NoReturn
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from agentcache.errors import InvalidRequest
+from agentcache.server.completion import Job, answer
+from agentcache.server.context import engine_of, read_body
+from agentcache.server.messages import read_messages, read_tools
+from agentcache.server.options import (
+    MAX_LOGPROBS,
+    Options,
+    check_model,
+    read_max_tokens,
+    read_options,
+    read_sampling,
+    refuse_unsupported,
+)
+from agentcache.server.shapes import ChatShape, Shape, TextShape
+from agentcache.server.validate import Reader
+from agentcache.serving.request import ChatPrompt, ModelInfo, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
+
+CHAT_MAX_TOKENS = 512
+TEXT_MAX_TOKENS = 16
+MAX_PROMPTS = 256
+
+
+async def chat_completions(request: HttpRequest) -> Response:
+    model = engine_of(request).model
+    return await answer(request, read_chat(await read_body(request), request, model))
+
+
+async def completions(request: HttpRequest) -> Response:
+    model = engine_of(request).model
+    return await answer(request, read_text(await read_body(request), request, model))
+
+
+def read_chat(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
+    check_model(body, model)
+    refuse_unsupported(body)
+    prompt = read_chat_prompt(body, model, add_generation_prompt=body.boolean("add_generation_prompt", True))
+    logprobs = _read_chat_logprobs(body)
+    max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=CHAT_MAX_TOKENS)
+    sampling = read_sampling(body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
+    return _job(body, request, model, [prompt], sampling, ChatShape(logprobs is not None))
+
+
+def read_chat_prompt(body: Reader, model: ModelInfo, *, add_generation_prompt: bool) -> ChatPrompt:
+    messages = read_messages(body)
+    if not model.has_chat_template:
+        raise InvalidRequest(f"The model {model.id!r} has no chat template; use /v1/completions.", param="messages")
+    template_kwargs = body.object("chat_template_kwargs").value
+    return ChatPrompt(messages, read_tools(body), template_kwargs, add_generation_prompt)
+
+
+def _read_chat_logprobs(body: Reader) -> int | None:
+    wanted = body.boolean("logprobs")
+    top = body.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS)
+    if top is not None and not wanted:
+        body.fail("top_logprobs", "needs logprobs to be true")
+    return (top or 0) if wanted else None
+
+
+def read_text(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
+    check_model(body, model)
+    refuse_unsupported(body)
+    prompts = read_prompts(body, model)
+    logprobs = body.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
+    echo = body.boolean("echo")
+    texts = tuple(prompt.text if isinstance(prompt, TextPrompt) else None for prompt in prompts)
+    sampling = read_sampling(
+        body,
+        vocab_size=model.vocab_size,
+        max_tokens=read_max_tokens(body, "max_tokens", default=TEXT_MAX_TOKENS),
+        logprobs=logprobs,
+        prompt_logprobs=echo and (logprobs is not None or None in texts),
+    )
+    return _job(body, request, model, prompts, sampling, TextShape(logprobs is not None, echo, texts))
+
+
+def read_prompts(body: Reader, model: ModelInfo) -> list[TextPrompt | TokenPrompt]:
+    """`prompt`: a string, a list of token ids, or a list of these."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and not _is_token(prompt[0]):
+        if len(prompt) > MAX_PROMPTS:
+            body.fail("prompt", f"must hold at most {MAX_PROMPTS} prompts")
+        return [_read_prompt(body, f"prompt[{index}]", item, model) for index, item in enumerate(prompt)]
+    return [_read_prompt(body, "prompt", prompt, model)]
+
+
+def _read_prompt(body: Reader, name: str, prompt: Any, model: ModelInfo) -> TextPrompt | TokenPrompt:
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    if not isinstance(prompt, list) or not prompt:
+        body.fail(name, "must be a string or a list of token ids that is not empty")
+    for index, token_id in enumerate(prompt):
+        if not _is_token(token_id) or not 0 <= token_id < model.vocab_size:
+            _refuse_token(body, f"{name}[{index}]", model)
+    return TokenPrompt(prompt)
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int
+
+
+def _refuse_token(body: Reader, name: str, model: ModelInfo) -> NoReturn:
+    body.fail(name, f"must be a token id between 0 and {model.vocab_size - 1}")
+
+
+def _job(
+    body: Reader,
+    request: HttpRequest,
+    model: ModelInfo,
+    prompts: list[Any],
+    sampling: SamplingParams,
+    shape: Shape,
+) -> Job:
+    options = read_options(body, request.headers)
+    stream = body.boolean("stream")
+    _check_combination(body, len(prompts), options, stream)
+    job_id = shape.id_prefix + uuid.uuid4().hex
+    return Job(
+        id=job_id,
+        model=model.id,
+        requests=[_request(job_id, index, prompt, sampling, options) for index, prompt in enumerate(prompts)],
+        shape=shape,
+        stream=stream,
+        usage=options.report or body.object("stream_options").boolean("include_usage"),
+        return_token_ids=options.return_token_ids,
+    )
+
+
+def _check_combination(body: Reader, num_prompts: int, options: Options, stream: bool) -> None:
+    if num_prompts > 1 and stream:
+        body.fail("stream", "takes one prompt at a time")
+    if num_prompts > 1 and options.agent is not None:
+        body.fail("prompt", "must be one prompt when it names an agent")
+    if stream and body.boolean("echo"):
+        body.fail("echo", "is not supported in a stream")
+
+
+def _request(job_id: str, index: int, prompt: Prompt, sampling: SamplingParams, options: Options) -> Request:
+    request_id = f"{job_id}-{index}" if index else job_id
+    return Request(request_id, prompt, sampling, options.agent, options.salt)

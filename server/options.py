@@ -1,0 +1,193 @@
+"""What chat and text completions have in common: whose request it is, how to sample, what to report."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from agentcache.errors import InvalidRequest, NotFound
+from agentcache.server.validate import Reader, check_agent_id
+from agentcache.serving.request import ModelInfo, SamplingParams
+
+MAX_TOKENS_LIMIT = 2**31 - 1
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+MAX_SALT_LENGTH = 256
+NO_ADAPTERS = "no adapters are loaded"
+
+# Fields that would change the answer if they were ignored, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "truncate_prompt_tokens": (),
+    "continue_final_message": (False,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "grammar": ("",),
+    "json_schema": (),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The `agentcache` object of a request, and whose request it is."""
+
+    agent: str | None
+    salt: str
+    report: bool
+    return_token_ids: bool
+
+
+def refuse_unsupported(body: Reader) -> None:
+    for name, neutral in _UNSUPPORTED.items():
+        value = body.get(name)
+        if value is not None and not any(_same(value, allowed) for allowed in neutral):
+            body.fail(name, "is not supported", code="unsupported_parameter")
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    """Equality of JSON values: true is not 1."""
+    return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
+
+
+def check_model(body: Reader, model: ModelInfo) -> None:
+    """Accepts the served model under each of its names; absent means it, too."""
+    name = body.string("model")
+    if name is None or is_served(name, model):
+        return
+    base, _, adapter = name.rpartition(":")
+    if adapter and is_served(base, model):
+        raise NotFound(f"The adapter {adapter!r} is unknown; {NO_ADAPTERS}.", param="model", code="adapter_not_found")
+    raise unknown_model(name, model)
+
+
+def unknown_model(name: str, model: ModelInfo) -> NotFound:
+    message = f"The model {name!r} is not served here; this is {model.id!r}."
+    return NotFound(message, param="model", code="model_not_found")
+
+
+def is_served(name: str, model: ModelInfo) -> bool:
+    return name in (model.id, model.name, "default")
+
+
+def read_options(body: Reader, headers: Headers) -> Options:
+    extras = body.object("agentcache")
+    extras.only("report", "policy", "salt", "invocation_start", "return_token_ids")
+    refuse_adapter(body)
+    check_policy(extras)
+    if extras.get("invocation_start") is not None:
+        extras.fail("invocation_start", f"needs an adapter; {NO_ADAPTERS}")
+    salt = extras.string("salt") or ""
+    if len(salt) > MAX_SALT_LENGTH:
+        extras.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
+    return Options(read_agent(body, headers), salt, extras.boolean("report"), extras.boolean("return_token_ids"))
+
+
+def refuse_adapter(body: Reader) -> None:
+    name = body.string("adapter")
+    if name is not None:
+        raise NotFound(f"The adapter {name!r} is unknown; {NO_ADAPTERS}.", param="adapter", code="adapter_not_found")
+
+
+def check_policy(reader: Reader) -> str:
+    """The policy in force: without adapters everything is exact."""
+    policy = reader.string("policy") or "exact"
+    if policy not in ("exact", "auto"):
+        reader.fail("policy", f'must be "exact" or "auto", since {NO_ADAPTERS}')
+    return "exact"
+
+
+def read_agent(body: Reader, headers: Headers) -> str | None:
+    """Whose request it is: body `agent` or `session_id`, header X-Session-ID, or OpenAI's `prompt_cache_key`."""
+    agent, session = body.string("agent"), body.string("session_id")
+    if agent is not None and session is not None and agent != session:
+        raise InvalidRequest("agent and session_id name different agents.", param="session_id")
+    if agent is not None:
+        return check_agent_id(agent, "agent")
+    if session is not None:
+        return check_agent_id(session, "session_id")
+    header = headers.get("x-session-id")
+    if header is not None:
+        return check_agent_id(header, "X-Session-ID")
+    key = body.string("prompt_cache_key")
+    return agent_of_cache_key(key) if key else None
+
+
+def agent_of_cache_key(key: str) -> str:
+    """A valid id for any string: OpenAI clients may send what they like here."""
+    try:
+        return check_agent_id(key, "prompt_cache_key")
+    except InvalidRequest:
+        return "pck-" + hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def read_sampling(
+    body: Reader, *, vocab_size: int, max_tokens: int, logprobs: int | None, prompt_logprobs: bool = False
+) -> SamplingParams:
+    """Sampling parameters with OpenAI's defaults. top_k -1 switches it off, as in vLLM."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=body.number("temperature", 1.0, minimum=0.0),
+        top_p=body.number("top_p", 1.0, minimum=0.0, maximum=1.0),
+        top_k=max(body.integer("top_k", minimum=-1) or 0, 0),
+        min_p=body.number("min_p", 0.0, minimum=0.0, maximum=1.0),
+        repetition_penalty=body.number("repetition_penalty", 1.0, minimum=0.01, maximum=100.0),
+        logit_bias=_read_logit_bias(body, vocab_size),
+        seed=body.integer("seed", minimum=-(2**63)),
+        stop=_read_stop(body),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        ignore_eos=body.boolean("ignore_eos"),
+    )
+
+
+def read_max_tokens(body: Reader, *names: str, default: int) -> int:
+    """The first of `names` that is given."""
+    given = (body.integer(name, minimum=0, maximum=MAX_TOKENS_LIMIT) for name in names)
+    return next((value for value in list(given) if value is not None), default)
+
+
+def _read_stop(body: Reader) -> tuple[str, ...]:
+    stop = body.get("stop")
+    if stop is None:
+        return ()
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:
+        body.fail("stop", f"must be a string or a list of at most {MAX_STOP_STRINGS} strings")
+    for index, string in enumerate(strings):
+        if not isinstance(string, str) or not string:
+            body.fail("stop" if string is stop else f"stop[{index}]", "must be a string that is not empty")
+    return tuple(strings)
+
+
+def _read_logit_bias(body: Reader, vocab_size: int) -> dict[int, float]:
+    biases = body.object("logit_bias")
+    return {_token_id(biases, key, vocab_size): _bias(biases, key) for key in biases.value}
+
+
+def _token_id(biases: Reader, key: str, vocab_size: int) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 9 and int(key) < vocab_size):
+        biases.fail(key, f"must be named by a token id between 0 and {vocab_size - 1}")
+    return int(key)
+
+
+def _bias(biases: Reader, key: str) -> float:
+    return biases.as_number(key, biases.get(key), minimum=-100, maximum=100)

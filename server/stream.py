@@ -1,0 +1,137 @@
+"""Server-sent events, and what ends them early.
+
+Own and small rather than sse-starlette's: that one patches uvicorn's signal handling for the whole process and cuts
+every running stream off at SIGTERM, where a turn should finish and be saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from agentcache.errors import BrokenInvariant
+from agentcache.serving.request import Update
+
+T = TypeVar("T")
+
+KEEP_ALIVE_SECONDS = 10.0
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One event. ASCII only, since some clients split lines at U+2028 and U+0085 too."""
+    return b"data: " + json.dumps(data, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves.
+
+    The request's body must have been read: the next thing to receive is the disconnect.
+
+    Raises:
+        ClientDisconnect: the client left first; `work` has ended by then.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect()
+        return working.result()
+    finally:
+        await _end(leaving)
+        await _end(working)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # seen, so that asyncio does not report it as never retrieved
+
+
+async def close(iterator: AsyncIterator[Any]) -> None:
+    """Closes an iterator if it can be closed, which cancels an engine's generation."""
+    if isinstance(iterator, AsyncGenerator):
+        await iterator.aclose()
+
+
+class UpdateStream:
+    """Updates of one completion, which can be waited for with a time limit.
+
+    One `__anext__` of the engine may be under way across several waits; it is cancelled only by `close`.
+    """
+
+    def __init__(self, updates: AsyncIterator[Update]) -> None:
+        self._updates = updates
+        self._next: asyncio.Task[Update] | None = None
+
+    async def begin(self, seconds: float) -> None:
+        """Waits up to `seconds` for the first update and leaves it to be taken; raises at once if it is an error."""
+        if await self.wait(seconds):
+            assert self._next is not None
+            self._next.result()
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether the next update (or an error) is there within `seconds`."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._advance())
+        done, _ = await asyncio.wait({self._next}, timeout=seconds)
+        return bool(done)
+
+    async def _advance(self) -> Update:
+        try:
+            return await anext(self._updates)
+        except StopAsyncIteration:
+            raise BrokenInvariant("a completion ended without its last update") from None
+
+    def take(self) -> Update:
+        """The update that `wait` announced; raises what the engine raised."""
+        assert self._next is not None
+        update, self._next = self._next, None
+        return update.result()
+
+    async def close(self) -> None:
+        if self._next is not None:
+            await _end(self._next)
+        await close(self._updates)
+
+
+class EventStream(Response):
+    """Sends events until they end or the client leaves; then closes their generator and `source`.
+
+    `source` is closed here, since a generator that never began runs no `finally` of its own.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], source: UpdateStream) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        finally:
+            await self._source.close()
+
+    async def _send_all(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,178 @@
+"""Small typed readers of request bodies. Each refusal is an `InvalidRequest` that names the parameter at fault."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from agentcache.errors import InvalidRequest
+
+MAX_DEPTH = 100
+MAX_INTEGER = 2**63 - 1
+
+_AGENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object in a request body.
+
+    Raises:
+        InvalidRequest: not UTF-8, not JSON (NaN and Infinity are not), not an object, nested deeper than MAX_DEPTH, or
+            with half of a surrogate pair in a string.
+    """
+    try:
+        text = raw.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise InvalidRequest("The body is not valid UTF-8.", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("The body is nested too deeply.", code="invalid_json") from None
+    except ValueError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
+    _check_tree(value, check_strings=_SURROGATE_ESCAPE.search(text) is not None)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_tree(value: Any, *, check_strings: bool) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return
+        level = [child for node in level for child in _children(node, check_strings)]
+    raise InvalidRequest("The body is nested too deeply.", code="invalid_json")
+
+
+def _children(node: Any, check_strings: bool) -> list[Any]:
+    children = [*node.keys(), *node.values()] if isinstance(node, dict) else node
+    if check_strings:
+        for child in children:
+            _check_string(child)
+    return [child for child in children if isinstance(child, dict | list)]
+
+
+def _check_string(value: Any) -> None:
+    if not isinstance(value, str):
+        return
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequest("A string holds half of a surrogate pair.", code="invalid_json") from None
+
+
+def check_agent_id(value: str, param: str) -> str:
+    """`value`, if it may name an agent (and its files)."""
+    if _AGENT_ID.fullmatch(value) is None or value in (".", ".."):
+        problem = "must be 1 to 64 letters, digits, '.', '_' or '-', and not '.' or '..'"
+        raise InvalidRequest(f"{param} {problem}.", param=param)
+    return value
+
+
+class Reader:
+    """One JSON object of a request and where it stands in the body. null counts as absent.
+
+    Args:
+        value: the object.
+        path: its dotted path; empty for the body itself.
+    """
+
+    def __init__(self, value: dict[str, Any], path: str = "") -> None:
+        self.value = value
+        self._prefix = f"{path}." if path else ""
+
+    def param(self, name: str) -> str:
+        return self._prefix + name
+
+    def fail(self, name: str, problem: str, *, code: str | None = None) -> NoReturn:
+        param = self.param(name)
+        raise InvalidRequest(f"{param} {problem}.", param=param, code=code)
+
+    def get(self, name: str) -> Any:
+        return self.value.get(name)
+
+    def string(self, name: str) -> str | None:
+        value = self.value.get(name)
+        if value is not None and not isinstance(value, str):
+            self.fail(name, "must be a string")
+        return value
+
+    def required_string(self, name: str) -> str:
+        value = self.string(name)
+        if value is None:
+            self.fail(name, "is required")
+        return value
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        value = self.value.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.fail(name, "must be true or false")
+        return value
+
+    def integer(self, name: str, *, minimum: int, maximum: int = MAX_INTEGER) -> int | None:
+        value = self.value.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            self.fail(name, "must be a whole number")
+        if not minimum <= value <= maximum:
+            self.fail(name, f"must be {_range(minimum, maximum)}")
+        return value
+
+    def number(self, name: str, default: float, *, minimum: float, maximum: float = math.inf) -> float:
+        value = self.value.get(name)
+        return default if value is None else self.as_number(name, value, minimum=minimum, maximum=maximum)
+
+    def as_number(self, name: str, value: Any, *, minimum: float, maximum: float = math.inf) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.fail(name, "must be a number")
+        if not minimum <= value <= maximum or abs(value) > 1e300:
+            self.fail(name, f"must be {_range(minimum, maximum)}")
+        return float(value)
+
+    def object(self, name: str) -> Reader:
+        """The object under `name`; an empty one where it is absent."""
+        value = self.value.get(name)
+        if value is not None and not isinstance(value, dict):
+            self.fail(name, "must be an object")
+        return Reader(value or {}, self.param(name))
+
+    def objects(self, name: str) -> list[Reader]:
+        """The objects of the list under `name`; empty where it is absent."""
+        value = self.value.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            self.fail(name, "must be a list")
+        return [self._item(name, index, item) for index, item in enumerate(value)]
+
+    def _item(self, name: str, index: int, item: Any) -> Reader:
+        if not isinstance(item, dict):
+            self.fail(f"{name}[{index}]", "must be an object")
+        return Reader(item, self.param(f"{name}[{index}]"))
+
+    def only(self, *known: str) -> None:
+        """Refuses every other key."""
+        for name in self.value:
+            if name not in known:
+                self.fail(name, "is unknown" + _hint(name, known))
+
+
+def _range(minimum: float, maximum: float) -> str:
+    return f"at least {minimum}" if maximum >= MAX_INTEGER else f"between {minimum} and {maximum}"
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

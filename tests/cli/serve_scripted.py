@@ -1,0 +1,32 @@
+"""`python -m tests.cli.serve_scripted serve …`: the real command on a scripted engine, for signals and ports."""
+
+from __future__ import annotations
+
+import os
+
+from agentcache.cli import connection
+from agentcache.cli.main import main
+from agentcache.config import Config
+from agentcache.errors import CacheFolderInUse
+from agentcache.serving.request import FinishReason, Request, Update
+from tests.server.fake_engine import REPORT, FakeEngine
+
+
+def slow(request: Request) -> list[Update | float | Exception]:
+    end = Update(finish_reason=FinishReason.STOP, report=REPORT)
+    return [Update("a", (1,), prompt_token_ids=(1,)), 1.0, Update("b", (2,)), end]
+
+
+class Scripted(FakeEngine):
+    async def close(self) -> None:
+        print("engine closed", flush=True)
+
+
+def open_engine(config: Config) -> FakeEngine:
+    error = {"in-use": CacheFolderInUse("the cache folder is in use"), "crash": ValueError("bad weights")}
+    return Scripted(script=slow, ready=False, start_error=error.get(os.environ.get("SCRIPTED_FAILURE", "")))
+
+
+if __name__ == "__main__":
+    connection.open_engine = open_engine
+    main()

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentcache.cli import doctor
+from agentcache.kv.lock import FolderLock
+from tests.cli.conftest import Invoke
+
+
+def test_doctor_examines_this_machine(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("doctor", "--json", "--cache-dir", str(tmp_path / "new" / "cache"))
+    checks = {check["name"]: check for check in json.loads(result.stdout)}
+    assert result.exit_code == 0, checks
+    assert {"machine", "versions", "device", "mx ops", "cache folder", "ram budget", "disk budget"} <= set(checks)
+    assert "mlx" in checks["versions"]["detail"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_check_that_fails_is_exit_code_1(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda config: iter([doctor.Check("device", False, "none")]))
+    result = invoke("doctor")
+    assert result.exit_code == 1 and result.stdout.startswith("FAIL  device")
+
+
+def test_ops_that_end_badly_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "OPS_SCRIPT", "raise RuntimeError('no device')")
+    assert doctor.check_ops() == doctor.Check("mx ops", False, "RuntimeError: no device")
+    monkeypatch.setattr(doctor, "OPS_SCRIPT", "import os; os._exit(3)")
+    assert doctor.check_ops() == doctor.Check("mx ops", False, "ended with code 3")
+
+
+def test_folder_states(tmp_path: Path) -> None:
+    assert doctor.check_folder(tmp_path).ok
+    lock = FolderLock(tmp_path)
+    assert "in use" in doctor.check_folder(tmp_path).detail
+    lock.release()
+    assert "in use" not in doctor.check_folder(tmp_path).detail
+    (tmp_path / "file").touch()
+    assert not doctor.check_folder(tmp_path / "file").ok
+
+
+def test_quarantined_files_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "quarantine").mkdir()
+    (tmp_path / "quarantine" / "x").touch()
+    assert doctor.check_quarantine(tmp_path).detail.startswith("1 ")
+
+
+def test_blas() -> None:
+    assert "libopenblas" in doctor.describe_blas("/usr/lib/libopenblas.so.0")
+    assert "LD_PRELOAD" in doctor.describe_blas("")

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from agentcache import __version__
+from agentcache.cli.main import COMMANDS, load_command
+from tests.cli.conftest import Invoke
+from tests.server.fake_engine import FakeEngine
+
+
+def test_every_command_is_listed_and_has_help(invoke: Invoke) -> None:
+    listed = invoke("--help")
+    assert listed.exit_code == 0
+    for name in COMMANDS:
+        assert name in listed.stdout
+        assert invoke(name, "--help").exit_code == 0
+
+
+def test_version(invoke: Invoke) -> None:
+    assert invoke("--version").stdout.strip() == __version__
+
+
+def test_wrong_calls_exit_with_2(invoke: Invoke) -> None:
+    assert invoke("dance").exit_code == 2
+    assert invoke("warm").exit_code == 2
+    assert invoke("serve", "--port", "many").exit_code == 2
+
+
+def test_settings_that_make_no_sense_are_one_sentence(invoke: Invoke) -> None:
+    result = invoke("serve", "--ram-budget", "lots")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "error: ram_budget = 'lots' is not a size; write it like 8GB, 512MB, 20%, auto or in bytes"
+    ]
+    assert result.stdout == ""
+
+
+def test_refusals_are_one_sentence(invoke: Invoke, engine: FakeEngine) -> None:
+    result = invoke("restore", "nobody")
+    assert result.exit_code == 1
+    assert result.stderr == "error: The agent 'nobody' is unknown.\n"
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("serve", "--help")])
+def test_help_imports_no_model_code(arguments: tuple[str, ...]) -> None:
+    script = f"""
+import sys
+from agentcache.cli.main import app
+try:
+    app({list(arguments)!r})
+except SystemExit as end:
+    assert not end.code
+assert not {{"mlx", "mlx.core", "transformers", "numpy", "uvicorn"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_commands_are_functions_or_groups() -> None:
+    for name in COMMANDS:
+        assert load_command(name) is not None

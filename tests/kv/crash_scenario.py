@@ -1,0 +1,105 @@
+"""A few turns of two agents, to be interrupted at every step of the write path.
+
+As a program (``python -m tests.kv.crash_scenario FOLDER``) it runs the scenario once to count the steps, then once per
+step in a child process that kills itself there. Each run has a folder of its own below FOLDER, named by the step's
+number, with the cache and a file `returned` that says how many operations had returned.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentcache.kv.store import AgentRecord, Store
+from tests.kv.store_cases import BUDGET, MODEL, SPEC, make_record, make_transcript, make_turn
+
+State = dict[str, AgentRecord]
+Fault = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of the store, and the agents that exist once it has returned."""
+
+    run: Callable[[Store], object]
+    state: State
+
+
+def make_operations() -> list[Operation]:
+    """Turns that extend, cut back (until the log is compacted) and diverge; a second agent that comes and goes."""
+    operations: list[Operation] = []
+    state: State = {}
+
+    def add(run: Callable[[Store], object]) -> None:
+        operations.append(Operation(run, dict(state)))
+
+    def turn(record: AgentRecord) -> None:
+        add(lambda store: store.write_blocks(make_turn(record)))
+        state[record.id] = record
+        add(lambda store: store.save_agent(record))
+
+    long = make_transcript(600)
+    turn(make_record("a", long.cut(250)))
+    turn(make_record("a", long.cut(300), last_used=3.0))
+    turn(make_record("b", make_transcript(20, seed=1), system="Be brief."))
+    turn(make_record("a", long, num_saved=520))
+    turn(make_record("a", long.cut(40)))  # most of the log is garbage now: a new generation
+    turn(make_record("a", make_transcript(60, seed=2)))
+    gone = state.pop("b")
+    add(lambda store: store.delete_agent("b"))
+    add(lambda store: store.delete_blocks([block.header.block_key for block in make_turn(gone)]))
+    turn(make_record("b", make_transcript(10, seed=3)))
+    return operations
+
+
+def run_scenario(folder: Path, fault: Fault) -> None:
+    """Run all operations on a new store; `returned` in `folder` counts those that have returned."""
+    folder.mkdir()
+    store = Store(folder / "cache", SPEC, MODEL, disk_budget=BUDGET, fault=fault)
+    try:
+        with open(folder / "returned", "wb", buffering=0) as returned:
+            for operation in make_operations():
+                operation.run(store)
+                returned.write(b".")
+    finally:
+        store.close()
+
+
+def record_steps(folder: Path) -> list[str]:
+    """The names of all steps of an undisturbed run, in order."""
+    steps: list[str] = []
+    run_scenario(folder, steps.append)
+    return steps
+
+
+def kill_at(number: int) -> Fault:
+    """A fault that kills the process at step `number`."""
+    seen = 0
+
+    def fault(step: str) -> None:
+        nonlocal seen
+        if seen == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen += 1
+
+    return fault
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for number, _ in enumerate(record_steps(folder / "dry-run")):
+        child = os.fork()
+        if child == 0:
+            run_scenario(folder / str(number), kill_at(number))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            sys.exit(f"the run that was to be killed at step {number} ended by itself")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Small specs, blocks and agents for the store's tests."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentcache.blocks.keys import BLOCK_SIZE, Namespace, chain_key
+from agentcache.blocks.prefix_match import Transcript
+from agentcache.kv.atomic import Fault
+from agentcache.kv.block_file import BlockHeader, make_header, tensor_layout
+from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, make_groups
+from agentcache.kv.store import AgentRecord, BlockWrite, Store, no_fault
+
+MODEL = "0123456789abcdef0123456789abcdef"
+SPEC = CacheSpec("tiny", 4, make_groups([LayerSpec(layer, 2, 64, 64) for layer in range(2)], Quantisation()))
+ROOT = Namespace(MODEL, SPEC.digest).root
+BUDGET = 1 << 30
+
+
+def make_arrays(spec: CacheSpec, header: BlockHeader, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    """Random tensors in the block's layout."""
+    random = np.random.default_rng(seed)
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for name, (shape, dtype) in tensor_layout(spec, header).items():
+        if dtype == np.uint32:
+            arrays[name] = random.integers(0, 1 << 32, shape, np.uint32)
+        else:
+            arrays[name] = random.standard_normal(shape).astype(np.float16)
+    return arrays
+
+
+def make_block(
+    token_ids: Sequence[int] = (1, 2, 3), *, parent: str = ROOT, position: int = 0, group: str = "full.0", seed: int = 0
+) -> BlockWrite:
+    """A block of `SPEC` with random tensors."""
+    header = make_header(parent, group, position, token_ids)
+    return BlockWrite(header, make_arrays(SPEC, header, seed))
+
+
+def make_transcript(num_tokens: int, *, seed: int = 0, stem: str = "") -> Transcript:
+    """Tokens of three characters each, after those of `stem`."""
+    random = np.random.default_rng(seed)
+    ids = array("I", random.integers(0, 150_000, num_tokens).tolist())
+    text = "".join(f"{token % 1000:03d}" for token in ids)
+    ends = array("I", range(3, 3 * num_tokens + 1, 3))
+    return Transcript(stem + text, ids, array("I", (len(stem) + end for end in ends)), (("prompt", num_tokens),))
+
+
+def chains_of(transcript: Transcript, num_tokens: int) -> tuple[str, ...]:
+    """The chain keys of the first `num_tokens` tokens' blocks."""
+    chains: list[str] = []
+    for start in range(0, num_tokens, BLOCK_SIZE):
+        tokens = transcript.ids[start : min(start + BLOCK_SIZE, num_tokens)]
+        chains.append(chain_key(chains[-1] if chains else ROOT, tokens))
+    return tuple(chains)
+
+
+def make_record(agent_id: str, transcript: Transcript, *, num_saved: int | None = None, **fields: Any) -> AgentRecord:
+    """A record of `MODEL`; all tokens are saved unless told otherwise."""
+    saved = len(transcript.ids) if num_saved is None else num_saved
+    values: dict[str, Any] = {
+        "salt": "",
+        "created": 1.5,
+        "last_used": 2.5,
+        "adapter": None,
+        "policy": "exact",
+        "system": None,
+    }
+    chains = chains_of(transcript, saved)
+    return AgentRecord(
+        id=agent_id, model=MODEL, transcript=transcript, num_saved=saved, chains=chains, **{**values, **fields}
+    )
+
+
+def make_turn(record: AgentRecord) -> list[BlockWrite]:
+    """All blocks that the record names."""
+    blocks = []
+    parent = ROOT
+    for position, chain in enumerate(record.chains):
+        start = position * BLOCK_SIZE
+        tokens = record.transcript.ids[start : min(start + BLOCK_SIZE, record.num_saved)]
+        blocks += [
+            make_block(tokens, parent=parent, position=position, group=group.name, seed=position)
+            for group in SPEC.groups
+        ]
+        parent = chain
+    return blocks
+
+
+@contextmanager
+def open_store(
+    cache_dir: Path, *, spec: CacheSpec = SPEC, model: str = MODEL, disk_budget: int = BUDGET, fault: Fault = no_fault
+) -> Iterator[Store]:
+    """A store, closed at the end."""
+    store = Store(cache_dir, spec, model, disk_budget=disk_budget, fault=fault)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def tree(folder: Path) -> list[str]:
+    """All files below `folder`, relative, but for the lock."""
+    files = (path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
+    return sorted(str(path.relative_to(folder)) for path in files if path.name != "lock")
+
+
+def size_on_disk(folder: Path) -> int:
+    """Bytes of all files below `folder`, but for the lock."""
+    return sum((folder / name).lstat().st_size for name in tree(folder))

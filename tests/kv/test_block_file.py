@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load
+
+from agentcache.blocks.keys import Namespace
+from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
+from agentcache.kv import block_file
+from agentcache.kv.block_file import (
+    decode_block,
+    encode_block,
+    encoded_size,
+    make_header,
+    max_encoded_size,
+    tensor_layout,
+)
+from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation
+from tests.kv.store_cases import ROOT, SPEC, make_arrays, make_block
+
+BLOCK = make_block((5, 6, 7, 151_000, 5), position=3)
+FILE = encode_block(SPEC, BLOCK.header, BLOCK.arrays)
+HEADER_END = 8 + int.from_bytes(FILE[:8], "little")
+HEADER_JSON = json.loads(FILE[8:HEADER_END])
+REGIONS = {"length": (0, 8), "header": (8, HEADER_END)} | {
+    name: (HEADER_END + entry["data_offsets"][0], HEADER_END + entry["data_offsets"][1])
+    for name, entry in HEADER_JSON.items()
+    if name != "__metadata__"
+}
+
+
+def test_a_block_comes_back_as_it_was_written() -> None:
+    tensors = decode_block(SPEC, BLOCK.header, FILE)
+    assert tensors.keys() == BLOCK.arrays.keys()
+    for name, array in BLOCK.arrays.items():
+        np.testing.assert_array_equal(tensors[name], array)
+        assert tensors[name].dtype == array.dtype
+
+
+def test_tensors_are_aligned_read_only_views_of_the_bytes() -> None:
+    for tensor in decode_block(SPEC, BLOCK.header, FILE).values():
+        assert not tensor.flags.writeable and not tensor.flags.owndata and tensor.flags.aligned
+
+
+def test_any_safetensors_reader_opens_the_file(tmp_path: Any) -> None:
+    path = tmp_path / "block.safetensors"
+    path.write_bytes(FILE)
+    loaded = load(FILE)
+    for name, array in BLOCK.arrays.items():
+        np.testing.assert_array_equal(loaded[name], array)
+    with safe_open(path, "numpy") as file:
+        metadata = file.metadata()
+    assert metadata["block_key"] == BLOCK.header.block_key
+    assert metadata["parent"] == ROOT
+    assert (metadata["total_tokens"], metadata["num_blocks"]) == (str(3 * 256 + 5), "4")
+    assert (metadata["model_type"], metadata["num_layers"], metadata["num_attention_heads"]) == ("tiny", "2", "4")
+    assert (metadata["num_kv_heads"], metadata["head_dim"]) == ("2", "64")
+    assert (metadata["quantization"], metadata["producer"]) == ("affine-4bit-g64", "base")
+    assert metadata["format_version"] == "1"
+    assert set(loaded) == {
+        f"cache.layers.0.{cache}.3.{part}"
+        for cache in ("key_cache", "value_cache")
+        for part in ("data", "scales", "biases")
+    }
+
+
+def test_a_full_block_takes_at_most_29_percent_of_float16() -> None:
+    group = GroupSpec("full.0", tuple(LayerSpec(layer, 2, 128, 128) for layer in range(2)), Quantisation())
+    spec = CacheSpec("qwen3", 16, (group,))
+    tokens = np.random.default_rng(1).integers(0, 152_000, 256).tolist()
+    header = make_header(ROOT, "full.0", 120, tokens)
+    data = encode_block(spec, header, make_arrays(spec, header))
+    assert len(data) <= 0.29 * (2 * 2 * 2 * 256 * 128 * 2)
+
+
+def test_the_size_is_known_before_encoding() -> None:
+    assert encoded_size(SPEC, BLOCK.header) == len(FILE) <= max_encoded_size(SPEC, BLOCK.header)
+
+
+def test_a_layer_without_values_has_a_key_cache_only() -> None:
+    spec = CacheSpec("deepseek_v2", 16, (GroupSpec("full.0", (LayerSpec(4, 1, 576, 0),), Quantisation()),))
+    header = make_header(ROOT, "full.0", 0, (1, 2))
+    layout = tensor_layout(spec, header)
+    assert {name: shape for name, (shape, _) in layout.items()} == {
+        "cache.layers.4.key_cache.0.data": (1, 2, 72),
+        "cache.layers.4.key_cache.0.scales": (1, 2, 9),
+        "cache.layers.4.key_cache.0.biases": (1, 2, 9),
+    }
+    assert decode_block(spec, header, encode_block(spec, header, make_arrays(spec, header))).keys() == layout.keys()
+
+
+def test_groups_of_32_and_odd_lengths_round_trip() -> None:
+    spec = CacheSpec("tiny", 3, (GroupSpec("g", (LayerSpec(0, 3, 96, 32),), Quantisation(4, 32)),))
+    header = make_header(ROOT, "g", 0, (9,))
+    tensors = decode_block(spec, header, encode_block(spec, header, make_arrays(spec, header)))
+    assert tensors["cache.layers.0.key_cache.0.scales"].shape == (3, 1, 3)
+
+
+@given(st.integers(0, len(FILE) - 1))
+def test_a_truncated_file_is_rejected(length: int) -> None:
+    with pytest.raises(BlockRejected):
+        decode_block(SPEC, BLOCK.header, FILE[:length])
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_every_flipped_bit_is_found(region: str) -> None:
+    begin, end = REGIONS[region]
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.integers(begin, end - 1), st.integers(0, 7))
+    def check(offset: int, bit: int) -> None:
+        damaged = bytearray(FILE)
+        damaged[offset] ^= 1 << bit
+        with pytest.raises(BlockRejected):
+            decode_block(SPEC, BLOCK.header, bytes(damaged))
+
+    check()
+
+
+def test_every_single_bit_of_the_header_matters() -> None:
+    for offset in range(HEADER_END):
+        for bit in range(8):
+            damaged = bytearray(FILE)
+            damaged[offset] ^= 1 << bit
+            with pytest.raises(BlockRejected):
+                decode_block(SPEC, BLOCK.header, bytes(damaged))
+
+
+def test_padding_is_part_of_what_is_checked() -> None:
+    blocks = [make_block(tuple(range(count))) for count in range(1, 9)]
+    padded = [block for block in blocks if _padding_of(encode_block(SPEC, block.header, block.arrays))]
+    assert padded
+    for block in padded:
+        damaged = bytearray(encode_block(SPEC, block.header, block.arrays))
+        damaged[7 + int.from_bytes(damaged[:8], "little")] = ord("\t")
+        with pytest.raises(BlockRejected, match="not the one that was written"):
+            decode_block(SPEC, block.header, bytes(damaged))
+
+
+def _padding_of(file: bytes) -> int:
+    header = file[8 : 8 + int.from_bytes(file[:8], "little")]
+    return len(header) - len(header.rstrip(b" "))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200), st.booleans())
+def test_any_other_bytes_are_rejected(data: bytes, with_length: bool) -> None:
+    prefix = len(data).to_bytes(8, "little") if with_length else b""
+    with pytest.raises(BlockRejected):
+        decode_block(SPEC, BLOCK.header, prefix + data)
+
+
+@pytest.mark.parametrize("extra", [b"\0", b"x" * 100])
+def test_extra_bytes_are_rejected(extra: bytes) -> None:
+    with pytest.raises(BlockRejected, match="bytes"):
+        decode_block(SPEC, BLOCK.header, FILE + extra)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        make_block((5, 6, 7, 151_000, 6), position=3),
+        make_block((5, 6, 7, 151_000, 5), position=4),
+        make_block((5, 6, 7, 151_000, 5), position=3, group="full.1"),
+        make_block((5, 6, 7, 151_000, 5), position=3, parent=Namespace("another model", SPEC.digest).root),
+        make_block((5, 6, 7, 151_000, 5), position=3, parent=Namespace("model", SPEC.digest, salt="s").root),
+        make_block((5, 6, 7, 151_000), position=3),
+    ],
+    ids=["tokens", "position", "group", "model", "salt", "length"],
+)
+def test_another_block_is_rejected_under_this_name(other: Any) -> None:
+    with pytest.raises(BlockRejected):
+        decode_block(SPEC, BLOCK.header, encode_block(SPEC, other.header, other.arrays))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("producer", "adapter-1"), ("parent", "0" * 40), ("block_key", "f" * 40), ("token_ids", (5, 6, 7, 151_000, 9))],
+)
+def test_a_reader_that_expects_something_else_rejects(field: str, value: object) -> None:
+    expected = replace(BLOCK.header, **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(BlockRejected, match=field.replace("_", ".")):
+        decode_block(SPEC, expected, FILE)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        replace(SPEC, model_type="other"),
+        replace(SPEC, num_attention_heads=8),
+        replace(SPEC, groups=tuple(replace(group, quantisation=Quantisation(8)) for group in SPEC.groups)),
+        replace(SPEC, groups=tuple(replace(group, quantisation=Quantisation(4, 32)) for group in SPEC.groups)),
+        replace(SPEC, groups=(GroupSpec("full.0", (LayerSpec(0, 4, 32, 32),), Quantisation(4, 32)), SPEC.groups[1])),
+    ],
+    ids=["model_type", "heads", "bits", "group_size", "shape"],
+)
+def test_another_model_or_quantisation_is_rejected(spec: CacheSpec) -> None:
+    with pytest.raises(BlockRejected):
+        decode_block(spec, BLOCK.header, FILE)
+
+
+def test_an_older_format_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_file, "FORMAT_VERSION", 0)
+    old = encode_block(SPEC, BLOCK.header, BLOCK.arrays)
+    monkeypatch.undo()
+    with pytest.raises(BlockRejected, match="format_version is '0', expected '1'"):
+        decode_block(SPEC, BLOCK.header, old)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", ["scales", "biases"])
+def test_values_that_are_not_finite_are_neither_written_nor_read(
+    part: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = {name: array.copy() for name, array in BLOCK.arrays.items()}
+    arrays[f"cache.layers.0.value_cache.3.{part}"][1, 4, 0] = value
+    with pytest.raises(StoreError, match="not finite"):
+        encode_block(SPEC, BLOCK.header, arrays)
+    with monkeypatch.context() as patch:
+        patch.setattr(block_file, "_all_finite", lambda array: True)
+        poisoned = encode_block(SPEC, BLOCK.header, arrays)
+    with pytest.raises(BlockRejected, match="not finite"):
+        decode_block(SPEC, BLOCK.header, poisoned)
+
+
+def _rename(arrays: dict[str, Any]) -> None:
+    arrays["other"] = arrays.pop("cache.layers.0.key_cache.3.data")
+
+
+def _drop(arrays: dict[str, Any]) -> None:
+    del arrays["cache.layers.0.key_cache.3.data"]
+
+
+def _reshape(arrays: dict[str, Any]) -> None:
+    arrays["cache.layers.0.key_cache.3.data"] = arrays["cache.layers.0.key_cache.3.data"].reshape(-1)
+
+
+def _cast(arrays: dict[str, Any]) -> None:
+    arrays["cache.layers.0.key_cache.3.scales"] = arrays["cache.layers.0.key_cache.3.scales"].astype(np.float32)
+
+
+@pytest.mark.parametrize("spoil", [_rename, _drop, _reshape, _cast])
+def test_tensors_that_do_not_fit_the_layout_are_not_written(spoil: Callable[[dict[str, Any]], None]) -> None:
+    arrays = dict(BLOCK.arrays)
+    spoil(arrays)
+    with pytest.raises(StoreError):
+        encode_block(SPEC, BLOCK.header, arrays)
+
+
+def test_a_view_with_strides_is_written_like_its_copy() -> None:
+    arrays = {name: np.concatenate([array, array], 1)[:, : array.shape[1]] for name, array in BLOCK.arrays.items()}
+    assert encode_block(SPEC, BLOCK.header, arrays) == FILE
+
+
+@pytest.mark.parametrize(("position", "tokens"), [(-1, (1,)), (0, ()), (0, tuple(range(257)))])
+def test_impossible_headers_cannot_be_made(position: int, tokens: tuple[int, ...]) -> None:
+    with pytest.raises(BrokenInvariant):
+        make_header(ROOT, "full.0", position, tokens)
+
+
+def test_token_ids_that_unpack_to_gigabytes_are_rejected_cheaply() -> None:
+    import base64
+    import zlib
+
+    bomb = base64.b64encode(zlib.compress(bytes(200_000_000), 9)).decode()
+    text = FILE[8:HEADER_END].replace(HEADER_JSON["__metadata__"]["token_ids"].encode(), bomb.encode())
+    with pytest.raises(BlockRejected):
+        decode_block(SPEC, BLOCK.header, len(text).to_bytes(8, "little") + text + FILE[HEADER_END:])

@@ -1,0 +1,166 @@
+"""A scripted engine behind the real HTTP app: the seam at which HTTP is tested without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from agentcache.blocks.prefix_match import Match
+from agentcache.errors import Conflict, NotFound
+from agentcache.serving.request import (
+    AgentInfo,
+    CachedTokens,
+    CacheState,
+    CacheStats,
+    FinishReason,
+    ModelInfo,
+    Report,
+    Request,
+    RestoreReport,
+    TokenLogprob,
+    Update,
+)
+
+MODEL = ModelInfo(
+    id="org/tiny-model",
+    name="tiny-model",
+    path="/models/tiny-model",
+    fingerprint="f" * 64,
+    model_type="llama",
+    max_context=4096,
+    vocab_size=512,
+    created=1700000000,
+    has_chat_template=True,
+)
+
+REPORT = Report(
+    agent=None,
+    cache_state=CacheState.COLD,
+    match=Match.NEW,
+    prompt_tokens=7,
+    completion_tokens=3,
+    cached_tokens=CachedTokens(own=3, shared=2),
+    computed_tokens=2,
+    time_to_first_token_ms=12.5,
+    restore_ms=0.5,
+    restored_bytes=64,
+    total_ms=20.0,
+    saved=True,
+    written_bytes=128,
+)
+
+
+def logprob(token_id: int, text: str, value: float | None = -0.5) -> TokenLogprob:
+    top = () if value is None else ((token_id, text, value), (token_id + 1, "other", -2.0))
+    return TokenLogprob(token_id, text, value, top)
+
+
+def hello(request: Request) -> list[Update | float | Exception]:
+    """Three tokens; the second one has no text of its own yet."""
+    if request.sampling.max_tokens == 0:
+        report = replace(REPORT, agent=request.agent, completion_tokens=0)
+        prompt_logprobs = (logprob(5, "He", None), logprob(6, "y")) if request.sampling.prompt_logprobs else None
+        first = Update(prompt_token_ids=(5, 6), prompt_logprobs=prompt_logprobs)
+        return [first, Update(finish_reason=FinishReason.LENGTH, report=report)]
+    shown = request.sampling.logprobs is not None
+    tokens = [logprob(1, "Hel"), logprob(2, "lo"), logprob(3, " w\u2028é")]
+    parts: list[Update | float | Exception] = [
+        Update(
+            prompt_token_ids=(5, 6),
+            prompt_logprobs=(logprob(5, "He", None), logprob(6, "y")) if request.sampling.prompt_logprobs else None,
+        ),
+        Update("Hel", (1,), tuple(tokens[:1]) if shown else ()),
+        Update("", (2,), tuple(tokens[1:2]) if shown else ()),
+        Update("lo w\u2028é", (3,), tuple(tokens[2:]) if shown else ()),
+        Update(finish_reason=FinishReason.STOP, report=replace(REPORT, agent=request.agent)),
+    ]
+    return parts
+
+
+Script = Callable[[Request], Sequence[Update | float | Exception]]
+
+
+@dataclass
+class FakeEngine:
+    """Plays `script`: an update is sent, a number is slept for in seconds, an exception is raised."""
+
+    script: Script = hello
+    ready: bool = True
+    failure: BaseException | None = None
+    model: ModelInfo = MODEL
+    requests: list[Request] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    known: dict[str, AgentInfo] = field(default_factory=dict)
+    systems: dict[str, str | None] = field(default_factory=dict)
+    cleared: int = 0
+    closed: bool = False
+    start_error: Exception | None = None
+
+    async def start(self) -> None:
+        if self.start_error is not None:
+            raise self.start_error
+        self.ready = True
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def generate(self, request: Request) -> AsyncIterator[Update]:
+        self.requests.append(request)
+        ended = False
+        try:
+            for step in self.script(request):
+                if isinstance(step, Exception):
+                    ended = True
+                    raise step
+                if isinstance(step, Update):
+                    ended = step.finish_reason is not None
+                    yield step
+                else:
+                    await asyncio.sleep(step)
+        finally:
+            (self.finished if ended else self.cancelled).append(request.request_id)
+
+    def _known(self, agent_id: str) -> AgentInfo:
+        if agent_id not in self.known:
+            raise NotFound(f"The agent {agent_id!r} is unknown.", param="id")
+        return self.known[agent_id]
+
+    async def agents(self) -> list[AgentInfo]:
+        return list(self.known.values())
+
+    async def agent(self, agent_id: str, /) -> AgentInfo:
+        return self._known(agent_id)
+
+    async def create_agent(
+        self, agent_id: str, /, *, adapter: str | None = None, policy: str = "exact", system: str | None = None
+    ) -> AgentInfo:
+        if agent_id in self.known:
+            raise Conflict(f"The agent {agent_id!r} exists.", param="id")
+        self.known[agent_id] = AgentInfo(agent_id, 0, 0, CacheState.COLD, 0, 0, 1.0, 2.0, adapter, policy)
+        self.systems[agent_id] = system
+        return self.known[agent_id]
+
+    async def delete_agent(self, agent_id: str, /) -> None:
+        del self.known[self._known(agent_id).id]
+
+    async def fork_agent(self, agent_id: str, new_id: str, /) -> AgentInfo:
+        self._known(agent_id)
+        return await self.create_agent(new_id)
+
+    async def restore_agent(self, agent_id: str, /) -> RestoreReport:
+        self._known(agent_id)
+        return RestoreReport(tokens=10, restored_bytes=640, restore_ms=1.5, cache_state=CacheState.HOT)
+
+    async def evict_agent(self, agent_id: str, /) -> AgentInfo:
+        return replace(self._known(agent_id), cache_state=CacheState.WARM)
+
+    async def save_agent(self, agent_id: str, /) -> AgentInfo:
+        return self._known(agent_id)
+
+    async def stats(self) -> CacheStats:
+        return CacheStats(100, 200, 300, 400, 1, 2, 3, len(self.known), 4, 5, 6, 7, 8, 9)
+
+    async def clear_cache(self) -> None:
+        self.cleared += 1

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from agentcache.config import Config
+from agentcache.errors import StoreError
+from agentcache.server.app import create_app
+from tests.server.driver import ask, chat, refused
+from tests.server.fake_engine import MODEL, FakeEngine
+
+POST_ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/agents"]
+
+
+def test_health_in_each_state() -> None:
+    engine = FakeEngine()
+    answer = ask(engine, "GET", "/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    assert answer.headers["server"] == "agentcache"
+    loading = ask(FakeEngine(ready=False), "GET", "/health")
+    assert (loading.status_code, loading.json()) == (503, {"status": "loading"})
+    failed = ask(FakeEngine(failure=RuntimeError("no metal")), "GET", "/health")
+    assert (failed.status_code, failed.json()) == (503, {"status": "failed", "error": "no metal"})
+
+
+def test_requests_while_loading_and_after_a_failure() -> None:
+    assert refused(chat(FakeEngine(ready=False)), 503)["code"] == "loading"
+    assert refused(ask(FakeEngine(ready=False), "GET", "/v1/models"), 503)["code"] == "loading"
+    assert refused(chat(FakeEngine(failure=RuntimeError("x"))), 503)["code"] == "engine_stopped"
+
+
+def test_models() -> None:
+    shown = {"id": MODEL.id, "object": "model", "created": MODEL.created, "owned_by": "agentcache"}
+    shown |= {"max_model_len": 4096}
+    assert ask(FakeEngine(), "GET", "/v1/models").json() == {"object": "list", "data": [shown]}
+    for name in (MODEL.id, MODEL.name, "default"):
+        assert ask(FakeEngine(), "GET", f"/v1/models/{name}").json() == shown
+    assert refused(ask(FakeEngine(), "GET", "/v1/models/other"), 404)["param"] == "model"
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/agents/", "/v1/agents/a/b/c", "/v1/agents/a/dance"])
+def test_unknown_routes(path: str) -> None:
+    assert refused(ask(FakeEngine(), "GET", path), 404)["code"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", {"POST"}),
+        ("POST", "/health", {"GET", "HEAD"}),
+        ("PUT", "/v1/agents", {"GET", "HEAD", "POST"}),
+        ("POST", "/v1/agents/a", {"GET", "HEAD", "DELETE"}),
+        ("GET", "/v1/cache", {"DELETE"}),
+    ],
+)
+def test_wrong_methods(method: str, path: str, allowed: set[str]) -> None:
+    answer = ask(FakeEngine(), method, path)
+    assert refused(answer, 405)["code"] == "method_not_allowed"
+    assert set(answer.headers["allow"].split(", ")) == allowed
+
+
+@pytest.mark.parametrize("path", POST_ROUTES)
+@pytest.mark.parametrize("content", [b"{", b"[]", b"null", b"", b'{"a":' * 5000, b"\xff"])
+def test_bodies_that_are_no_object(path: str, content: bytes) -> None:
+    assert refused(ask(FakeEngine(), "POST", path, content=content), 400)["code"] == "invalid_json"
+
+
+def test_cache_routes() -> None:
+    engine = FakeEngine()
+    assert ask(engine, "GET", "/v1/cache/stats").json() == {
+        "ram_bytes": {"base": 100, "residual": 0},
+        "disk_bytes": 200,
+        "ram_budget": 300,
+        "disk_budget": 400,
+        "blocks": {"free": 1, "live": 2, "cached": 3},
+        "agents": 0,
+        "quarantined": 4,
+        "written_bytes": 5,
+        "read_bytes": 6,
+        "computed_tokens": 7,
+        "cached_tokens": 8,
+        "save_failures": 9,
+    }
+    assert ask(engine, "DELETE", "/v1/cache").json() == {"cleared": True}
+    assert engine.cleared == 1
+
+
+def test_a_disk_that_is_full_is_not_the_clients_fault(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(FakeEngine):
+        async def clear_cache(self) -> None:
+            raise StoreError("/private/path: no space left")
+
+    answer = ask(Full(), "DELETE", "/v1/cache")
+    assert refused(answer, 507)["code"] == "store_error"
+    assert "/private/path" not in answer.text
+    assert "/private/path" in caplog.text
+
+
+def test_unexpected_errors_are_logged_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeEngine):
+        async def clear_cache(self) -> None:
+            raise KeyError("secret detail")
+
+    answer = ask(Broken(), "DELETE", "/v1/cache")
+    assert refused(answer, 500)["code"] == "internal_error"
+    assert "secret detail" not in answer.text
+    assert "secret detail" in caplog.text
+
+
+def test_lifespan_starts_in_the_background_and_closes() -> None:
+    engine = FakeEngine(ready=False)
+    told: list[BaseException | None] = []
+
+    async def run() -> None:
+        app = create_app(engine, Config(), on_start=told.append)
+        async with app.router.lifespan_context(app):
+            assert not engine.ready
+            await asyncio.sleep(0.01)
+            assert engine.ready
+        assert engine.closed
+
+    asyncio.run(run())
+    assert told == [None]
+
+
+def test_lifespan_tells_of_a_start_that_failed() -> None:
+    error = StoreError("disk")
+    engine = FakeEngine(start_error=error)
+    told: list[BaseException | None] = []
+
+    async def run() -> None:
+        app = create_app(engine, Config(), on_start=told.append)
+        async with app.router.lifespan_context(app):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert told == [error] and engine.closed
+
+
+def test_the_served_models_name_is_not_a_constant() -> None:
+    engine = FakeEngine(model=replace(MODEL, id="x/y", name="y"))
+    assert chat(engine, {"model": "y"}).json()["model"] == "x/y"

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentcache.server.messages import read_messages
+from agentcache.server.validate import Reader
+
+
+def read(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return read_messages(Reader({"messages": list(messages)}))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("developer", "system"), ("system", "system"), ("user", "user"), ("tool", "tool"), ("function", "tool")],
+)
+def test_roles(given: str, meant: str) -> None:
+    assert read({"role": given, "content": "x"}) == [{"role": meant, "content": "x"}]
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert read({"role": "user", "content": parts}) == [{"role": "user", "content": "ab"}]
+    assert read({"role": "user", "content": []}) == [{"role": "user", "content": ""}]
+
+
+def test_calls_have_arguments_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    [message] = read({"role": "assistant", "content": None, "tool_calls": [call], "refusal": None})
+    assert message == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+    }
+
+
+@pytest.mark.parametrize("arguments", ["not json", "[1]", "[" * 100_000])
+def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    [message] = read({"role": "assistant", "content": "x", "tool_calls": [call]})
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_other_fields_reach_the_template() -> None:
+    message = {"role": "tool", "content": "x", "tool_call_id": "1", "name": "f"}
+    assert read(message) == [message]

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from agentcache.errors import InvalidRequest
+from agentcache.server.validate import MAX_DEPTH, Reader, check_agent_id, parse_object
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[]", "must be a JSON object"),
+        (b'"x"', "must be a JSON object"),
+        (b'{"a": NaN}', "NaN is not JSON"),
+        (b'{"a": -Infinity}', "-Infinity is not JSON"),
+        (b'{"a": "\xff"}', "not valid UTF-8"),
+        (b'{"a": "\xed\xa0\x80"}', "not valid UTF-8"),
+        (b'{"a": "\\ud800"}', "surrogate"),
+        (b'{"a": ["x", {"\\uDFFF": 1}]}', "surrogate"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "nested too deeply"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON"),
+    ],
+)
+def test_bodies_that_are_no_json_object(raw: bytes, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as caught:
+        parse_object(raw)
+    assert caught.value.code == "invalid_json"
+
+
+def test_pairs_of_surrogate_escapes_are_a_character() -> None:
+    assert parse_object(json.dumps({"a": "😀"}).encode()) == {"a": "😀"}
+
+
+def test_nesting_up_to_the_limit_is_read() -> None:
+    depth = MAX_DEPTH - 2
+    assert parse_object(b'{"a": ' + b"[" * depth + b"]" * depth + b"}")
+
+
+@pytest.mark.parametrize("value", ["a", "A.b_c-9", "x" * 64, "...", ".a"])
+def test_agent_ids(value: str) -> None:
+    assert check_agent_id(value, "agent") == value
+
+
+@pytest.mark.parametrize("value", ["", ".", "..", "a/b", "../x", "x" * 65, "é", "a\n", "a b", "a\x00"])
+def test_ids_that_could_not_name_a_file(value: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_agent_id(value, "agent")
+    assert caught.value.param == "agent"
+
+
+@pytest.mark.parametrize(
+    ("read", "param"),
+    [
+        (lambda body: body.string("number"), "number"),
+        (lambda body: body.required_string("absent"), "absent"),
+        (lambda body: body.boolean("number"), "number"),
+        (lambda body: body.integer("flag", minimum=0), "flag"),
+        (lambda body: body.integer("fraction", minimum=0), "fraction"),
+        (lambda body: body.integer("number", minimum=2), "number"),
+        (lambda body: body.integer("huge", minimum=0), "huge"),
+        (lambda body: body.number("flag", 0.0, minimum=0), "flag"),
+        (lambda body: body.number("huge", 0.0, minimum=0), "huge"),
+        (lambda body: body.number("infinite", 0.0, minimum=0), "infinite"),
+        (lambda body: body.number("text", 0.0, minimum=0), "text"),
+        (lambda body: body.object("number"), "number"),
+        (lambda body: body.objects("object"), "object"),
+        (lambda body: body.objects("list"), "list[1]"),
+        (lambda body: body.objects("list_of_objects")[0].required_string("a"), "list_of_objects[0].a"),
+        (lambda body: body.object("object").string("inner"), "object.inner"),
+    ],
+)
+def test_wrong_types_name_the_parameter(read: object, param: str) -> None:
+    values = {
+        "number": 1,
+        "flag": True,
+        "fraction": 1.5,
+        "huge": 10**400,
+        "infinite": float("inf"),
+        "text": "x",
+        "object": {"inner": 1},
+        "list": [{}, 1],
+        "list_of_objects": [{}],
+    }
+    with pytest.raises(InvalidRequest) as caught:
+        read(Reader(values))  # type: ignore[operator]
+    assert caught.value.param == param
+
+
+def test_null_counts_as_absent() -> None:
+    body = Reader({"a": None})
+    assert body.string("a") is None
+    assert body.boolean("a", True) is True
+    assert body.integer("a", minimum=0) is None
+    assert body.number("a", 0.5, minimum=0) == 0.5
+    assert body.object("a").value == {}
+    assert body.objects("a") == []
+
+
+def test_unknown_keys_hint_at_the_nearest() -> None:
+    with pytest.raises(InvalidRequest, match="did you mean 'report'") as caught:
+        Reader({"reprot": True}, "agentcache").only("report", "salt")
+    assert caught.value.param == "agentcache.reprot"

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentcache import config
+from agentcache.config import Config, load_config, parse_bytes, parse_disk_budget, parse_ram_budget
+from agentcache.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def write_config(home: Path, text: str) -> None:
+    (home / ".agentcache").mkdir()
+    (home / ".agentcache" / "config.toml").write_text(text)
+
+
+def test_defaults(home: Path) -> None:
+    settings = load_config({}, environ={})
+    assert (settings.host, settings.port, settings.api_key, settings.model) == ("127.0.0.1", 8000, None, None)
+    assert settings.cache_dir == home / ".agentcache" / "cache"
+    assert 0 < settings.ram_budget < config.total_ram()
+    assert 0 < settings.disk_budget <= config.AUTO_DISK_CEILING
+
+
+def test_flag_beats_environment_beats_file_beats_default(home: Path) -> None:
+    write_config(home, 'port = 1\nhost = "file"\nmodel = "file"\n')
+    settings = load_config({"port": 3, "host": None}, environ={"AGENTCACHE_PORT": "2", "AGENTCACHE_HOST": "env"})
+    assert (settings.port, settings.host, settings.model, settings.max_concurrent_requests) == (3, "env", "file", 16)
+
+
+def test_config_file_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "other.toml").write_text("port = 9\n")
+    assert load_config({}, environ={"AGENTCACHE_CONFIG": str(tmp_path / "other.toml")}).port == 9
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config({}, environ={"AGENTCACHE_CONFIG": str(tmp_path / "missing.toml")})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8 * 10**9), ("512MB", 512 * 10**6), ("1.5GiB", 3 * 2**29), ("2 kib", 2048), ("1t", 10**12), ("7", 7)],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text, key="ram_budget") == size
+
+
+def test_large_byte_counts_are_exact() -> None:
+    assert parse_bytes("9007199254740993", key="ram_budget") == 9007199254740993
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "8XB", "8 8GB", "0x10", "1e9", "nan", "٣GB"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="ram_budget"):
+        load_config({"ram_budget": text}, environ={})
+
+
+def test_percentages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(config, "total_ram", lambda: 1000)
+    assert parse_ram_budget("20%") == 200
+    monkeypatch.setattr(config, "available_disk", lambda cache_dir: 5000)
+    assert parse_disk_budget("12.5%", tmp_path) == 625
+    assert parse_disk_budget("auto", tmp_path) == 1000
+    with pytest.raises(ConfigError, match="over 100"):
+        parse_ram_budget("101%")
+
+
+def test_the_disk_share_counts_what_the_cache_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
+    (tmp_path / "cache" / "blocks" / "ab").mkdir(parents=True)
+    (tmp_path / "cache" / "blocks" / "ab" / "x.safetensors").write_bytes(b"1" * 500)
+    assert config.available_disk(tmp_path / "cache") == 1500
+    assert config.available_disk(tmp_path / "not" / "there" / "yet") == 1000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environ", "text", "hint"),
+    [
+        ({"prot": 1}, {}, "", "port"),
+        ({}, {"AGENTCACHE_RAMBUDGET": "1GB"}, "", "AGENTCACHE_RAM_BUDGET"),
+        ({}, {}, "cachedir = 'x'\n", "cache_dir"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(
+    home: Path, overrides: dict[str, object], environ: dict[str, str], text: str, hint: str
+) -> None:
+    write_config(home, text)
+    with pytest.raises(ConfigError, match=f"did you mean '{hint}'"):
+        load_config(overrides, environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"port": 65536}, "port"),
+        ({"port": -1}, "port"),
+        ({"port": "many"}, "port"),
+        ({"port": True}, "port"),
+        ({"ram_budget": 0}, "ram_budget"),
+        ({"disk_budget": "0%"}, "disk_budget"),
+        ({"max_concurrent_requests": 0}, "max_concurrent_requests"),
+        ({"max_context": -5}, "max_context"),
+        ({"prefill_chunk": 0}, "prefill_chunk"),
+        ({"max_body_bytes": "20%"}, "max_body_bytes"),
+        ({"host": ""}, "host"),
+        ({"api_key": ""}, "api_key"),
+        ({"api_key": "a\nb"}, "api_key"),
+        ({"model": 3}, "model"),
+        ({"ram_budget": 1.5}, "ram_budget"),
+    ],
+)
+def test_values_that_make_no_sense_are_named(overrides: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config(overrides, environ={})
+
+
+def test_broken_toml_names_the_file(home: Path) -> None:
+    write_config(home, "port = = 1\n")
+    with pytest.raises(ConfigError, match=r"config\.toml"):
+        load_config({}, environ={})
+
+
+def test_paths_are_expanded_and_absolute(home: Path) -> None:
+    assert load_config({"cache_dir": "~/x"}, environ={}).cache_dir == home / "x"
+    assert load_config({"cache_dir": "rel"}, environ={}).cache_dir.is_absolute()
+
+
+def test_the_key_is_not_printed() -> None:
+    assert "secret" not in repr(Config(api_key="secret"))

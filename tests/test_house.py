@@ -1,0 +1,116 @@
+"""The shape of the repository: packages, links, and imports that only go down."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LINKED = ("cli", "metal_kernels", "server")
+PLAIN = (
+    "agentcache",
+    "agentcache.blocks.keys",
+    "agentcache.blocks.pool",
+    "agentcache.blocks.prefix_cache",
+    "agentcache.blocks.prefix_match",
+    "agentcache.blocks.radix_tree",
+    "agentcache.config",
+    "agentcache.errors",
+    "agentcache.kv.block_file",
+    "agentcache.kv.spec",
+    "agentcache.kv.store",
+    "agentcache.serving.agents",
+    "agentcache.serving.request",
+    "agentcache.serving.scheduler",
+)
+BLOCKER = """
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} must not be imported here")
+
+sys.meta_path.insert(0, Blocker())
+importlib.import_module({module!r})
+"""
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_packages_are_the_folders_with_an_init(project: dict[str, Any]) -> None:
+    folders = {ROOT / "agentcache"} | {ROOT / "agentcache" / name for name in LINKED}
+    folders |= {path.parent for path in (ROOT / "agentcache").rglob("__init__.py")}
+    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders if (folder / "__init__.py").is_file()}
+    assert sorted(names) == sorted(project["tool"]["setuptools"]["packages"])
+
+
+def test_package_dir_names_every_linked_folder(project: dict[str, Any]) -> None:
+    expected = {"agentcache": "agentcache"} | {f"agentcache.{name}": name for name in LINKED}
+    assert project["tool"]["setuptools"]["package-dir"] == expected
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_are_relative_and_resolve(name: str) -> None:
+    link = ROOT / "agentcache" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..", name)
+    assert link.resolve() == (ROOT / name).resolve()
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_linked_folders_are_flat(name: str) -> None:
+    assert [path for path in (ROOT / name).iterdir() if path.is_dir() and path.name != "__pycache__"] == []
+
+
+def test_package_data_patterns_match_every_data_file(project: dict[str, Any]) -> None:
+    patterns = project["tool"]["setuptools"]["package-data"]
+    shipped = {
+        path
+        for package, globs in patterns.items()
+        for pattern in globs
+        for path in ROOT.joinpath(*package.split(".")).glob(pattern)
+    }
+    present = {
+        path for path in (ROOT / "agentcache").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert shipped == present
+
+
+def test_console_script_exists(project: dict[str, Any]) -> None:
+    module, _, function = project["project"]["scripts"]["agentcache"].partition(":")
+    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    assert f"def {function}(" in path.read_text()
+
+
+def test_import_contracts_hold() -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command; lint_imports_command()",
+        "--no-cache",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 kept, 0 broken" in result.stdout
+
+
+@pytest.mark.parametrize("module", PLAIN)
+def test_bookkeeping_and_files_run_without_mlx(module: str) -> None:
+    script = BLOCKER.format(blocked=("mlx", "mlx_lm", "transformers"), module=module)
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_blocker_blocks() -> None:
+    script = BLOCKER.format(blocked=("json",), module="json")
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert "json must not be imported here" in result.stderr
