@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from agentcache.errors import AgentCacheError
-from agentcache.workflow import Message, Reply
+from agentcache.workflow.run import Message, Reply
 
 # A long prefill may take minutes before its first byte; only connecting has a limit.
 TIMEOUT = httpx.Timeout(None, connect=10.0)

@@ -186,3 +186,7 @@ class LLM:
 
     def stats(self) -> CacheStats:
         return self._wait(self._engine.stats())
+
+    def check_integrity(self) -> None:
+        """Raises BrokenInvariant unless every block is accounted for."""
+        self._wait(self._engine.check_integrity())

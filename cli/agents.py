@@ -5,81 +5,62 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from agentcache.cli.connection import ApiKey, AsJson, CacheDir, Model, Url, agent_path, connect
+from agentcache.cli.connection import ApiKey, AsJson, CacheDir, Connection, Model, Url, agent_path, connect
+from agentcache.errors import ConfigError
 
-agents = typer.Typer(
-    help="List, show, fork and delete agents.", invoke_without_command=True, add_completion=False, rich_markup_mode=None
-)
-
-Agent = Annotated[str, typer.Argument(help="The agent.")]
 HEADINGS = ("agent", "state", "tokens", "blocks", "RAM MB", "disk MB", "last used")
 
 
-@agents.callback()
-def default(context: typer.Context) -> None:
-    """List, show, fork and delete agents. Alone it lists."""
-    if context.invoked_subcommand is None:
-        list_agents()
+class Action(StrEnum):
+    LIST = "list"
+    SHOW = "show"
+    FORK = "fork"
+    DELETE = "delete"
 
 
-@agents.command("list")
-def list_agents(
-    url: Url = None, api_key: ApiKey = None, model: Model = None, cache_dir: CacheDir = None, as_json: AsJson = False
-) -> None:
-    """List all agents."""
-    with connect(url, api_key, model, cache_dir) as cache:
-        found = cache.request("GET", "/v1/agents")["data"]
-    typer.echo(json.dumps(found) if as_json else table(found))
+# What each action takes after its name.
+OPERANDS = {Action.LIST: (), Action.SHOW: ("AGENT",), Action.FORK: ("AGENT", "NEW_ID"), Action.DELETE: ("AGENT",)}
 
 
-@agents.command("show")
-def show_agent(
-    agent: Agent,
+def agents(
+    action: Annotated[Action, typer.Argument(help="What to do.")] = Action.LIST,
+    names: Annotated[list[str] | None, typer.Argument(help="AGENT; for fork also the copy's id.")] = None,
     url: Url = None,
     api_key: ApiKey = None,
     model: Model = None,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one agent."""
+    """List all agents; show, fork or delete one. A fork shares its blocks with the agent it was made from."""
+    check_operands(action, names or [])
     with connect(url, api_key, model, cache_dir) as cache:
-        found = cache.request("GET", agent_path(agent))
-    typer.echo(json.dumps(found) if as_json else table([found]))
+        answer = ask(cache, action, *(names or []))
+    typer.echo(json.dumps(answer) if as_json else describe(action, answer))
 
 
-@agents.command("fork")
-def fork_agent(
-    agent: Agent,
-    new_id: Annotated[str, typer.Argument(help="The copy's name.")],
-    url: Url = None,
-    api_key: ApiKey = None,
-    model: Model = None,
-    cache_dir: CacheDir = None,
-    as_json: AsJson = False,
-) -> None:
-    """Copy an agent under a new name; the copy shares its blocks."""
-    with connect(url, api_key, model, cache_dir) as cache:
-        made = cache.request("POST", agent_path(agent, "fork"), {"id": new_id})
-    typer.echo(json.dumps(made) if as_json else table([made]))
+def check_operands(action: Action, names: Sequence[str]) -> None:
+    operands = OPERANDS[action]
+    if len(names) != len(operands):
+        raise ConfigError(f"it is called like this: agentcache agents {' '.join([action, *operands])}")
 
 
-@agents.command("delete")
-def delete_agent(
-    agent: Agent,
-    url: Url = None,
-    api_key: ApiKey = None,
-    model: Model = None,
-    cache_dir: CacheDir = None,
-    as_json: AsJson = False,
-) -> None:
-    """Delete an agent and its memory."""
-    with connect(url, api_key, model, cache_dir) as cache:
-        answer = cache.request("DELETE", agent_path(agent))
-    typer.echo(json.dumps(answer) if as_json else f"{agent}: deleted")
+def ask(cache: Connection, action: Action, agent: str = "", new_id: str = "") -> Any:
+    if action is Action.LIST:
+        return cache.request("GET", "/v1/agents")["data"]
+    if action is Action.FORK:
+        return cache.request("POST", agent_path(agent, "fork"), {"id": new_id})
+    return cache.request("DELETE" if action is Action.DELETE else "GET", agent_path(agent))
+
+
+def describe(action: Action, answer: Any) -> str:
+    if action is Action.DELETE:
+        return f"{answer['id']}: deleted"
+    return table(answer if action is Action.LIST else [answer])
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:

@@ -33,8 +33,8 @@ def ttft(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON report.")] = False,
 ) -> None:
     """Time to first token: cold, warm (from disk, after SIGKILL), warm after evict, hot; on real server processes."""
-    from agentcache.bench_report import build_report, cache_table, ttft_table, write_report
-    from agentcache.bench_ttft import Plan, measure
+    from agentcache.bench.report import build_report, cache_table, ttft_table, write_report
+    from agentcache.bench.ttft import Plan, measure
     from agentcache.server_process import ending_on_signals
 
     console = Console(stderr=True)
@@ -51,7 +51,7 @@ def ttft(
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        wide = Console(width=max(Console().width, 120))
+        wide = Console(width=max(Console().width, 140))
         wide.print(ttft_table(report))
         wide.print(cache_table(report))
 

@@ -24,9 +24,9 @@ from agentcache.cli.demo_report import DemoResult, build_demo_report, demo_table
 from agentcache.cli.run import say, take_steps
 from agentcache.client import HttpChat
 from agentcache.server_process import SERVE, ServerProcess, ending_on_signals
-from agentcache.workflow import Chat, Message, Reply, Settings, WorkflowRun
-from agentcache.workflow_script import Script, read_script
-from agentcache.workflow_transcript import TurnRecord, WorkflowTranscript
+from agentcache.workflow.run import Chat, Message, Reply, Settings, WorkflowRun
+from agentcache.workflow.script import Script, read_script
+from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
 
 SCRIPT = "prisoners_dilemma"
 SESSION = "demo"

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from agentcache.machine import describe_machine, describe_versions, git_commit
-from agentcache.plots import plot_ttft_by_turn
-from agentcache.workflow import Reply
-from agentcache.workflow_transcript import TurnRecord, WorkflowTranscript
+from agentcache.bench.plots import plot_ttft_by_turn
+from agentcache.workflow.run import Reply
+from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
 
 RUNS = ("hot", "warm", "cold")
 

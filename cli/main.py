@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError
 
-# Commands by name; each module of that name has a function, or a Typer group, of that name.
+# Each is a module here with a function, or a Typer group, of the same name.
 COMMANDS = ("serve", "run", "warm", "restore", "agents", "bench", "demo", "doctor", "purge")
 
 

@@ -16,9 +16,9 @@ from agentcache.cli.connection import ApiKey, AsJson, CacheDir, Model, Url, prog
 from agentcache.client import Client, HttpChat, ServerError
 from agentcache.config import load_config
 from agentcache.errors import EngineStopped
-from agentcache.workflow import Chat, LLMChat, Settings, WorkflowRun, parse_phases
-from agentcache.workflow_script import Script, Step, read_script
-from agentcache.workflow_transcript import TurnRecord, WorkflowTranscript, read_transcript, write_transcript
+from agentcache.workflow.run import Chat, LLMChat, Settings, WorkflowRun, parse_phases
+from agentcache.workflow.script import Script, Step, read_script
+from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript, read_transcript, write_transcript
 
 
 def run(
@@ -62,7 +62,7 @@ def run(
     if as_json:
         typer.echo(json.dumps(transcript.to_json(), ensure_ascii=False))
     else:
-        Console().print(turn_table(transcript))
+        Console(width=max(Console().width, 120)).print(turn_table(transcript))
 
 
 def _settings(

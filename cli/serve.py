@@ -68,7 +68,10 @@ def listen(config: Config) -> socket.socket:
     """The listening socket; taken before the model is loaded, so that a taken port is known at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+        # Accepted sockets inherit it; asyncio does not set it on sockets it did not make. Without it small events wait 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except OSError as error:
         reason = error.strerror or str(error)
         raise CannotListen(f"cannot listen on {config.host} port {config.port}: {reason}") from error

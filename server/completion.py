@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -89,7 +90,7 @@ async def _stream(request: HttpRequest, engine: Engine, job: Job) -> Response:
     return EventStream(_events(job, source, interval), source)
 
 
-async def _events(job: Job, source: UpdateStream, interval: float) -> AsyncGenerator[bytes, None]:
+async def _events(job: Job, source: UpdateStream, interval: float) -> AsyncGenerator[ServerSentEvent, None]:
     completion = Completion()
     try:
         yield _chunk(job, job.shape.first())
@@ -128,6 +129,6 @@ def _last_piece(job: Job, completion: Completion) -> dict[str, Any]:
     return last | (completion.token_id_fields() if job.return_token_ids else {})
 
 
-def _chunk(job: Job, choice: dict[str, Any]) -> bytes:
+def _chunk(job: Job, choice: dict[str, Any]) -> ServerSentEvent:
     chunk = job.envelope(job.shape.chunk_object, [choice])
     return event(chunk | {"usage": None} if job.usage else chunk)

@@ -1,19 +1,15 @@
-"""Server-sent events, and what ends them early.
-
-Own and small rather than sse-starlette's: that one patches uvicorn's signal handling for the whole process and cuts
-every running stream off at SIGTERM, where a turn should finish and be saved.
-"""
+"""Server-sent events, and what ends them early."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentcache.errors import BrokenInvariant
@@ -22,12 +18,15 @@ from agentcache.serving.request import Update
 T = TypeVar("T")
 
 KEEP_ALIVE_SECONDS = 10.0
-DONE = b"data: [DONE]\n\n"
+DONE = ServerSentEvent("[DONE]", sep="\n")
+
+# At SIGTERM a running turn finishes and is saved (uvicorn waits for it); sse-starlette would cut it off.
+AppStatus.disable_automatic_graceful_drain()
 
 
-def event(data: dict[str, Any]) -> bytes:
+def event(data: dict[str, Any]) -> ServerSentEvent:
     """One event. ASCII only, since some clients split lines at U+2028 and U+0085 too."""
-    return b"data: " + json.dumps(data, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    return ServerSentEvent(json.dumps(data, allow_nan=False, separators=(",", ":")), sep="\n")
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -109,29 +108,19 @@ class UpdateStream:
         await close(self._updates)
 
 
-class EventStream(Response):
+class EventStream(EventSourceResponse):
     """Sends events until they end or the client leaves; then closes their generator and `source`.
 
-    `source` is closed here, since a generator that never began runs no `finally` of its own.
+    `source` is closed here, since a generator that never began runs no `finally` of its own. sse-starlette's own pings are
+    comments, which some clients cannot parse: keep-alive is in the events themselves.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None], source: UpdateStream) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
+    def __init__(self, events: AsyncGenerator[ServerSentEvent, None], source: UpdateStream) -> None:
+        super().__init__(events, ping=0, sep="\n")
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(send))
+            await super().__call__(scope, receive, send)
         finally:
             await self._source.close()
-
-    async def _send_all(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

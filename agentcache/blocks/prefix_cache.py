@@ -3,16 +3,18 @@
 Joins the radix tree (what is known) with one block pool per cache group (what is in RAM) under one RAM budget.
 Who holds references to a slot:
 
-    tree        one, while the node lists the slot
+    tree        one for each node that lists the slot
     sequence    one for each slot in its block tables, shared or private
 
-Tokens in the tree are immutable. A sequence writes only behind its own tokens, in slots of its own or behind a tail that
-nobody else goes on from; a full block is published into the tree as soon as it is computed, the partly filled last one
-when the sequence is closed.
+Tokens in the tree are immutable. A sequence writes only behind its own tokens, in slots of its own or behind a tail
+that nobody else goes on from; a full block is published into the tree as soon as it is computed, the partly filled last
+one when the sequence is closed. Then a longer node may list the same slot as the tail that it grew from.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -93,6 +95,7 @@ class Sequence:
         token_ids: the tokens whose keys and values are computed or cached.
         tables: one block table per group.
         nodes: the published full blocks, from the start.
+        tail: the node that its first unfinished block was taken from, if any.
         loads, copies: what has to be done before the first step; emptied by whoever does it.
     """
 
@@ -100,6 +103,7 @@ class Sequence:
     token_ids: list[int]
     tables: list[BlockTable]
     nodes: list[Node]
+    tail: Node | None = None
     loads: list[Load] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     closed: bool = False
@@ -133,6 +137,7 @@ class PrefixCache:
         self.ram_budget = ram_budget
         self.evicted_blocks = 0
         self._sequences: set[Sequence] = set()
+        self._listed: list[Counter[int]] = [Counter() for _ in self.groups]  # nodes that list a slot
 
     # -- matching ---------------------------------------------------------------------------------------------------
 
@@ -142,15 +147,20 @@ class PrefixCache:
         Changes nothing.
         """
         path = self.tree.match_prefix(root, token_ids[:limit])
-        if path.tail_tokens >= MIN_TAIL_TOKENS:
-            for tail in sorted(path.tails, key=self._loads_needed):
-                prefix = CachedPrefix(tuple(path.nodes), tail, path.tail_tokens)
-                if self._missing(prefix) is None:
-                    return prefix
+        for tail in sorted(path.tails, key=self._loads_needed):
+            prefix = CachedPrefix(tuple(path.nodes), tail, path.tail_tokens)
+            if self._is_worth_it(prefix) and self._missing(prefix) is None:
+                return prefix
         prefix = CachedPrefix(tuple(path.nodes), None, 0)
         while (position := self._missing(prefix)) is not None:
             prefix = CachedPrefix(prefix.nodes[:position], None, 0)
         return prefix
+
+    @staticmethod
+    def _is_worth_it(prefix: CachedPrefix) -> bool:
+        """Not for the few tokens that most prompts of a chat template share; but a whole tail is some agent's memory."""
+        assert prefix.tail is not None
+        return prefix.tail_tokens >= min(MIN_TAIL_TOKENS, prefix.tail.num_tokens)
 
     def _loads_needed(self, node: Node) -> int:
         return len(self.groups) - len(node.block_ids)
@@ -175,12 +185,11 @@ class PrefixCache:
     # -- a sequence's life ------------------------------------------------------------------------------------------
 
     def open(self, root: str, prefix: CachedPrefix) -> Sequence:
-        """A sequence that starts with `prefix`; its `loads` and `copies` are then due. Raises OutOfBlocks, changing nothing."""
-        token_ids = [token for node in prefix.nodes for token in node.token_ids]
-        if prefix.tail is not None:
-            token_ids.extend(prefix.tail.token_ids[: prefix.tail_tokens])
-        sequence = Sequence(root, token_ids, [BlockTable() for _ in self.groups], list(prefix.nodes))
-        self._sequences.add(sequence)
+        """A sequence that starts with `prefix`; its `loads` and `copies` are then due.
+
+        Raises OutOfBlocks; then no more has happened than that idle blocks were evicted.
+        """
+        sequence = self._enter(root, prefix)
         # Everything that is there is retained before anything is allocated: allocation may evict.
         sources = self._share(sequence, prefix)
         try:
@@ -193,6 +202,18 @@ class PrefixCache:
             for index, block_id in sources:
                 self.pools[index].release(block_id)
         self.tree.touch(prefix.all_nodes)
+        return sequence
+
+    def _enter(self, root: str, prefix: CachedPrefix) -> Sequence:
+        """The sequence without slots; from here on the prefix's nodes stay in the tree."""
+        token_ids = [token for node in prefix.nodes for token in node.token_ids]
+        if prefix.tail is not None:
+            token_ids.extend(prefix.tail.token_ids[: prefix.tail_tokens])
+        tables = [BlockTable() for _ in self.groups]
+        sequence = Sequence(root, token_ids, tables, list(prefix.nodes), prefix.tail)
+        self._sequences.add(sequence)
+        for node in prefix.all_nodes:
+            node.readers += 1
         return sequence
 
     def _share(self, sequence: Sequence, prefix: CachedPrefix) -> list[tuple[int, int]]:
@@ -242,8 +263,7 @@ class PrefixCache:
         """A load is done: a whole block becomes the tree's too, so that others find it."""
         node = load.node
         if load.num_tokens == node.num_tokens and load.group not in node.block_ids and not sequence.closed:
-            self.pools[load.group].retain(load.block_id)
-            self.tree.set_block(node, load.group, load.block_id)
+            self._list(node, load.group, load.block_id)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Make room for `num_tokens` further tokens in every group. Raises OutOfBlocks; what was reserved stays."""
@@ -265,6 +285,7 @@ class PrefixCache:
             tokens = sequence.token_ids[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
             node = self.tree.insert(parent, tokens)
             self._publish(sequence, node)
+            node.readers += 1
             sequence.nodes.append(node)
             published.append(node)
         return published
@@ -277,42 +298,40 @@ class PrefixCache:
             mine = table.block_id(node.position)
             theirs = node.block_ids.get(index)
             if theirs is None:
-                self.pools[index].retain(mine)
-                self.tree.set_block(node, index, mine)
-                # RAM is the authority: what a file may hold was computed by another pass and could differ in a rounding.
-                node.stored.discard(index)
+                self._list(node, index, mine)
             elif theirs != mine:
                 self.pools[index].retain(theirs)
                 self.pools[index].release(mine)
                 table.replace(node.position, theirs)
 
     def leave_window(self, sequence: Sequence) -> None:
-        """Drop the slots that no later token of the sequence attends to, also from the tree where nobody else reads them."""
+        """Drop the slots that no later token of the sequence attends to, also from the tree if nobody else reads them."""
         for index, group in enumerate(self.groups):
             table = sequence.tables[index]
             start = table.first_block
             for offset, block_id in enumerate(table.drop_before(group.first_block_needed(sequence.num_tokens))):
                 self.pools[index].release(block_id)
                 node = sequence.nodes[start + offset]
-                if node.block_ids.get(index) == block_id and self.pools[index].ref_cnt(block_id) == 1:
+                if node.block_ids.get(index) == block_id and not self._is_read(index, block_id):
                     self._free(node, index)
 
     def close(self, sequence: Sequence, keep: int | None = None) -> Node | None:
-        """End a sequence, keeping its first `keep` tokens (default: all) in the tree; returns the tail node, if there is one.
+        """End a sequence, keeping its first `keep` tokens (default: all); returns the tail node, if there is one.
 
-        The tail has no slots of its own where `keep` lies inside an already published block.
+        Where `keep` lies inside an already published block, the tail lists that block's slots.
         """
         keep = sequence.num_tokens if keep is None else keep
         tail = self._publish_tail(sequence, keep) if keep % BLOCK_SIZE else None
         self._discard(sequence)
+        if tail is not None:
+            self.prune(tail)
         return tail
 
     def _publish_tail(self, sequence: Sequence, keep: int) -> Node:
         position = keep // BLOCK_SIZE
         parent = sequence.nodes[position - 1] if position else self.tree.root(sequence.root)
         tail = self.tree.insert(parent, sequence.token_ids[position * BLOCK_SIZE : keep])
-        if position == len(sequence.nodes):
-            self._publish(sequence, tail)
+        self._publish(sequence, tail)
         return tail
 
     def abandon(self, sequence: Sequence) -> None:
@@ -329,6 +348,10 @@ class PrefixCache:
                 if block_id >= 0:
                     self.pools[index].release(block_id)
             table.block_ids.clear()
+        for node in [sequence.tail, *reversed(sequence.nodes)]:
+            if node is not None:
+                node.readers -= 1
+                self.prune(node)
 
     # -- files ------------------------------------------------------------------------------------------------------
 
@@ -344,7 +367,7 @@ class PrefixCache:
         self.prune(node)
 
     def drop(self, node: Node) -> None:
-        """Take a leaf's slots from the tree, whoever else still reads them, and forget the node if it is not on disk."""
+        """Take a leaf's slots from the tree, whoever still reads them, and forget the node if it is not on disk."""
         for index in list(node.block_ids):
             self._free(node, index)
         self.prune(node)
@@ -357,14 +380,14 @@ class PrefixCache:
     # -- RAM --------------------------------------------------------------------------------------------------------
 
     def _allocate(self, index: int) -> int:
-        """A slot of group `index`: a free one, a new one within the budget, or one taken from the least recently used."""
+        """A slot of group `index`: a free one, a new one within the budget, or the least recently used one."""
         pool = self.pools[index]
         if not pool.num_free and not self._grow(index):
             self._evict_for(index)
         return pool.allocate()
 
     def _grow(self, index: int) -> bool:
-        """Grow all groups of the same attention kind together, as they fill together; False if the budget forbids it."""
+        """Grow all groups of one attention kind together, as they fill together; False if the budget forbids it."""
         window = self.groups[index].window
         kin = [i for i, group in enumerate(self.groups) if group.window == window]
         wanted = max(_MIN_GROWTH_BLOCKS, int(self.pools[index].capacity * _GROWTH))
@@ -379,7 +402,7 @@ class PrefixCache:
         return True
 
     def _reserved(self, growing: int | None) -> int:
-        """Bytes kept back so that every other attention kind can hold at least one sequence's window (or a little context)."""
+        """Bytes kept back so that every other attention kind can hold one sequence's window (or a little context)."""
         return sum(
             max(0, self.min_blocks(group) - self.pools[i].capacity) * group.bytes_per_block
             for i, group in enumerate(self.groups)
@@ -387,7 +410,7 @@ class PrefixCache:
         )
 
     @staticmethod
-    def min_blocks(group: GroupSpec) -> int:
+    def min_blocks(group: Group) -> int:
         """Slots without which a group cannot serve a single sequence."""
         return 4 if group.window is None else -(-group.window // BLOCK_SIZE) + 2
 
@@ -399,31 +422,53 @@ class PrefixCache:
     def _evict_for(self, index: int) -> None:
         """Free a slot of group `index`, least recently used leaves first. Raises OutOfBlocks."""
         while not self.pools[index].num_free:
-            victim = next((n for n in self.tree.residents if index in n.block_ids and self._evictable(n)), None)
-            victim = victim or next((n for n in self.tree.residents if self._evictable(n)), None)
+            victim = self._victim(index)
             if victim is None:
                 raise OutOfBlocks(f"the RAM budget of {self.ram_budget} bytes is in use by running requests")
-            self.evict(victim)
+            self._evict(victim)
 
-    def _evictable(self, node: Node) -> bool:
-        return (
-            not node.resident_children
-            and not node.pending
-            and all(self.pools[i].ref_cnt(block_id) == 1 for i, block_id in node.block_ids.items())
-        )
+    def _victim(self, index: int) -> Node | None:
+        """The node to evict for a slot of group `index`; one whose file is being written only if there is no other."""
+        settled = (node for node in self._candidates(index) if self._is_idle(node) and not node.pending)
+        # A write in progress has its own copy of the bytes.
+        return next(settled, None) or next(filter(self._is_idle, self._candidates(index)), None)
+
+    def _candidates(self, index: int) -> Iterator[Node]:
+        """Nodes with a slot of group `index`, then leaves that are in the way of such nodes."""
+        holders = [node for node in self.tree.residents if index in node.block_ids]
+        yield from holders
+        yield from (_resident_leaf(node) for node in holders if not self._is_read(index, node.block_ids[index]))
+
+    def _is_idle(self, node: Node) -> bool:
+        return not node.resident_children and not any(self._is_read(i, slot) for i, slot in node.block_ids.items())
+
+    def _is_read(self, index: int, block_id: int) -> bool:
+        """Whether a sequence reads the slot, beside the nodes that list it."""
+        return self.pools[index].ref_cnt(block_id) > self._listed[index][block_id]
 
     def evict(self, node: Node) -> bool:
-        """Free the node's slots if nobody reads them; False if somebody does. What is on disk stays known."""
-        if not self._evictable(node):
+        """Free the node's slots if nobody reads or writes them; False if somebody does. What is on disk stays known."""
+        if node.pending or not self._is_idle(node):
             return False
+        self._evict(node)
+        return True
+
+    def _evict(self, node: Node) -> None:
         for index in list(node.block_ids):
             self._free(node, index)
             self.evicted_blocks += 1
         self.prune(node)
-        return True
+
+    def _list(self, node: Node, index: int, block_id: int) -> None:
+        """The node's data of group `index` lies in this slot."""
+        self.pools[index].retain(block_id)
+        self._listed[index][block_id] += 1
+        self.tree.set_block(node, index, block_id)
 
     def _free(self, node: Node, index: int) -> None:
-        self.pools[index].release(self.tree.take_block(node, index))
+        block_id = self.tree.take_block(node, index)
+        self._listed[index][block_id] -= 1
+        self.pools[index].release(block_id)
 
     @property
     def ram_capacity_bytes(self) -> int:
@@ -446,17 +491,30 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless every reference is accounted for: free + live + cached == total, tree sound."""
         self.tree.check_integrity()
-        expected = [[0] * pool.capacity for pool in self.pools]
+        readers = Counter(node for sequence in self._sequences for node in (*sequence.nodes, sequence.tail) if node)
         for node in self.tree.walk():
-            for index, block_id in node.block_ids.items():
-                expected[index][block_id] += 1
-        for sequence in self._sequences:
-            for index, table in enumerate(sequence.tables):
-                for block_id in table.block_ids:
-                    expected[index][block_id] += 1
-        for index, pool in enumerate(self.pools):
-            pool.check_integrity()
-            if expected[index] != [pool.ref_cnt(block_id) for block_id in range(pool.capacity)]:
-                raise BrokenInvariant(f"reference counts of group {self.groups[index].name} are wrong")
+            if node.readers != readers.pop(node, 0):
+                raise BrokenInvariant(f"{node!r} miscounts its readers")
+        if readers:
+            raise BrokenInvariant(f"sequences go through {list(readers)}, which the tree has lost")
+        for index in range(len(self.pools)):
+            self._check_references(index)
         if self.ram_capacity_bytes > self.ram_budget:
             raise BrokenInvariant("the RAM budget is exceeded")
+
+    def _check_references(self, index: int) -> None:
+        pool, name = self.pools[index], self.groups[index].name
+        pool.check_integrity()
+        listed = Counter(node.block_ids[index] for node in self.tree.walk() if index in node.block_ids)
+        read = Counter(block_id for sequence in self._sequences for block_id in sequence.tables[index].block_ids)
+        if +self._listed[index] != listed:
+            raise BrokenInvariant(f"slots of group {name} that the tree lists are miscounted")
+        if Counter({block_id: pool.ref_cnt(block_id) for block_id in range(pool.capacity)}) != listed + read:
+            raise BrokenInvariant(f"reference counts of group {name} are wrong")
+
+
+def _resident_leaf(node: Node) -> Node:
+    """Some descendant (or the node itself) without children in RAM."""
+    while node.resident_children:
+        node = next(child for child in node.children if child.block_ids)
+    return node

@@ -238,18 +238,25 @@ def _start_at(transcript: Transcript, text: str, index: int, encode: Callable[[s
 
 
 def _last_agreed_boundary(transcript: Transcript, num_inside: int, start: _Start) -> int:
-    """The last offset where tokens of both end and up to which they agree, wherever no generated token is concerned."""
+    """The last offset where tokens of both end and up to which they agree, wherever no generated text is concerned."""
     common = sorted(set(transcript.ends[start.kept : num_inside]).intersection(start.ends))
     generated = b"".join(count * bytes([kind == "generated"]) for kind, count in transcript.spans)
     agreed, kept, first = start.offset, start.kept, 0
     for position in common:
         next_kept = bisect_right(transcript.ends, position, kept, num_inside)
         next_first = bisect_right(start.ends, position, first)
-        same = list(transcript.ids[kept:next_kept]) == list(start.ids[first:next_first])
-        if not same and 1 not in generated[kept:next_kept]:
+        if not _agrees(transcript, generated, range(kept, next_kept), start.ids[first:next_first]):
             break
         agreed, kept, first = position, next_kept, next_first
     return agreed
+
+
+def _agrees(transcript: Transcript, generated: bytes, segment: range, fresh_ids: Sequence[int]) -> bool:
+    """Whether the tokens of `segment` may stand for `fresh_ids`. Generated tokens without text speak for no text."""
+    ids, ends = transcript.ids, transcript.ends
+    if any(generated[index] and ends[index] > (ends[index - 1] if index else 0) for index in segment):
+        return True
+    return [ids[index] for index in segment if not generated[index]] == list(fresh_ids)
 
 
 def _without_stray_tokens(transcript: Transcript, kept: int, control_ids: Set[int]) -> int:

@@ -48,6 +48,7 @@ class Node:
         block_ids: slot in RAM per group index.
         stored: group indices whose file is on disk.
         pending: group indices whose file is being written.
+        readers: running sequences that go through it; it stays in the tree for them.
     """
 
     __slots__ = (
@@ -59,6 +60,7 @@ class Node:
         "parent",
         "pending",
         "position",
+        "readers",
         "resident_children",
         "stored",
     )
@@ -67,10 +69,11 @@ class Node:
         self.parent = parent
         self.packed = packed
         self.chain = chain
-        self.position = -1 if parent is None else parent.position + 1
+        self.position: int = -1 if parent is None else parent.position + 1
         self.block_ids: dict[int, int] = {}
         self.stored: set[int] = set()
         self.pending: set[int] = set()
+        self.readers = 0
         self.resident_children = 0
         self._children: dict[bytes, Node] = {}
         self._order: list[bytes] = []
@@ -113,7 +116,7 @@ class Node:
         return self._children.get(packed)
 
     def nearest(self, packed: bytes) -> list[tuple[int, Node]]:
-        """The children that share the longest prefix with `packed`, as (shared tokens, child); empty if none shares any."""
+        """The children that share the longest prefix with `packed`, as (shared tokens, child); none share 0 tokens."""
         start = bisect_left(self._order, packed)
         best: list[tuple[int, Node]] = []
         for indices in (range(start, len(self._order)), range(start - 1, -1, -1)):
@@ -166,7 +169,7 @@ class RadixTree:
     def match_prefix(self, root: str, token_ids: Sequence[int]) -> Path:
         """Longest prefix of `token_ids` that the tree knows. Changes nothing."""
         packed = _pack(token_ids)
-        node, nodes = self.root(root), []
+        node, nodes = self._roots.get(root, Node(None, b"", root)), []
         width = BLOCK_SIZE * _BYTES_PER_TOKEN
         for start in range(0, len(packed), width):
             following = node.child(packed[start : start + width])
@@ -199,7 +202,7 @@ class RadixTree:
         return parent.child(_pack(token_ids))
 
     def remove(self, node: Node) -> None:
-        """Forget a leaf, and every ancestor that was kept only for it."""
+        """Forget a leaf without data, and every ancestor (the root too) that was kept only for it."""
         if not node.is_leaf or node.block_ids:
             raise BrokenInvariant(f"{node!r} is in use and cannot be removed")
         if node.parent is not None and node.parent.child(node.packed) is not node:
@@ -209,10 +212,12 @@ class RadixTree:
             parent._detach(node)
             del self._by_chain[node.chain]
             node = parent
+        if node.parent is None and node.is_leaf:
+            self._roots.pop(node.chain, None)
 
     @staticmethod
     def _is_useless(node: Node) -> bool:
-        return node.is_leaf and not node.block_ids and not node.stored and not node.pending
+        return node.is_leaf and not (node.block_ids or node.stored or node.pending or node.readers)
 
     def set_block(self, node: Node, group: int, block_id: int) -> None:
         """Record that `group`'s data of the node lies in slot `block_id`."""

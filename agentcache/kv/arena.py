@@ -18,7 +18,8 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation
 
 PARTS = ("data", "scales", "biases")
-_FLOAT16_MAX = 65504.0
+# Quantised values within this limit can be unpacked in float16: q * scale is at most 15/7 of the largest value.
+_LARGEST_VALUE = 30000.0
 
 
 @dataclass
@@ -34,14 +35,15 @@ class Packed:
 
 
 def quantise(x: mx.array, quantisation: Quantisation) -> Packed:
-    """Quantise [..., D] of any float dtype along the last axis, in float32, keeping scales and biases in float16."""
-    data, scales, biases = mx.quantize(x.astype(mx.float32), group_size=quantisation.group_size, bits=quantisation.bits)
-    return Packed(data, _to_float16(scales), _to_float16(biases))
+    """Quantise [..., D] of any float dtype along the last axis, in float32, keeping scales and biases in float16.
 
-
-def _to_float16(x: mx.array) -> mx.array:
-    """Saturating, and never NaN: a slot is also read, masked, by rows it does not belong to."""
-    return mx.nan_to_num(mx.clip(x, -_FLOAT16_MAX, _FLOAT16_MAX)).astype(mx.float16)
+    NaN becomes 0 and values saturate: a slot is also read, masked, by rows it does not belong to, so nothing in it may
+    turn into NaN or infinity there.
+    """
+    finite = mx.nan_to_num(x.astype(mx.float32), nan=0.0, posinf=_LARGEST_VALUE, neginf=-_LARGEST_VALUE)
+    limited = mx.clip(finite, -_LARGEST_VALUE, _LARGEST_VALUE)
+    data, scales, biases = mx.quantize(limited, group_size=quantisation.group_size, bits=quantisation.bits)
+    return Packed(data, scales.astype(mx.float16), biases.astype(mx.float16))
 
 
 def dequantise(packed: Packed, quantisation: Quantisation, dtype: mx.Dtype) -> mx.array:
@@ -174,20 +176,26 @@ class GroupArena:
         mx.eval(lazy)
         return {name: np.array(array) for name, array in lazy.items()}
 
-    def put(self, block_ids: Sequence[int], positions: Sequence[int], blocks: Sequence[Mapping[str, np.ndarray]]) -> None:
+    def put(
+        self, block_ids: Sequence[int], positions: Sequence[int], blocks: Sequence[Mapping[str, np.ndarray]]
+    ) -> None:
         """Write blocks read from files (each possibly shorter than 256 tokens) into slots `block_ids`."""
         ids = mx.array(block_ids)
         for layer in self.layers:
             for name, side in layer.sides:
-                parts = [
-                    _stack([b[tensor_name(layer.layer.index, name, p, part)] for p, b in zip(positions, blocks, strict=True)])
-                    for part in PARTS
-                ]
-                side.put(ids, parts)
+                side.put(ids, [_stack(_arrays(layer, name, part, positions, blocks)) for part in PARTS])
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to evaluate pending writes."""
         return [array for layer in self.layers for _, side in layer.sides for array in side.arrays()]
+
+
+def _arrays(
+    layer: LayerArena, side: str, part: str, positions: Sequence[int], blocks: Sequence[Mapping[str, np.ndarray]]
+) -> list[np.ndarray]:
+    """One kind of array of all blocks."""
+    names = (tensor_name(layer.layer.index, side, position, part) for position in positions)
+    return [block[name] for name, block in zip(names, blocks, strict=True)]
 
 
 def _stack(parts: Sequence[np.ndarray]) -> np.ndarray:

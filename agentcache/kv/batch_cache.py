@@ -9,139 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena, Packed, Slot, quantise
-
-_MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assignments
-
-
-class StepPlan:
-    """Where one step of `num_tokens` tokens a row is written and read; the same for all layers of a group.
-
-    Args:
-        tables: the rows' block tables, already long enough.
-        lengths: tokens each row holds before the step.
-        num_tokens: tokens added to every row.
-        window: number of most recent tokens attended to; None for all.
-    """
-
-    def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int, window: int | None) -> None:
-        self.num_tokens = num_tokens
-        self.window = window
-        self._lengths = lengths
-        self._tables = tables
-        self._firsts = [self._first_block(table, length) for table, length in zip(tables, lengths, strict=True)]
-        self._lasts = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
-
-    def _first_block(self, table: BlockTable, length: int) -> int:
-        needed = 0 if self.window is None else max(0, length - self.window + 1) // BLOCK_SIZE
-        return max(needed, table.first_block)
-
-    @property
-    def batch_size(self) -> int:
-        return len(self._tables)
-
-    @cached_property
-    def slots(self) -> list[Slot]:
-        """Runs of tokens inside single blocks; for one row only."""
-        table, start, runs = self._tables[0], self._lengths[0], []
-        done = 0
-        while done < self.num_tokens:
-            block, offset = divmod(start + done, BLOCK_SIZE)
-            count = min(BLOCK_SIZE - offset, self.num_tokens - done)
-            runs.append(Slot(table.block_id(block), offset, done, done + count))
-            done += count
-        return runs
-
-    @cached_property
-    def scatter(self) -> tuple[mx.array, mx.array]:
-        """Slot and place of every token, both [B * num_tokens]."""
-        places = [
-            (table.block_id(position // BLOCK_SIZE), position % BLOCK_SIZE)
-            for table, length in zip(self._tables, self._lengths, strict=True)
-            for position in range(length, length + self.num_tokens)
-        ]
-        return mx.array([block for block, _ in places]), mx.array([offset for _, offset in places])
-
-    @property
-    def by_slices(self) -> bool:
-        return self.batch_size == 1 and self.num_tokens <= _MAX_SLICES * BLOCK_SIZE
-
-    @cached_property
-    def num_blocks(self) -> int:
-        """Blocks read per row; shorter rows read a masked block in place of the missing ones."""
-        return max(last - first for first, last in zip(self._firsts, self._lasts, strict=True))
-
-    @cached_property
-    def block_ids(self) -> mx.array:
-        """Slots to read, int32 [B, num_blocks]."""
-        rows = []
-        for table, first, last in zip(self._tables, self._firsts, self._lasts, strict=True):
-            ids = table.block_ids[first - table.first_block : last - table.first_block]
-            rows.append(ids + [ids[0]] * (self.num_blocks - len(ids)))
-        return mx.array(rows, dtype=mx.int32)
-
-    @property
-    def key_start(self) -> int:
-        """Position of the first key read; for one row only."""
-        return self._firsts[0] * BLOCK_SIZE
-
-    @property
-    def num_keys(self) -> int:
-        """Keys of a single row from `key_start` to the end of the step."""
-        return self._lengths[0] + self.num_tokens - self.key_start
-
-    @cached_property
-    def mask(self) -> mx.array:
-        """Which keys each query attends to, bool [B, num_tokens, num_blocks * 256]."""
-        starts = mx.array([first * BLOCK_SIZE for first in self._firsts])[:, None, None]
-        keys = mx.arange(self.num_blocks * BLOCK_SIZE)[None, None, :] + starts
-        queries = (mx.array(self._lengths)[:, None] + mx.arange(self.num_tokens)[None, :])[:, :, None]
-        allowed = keys <= queries
-        return allowed if self.window is None else allowed & (keys > queries - self.window)
-
-
-class RowBatch:
-    """The rows of one group: block tables, and a plan per step that the group's layers share.
-
-    Args:
-        tables: one per row.
-        window: the group's window.
-        pool: where to take further slots; None where the caller reserves them beforehand.
-    """
-
-    def __init__(self, tables: list[BlockTable], window: int | None, pool: BlockPool | None = None) -> None:
-        self.tables = tables
-        self.window = window
-        self.pool = pool
-        self._plan: StepPlan | None = None
-        self._planned_for: tuple[tuple[int, ...], int] | None = None
-
-    def plan(self, lengths: Sequence[int], num_tokens: int) -> StepPlan:
-        """The plan for adding `num_tokens` tokens to rows of these lengths."""
-        key = (tuple(lengths), num_tokens)
-        if self._plan is None or self._planned_for != key:
-            self._reserve(lengths, num_tokens)
-            self._plan, self._planned_for = StepPlan(self.tables, key[0], num_tokens, self.window), key
-        return self._plan
-
-    def _reserve(self, lengths: Sequence[int], num_tokens: int) -> None:
-        for table, length in zip(self.tables, lengths, strict=True):
-            while table.end_block * BLOCK_SIZE < length + num_tokens:
-                table.block_ids.append(self._allocate())
-
-    def _allocate(self) -> int:
-        if self.pool is None:
-            raise BrokenInvariant("a step was run without reserving its blocks")
-        if not self.pool.num_free:
-            self.pool.grow(self.pool.capacity + max(4, self.pool.capacity // 2))
-        return self.pool.allocate()
+from agentcache.kv.arena import LayerArena, Packed, quantise
+from agentcache.kv.step_plan import RowBatch, StepPlan
 
 
 @dataclass(frozen=True)
@@ -177,9 +52,9 @@ class BatchQuantizedKVCache:
 
     def update(self, keys: mx.array, values: mx.array | None) -> Step:
         """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA) behind each row."""
+        self._copy_shared(keys.shape[2])
         plan = self.rows.plan(self.lengths, keys.shape[2])
-        if self.rows.pool is not None:
-            self.arena.grow(self.rows.pool.capacity)
+        self._follow_pool()
         for (_, side), new in zip(self.arena.sides, (keys, values), strict=False):
             packed = quantise(new, self.arena.quantisation)
             if plan.by_slices:
@@ -188,6 +63,19 @@ class BatchQuantizedKVCache:
                 side.write_scattered(packed, *plan.scatter)
         self.lengths = [length + plan.num_tokens for length in self.lengths]
         return Step(self.arena, plan)
+
+    def _copy_shared(self, num_tokens: int) -> None:
+        """Copy-on-write of the blocks that the next tokens go to and another cache also holds."""
+        for table, position in self.rows.shared_blocks(self.lengths, num_tokens):
+            target = self.rows.allocate()
+            self._follow_pool()
+            for _, side in self.arena.sides:
+                side.copy(table.block_id(position), target)
+            self.rows.replace(table, position, target)
+
+    def _follow_pool(self) -> None:
+        if self.rows.pool is not None:
+            self.arena.grow(self.rows.pool.capacity)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[tuple[mx.array, ...], ...]:
         """mlx-lm's contract: update, then (data, scales, biases) of all keys and of all values, each [B, H_kv, T, ·].
@@ -220,7 +108,7 @@ class BatchQuantizedKVCache:
 
     @classmethod
     def merge(cls, caches: Sequence[BatchQuantizedKVCache]) -> BatchQuantizedKVCache:
-        """One cache with all rows of `caches`, which must lie in one arena and are not to be used any more. Copies no KV."""
+        """One cache with all rows of `caches`, which lie in one arena and are not to be used any more. Copies no KV."""
         first = caches[0]
         merged = cls(first.arena, RowBatch(list(first.rows.tables), first.rows.window, first.rows.pool), first.lengths)
         for cache in caches[1:]:
@@ -235,24 +123,24 @@ class BatchQuantizedKVCache:
         self.lengths = self.lengths + other.lengths
 
     def extract(self, index: int) -> BatchQuantizedKVCache:
-        """Row `index` as a cache of its own over the same slots. Copies no KV."""
-        rows = RowBatch([self.rows.tables[index]], self.rows.window, self.rows.pool)
+        """Row `index` as a cache of its own. Copies no KV: slots are shared until one of the two writes into them."""
+        table = self.rows.tables[index]
+        self.rows.retain(table.block_ids)
+        fork = BlockTable(list(table.block_ids), table.first_block)
+        rows = RowBatch([fork], self.rows.window, self.rows.pool)
         return BatchQuantizedKVCache(self.arena, rows, [self.lengths[index]])
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep just these rows, in this order; the slots of the others go back to the pool."""
+        """Keep just these rows, in this order; the slots that only the others hold go back to the pool."""
         kept = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
         for index in set(range(len(self.lengths))) - set(kept):
-            self._release(self.rows.tables[index])
+            self.rows.release(self.rows.tables[index].block_ids)
         self.rows = RowBatch([self.rows.tables[i] for i in kept], self.rows.window, self.rows.pool)
         self.lengths = [self.lengths[i] for i in kept]
 
-    def _release(self, table: BlockTable) -> None:
-        if self.rows.pool is not None:
-            for block_id in table.block_ids:
-                self.rows.pool.release(block_id)
-
-    def prepare(self, *, left_padding: object = None, lengths: object = None, right_padding: list[int] | None = None) -> None:
+    def prepare(
+        self, *, left_padding: object = None, lengths: object = None, right_padding: list[int] | None = None
+    ) -> None:
         """mlx-lm's contract: the next updates carry `right_padding[i]` tokens too many in row i, until `finalize`."""
         if left_padding is not None:
             raise BrokenInvariant("paged rows have no padding on the left")
@@ -275,18 +163,17 @@ class BatchQuantizedKVCache:
         return tuple(tuple(_rows(part) for part in side.gather(plan.block_ids)) for _, side in self.arena.sides)
 
     def row(self, index: int) -> dict[str, Packed]:
-        """Exact contents of a row, [H_kv, length, ·] per side."""
-        cache = self.extract(index)
-        sides = zip((name for name, _ in self.arena.sides), cache.state, strict=True)
-        start = StepPlan(cache.rows.tables, cache.lengths, 0, cache.rows.window).key_start
-        return {name: Packed(*(part[0, :, : self.lengths[index] - start] for part in parts)) for name, parts in sides}
+        """Exact contents of a row, [H_kv, length, ·] per side; with a window, from the first block it still needs."""
+        plan = StepPlan([self.rows.tables[index]], [self.lengths[index]], 0, self.rows.window)
+        sides = [(name, side.gather(plan.block_ids)) for name, side in self.arena.sides]
+        return {name: Packed(*(_rows(part)[0, :, : plan.num_keys] for part in parts)) for name, parts in sides}
 
     def is_trimmable(self) -> bool:
         return True
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens of every row; returns how many that were."""
-        n = min(n, *self.lengths)
+        n = min([n, *self.lengths])
         self.lengths = [length - n for length in self.lengths]
         return n
 

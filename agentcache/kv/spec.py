@@ -120,7 +120,7 @@ class CacheSpec:
 
     def group(self, name: str) -> GroupSpec:
         """The group of that name; KeyError if there is none."""
-        return next(group for group in self.groups if group.name == name)
+        return {group.name: group for group in self.groups}[name]
 
 
 def make_groups(layers: list[LayerSpec], quantisation: Quantisation) -> tuple[GroupSpec, ...]:

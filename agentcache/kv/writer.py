@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from agentcache.errors import StoreError
 
 T = TypeVar("T")
+
+log = logging.getLogger("agentcache.writer")
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,14 @@ class _Job(Generic[T]):
     run: Callable[[], T]
     done: Callable[[T | StoreError], None]
     num_bytes: int
+
+    def finish(self) -> None:
+        """Run, and hand on the outcome; whatever goes wrong, the thread lives."""
+        outcome = _outcome(self.run)
+        try:
+            self.done(outcome)
+        except Exception:
+            log.exception("nobody took the outcome of a write")
 
 
 class Writer:
@@ -29,20 +40,31 @@ class Writer:
 
     def __init__(self, max_bytes: int = 512 << 20) -> None:
         self._max_bytes = max_bytes
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_Job[Any]] = deque()
         self._waiting_bytes = 0
         self._changed = threading.Condition()
         self._closing = False
+        self._ended = False
         self._thread = threading.Thread(target=self._loop, name="agentcache-writer", daemon=True)
         self._thread.start()
 
     def submit(self, run: Callable[[], T], done: Callable[[T | StoreError], None], num_bytes: int = 0) -> None:
-        """Queue `run`; `done` gets its result, or the error it ended with, on the writer thread."""
+        """Queue `run`; `done` gets its result, or the error it ended with, on the writer thread.
+
+        After `close` nothing runs, and `done` gets an error at once.
+        """
+        if not self._queue(_Job(run, done, num_bytes)):
+            done(StoreError("the writer is closed"))
+
+    def _queue(self, job: _Job[Any]) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting_bytes <= self._max_bytes)
-            self._jobs.append(_Job(run, done, num_bytes))
-            self._waiting_bytes += num_bytes
+            if self._ended:
+                return False
+            self._jobs.append(job)
+            self._waiting_bytes += job.num_bytes
             self._changed.notify_all()
+            return True
 
     @property
     def waiting_bytes(self) -> int:
@@ -57,15 +79,16 @@ class Writer:
 
     def _loop(self) -> None:
         while (job := self._next()) is not None:
-            job.done(_outcome(job.run))
+            job.finish()
             with self._changed:
                 self._waiting_bytes -= job.num_bytes
                 self._changed.notify_all()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Job[Any] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._closing)
-            return self._jobs.popleft() if self._jobs else None
+            self._changed.wait_for(lambda: bool(self._jobs) or self._closing)
+            self._ended = not self._jobs
+            return None if self._ended else self._jobs.popleft()
 
 
 def _outcome(run: Callable[[], T]) -> T | StoreError:

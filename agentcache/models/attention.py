@@ -17,8 +17,9 @@ import mlx.nn as nn
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.arena import Packed, SideArena, dequantise
-from agentcache.kv.batch_cache import BatchQuantizedKVCache, Step, StepPlan
+from agentcache.kv.batch_cache import BatchQuantizedKVCache, Step
 from agentcache.kv.spec import LayerSpec
+from agentcache.kv.step_plan import StepPlan
 
 # Up to this many query tokens, multiplying with the packed data is faster than unpacking it first (CPU and GPU alike).
 MAX_PACKED_QUERIES = 8
@@ -55,7 +56,9 @@ def paged_attention(queries: mx.array, step: Step, options: AttentionOptions) ->
     return flash_attention(queries, k, v, step.plan, options)
 
 
-def flash_attention(queries: mx.array, keys: mx.array, values: mx.array, plan: StepPlan, options: AttentionOptions) -> mx.array:
+def flash_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, plan: StepPlan, options: AttentionOptions
+) -> mx.array:
     """One row's queries [1, H_q, n, D] over unpacked keys and values [1, H_kv, T, D]."""
     mask: str | mx.array = "causal" if plan.window is None else plan.mask[:, None, :, : keys.shape[2]]
     sinks = None if options.sinks is None else options.sinks.astype(queries.dtype)
@@ -72,22 +75,23 @@ def unpack_row(side: SideArena, plan: StepPlan, dtype: mx.Dtype) -> mx.array:
 def packed_attention(
     queries: mx.array, keys: Packed, values: Packed, plan: StepPlan, options: AttentionOptions, side: SideArena
 ) -> mx.array:
-    """Attention straight on packed blocks [B, num_blocks, H_kv, 256, ·]; returns [B, H_q, n, D_v] in the queries' dtype.
+    """Attention straight on packed blocks [B, num_blocks, H_kv, 256, ·]; returns [B, H_q, n, D_v] in the queries' type.
 
-    Query heads that share a kv head are rows of one product, so every block is read once.
+    Query heads that share a kv head are rows of one product, so every block is read once. Computed in float32, whose
+    cost is nothing beside reading the blocks: float16 scores would be off by a percent.
     """
     batch, num_heads, num_tokens, _ = queries.shape
     num_blocks, kv_heads = keys.data.shape[1], keys.data.shape[2]
     repeats = num_heads // kv_heads
     packing = {"group_size": side.quantisation.group_size, "bits": side.quantisation.bits}
 
-    q = queries.reshape(batch, 1, kv_heads, repeats * num_tokens, -1)
+    q = queries.astype(mx.float32).reshape(batch, 1, kv_heads, repeats * num_tokens, -1)
     q = mx.broadcast_to(q * options.scale, (batch, num_blocks, *q.shape[2:]))
     scores = mx.quantized_matmul(q, *keys, transpose=True, **packing)
     scores = scores.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, repeats, num_tokens, num_blocks * BLOCK_SIZE)
-    weights = _softmax(scores.astype(mx.float32), plan.mask[:, None, None], options, (kv_heads, repeats))
+    weights = _softmax(scores, plan.mask[:, None, None], options, (kv_heads, repeats))
     weights = weights.reshape(batch, kv_heads, repeats * num_tokens, num_blocks, BLOCK_SIZE).transpose(0, 3, 1, 2, 4)
-    out = mx.quantized_matmul(weights.astype(scores.dtype), *values, transpose=False, **packing).sum(axis=1)
+    out = mx.quantized_matmul(weights, *values, transpose=False, **packing).sum(axis=1)
     return out.reshape(batch, num_heads, num_tokens, -1).astype(queries.dtype)
 
 
@@ -118,7 +122,7 @@ class Attention(nn.Module):
         self._num_heads = num_query_heads(original)
         self._options = AttentionOptions(attention_scale(original), softcap(original), getattr(original, "sinks", None))
 
-    def __call__(self, x: mx.array, mask: Any = None, cache: BatchQuantizedKVCache | None = None) -> mx.array:
+    def __call__(self, x: mx.array, mask: Any, cache: BatchQuantizedKVCache) -> mx.array:
         """`x` [B, n, hidden] to [B, n, hidden]; the mask comes from the cache, the argument is mlx-lm's and unused."""
         batch, num_tokens, _ = x.shape
         queries, keys, values = self._project(x)
@@ -175,5 +179,5 @@ def _first_attribute(module: nn.Module, *names: str) -> Any:
 def can_rehost(module: nn.Module) -> bool:
     """Whether the module has the parts that `Attention` takes over, and the call signature it imitates."""
     has_qkv = "qkv_proj" in module or all(name in module for name in ("q_proj", "k_proj", "v_proj"))
-    parameters = list(inspect.signature(type(module).__call__).parameters)
-    return has_qkv and all(name in module for name in ("o_proj", "rope")) and parameters == ["self", "x", "mask", "cache"]
+    has_rest = "o_proj" in module and "rope" in module
+    return has_qkv and has_rest and list(inspect.signature(module.__call__).parameters) == ["x", "mask", "cache"]

@@ -18,19 +18,24 @@ def model_fingerprint(folder: Path, tokenizer_fingerprint: str, memo: Path | Non
     """Digest of a model folder, 32 hex digits.
 
     Args:
-        folder: holds config.json and model*.safetensors.
+        folder: holds config.json and model*.safetensors, and what else mlx-lm reads to build the model.
         tokenizer_fingerprint: digest of the tokenizer and chat template.
         memo: a JSON file that remembers digests of weight files by size, times and inode, so that a restart does not
             read gigabytes again.
     """
     state = hashlib.blake2b(digest_size=16)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    parts = [json.dumps(config, sort_keys=True), tokenizer_fingerprint, *_weight_digests(folder, memo)]
+    parts = [*_configs(folder), tokenizer_fingerprint, *_weight_digests(folder, memo)]
     for part in parts:
         data = part.encode()
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.hexdigest()
+
+
+def _configs(folder: Path) -> list[str]:
+    """What the config files say, without how they are laid out."""
+    files = [folder / "config.json", folder / "hf_quant_config.json"]
+    return [json.dumps(json.loads(file.read_bytes()), sort_keys=True) for file in files if file.is_file()]
 
 
 def _weight_digests(folder: Path, memo: Path | None) -> list[str]:
@@ -62,7 +67,7 @@ def _read_memo(memo: Path | None) -> dict[str, str]:
         known: Any = json.loads(memo.read_text(encoding="utf-8")) if memo else {}
     except (OSError, ValueError):
         return {}
-    return known if isinstance(known, dict) else {}
+    return {k: v for k, v in known.items() if isinstance(v, str)} if isinstance(known, dict) else {}
 
 
 def _write_memo(memo: Path, digests: dict[str, str]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +18,7 @@ from agentcache.models.rehost import rehost
 from agentcache.models.tokenizer import Tokenizer
 
 _DEFAULT_CONTEXT = 8192
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ def load(path_or_hub_id: str, *, memo: Path | None = None, max_context: int | No
         UnsupportedModel: the folder is no model, or its architecture cannot be served exactly.
     """
     folder = _folder(path_or_hub_id)
-    tokenizer = Tokenizer.load(folder)
-    model, config = _load_weights(folder)
+    # Never with trust_remote_code: nothing in a model folder is executed.
+    model, config = _or_unsupported(folder, "model", lambda: load_model(folder))
+    tokenizer = _or_unsupported(folder, "tokenizer", lambda: Tokenizer.load(folder))
     last = _install_wanted_positions(model)
     spec = rehost(model, config["model_type"], config)
     return LoadedModel(
@@ -100,13 +102,13 @@ def _folder(path_or_hub_id: str) -> Path:
         raise UnsupportedModel(f"model {path_or_hub_id!r} could not be fetched: {error}") from error
 
 
-def _load_weights(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
     try:
-        # Never with trust_remote_code: nothing in a model folder is executed.
-        model, config = load_model(folder)
-    except (ValueError, KeyError, TypeError, OSError, json.JSONDecodeError, RuntimeError) as error:
-        raise UnsupportedModel(f"mlx-lm cannot load {folder}: {error}") from error
-    return model, config
+        return load()
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm or transformers, in any way
+        raise UnsupportedModel(f"the {what} in {folder} cannot be loaded: {error}") from error
 
 
 def _install_wanted_positions(model: nn.Module) -> WantedPositions:

@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on the paged Q4 cache.
 
 mlx-lm's module caches decompressed keys and values of every head. Here the cache holds what attention needs least of:
-the normed latent and the roped shared key part, as one pseudo head of `kv_lora_rank + qk_rope_head_dim` values. Few queries
-are moved into the latent space and read packed blocks (weights absorbed); many read one layer's latent decompressed.
+the normed latent and the roped shared key part, as one pseudo head of `kv_lora_rank + qk_rope_head_dim` values. Few
+queries are moved into the latent space and read packed blocks (weights absorbed); many read one layer's latent
+decompressed.
 """
 
 from __future__ import annotations
@@ -42,9 +43,8 @@ def dense_weight(linear: nn.Module) -> mx.array:
     """A linear layer's weight [out, in], dequantised where needed."""
     if "scales" not in linear:
         return linear.weight
-    return mx.dequantize(
-        linear.weight, linear.scales, linear.get("biases"), group_size=linear.group_size, bits=linear.bits, mode=linear.mode
-    )
+    packing = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
+    return mx.dequantize(linear.weight, linear.scales, linear.get("biases"), **packing)
 
 
 class LatentAttention(nn.Module):
@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
         weight = dense_weight(original.kv_b_proj).reshape(self._num_heads, -1, self._rank)
         self._key_weight, self._value_weight = weight[:, : self._nope], weight[:, self._nope :]
 
-    def __call__(self, x: mx.array, mask: Any = None, cache: BatchQuantizedKVCache | None = None) -> mx.array:
+    def __call__(self, x: mx.array, mask: Any, cache: BatchQuantizedKVCache) -> mx.array:
         """`x` [B, n, hidden] to [B, n, hidden]; the mask comes from the cache, the argument is mlx-lm's and unused."""
         batch, num_tokens, _ = x.shape
         q_nope, q_rope = self._queries(x)

@@ -5,7 +5,7 @@ Structural: a model is taken for what its modules are, not for its name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from agentcache.blocks.pool import BlockPool
-from agentcache.errors import UnsupportedModel
+from agentcache.errors import BrokenInvariant, UnsupportedModel
 from agentcache.kv.arena import LayerArena, dequantise, quantise
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, make_groups, quantisation_for
@@ -23,6 +23,7 @@ from agentcache.models.attention import Attention, can_rehost, num_kv_heads, num
 from agentcache.models.mla import LatentAttention, is_latent, latent_dim
 
 _CHECK_STEPS = (5, 20, 1)  # tokens a step: packed prefill, unpacked prefill, decode
+_CHECK_WINDOW = 7  # short, so that tokens leave it during the check
 _TOLERANCE = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 6e-2}
 
 
@@ -40,8 +41,8 @@ def rehost(model: nn.Module, model_type: str, config: dict[str, Any], *, check: 
     """Replace every attention module of an mlx-lm model; returns what the model caches.
 
     Raises:
-        UnsupportedModel: a layer keeps something other than keys and values, has an attention that is not understood, or
-            its replacement gives other numbers than the original.
+        UnsupportedModel: a layer keeps something other than keys and values, has an attention that is not understood,
+            its replacement gives other numbers than the original, or the model does not run on the replacements.
     """
     windows = _windows(model)
     sites = [_find_site(layer, index, windows[index]) for index, layer in enumerate(model.layers)]
@@ -50,6 +51,8 @@ def rehost(model: nn.Module, model_type: str, config: dict[str, Any], *, check: 
         replacement = _replace(site)
         if check:
             _check_equal(site, replacement, quantisation)
+    if check:
+        _check_runs(model, sites, quantisation)
     return CacheSpec(
         model_type=model_type,
         num_attention_heads=num_query_heads(sites[0].module),
@@ -64,7 +67,11 @@ def _windows(model: nn.Module) -> list[int | None]:
     for index, cache in enumerate(make_prompt_cache(model)):
         if type(cache) not in (KVCache, RotatingKVCache):
             raise UnsupportedModel(f"layer {index} keeps a {type(cache).__name__}, not keys and values per token")
+        if getattr(cache, "keep", 0):
+            raise UnsupportedModel(f"layer {index} attends to its first {cache.keep} tokens and to a window")
         windows.append(cache.max_size if isinstance(cache, RotatingKVCache) else None)
+    if len(windows) != len(model.layers):
+        raise UnsupportedModel(f"{len(model.layers)} layers share {len(windows)} caches")
     return windows
 
 
@@ -73,7 +80,7 @@ def _find_site(layer: nn.Module, index: int, window: int | None) -> Site:
         if not isinstance(module, nn.Module):
             continue
         if isinstance(module.get("rope"), DynamicNTKScalingRoPE):
-            raise UnsupportedModel(f"layer {index} uses dynamic NTK rope, whose keys depend on the length of the prompt")
+            raise UnsupportedModel(f"layer {index} uses dynamic NTK rope, whose keys depend on the prompt's length")
         if is_latent(module):
             return Site(layer, name, module, LayerSpec(index, 1, latent_dim(module), 0, window))
         if can_rehost(module):
@@ -111,6 +118,7 @@ class _RoundTripCache:
 
     def __init__(self, quantisation: Quantisation) -> None:
         self.offset = 0
+        self.x: mx.array | None = None  # the module's input
         self._quantisation = quantisation
         self._held: list[mx.array] = []
 
@@ -132,7 +140,6 @@ class _LatentRoundTripCache(_RoundTripCache):
     def __init__(self, module: LatentAttention, quantisation: Quantisation) -> None:
         super().__init__(quantisation)
         self._module = module
-        self.x: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         latent, _ = mx.split(self._module.kv_a_proj_with_mqa(self.x), [self._module._rank], axis=-1)
@@ -145,7 +152,8 @@ class _LatentRoundTripCache(_RoundTripCache):
 def _check_equal(site: Site, replacement: nn.Module, quantisation: Quantisation) -> None:
     """Run both modules on the same random input over the same quantised values; raise if they disagree."""
     dtype = _dtype(site.module)
-    arena = LayerArena(site.spec, quantisation)
+    window = site.spec.window and min(site.spec.window, _CHECK_WINDOW)
+    arena = LayerArena(replace(site.spec, window=window), quantisation)
     ours = BatchQuantizedKVCache.standalone(arena, BlockPool())
     latent = isinstance(replacement, LatentAttention)
     theirs = _LatentRoundTripCache(replacement, quantisation) if latent else _RoundTripCache(quantisation)
@@ -154,7 +162,7 @@ def _check_equal(site: Site, replacement: nn.Module, quantisation: Quantisation)
         generator, key = mx.random.split(generator)
         x = mx.random.normal((1, num_tokens, _out_dim(site.module.o_proj)), key=key).astype(dtype)
         theirs.x = x
-        mask = create_causal_mask(num_tokens, theirs.offset, window_size=site.spec.window)
+        mask = create_causal_mask(num_tokens, theirs.offset, window_size=window)
         _compare(site.spec.index, site.module(x, mask, theirs), replacement(x, None, ours))
 
 
@@ -163,9 +171,18 @@ def _compare(index: int, expected: mx.array, actual: mx.array) -> None:
     difference = mx.abs(expected - actual).max().item()
     if not difference <= _TOLERANCE.get(expected.dtype, 1e-4) * max(size, 1e-6):
         raise UnsupportedModel(
-            f"layer {index}: the re-hosted attention differs from mlx-lm's by {difference:.3g} (values up to {size:.3g}); "
-            "this architecture is not served, as its answers could be wrong"
+            f"layer {index}: the re-hosted attention differs from mlx-lm's by {difference:.3g} (values up to "
+            f"{size:.3g}); this architecture is not served, as its answers could be wrong"
         )
+
+
+def _check_runs(model: nn.Module, sites: list[Site], quantisation: Quantisation) -> None:
+    """Run the whole model on two tokens: it may want of its caches what they do not have, such as another window."""
+    caches = [BatchQuantizedKVCache.standalone(LayerArena(site.spec, quantisation), BlockPool()) for site in sites]
+    try:
+        mx.eval(model(mx.array([[0, 1]]), cache=caches))
+    except (BrokenInvariant, AttributeError, TypeError, ValueError, IndexError) as error:
+        raise UnsupportedModel(f"{type(model).__name__} does not run on the re-hosted attention: {error}") from error
 
 
 def _dtype(module: nn.Module) -> mx.Dtype:

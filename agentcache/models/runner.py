@@ -10,7 +10,8 @@ import numpy as np
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.prefix_cache import Copy
 from agentcache.kv.arena import GroupArena, make_arenas
-from agentcache.kv.batch_cache import BatchQuantizedKVCache, RowBatch
+from agentcache.kv.batch_cache import BatchQuantizedKVCache
+from agentcache.kv.step_plan import RowBatch
 from agentcache.models.loader import LoadedModel
 
 
@@ -28,7 +29,12 @@ class ModelRunner:
         self.copied_blocks = 0
 
     def forward(
-        self, token_ids: Sequence[Sequence[int]], tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int], *, all_logits: bool = False
+        self,
+        token_ids: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[BlockTable]],
+        lengths: Sequence[int],
+        *,
+        all_logits: bool = False,
     ) -> mx.array:
         """Compute a step and write its keys and values; nothing is evaluated yet.
 
@@ -47,7 +53,9 @@ class ModelRunner:
         self.forward_tokens += sum(len(row) for row in token_ids)
         return self._loaded.model(mx.array(token_ids), cache=caches)
 
-    def _layer_caches(self, tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int]) -> list[BatchQuantizedKVCache]:
+    def _layer_caches(
+        self, tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int]
+    ) -> list[BatchQuantizedKVCache]:
         caches: dict[int, BatchQuantizedKVCache] = {}
         for index, arena in enumerate(self.arenas):
             rows = RowBatch([row[index] for row in tables], arena.spec.window)

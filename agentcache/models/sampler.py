@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
-
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 _REPETITION_CONTEXT = 64  # tokens a repetition penalty looks back
+_SMALLEST_TEMPERATURE = 1e-5  # below it, scaled log probabilities leave float32
+_SMALLEST_TOP_P = 1e-6  # keeps the best token
 
 
 class Sampler:
     """A request's way of choosing tokens.
 
     Args:
-        temperature, top_p, top_k, min_p: 0 means greedy; 1.0, 0 and 0.0 switch the truncations off.
+        temperature: 0 means greedy.
+        top_p, top_k, min_p: 1.0, 0 and 0.0 switch the truncations off.
         repetition_penalty: divides positive and multiplies negative logits of the last 64 tokens; 1.0 is off.
-        logit_bias: added to the logits, by token id.
-        seed: a sampler with the same seed and the same logits draws the same tokens.
+        logit_bias: added to the logits, by token id; ids that the model has no logit for are passed over.
+        seed: a sampler with the same seed and the same logits draws the same tokens. Any integer.
     """
 
     def __init__(
@@ -36,16 +38,16 @@ class Sampler:
         self._top_p, self._top_k, self._min_p = top_p, top_k, min_p
         self._penalty = repetition_penalty
         self._bias = logit_bias or {}
-        self._key = mx.random.key(seed if seed is not None else mx.random.randint(0, 2**31 - 1).item())
+        self._key = mx.random.key(mx.random.randint(0, 2**31 - 1).item() if seed is None else seed % 2**64)
 
     def choose(self, logits: mx.array, recent: Sequence[int]) -> mx.array:
         """A token id, int32 [], from logits [vocabulary] after `recent` tokens. Lazy."""
         logits = self._adjusted(logits.astype(mx.float32), recent[-_REPETITION_CONTEXT:])
-        if self._temperature == 0:
+        if self._temperature < _SMALLEST_TEMPERATURE:
             return mx.argmax(logits, axis=-1)
         logprobs = log_softmax(logits)[None]
-        if 0 < self._top_p < 1:
-            logprobs = apply_top_p(logprobs, self._top_p)
+        if self._top_p < 1:
+            logprobs = apply_top_p(logprobs, max(self._top_p, _SMALLEST_TOP_P))
         if self._min_p > 0:
             logprobs = apply_min_p(logprobs, self._min_p)
         if 0 < self._top_k < logprobs.shape[-1]:
@@ -58,9 +60,10 @@ class Sampler:
             ids = mx.array(list(recent))
             seen = logits[ids]
             logits[ids] = mx.where(seen > 0, seen / self._penalty, seen * self._penalty)
-        if self._bias:
-            ids = mx.array(list(self._bias))
-            logits[ids] = logits[ids] + mx.array(list(self._bias.values()))
+        biases = {token_id: bias for token_id, bias in self._bias.items() if 0 <= token_id < logits.shape[-1]}
+        if biases:
+            ids = mx.array(list(biases))
+            logits[ids] = logits[ids] + mx.array(list(biases.values()))
         return logits
 
 

@@ -331,6 +331,10 @@ class AsyncEngine:
     async def stats(self) -> CacheStats:
         return await self._call(lambda engine: engine.stats())
 
+    async def check_integrity(self) -> None:
+        """Raises BrokenInvariant unless every block is accounted for."""
+        await self._call(lambda engine: engine.cache.check_integrity())
+
     async def clear_cache(self) -> None:
         """Free all RAM that nobody is reading; agents stay on disk."""
         await self._call(lambda engine: engine.clear())

@@ -19,9 +19,9 @@ Emit = Callable[[Update | BaseException], None]
 class Generation:
     """A request from admission to its last update.
 
-    `num_computed` against `len(token_ids)` is the whole state of progress: prompt and generated tokens alike are known first
-    and computed later, in pieces of any size. Sequence and counters survive neither preemption nor a failed restore; the
-    tokens do.
+    `num_computed` against `len(token_ids)` is the whole state of progress: prompt and generated tokens alike are known
+    first and computed later, in pieces of any size. Sequence and counters survive neither preemption nor a failed
+    restore; the tokens do.
 
     Attributes:
         match: the prompt as tokens, and how it relates to the agent's transcript.

@@ -79,11 +79,6 @@ class Output:
         """What the transcript takes over: nothing behind a stop string, and no token that reaches into it."""
         text, ends = self._detokenizer.text, self._detokenizer.ends
         if self._end is None:
-            return Generated(text, self._ids, _closed(ends, len(self._ids), len(text)))
+            return Generated(text, self._ids, ends)
         count = next((i for i, end in enumerate(ends) if end > self._end), len(ends))
         return Generated(text[: ends[count - 1] if count else 0], self._ids[:count], ends[:count])
-
-
-def _closed(ends: Sequence[int], num_tokens: int, length: int) -> list[int]:
-    """Token ends where the last token takes what the end of the text brought out."""
-    return [*ends[: num_tokens - 1], length] if num_tokens else []

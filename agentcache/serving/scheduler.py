@@ -47,8 +47,11 @@ class Scheduler:
                 queue.remove(generation)
 
     def youngest(self) -> Generation | None:
-        """Whom to preempt when no block is left; None if a preemption would leave nobody running."""
-        return self.running[-1] if len(self.running) > 1 else None
+        """Whom to preempt when no block is left; None if a preemption would leave nobody running.
+
+        By arrival, not by place in `running`, where prompts take turns: the oldest is never preempted, so it gets done.
+        """
+        return max(self.running, key=lambda g: g.submitted_at) if len(self.running) > 1 else None
 
     def preempt(self, generation: Generation) -> None:
         """Back to the front of the queue."""
@@ -58,8 +61,8 @@ class Scheduler:
     def schedule(self) -> dict[Generation, int]:
         """Tokens each generation computes in the next step.
 
-        Everyone who has just one token to compute does so (they form one batch); besides, one prompt advances by a chunk that
-        ends on a block boundary. Prompts take turns.
+        Everyone who has just one token to compute does so (they form one batch); besides, one prompt advances by a
+        chunk that ends on a block boundary. Prompts take turns.
         """
         step = {g: 1 for g in self.running if g.num_to_compute == 1}
         prefilling = next((g for g in self.running if g.num_to_compute > 1), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentcache.plots import plot_ttft_by_size, plot_ttft_by_turn
+from agentcache.bench.plots import plot_ttft_by_size, plot_ttft_by_turn
 
 
 def assert_is_picture(path: Path) -> None:

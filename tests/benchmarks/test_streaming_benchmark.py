@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agentcache.bench_report import KINDS, build_report, cache_table, ttft_table, write_report
-from agentcache.bench_ttft import Plan, SizeResult, measure
+from agentcache.bench.report import KINDS, build_report, cache_table, ttft_table, write_report
+from agentcache.bench.ttft import Plan, SizeResult, measure
 from agentcache.cli.bench import parse_sizes
 from agentcache.errors import ConfigError
 

@@ -77,6 +77,11 @@ def check_transcript(transcript: Transcript) -> None:
     assert all(left[0] != right[0] for left, right in zip(transcript.spans, transcript.spans[1:], strict=False))
 
 
+def spaceless(text: str) -> str:
+    """Text without spaces: SentencePiece-like tokenizers add some of their own."""
+    return text.replace(" ", "").replace("▁", "")
+
+
 def check_match(tokenizer: Tokenizer, old: Transcript, text: str, found: PromptMatch) -> None:
     """The invariant, checked against a tokenisation of the whole text and independently of how it was reached."""
     new, kept = found.transcript, found.kept
@@ -85,6 +90,8 @@ def check_match(tokenizer: Tokenizer, old: Transcript, text: str, found: PromptM
     assert new.ids[:kept] == old.ids[:kept]
     assert new.ends[:kept] == old.ends[:kept]
     assert kept == 0 or old.ends[kept - 1] <= len_common_prefix(old.text, text)
+    boundary = new.ends[kept - 1] if kept else 0
+    assert spaceless(tokenizer.spell(new.ids[kept:]).text) == spaceless(text[boundary:])
     fresh = tokenizer.encode(text)
     generated = [kind == "generated" for kind, count in new.spans for _ in range(count)]
     assert not any(generated[kept:])
@@ -187,6 +194,15 @@ class TestKeeping:
         shorter = chatml.render_chat([user("hi"), {"role": "assistant", "content": "hello"}])
         assert match(chatml, transcript, shorter).kept == len(prompt.ids) + len(word)
 
+    def test_a_control_token_without_text_does_not_excuse_the_prompt_before_it(self, chatml: Tokenizer) -> None:
+        """Two spaces are one token at the end of a text, and two in front of a word."""
+        prompt = read(chatml, "<|im_start|>  ")
+        transcript, reply = generate(chatml, prompt, [min(chatml.eos_ids), *chatml.encode("1a").ids])
+        for text in (prompt.text + reply[:1], prompt.text + reply):
+            found = match(chatml, transcript, text)
+            check_match(chatml, transcript, text, found)
+            assert found.transcript.ids[:3] == array("I", chatml.encode("<|im_start|>  1").ids[:3])
+
     def test_a_token_across_the_cut_is_tokenised_fresh(self, chatml: Tokenizer) -> None:
         before = read(chatml, "The capit")
         found = match(chatml, before, "The capital of France")
@@ -246,6 +262,20 @@ class TestKeeping:
         transcript = match_text(Transcript.empty(), "<a>x<e> ", encode, {0, 1, 2, 3}).transcript
         text = "<a>x<e>  y"
         found = match_text(transcript, text, encode, {0, 1, 2, 3})
+        assert list(found.transcript.ids) == list(encode(text).ids)
+        assert found.kept == 2
+
+    def test_a_control_token_that_is_none_any_more_is_no_anchor(self) -> None:
+        """`<w>` must stand alone as a word; in the new prompt a letter follows it."""
+        alone = greedy(["<a>", "x", "<w>", "y"])
+
+        def encode(text: str) -> Encoding:
+            encoding = alone(text)
+            return Encoding([9 if token_id == 2 else token_id for token_id in encoding.ids], encoding.ends)
+
+        transcript = match_text(Transcript.empty(), "<a>x<w>", alone, {0, 2}).transcript
+        text = "<a>x<w>y"
+        found = match_text(transcript, text, encode, {0, 2})
         assert list(found.transcript.ids) == list(encode(text).ids)
         assert found.kept == 2
 
@@ -340,6 +370,10 @@ CONTROL = ["<|im_end|>", "<|im_start|>", "<s>", "</s>", "<|eot_id|>", "<|im_", "
 texts = st.lists(st.sampled_from(WORDS + CONTROL), max_size=8).map("".join)
 
 
+def any_id(tokenizer: Tokenizer) -> st.SearchStrategy[int]:
+    return st.integers(0, tokenizer.vocab_size - 1) | st.sampled_from(sorted(tokenizer.control_ids))
+
+
 def rewritten(data: st.DataObject, messages: list[dict[str, str]]) -> list[dict[str, str]]:
     """The history as a client might send it back: as it was, or with something changed in it."""
     change = data.draw(st.sampled_from(["none", "none", "none", "content", "cut", "drop", "end"]))
@@ -358,7 +392,7 @@ def rewritten(data: st.DataObject, messages: list[dict[str, str]]) -> list[dict[
 @given(st.data())
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_random_conversations(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    any_ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=10)
+    any_ids = st.lists(any_id(tokenizer), max_size=10)
     replies = st.one_of(any_ids, texts.map(lambda text: list(tokenizer.encode(tokenizer.mark(text)).ids)))
     transcript = Transcript.empty()
     messages: list[dict[str, str]] = []
@@ -376,7 +410,7 @@ def test_random_conversations(tokenizer: Tokenizer, data: st.DataObject) -> None
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_random_continuations(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Raw prompts: no control token parts the prompt from what the model wrote."""
-    any_ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=6)
+    any_ids = st.lists(any_id(tokenizer), max_size=6)
     transcript = Transcript.empty()
     text = ""
     for _ in range(data.draw(st.integers(1, 5))):

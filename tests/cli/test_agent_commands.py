@@ -47,7 +47,8 @@ def test_warm_called_wrongly(invoke: Invoke, engine: FakeEngine, arguments: tupl
 
 def test_warm_that_could_not_be_saved_fails(invoke: Invoke, engine: FakeEngine) -> None:
     report = replace(REPORT, saved=False, save_error="disk full")
-    engine.script = lambda request: [Update(prompt_token_ids=(1,)), Update(finish_reason=FinishReason.LENGTH, report=report)]
+    end = Update(finish_reason=FinishReason.LENGTH, report=report)
+    engine.script = lambda request: [Update(prompt_token_ids=(1,)), end]
     result = invoke("warm", "alice", "--prompt-file", "-", input="x")
     assert result.exit_code == 1 and "disk full" in result.stderr
 
@@ -76,3 +77,8 @@ def test_agents_list_show_fork_delete(invoke: Invoke, engine: FakeEngine) -> Non
     assert invoke("agents", "delete", "bob").stdout == "bob: deleted\n"
     assert list(engine.known) == ["alice"]
     assert invoke("agents", "show", "bob").exit_code == 1
+
+
+@pytest.mark.parametrize("arguments", [("list", "a"), ("show",), ("fork", "a"), ("delete", "a", "b"), ("dance",)])
+def test_agents_called_wrongly(invoke: Invoke, engine: FakeEngine, arguments: tuple[str, ...]) -> None:
+    assert invoke("agents", *arguments).exit_code == 2

@@ -60,7 +60,9 @@ def test_a_running_server_is_used(server: HTTPServer, engine: FakeEngine, monkey
         assert cache.request("GET", "/v1/agents")["auth"] == "Bearer k"
 
 
-def test_a_named_folder_is_opened_here(server: HTTPServer, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_folder_is_opened_here(
+    server: HTTPServer, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AGENTCACHE_PORT", str(server.server_port))
     with connect(None, cache_dir=tmp_path / "mine") as cache:
         assert not isinstance(cache, Client)

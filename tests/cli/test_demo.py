@@ -15,7 +15,7 @@ from rich.console import Console
 from agentcache.cli.demo import Demo
 from agentcache.cli.demo_report import build_demo_report, summary_lines, write_demo_report
 from agentcache.client import ServerError
-from agentcache.workflow_script import read_script
+from agentcache.workflow.script import read_script
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE = (sys.executable, str(ROOT / "tests" / "fake_server.py"))

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from agentcache import __version__
-from agentcache.cli.main import COMMANDS, load_command
+from agentcache.cli.main import COMMANDS
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import FakeEngine
 
@@ -58,8 +58,3 @@ assert not {{"mlx", "mlx.core", "transformers", "numpy", "uvicorn"}} & set(sys.m
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_commands_are_functions_or_groups() -> None:
-    for name in COMMANDS:
-        assert load_command(name) is not None

@@ -15,7 +15,7 @@ from agentcache.cli.run import run
 from agentcache.client import ServerError
 from agentcache.errors import ConfigError
 from agentcache.server_process import ServerProcess
-from agentcache.workflow_transcript import read_transcript
+from agentcache.workflow.transcript import read_transcript
 
 FAKE = (sys.executable, str(Path(__file__).parent.parent / "fake_server.py"))
 app = typer.Typer()

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentcache.kv.atomic import Fault
 from agentcache.kv.store import AgentRecord, Store
-from tests.kv.store_cases import BUDGET, MODEL, SPEC, make_record, make_transcript, make_turn
+from tests.kv.store_cases import make_record, make_transcript, make_turn, open_store
 
 State = dict[str, AgentRecord]
-Fault = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,19 @@ def make_operations() -> list[Operation]:
     return operations
 
 
+def run_operations(store: Store, folder: Path) -> None:
+    """Run all operations; `returned` in `folder` counts those that have returned."""
+    with open(folder / "returned", "wb", buffering=0) as returned:
+        for operation in make_operations():
+            operation.run(store)
+            returned.write(b".")
+
+
 def run_scenario(folder: Path, fault: Fault) -> None:
-    """Run all operations on a new store; `returned` in `folder` counts those that have returned."""
+    """Run all operations on a new store in a new folder."""
     folder.mkdir()
-    store = Store(folder / "cache", SPEC, MODEL, disk_budget=BUDGET, fault=fault)
-    try:
-        with open(folder / "returned", "wb", buffering=0) as returned:
-            for operation in make_operations():
-                operation.run(store)
-                returned.write(b".")
-    finally:
-        store.close()
+    with open_store(folder / "cache", fault=fault) as store:
+        run_operations(store, folder)
 
 
 def record_steps(folder: Path) -> list[str]:

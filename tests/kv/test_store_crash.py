@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentcache.kv.atomic import Fault
 from agentcache.kv.store import Store
-from tests.kv.crash_scenario import Fault, State, make_operations, record_steps, run_scenario
+from tests.kv.crash_scenario import State, make_operations, record_steps, run_operations, run_scenario
 from tests.kv.store_cases import SPEC, make_record, make_transcript, make_turn, open_store, size_on_disk, tree
 
 
@@ -76,8 +77,11 @@ def test_a_failure_at_any_step_loses_nothing(tmp_path: Path) -> None:
     steps = record_steps(tmp_path / "dry-run")
     for number, expected in enumerate(steps):
         folder = tmp_path / str(number)
-        with pytest.raises(Crash, match=expected):
-            run_scenario(folder, fail_at(number))
+        folder.mkdir()
+        with open_store(folder / "cache", fault=fail_at(number)) as store:
+            with pytest.raises(Crash, match=expected):
+                run_operations(store, folder)
+            assert store.disk_bytes == size_on_disk(folder / "cache"), expected
         assert not any(name.endswith(".tmp") for name in tree(folder / "cache")), expected
         check_recovery(folder)
 
@@ -109,8 +113,8 @@ def test_what_is_written_is_flushed_before_it_is_named(tmp_path: Path, monkeypat
     paths: dict[int, str] = {}
     real_open, real_fsync, real_replace = os.open, os.fsync, os.replace
 
-    def spy_open(path: object, *args: int, **kwargs: int) -> int:
-        fd = real_open(path, *args, **kwargs)  # type: ignore[call-overload]
+    def spy_open(path: str | Path, *args: int, **kwargs: int) -> int:
+        fd = real_open(path, *args, **kwargs)
         paths[fd] = str(path)
         return int(fd)
 
@@ -118,8 +122,8 @@ def test_what_is_written_is_flushed_before_it_is_named(tmp_path: Path, monkeypat
         real_fsync(fd)
         events.append(("fsync", paths[fd]))
 
-    def spy_replace(source: object, target: object) -> None:
-        real_replace(source, target)  # type: ignore[type-var]
+    def spy_replace(source: str | Path, target: str | Path) -> None:
+        real_replace(source, target)
         assert ("fsync", str(source)) in events
         events.append(("replace", str(target)))
 

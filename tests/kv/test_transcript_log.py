@@ -71,9 +71,7 @@ def test_lost_and_swapped_lines_are_found() -> None:
             parse_log(data, "a", "model", replace(END, num_bytes=len(data)))
 
 
-@pytest.mark.parametrize(
-    ("agent", "model", "generation"), [("b", "model", 1), ("a", "other", 1), ("a", "model", 2)]
-)
+@pytest.mark.parametrize(("agent", "model", "generation"), [("b", "model", 1), ("a", "other", 1), ("a", "model", 2)])
 def test_the_log_of_another_agent_model_or_generation_is_rejected(agent: str, model: str, generation: int) -> None:
     with pytest.raises(BlockRejected, match="the log begins with"):
         parse_log(LOG, agent, model, replace(END, generation=generation))

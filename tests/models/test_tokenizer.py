@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,11 @@ class TestEncode:
             if encoding.ends[index + 1 : index + 2] != [end]:
                 spelling = tokenizer.spell(encoding.ids[: index + 1])
                 assert spelling.text.replace(" ", "") == text[:end].replace(" ", "")
+
+    def test_ends_count_white_space(self, chatml: Tokenizer) -> None:
+        """The tokenizer's own post-processor would trim it."""
+        encoding = chatml.encode("hello \n\n  x \t y")
+        assert list(encoding.ends) == list(accumulate(len(chatml.token_text(token_id)) for token_id in encoding.ids))
 
     def test_marks_become_plain_pieces(self, tokenizer: Tokenizer) -> None:
         for special in specials(tokenizer):

@@ -136,7 +136,10 @@ def test_a_completion_without_an_end_is_our_bug(stream: bool) -> None:
 
 
 def forever(request: object) -> list[Update | float | Exception]:
-    return [Update("a", (1,), prompt_token_ids=(1,)), *([0.001, Update("b", (2,))] * 10_000)]
+    parts: list[Update | float | Exception] = [Update("a", (1,), prompt_token_ids=(1,))]
+    for _ in range(10_000):
+        parts += [0.001, Update("b", (2,))]
+    return parts
 
 
 def silent(request: object) -> list[Update | float | Exception]:

@@ -25,7 +25,7 @@ from typing import Any
 from agentcache.errors import ConfigError
 
 DEFAULT_MAX_TOKENS = 64
-SHIPPED = Path(__file__).parent / "workflows"
+SHIPPED = Path(__file__).parent / "scripts"
 _AGENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentcache.errors import ConfigError
-from agentcache.workflow_script import Script, parse_script, read_script, shipped_scripts, steps_of
+from agentcache.workflow.script import Script, parse_script, read_script, shipped_scripts, steps_of
 
 GOOD: dict[str, Any] = {
     "workflow": {"name": "talk", "title": "A talk"},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentcache.errors import ConfigError
 from agentcache.serving.request import CachedTokens, CacheState, Match, Report, SamplingParams
-from agentcache.workflow import (
+from agentcache.workflow.run import (
     Conversation,
     LLMChat,
     Message,
@@ -25,8 +25,8 @@ from agentcache.workflow import (
     parse_phases,
     server_agent_id,
 )
-from agentcache.workflow_script import Agent, Phase, Script, Turn, read_script, steps_of
-from agentcache.workflow_transcript import TurnRecord, from_json, read_transcript, write_transcript
+from agentcache.workflow.script import Agent, Phase, Script, Turn, read_script, steps_of
+from agentcache.workflow.transcript import TurnRecord, from_json, read_transcript, write_transcript
 
 IDS = ("ann", "bob", "cy")
 REPORT = {

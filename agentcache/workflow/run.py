@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from agentcache.errors import ConfigError
 from agentcache.serving.request import SamplingParams
-from agentcache.workflow_script import Agent, Script, Step, Turn, steps_of
-from agentcache.workflow_transcript import TurnRecord, WorkflowTranscript
+from agentcache.workflow.script import Agent, Script, Step, Turn, steps_of
+from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
 
 Message = dict[str, str]
 

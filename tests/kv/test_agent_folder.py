@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentcache.errors import (
+    Conflict,
+    InvalidRequest,
+)
+from tests.kv.damage import DAMAGE, agents_folder, extend, quarantined
+from tests.kv.store_cases import (
+    make_record,
+    make_transcript,
+    open_store,
+    size_on_disk,
+    tree,
+)
+
+
+def test_an_agent_survives_a_restart(tmp_path: Path) -> None:
+    fields = {"salt": "s", "adapter": "math", "policy": "auto", "system": "Be brief."}
+    record = make_record("alice", make_transcript(700, stem="é"), num_saved=600, **fields)
+    with open_store(tmp_path) as store:
+        written = store.save_agent(record)
+        assert written == store.written_bytes == store.disk_bytes == size_on_disk(tmp_path)
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [record]
+        assert store.disk_bytes == written
+
+
+def test_a_turn_writes_what_it_adds_whatever_came_before(tmp_path: Path) -> None:
+    written = {}
+    with open_store(tmp_path) as store:
+        for num_tokens in (1024, 16 * 1024):
+            longer = make_transcript(num_tokens + 64)
+            name = f"agent-{num_tokens}"
+            store.save_agent(make_record(name, longer.cut(num_tokens), system="x" * 20_000))
+            before = size_on_disk(tmp_path)
+            written[num_tokens] = store.save_agent(make_record(name, longer, system="x" * 20_000))
+            assert size_on_disk(tmp_path) - before < 2500
+    assert abs(written[1024] - written[16 * 1024]) < 50
+    assert written[16 * 1024] < 2500
+
+
+@pytest.mark.parametrize("agent_id", ["", ".", "..", "../x", "a/b", "a" * 65, "ä", "a\n", "a b", "a\0"])
+def test_bad_ids_are_refused(tmp_path: Path, agent_id: str) -> None:
+    with open_store(tmp_path) as store:
+        with pytest.raises(InvalidRequest):
+            store.save_agent(make_record(agent_id, make_transcript(1)))
+        store.delete_agent(agent_id)
+        assert tree(tmp_path) == []
+
+
+@pytest.mark.parametrize("agent_id", ["a", "...", ".hidden", "-rf", "a.1", "a.1.log", "a.json", "a.tmp", "A" * 64])
+def test_odd_ids_are_fine(tmp_path: Path, agent_id: str) -> None:
+    records = [make_record(name, make_transcript(4)) for name in {agent_id, "a"}]
+    with open_store(tmp_path) as store:
+        for record in records:
+            store.save_agent(record)
+    with open_store(tmp_path) as store:
+        assert {record.id for record in store.load_agents()} == {agent_id, "a"}
+        store.delete_agent(agent_id)
+    with open_store(tmp_path) as store:
+        assert {record.id for record in store.load_agents()} == {"a"} - {agent_id}
+
+
+def test_ids_that_differ_only_by_case_conflict(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.save_agent(make_record("Alice", make_transcript(1)))
+    with open_store(tmp_path) as store:
+        with pytest.raises(Conflict, match="case"):
+            store.save_agent(make_record("alice", make_transcript(1)))
+        store.save_agent(make_record("Alice", make_transcript(2)))
+        store.delete_agent("Alice")
+        store.save_agent(make_record("alice", make_transcript(1)))
+
+
+def test_a_deleted_agent_stays_deleted(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.save_agent(make_record("a", make_transcript(5)))
+        store.delete_agent("a")
+        store.delete_agent("a")
+        assert store.disk_bytes == 0 and tree(tmp_path) == []
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == []
+
+
+def _agent_files(cache_dir: Path) -> list[Path]:
+    return sorted(agents_folder(cache_dir).iterdir())
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["log", "manifest"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_agent_is_quarantined_and_the_others_load(
+    tmp_path: Path, damage: Callable[[Path], None], which: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_store(tmp_path) as store:
+        for name in ("bad", "good"):
+            store.save_agent(make_record(name, make_transcript(5)))
+    path = _agent_files(tmp_path)[which]
+    assert path.name == ("bad.1.log", "bad.json")[which]
+    damage(path)
+    with open_store(tmp_path, disk_budget=1 << 50) as store:
+        if damage is extend and which == 0:
+            assert len(store.load_agents()) == 2  # bytes behind the valid end of a log do not count
+            return
+        assert [record.id for record in store.load_agents()] == ["good"]
+        assert store.quarantined >= 1
+        assert path.name in [name.rpartition(".")[0] for name in quarantined(tmp_path)]
+        store.save_agent(make_record("bad", make_transcript(6)))
+    with open_store(tmp_path, disk_budget=1 << 50) as store:
+        assert [record.id for record in store.load_agents()] == ["bad", "good"]
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+    with open_store(tmp_path / "cache") as store:
+        store.save_agent(make_record("a", make_transcript(5)))
+    manifest = agents_folder(tmp_path / "cache") / "a.json"
+    sound = manifest.read_bytes()
+    for offset in range(len(sound)):
+        damaged = bytearray(sound)
+        damaged[offset] ^= 1 << offset % 8
+        copy = tmp_path / "copy"
+        shutil.copytree(tmp_path / "cache", copy)
+        (agents_folder(copy) / "a.json").write_bytes(damaged)
+        with open_store(copy) as store:
+            assert store.load_agents() == [] and store.quarantined == 1
+        shutil.rmtree(copy)
+
+
+def test_agents_renamed_or_swapped_on_disk_are_rejected(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        for name in ("a", "b"):
+            store.save_agent(make_record(name, make_transcript(5, seed=ord(name))))
+    folder = agents_folder(tmp_path)
+    (folder / "a.1.log").rename(folder / "x")
+    (folder / "b.1.log").rename(folder / "a.1.log")
+    (folder / "x").rename(folder / "b.1.log")
+    (folder / "c.json").write_bytes((folder / "a.json").read_bytes())
+    (folder / "c.1.log").write_bytes((folder / "a.1.log").read_bytes())
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == []
+        assert store.quarantined == 3
+
+
+def test_a_manifest_of_an_older_format_is_rejected(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.save_agent(make_record("a", make_transcript(5)))
+    manifest = agents_folder(tmp_path) / "a.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"format_version": "1"', b'"format_version": "0"'))
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [] and store.quarantined == 1
+
+
+def test_a_log_lost_while_running_is_written_anew(tmp_path: Path) -> None:
+    transcript = make_transcript(50)
+    with open_store(tmp_path) as store:
+        store.save_agent(make_record("a", transcript.cut(40)))
+        (agents_folder(tmp_path) / "a.1.log").unlink()
+        store.save_agent(make_record("a", transcript))
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [make_record("a", transcript)]
+
+
+def test_a_log_of_cut_back_histories_is_compacted(tmp_path: Path) -> None:
+    transcripts = [make_transcript(200, seed=seed) for seed in range(40)]
+    with open_store(tmp_path) as store:
+        for transcript in transcripts:
+            store.save_agent(make_record("a", transcript))
+            live = 200 * (3 + 11) + 1500
+            assert store.disk_bytes == size_on_disk(tmp_path) < 2 * live + 1500
+        assert len(_agent_files(tmp_path)) == 2
+        assert store.written_bytes < 40 * 3 * live
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [make_record("a", transcripts[-1])]
+
+
+def test_text_that_json_escapes_does_not_force_compaction_every_turn(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        transcript = replace(make_transcript(0), text="\n\0" * 30_000)
+        store.save_agent(make_record("a", transcript))
+        for turn in range(5):
+            transcript = replace(transcript, text=transcript.text + f"\n{turn}")
+            assert store.save_agent(make_record("a", transcript)) < 2000

@@ -1,0 +1,109 @@
+"""The long way round: attention in numpy, and mlx-lm's own models whose keys and values go through the quantiser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import load_model
+
+from agentcache.kv.arena import dequantise, quantise
+from agentcache.kv.spec import Quantisation
+
+
+def naive_attention(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
+    """Attention of the last n positions, one query at a time, in float64.
+
+    Args:
+        queries: [H_q, n, D_k] of one row.
+        keys, values: [H_kv, T, D] of all T positions of the row.
+    """
+    num_heads, num_tokens, _ = queries.shape
+    out = np.zeros((num_heads, num_tokens, values.shape[2]))
+    for head in range(num_heads):
+        kv_head = head * keys.shape[0] // num_heads
+        for n in range(num_tokens):
+            stop = keys.shape[1] - num_tokens + n + 1
+            start = 0 if window is None else max(0, stop - window)
+            scores = keys[kv_head, start:stop].astype(np.float64) @ queries[head, n].astype(np.float64) * scale
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            sink = -np.inf if sinks is None else float(sinks[head])
+            top = max(scores.max(), sink)
+            weights = np.exp(scores - top)
+            out[head, n] = weights @ values[kv_head, start:stop] / (weights.sum() + np.exp(sink - top))
+    return out
+
+
+class RoundTripCache(KVCache):
+    """mlx-lm's plain cache; what goes in has been through the quantiser. Windows come from the model's own mask."""
+
+    def __init__(self, quantisation: Quantisation) -> None:
+        super().__init__()
+        self._quantisation = quantisation
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return super().update_and_fetch(round_trip(keys, self._quantisation), round_trip(values, self._quantisation))
+
+
+def round_trip(x: mx.array, quantisation: Quantisation) -> mx.array:
+    return dequantise(quantise(x, quantisation), quantisation, x.dtype)
+
+
+class _AfterNorm(nn.Module):
+    """The latent's norm, then the quantiser."""
+
+    def __init__(self, norm: nn.Module, quantisation: Quantisation) -> None:
+        super().__init__()
+        self.norm = norm
+        self._quantisation = quantisation
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return round_trip(self.norm(x), self._quantisation)
+
+
+class _AfterRope(nn.Module):
+    """Rope, then the quantiser for keys, which here have one head where queries have several."""
+
+    def __init__(self, rope: nn.Module, quantisation: Quantisation) -> None:
+        super().__init__()
+        self.rope = rope
+        self._quantisation = quantisation
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        roped = self.rope(x, offset=offset)
+        return round_trip(roped, self._quantisation) if x.shape[1] == 1 else roped
+
+
+class Reference:
+    """An mlx-lm model as it comes, over quantised keys and values (or MLA's quantised latents)."""
+
+    def __init__(self, folder: Path, quantisation: Quantisation) -> None:
+        self.model, _ = load_model(folder)
+        self._latent = False
+        for layer in self.model.layers:
+            if "kv_a_layernorm" in layer.get("self_attn", {}):
+                self._latent = True
+                attention = layer.self_attn
+                attention.kv_a_layernorm = _AfterNorm(attention.kv_a_layernorm, quantisation)
+                attention.rope = _AfterRope(attention.rope, quantisation)
+        self.cache = [KVCache() if self._latent else RoundTripCache(quantisation) for _ in self.model.layers]
+
+    def logits(self, token_ids: np.ndarray) -> mx.array:
+        """[1, n, vocabulary] of the next tokens [n]."""
+        logits = self.model(mx.array(token_ids)[None], cache=self.cache)
+        mx.eval(logits)
+        return logits

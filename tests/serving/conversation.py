@@ -1,0 +1,116 @@
+"""Agents on the real engine: open, talk to and compare them."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from agentcache.blocks.prefix_match import Transcript
+from agentcache.config import Config
+from agentcache.llm import LLM, Completion, SamplingParams
+from agentcache.serving.engine import Engine
+
+RAM_BUDGET = 64 << 20
+DISK_BUDGET = 256 << 20
+WORDS = "the cat sat on a mat and did not run to door back it is what you say don't 1 2 3 print(x)\n  café 🙂".split(" ")
+
+
+def greedy(max_tokens: int = 4, **options: Any) -> SamplingParams:
+    """Deterministic sampling with the logprob of every token."""
+    values = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True} | options
+    return SamplingParams(max_tokens=max_tokens, **values)
+
+
+@contextmanager
+def open_llm(model: Path, cache_dir: Path, **settings: Any) -> Iterator[LLM]:
+    """An LLM with small budgets; at the end no request may hold a block, and every block is accounted for."""
+    values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
+    llm = LLM.from_config(Config(model=str(model), cache_dir=cache_dir, **values))
+    try:
+        yield llm
+        check_idle(llm)
+    finally:
+        llm.close()
+
+
+def check_idle(llm: LLM) -> None:
+    """Between requests: nobody holds a block, all are accounted for, and the budgets hold."""
+    llm.check_integrity()
+    stats = llm.stats()
+    assert stats.blocks_live == 0
+    assert stats.ram_bytes <= stats.ram_budget
+    assert stats.disk_bytes <= stats.disk_budget
+
+
+def engine_of(llm: LLM) -> Engine:
+    """The engine itself, to look at while it is idle."""
+    engine = llm._engine._engine
+    assert engine is not None
+    return engine
+
+
+def transcript_of(llm: LLM, agent: str) -> Transcript:
+    return engine_of(llm).agents.get(agent).transcript
+
+
+def outcome(completion: Completion) -> list[tuple[int, float | None]]:
+    """What two runs are compared by: token ids and logprobs, bit for bit."""
+    assert len(completion.logprobs) == len(completion.token_ids)
+    return [(logprob.token_id, logprob.logprob) for logprob in completion.logprobs]
+
+
+def make_ids(count: int, seed: int = 0) -> list[int]:
+    """Random ordinary token ids."""
+    return random.Random(seed).choices(range(10, 400), k=count)
+
+
+def make_text(num_words: int, seed: int = 0) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=num_words))
+
+
+@dataclass
+class TokenTalk:
+    """A conversation in token ids whose turns end at exact lengths."""
+
+    agent: str = "alice"
+    max_tokens: int = 3
+    ids: list[int] = field(default_factory=list)
+
+    def turn(self, llm: LLM, length: int, **options: Any) -> Completion:
+        """One turn, after which the context has `length` tokens, the generated ones included."""
+        added = length - len(self.ids) - self.max_tokens
+        prompt = self.ids + make_ids(added, seed=length)
+        completion = llm.generate(prompt, greedy(self.max_tokens, **options), agent=self.agent)
+        assert completion.prompt_token_ids == tuple(prompt)
+        self.ids = prompt + list(completion.token_ids)
+        return completion
+
+    def fork(self, agent: str) -> TokenTalk:
+        return replace(self, agent=agent, ids=list(self.ids))
+
+
+@dataclass
+class Chat:
+    """A conversation as OpenAI clients hold it: the whole history is sent again every turn."""
+
+    agent: str | None = "alice"
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def turn(self, llm: LLM, text: str, max_tokens: int = 6, **options: Any) -> Completion:
+        self.messages.append({"role": "user", "content": text})
+        completion = llm.chat(self.messages, greedy(max_tokens, **options), agent=self.agent)
+        self.messages.append({"role": "assistant", "content": completion.text})
+        return completion
+
+
+def cold_ids(llm: LLM, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """Greedy tokens for a prompt of which `llm` may use nothing that it has cached."""
+    salt = os.urandom(8).hex()
+    completion = llm.generate(list(prompt_ids), greedy(max_tokens), salt=salt)
+    assert completion.report.computed_tokens == len(prompt_ids)
+    return completion.token_ids

@@ -1,0 +1,218 @@
+"""The budgets for RAM and disk hold all the time, and what had to go comes back right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.llm import LLM
+from tests.conftest import ModelFolder
+from tests.serving.conversation import TokenTalk, cold_ids, engine_of, greedy, make_ids, open_llm, transcript_of
+
+BLOCK_BYTES = 2 * 73728  # of the model below: two groups of two layers, two heads of 64 for keys and values
+
+
+@pytest.fixture
+def model(model_folder: ModelFolder) -> Path:
+    return model_folder("mistral")
+
+
+def bytes_below(folder: Path) -> int:
+    """Bytes that the cache has on disk."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("lock", "weights.json"))
+    return sum(path.stat().st_size for path in files)
+
+
+@dataclass
+class Peaks:
+    """The largest values seen after any step of the engine or write of the store."""
+
+    ram: int = 0
+    arenas: int = 0
+    disk: int = 0
+    blocks: dict[str, int] = field(default_factory=dict)
+
+
+@contextmanager
+def watched(llm: LLM, cache_dir: Path) -> Iterator[Peaks]:
+    """Looks at RAM after every step, and at the folder after every write."""
+    engine, peaks = engine_of(llm), Peaks()
+    step, store = engine.step, engine.persistence.store
+
+    def look_at_ram() -> None:
+        step()
+        peaks.ram = max(peaks.ram, engine.cache.ram_capacity_bytes)
+        peaks.arenas = max(peaks.arenas, sum(a.nbytes for arena in engine.runner.arenas for a in arena.arrays()))
+        for sequence in engine.cache._sequences:
+            for group, table in zip(engine.cache.groups, sequence.tables, strict=True):
+                peaks.blocks[group.name] = max(peaks.blocks.get(group.name, 0), len(table.block_ids))
+
+    def then_look_at_disk(write: Callable[..., object]) -> Callable[..., object]:
+        def run(*arguments: object) -> object:
+            try:
+                return write(*arguments)
+            finally:
+                peaks.disk = max(peaks.disk, bytes_below(cache_dir))
+
+        return run
+
+    engine.step = look_at_ram  # type: ignore[method-assign]
+    store.write_blocks = then_look_at_disk(store.write_blocks)  # type: ignore[method-assign]
+    store.save_agent = then_look_at_disk(store.save_agent)  # type: ignore[method-assign]
+    yield peaks
+
+
+def make_agents(llm: LLM, count: int, length: int = 270) -> dict[str, TokenTalk]:
+    """Agents a00, a01, … with one turn each, all different."""
+    talks = {f"a{number:02}": TokenTalk(f"a{number:02}", ids=[10 + number]) for number in range(count)}
+    for talk in talks.values():
+        talk.turn(llm, length)
+    return talks
+
+
+def states(llm: LLM) -> dict[str, str]:
+    return {info.id: str(info.cache_state) for info in llm.agents()}
+
+
+def test_ten_times_as_many_agents_as_fit_in_ram(model: Path, tmp_path: Path) -> None:
+    budget = 6 * BLOCK_BYTES  # three agents of two blocks
+    with open_llm(model, tmp_path, ram_budget=budget) as llm, watched(llm, tmp_path) as peaks:
+        talks = make_agents(llm, 30)
+        assert list(states(llm)) == list(talks)
+        hot = [agent for agent, state in states(llm).items() if state == "hot"]
+        assert hot == list(talks)[-len(hot) :]
+        assert len(hot) in (2, 3)
+        for agent in ("a00", "a13", "a28"):
+            turn = talks[agent].turn(llm, 290)
+            assert turn.report.cache_state == ("hot" if agent in hot else "warm")
+            assert turn.report.computed_tokens < 40
+            assert cold_ids(llm, turn.prompt_token_ids, 3) == turn.token_ids
+            hot = [agent for agent, state in states(llm).items() if state == "hot"]
+    assert 0 < peaks.ram <= budget
+    assert 0 < peaks.arenas <= budget
+
+
+def test_the_least_recently_used_leave_ram_first(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path, ram_budget=6 * BLOCK_BYTES) as llm:
+        talks = make_agents(llm, 3)
+        assert set(states(llm).values()) == {"hot"}
+        talks["a00"].turn(llm, 290)
+        TokenTalk("new").turn(llm, 270)
+        assert states(llm) == {"a00": "hot", "a01": "warm", "a02": "hot", "new": "hot"}
+
+
+def test_the_disk_budget_holds_with_many_agents(model: Path, tmp_path: Path) -> None:
+    budget = 8 * BLOCK_BYTES  # not quite as much as seven agents of 270 tokens and their records take
+    with open_llm(model, tmp_path, disk_budget=budget, ram_budget=4 * BLOCK_BYTES) as llm, watched(llm, tmp_path) as peaks:
+        talks = make_agents(llm, 16)
+        assert llm.stats().save_failures == 0
+        now = states(llm)
+        kept = [agent for agent in talks if now[agent] != "cold"]
+        assert kept == list(talks)[-len(kept) :]
+        assert 4 <= len(kept) <= 7
+        assert llm.stats().disk_bytes == bytes_below(tmp_path)
+        for agent in ("a00", kept[0]):
+            turn = talks[agent].turn(llm, 290)
+            assert cold_ids(llm, turn.prompt_token_ids, 3) == turn.token_ids
+            assert (turn.report.computed_tokens == turn.report.prompt_tokens) == (agent == "a00")
+    assert budget // 2 < peaks.disk <= budget
+    with open_llm(model, tmp_path, disk_budget=budget) as llm:
+        assert llm.stats().quarantined == 0
+        assert states(llm)["a15"] == "warm"
+        assert states(llm)["a01"] == "cold"
+
+
+def test_a_start_with_less_disk_than_is_in_use(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        talks = make_agents(llm, 6)
+        talks["a00"].turn(llm, 290)
+    held = bytes_below(tmp_path)
+    with open_llm(model, tmp_path, disk_budget=held // 2) as llm:
+        assert llm.stats().disk_bytes <= held // 2
+        assert bytes_below(tmp_path) <= held // 2
+        now = states(llm)
+        assert (now["a00"], now["a05"], now["a01"], now["a02"]) == ("warm", "warm", "cold", "cold")
+        for agent in ("a00", "a01"):
+            turn = talks[agent].turn(llm, 320)
+            assert cold_ids(llm, turn.prompt_token_ids, 3) == turn.token_ids
+            assert turn.report.saved
+
+
+def test_another_models_blocks_give_way(model: Path, model_folder: ModelFolder, tmp_path: Path) -> None:
+    with open_llm(model_folder("mistral", seed=1), tmp_path) as llm:
+        make_agents(llm, 4)
+    budget = bytes_below(tmp_path) + 1000
+    with open_llm(model, tmp_path, disk_budget=budget) as llm, watched(llm, tmp_path) as peaks:
+        assert TokenTalk().turn(llm, 270).report.saved
+    assert peaks.disk <= budget
+
+
+@pytest.mark.parametrize("window", [32, 300, 512])
+def test_sliding_windows_bound_ram(window: int, model_folder: ModelFolder, tmp_path: Path) -> None:
+    """Blocks per window group never exceed the window's, in prefill, in decoding and after a turn."""
+    model = model_folder("gemma3_text", sliding_window=window)
+    with open_llm(model, tmp_path) as llm, watched(llm, tmp_path) as peaks:
+        talk = TokenTalk(max_tokens=6)
+        talk.turn(llm, 1500)
+        talk.turn(llm, 1540)
+        info = llm.agent("alice")
+        groups = engine_of(llm).loaded.spec.groups
+    most = math.ceil(window / BLOCK_SIZE) + 1
+    for group in groups:
+        assert peaks.blocks[group.name] <= (most if group.window else 7), group.name
+    bounds = ((most if group.window else 7) * group.bytes_per_block for group in groups)
+    assert info.ram_bytes <= sum(bounds)
+
+
+def test_mla_keeps_the_latent_only(model_folder: ModelFolder, tmp_path: Path) -> None:
+    with open_llm(model_folder("deepseek_v2"), tmp_path) as llm:
+        TokenTalk().turn(llm, 512 + 1)  # the last token is not computed
+        info = llm.agent("alice")
+        assert info.ram_bytes == 512 * 4 * (64 + 32) * (4 + 2 * 16 / 32) / 8
+        decompressed = 512 * 4 * 4 * (64 + 48) * (4 + 2 * 16 / 32) / 8
+        assert info.ram_bytes < decompressed / 4
+        assert info.disk_bytes == info.ram_bytes
+
+
+def test_long_after_many_short(model_folder: ModelFolder, tmp_path: Path) -> None:
+    """RAM that short requests have taken for their windows is there for one long context."""
+    model = model_folder("gemma3_text")
+    with open_llm(model, tmp_path, ram_budget=40 * 165888 // 9 * 9 // 4) as llm:
+        for number in range(40):
+            llm.generate(make_ids(40, seed=number), greedy(1))
+        fits = engine_of(llm).cache.max_tokens()
+        length = min(fits - 10, 3000)
+        assert len(llm.generate(make_ids(length), greedy(2)).token_ids) == 2
+
+
+def test_a_request_without_an_agent_leaves_nothing_on_disk(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        before = bytes_below(tmp_path)
+        llm.generate(make_ids(300), greedy(2))
+        assert bytes_below(tmp_path) == before == llm.stats().disk_bytes
+
+
+def test_a_shared_prefix_is_kept_once(model: Path, tmp_path: Path) -> None:
+    """Agents with the same system prompt share its blocks in RAM and on disk."""
+    with open_llm(model, tmp_path) as llm:
+        one = TokenTalk("one", ids=make_ids(520))
+        two = TokenTalk("two", ids=make_ids(520))
+        one.turn(llm, 540)
+        disk, ram = llm.stats().disk_bytes, llm.stats().blocks_cached
+        turn = two.turn(llm, 541)
+        assert turn.report.cached_tokens.shared >= 512
+        assert turn.report.cached_tokens.own == 0
+        assert llm.stats().disk_bytes - disk < BLOCK_BYTES // 2
+        assert llm.stats().blocks_cached - ram == 2  # a tail in each group
+        llm.delete("one")
+        assert transcript_of(llm, "two").ids.tolist() == two.ids
+    with open_llm(model, tmp_path) as llm:
+        again = two.turn(llm, 560)
+        assert again.report.cache_state == "warm"
+        assert again.report.computed_tokens < 40
