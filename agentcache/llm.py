@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import uuid
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -146,6 +147,15 @@ class LLM:
     def _complete(self, prompt: Prompt, sampling: SamplingParams | None, agent: str | None, salt: str) -> Completion:
         sampling = sampling or SamplingParams(max_tokens=512)
         return self._wait(self._collect(Request(uuid.uuid4().hex, prompt, sampling, agent, salt)))
+
+    def token_times(self, request: Request) -> list[float]:
+        """Run a request and return when each token arrived (`time.perf_counter`); for benchmarks."""
+
+        async def collect() -> list[float]:
+            updates = self._engine.generate(request)
+            return [time.perf_counter() async for update in updates if update.token_ids]
+
+        return self._wait(collect())
 
     async def _collect(self, request: Request) -> Completion:
         updates = [update async for update in self._engine.generate(request)]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from agentcache.errors import ConfigError
 
@@ -54,6 +55,31 @@ def ttft(
         wide = Console(width=max(Console().width, 140))
         wide.print(ttft_table(report))
         wide.print(cache_table(report))
+
+
+@bench.command()
+def overhead(
+    model: Annotated[str | None, typer.Option(help="Model folder. Default: a random model of 90M parameters.")] = None,
+    context: Annotated[str, typer.Option(help="Short and long context of the turns.")] = "1K,16K",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Times each side is measured.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What the engine costs beside the bare mlx-lm model: a decode step, and a turn after a long context."""
+    from agentcache.bench.overhead import OverheadPlan, measure_overhead, overhead_rows
+    from agentcache.machine import describe_machine, describe_versions, git_commit
+
+    console = Console(stderr=True)
+    short, long = parse_sizes(context)
+    plan = OverheadPlan(model=model, contexts=(short, long), rounds=rounds)
+    rows = overhead_rows(measure_overhead(plan, lambda line: console.print(line, highlight=False, markup=False)))
+    if as_json:
+        versions = {"machine": describe_machine(), "versions": describe_versions(), "commit": git_commit()}
+        typer.echo(json.dumps({**versions, "rows": rows}))
+        return
+    table = Table("", "bare mlx-lm", "agentcache", "ratio")
+    for row in rows:
+        table.add_row(row["what"], f"{row['bare_ms']:.1f} ms", f"{row['engine_ms']:.1f} ms", f"{row['ratio']:.3f}")
+    Console().print(table)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 from safetensors.numpy import save
 
 _DATA = Path(__file__).parent / "embedded_model"
-_FILES = ("chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json")
+_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 _RECIPE = 1  # raise it whenever the weights of the same config change
 _SEED = 1
 _NORM_SPREAD = 0.3
@@ -32,38 +31,42 @@ _HEAD_NORM = 1.6  # sharp attention: a token of a long context still matters
 _QUIET = 0.02  # embeddings of tokens that should hardly ever be generated
 
 
-def embedded_model_path(home: Path) -> Path:
+def embedded_model_path(home: Path, **overrides: int) -> Path:
     """Folder of the embedded model under `home`, made on first use (12 MB, a few tenths of a second).
 
     The folder's name holds a digest of the recipe, so a newer agentcache makes a new folder. It appears in one rename,
     mode 0700: processes that start at once do not see half a model.
 
+    Args:
+        home: where models are kept.
+        overrides: entries of the config to change, such as `num_hidden_layers`, for a random model of another size.
+
     Raises:
         OSError: `home` cannot be written.
     """
-    folder = home / "models" / f"embedded-{_recipe_digest()[:8]}"
+    config = json.loads((_DATA / "config.json").read_text()) | overrides
+    folder = home / "models" / f"embedded-{_recipe_digest(config)[:8]}"
     if not folder.is_dir():
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.parent.mkdir(mode=0o700, exist_ok=True)
-        _make(folder)
+        _make(folder, config)
     return folder
 
 
-@cache
-def _recipe_digest() -> str:
-    state = hashlib.blake2b(f"{_RECIPE} {_SEED}".encode(), digest_size=16)
+def _recipe_digest(config: dict[str, Any]) -> str:
+    state = hashlib.blake2b(f"{_RECIPE} {_SEED} {json.dumps(config, sort_keys=True)}".encode(), digest_size=16)
     for name in _FILES:
         state.update((_DATA / name).read_bytes())
     return state.hexdigest()
 
 
-def _make(folder: Path) -> None:
+def _make(folder: Path, config: dict[str, Any]) -> None:
     """Build the model beside `folder`, then rename it into place; whoever comes second keeps the first one's."""
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         for name in _FILES:
             _write(building / name, (_DATA / name).read_bytes())
-        config = json.loads((_DATA / "config.json").read_text())
+        _write(building / "config.json", json.dumps(config, indent=2).encode())
         _write(building / "model.safetensors", save(_weights(config), metadata={"format": "mlx"}))
         os.rename(building, folder)
     except OSError:

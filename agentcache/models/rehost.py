@@ -57,8 +57,14 @@ def rehost(model: nn.Module, model_type: str, config: dict[str, Any], *, check: 
         model_type=model_type,
         num_attention_heads=num_query_heads(sites[0].module),
         groups=make_groups([site.spec for site in sites], quantisation),
-        rope=repr(sorted((k, v) for k, v in config.items() if "rope" in k or k == "max_position_embeddings")),
+        rope=_rope_text(config),
     )
+
+
+def _rope_text(config: dict[str, Any]) -> str:
+    """Every config entry that rope may be made from, also where text has a config of its own."""
+    entries = [*config.items(), *config.get("text_config", {}).items()]
+    return repr(sorted((k, v) for k, v in entries if "rope" in k or "rotary" in k or k == "max_position_embeddings"))
 
 
 def _windows(model: nn.Module) -> list[int | None]:

@@ -39,7 +39,7 @@ class Running:
 
     sequence: Sequence
     loads: list[tuple[Load, Places]]
-    load_failed: bool = False
+    failed: list[Load] = field(default_factory=list)
     reserve_failed: bool = False
 
 
@@ -89,6 +89,7 @@ PIECES = st.lists(
     st.tuples(st.integers(1, 2), st.sampled_from([1, 5, 16, 60, 200, 255, 256, 256, 512])), min_size=1, max_size=3
 ).map(repeated)
 PICK = st.integers(0, 2**16)
+SHARES = st.sampled_from([0.3, 0.9, 1, 1, 1])
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -105,29 +106,49 @@ class CacheMachine(RuleBasedStateMachine):
         self.running: list[Running] = []
         self.writes: list[Write] = []
         self.files: dict[tuple[str, int], Places] = {}
-        self.histories: list[list[int]] = [[]]
+        self.histories: list[list[int]] = []
 
     # -- a sequence's life ------------------------------------------------------------------------------------------
 
-    @rule(history=PICK, share=st.sampled_from([0.3, 0.9, 1, 1, 1]), more=PIECES, spare=st.integers(0, 1), root=st.sampled_from([0, 0, 0, 1]))
-    def open(self, history: int, share: float, more: list[int], spare: int, root: int) -> None:
-        known = self.histories[history % len(self.histories)]
-        tokens = [*known[: int(len(known) * share)], *more][:MAX_TOKENS]
-        if spare == 0:
-            tokens = known or tokens
-        prefix = self.match(ROOTS[root], tokens, len(tokens) - spare)
+    @precondition(lambda self: len(self.running) < 4)
+    @rule(history=PICK, share=SHARES, more=PIECES, other_root=st.integers(0, 9))
+    def open(self, history: int, share: float, more: list[int], other_root: int) -> None:
+        self.start(self.recall(history, share) + more, ROOTS[other_root == 0])
+
+    @precondition(lambda self: len(self.running) < 4)
+    @rule(history=PICK, share=SHARES, more=PIECES, save=st.booleans())
+    def turn(self, history: int, share: float, more: list[int], save: bool) -> None:
+        """A whole turn, as far as there are blocks for it."""
+        running = self.start(self.recall(history, share) + more, ROOTS[0])
+        while running in self.running and running.loads:
+            self.settle(running, 0, succeeds=True)
+        if running in self.running and self.advance(running, more, save):
+            self.finish(running, 0, save)
+            if save:
+                self.settle_writes(len(self.writes), succeeds=True)
+
+    def recall(self, history: int, share: float) -> list[int]:
+        """The beginning of what some sequence held or holds."""
+        known = [*self.histories[-8:], *(running.sequence.token_ids for running in self.running)]
+        tokens = known[history % len(known)] if known else []
+        return tokens[: int(len(tokens) * share)]
+
+    def start(self, tokens: list[int], root: str) -> Running | None:
+        tokens = tokens[:MAX_TOKENS]
+        prefix = self.match(root, tokens, len(tokens) - 1)
         before = self.snapshot()
         try:
-            sequence = self.cache.open(ROOTS[root], prefix)
+            sequence = self.cache.open(root, prefix)
         except OutOfBlocks:
             assert self.snapshot() == before
-            return
+            return None
         for copy in sequence.copies:
             self.arena.slot(copy.group, copy.target)[:] = self.arena.slot(copy.group, copy.source)
         assert sequence.token_ids == tokens[: prefix.num_tokens]
         loads = [(load, self.files[load.node.chain, load.group][: load.num_tokens]) for load in sequence.loads]
         assert bool(loads) is not self.was_in_ram
         self.running.append(Running(sequence, loads))
+        return self.running[-1]
 
     def match(self, root: str, tokens: list[int], limit: int) -> CachedPrefix:
         prefix = self.cache.match_prefix(root, tokens, limit)
@@ -147,16 +168,18 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading())
     @rule(which=PICK, load=PICK, succeeds=st.sampled_from([True, True, True, False]))
     def settle_load(self, which: int, load: int, succeeds: bool) -> None:
-        running = self.loading()[which % len(self.loading())]
+        self.settle(self.loading()[which % len(self.loading())], load, succeeds)
+
+    def settle(self, running: Running, load: int, succeeds: bool) -> None:
         done, places = running.loads.pop(load % len(running.loads))
         if succeeds:
             self.arena.slot(done.group, done.block_id)[: done.num_tokens] = places
             self.cache.loaded(running.sequence, done)
         else:
-            running.load_failed = True
+            running.failed.append(done)
             self.files.pop((done.node.chain, done.group), None)
             self.cache.mark_missing(done.node, done.group)
-        if running.load_failed and not running.loads:
+        if running.failed and not running.loads:
             self.end(running)
             self.cache.abandon(running.sequence)
 
@@ -164,13 +187,16 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(which=PICK, more=PIECES, aligned=st.booleans(), save=st.booleans())
     def step(self, which: int, more: list[int], aligned: bool, save: bool) -> None:
         running = self.ready()[which % len(self.ready())]
+        end = running.sequence.num_tokens + len(more)
+        beyond = end % BLOCK_SIZE if aligned and end % BLOCK_SIZE < len(more) else 0
+        self.advance(running, more[: len(more) - beyond], save)
+
+    def advance(self, running: Running, tokens: list[int], save: bool) -> bool:
         sequence = running.sequence
-        end = min(sequence.num_tokens + len(more), MAX_TOKENS)
-        if aligned and end // BLOCK_SIZE * BLOCK_SIZE > sequence.num_tokens:
-            end -= end % BLOCK_SIZE
-        tokens = more[: end - sequence.num_tokens]
-        if not tokens or not self.reserve(running, len(tokens)):
-            return
+        tokens = tokens[: MAX_TOKENS - sequence.num_tokens]
+        if not self.reserve(running, len(tokens)):
+            return False
+        end = sequence.num_tokens + len(tokens)
         self.compute(sequence, tokens)
         published = self.cache.advance(sequence, tokens)
         assert [node.end for node in published] == [n for n in range(256, end + 1, 256) if n > end - len(tokens)]
@@ -179,6 +205,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.save_node(node)
         self.cache.leave_window(sequence)
         self.check_window(running)
+        return True
 
     def reserve(self, running: Running, num_tokens: int) -> bool:
         before = list(running.sequence.token_ids)
@@ -207,7 +234,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ready())
     @rule(which=PICK, back=st.sampled_from([0, 0, 0, 1, 7, 300]), save=st.booleans())
     def close(self, which: int, back: int, save: bool) -> None:
-        running = self.ready()[which % len(self.ready())]
+        self.finish(self.ready()[which % len(self.ready())], back, save)
+
+    def finish(self, running: Running, back: int, save: bool) -> None:
         keep = max(0, running.sequence.num_tokens - back)
         self.end(running)
         self.histories.append(running.sequence.token_ids[:keep])
@@ -254,18 +283,23 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cache.mark_missing(write.node, write.group)
         del self.writes[:count]
 
-    @precondition(lambda self: any(node.stored for node in self.nodes()))
-    @rule(which=PICK)
+    @precondition(lambda self: self.nodes())
+    @rule(which=PICK, what=st.sampled_from(["lose_file", "drop_tail", "evict", "evict", "evict_all"]))
+    def disturb(self, which: int, what: str) -> None:
+        getattr(self, what)(which)
+
     def lose_file(self, which: int) -> None:
         stored = [(node, index) for node in self.nodes() for index in node.stored]
+        if not stored:
+            return
         node, index = stored[which % len(stored)]
         del self.files[node.chain, index]
         self.cache.mark_missing(node, index)
 
-    @precondition(lambda self: any(not node.is_full for node in self.nodes()))
-    @rule(which=PICK)
     def drop_tail(self, which: int) -> None:
         tails = [node for node in self.nodes() if not node.is_full]
+        if not tails:
+            return
         tail = tails[which % len(tails)]
         for index in list(tail.stored):
             del self.files[tail.chain, index]
@@ -275,8 +309,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     # -- RAM --------------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.nodes())
-    @rule(which=PICK)
     def evict(self, which: int) -> None:
         node = self.nodes()[which % len(self.nodes())]
         free = self.cache.count_blocks().free
@@ -287,8 +319,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert node.block_ids == before
             assert self.cache.count_blocks().free == free
 
-    @rule()
-    def evict_all(self) -> None:
+    def evict_all(self, _: int) -> None:
         """Only what is read, is being written, or is in front of such a block stays."""
         while any([self.cache.evict(node) for node in list(self.cache.tree.residents)]):
             pass
@@ -319,14 +350,14 @@ class CacheMachine(RuleBasedStateMachine):
     def sequences_hold_their_tokens(self) -> None:
         for running in self.running:
             sequence = running.sequence
-            due = {(load.group, load.block_id) for load, _ in running.loads}
+            absent = {(load.group, load.block_id) for load in (*running.failed, *(load for load, _ in running.loads))}
             places = self.arena.numbers(sequence.root, sequence.token_ids)
             for index, table in enumerate(sequence.tables):
                 assert table.first_block <= self.groups[index].first_block_needed(sequence.num_tokens)
                 assert table.end_block * BLOCK_SIZE >= sequence.num_tokens
                 for position, block_id in enumerate(table.block_ids, start=table.first_block):
                     expected = places[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
-                    if (index, block_id) not in due:
+                    if (index, block_id) not in absent:
                         assert tuple(self.arena.slot(index, block_id)[: len(expected)]) == expected
 
     def nodes(self) -> list[Node]:

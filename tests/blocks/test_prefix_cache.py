@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.blocks.cache_machine import CacheMachine, FakeGroup
 
@@ -32,4 +32,4 @@ TestMixed = MixedMachine.TestCase
 TestWindow = WindowMachine.TestCase
 TestNarrow = NarrowMachine.TestCase
 for case in (TestFull, TestMixed, TestWindow, TestNarrow):
-    case.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+    case.settings = settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck), stateful_step_count=30 if 0 else 50)

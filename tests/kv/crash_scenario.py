@@ -42,13 +42,11 @@ def make_operations() -> list[Operation]:
         state[record.id] = record
         add(lambda store: store.save_agent(record))
 
-    long = make_transcript(600)
-    turn(make_record("a", long.cut(250)))
-    turn(make_record("a", long.cut(300), last_used=3.0))
+    long = make_transcript(300)
+    turn(make_record("a", long.cut(20)))
     turn(make_record("b", make_transcript(20, seed=1), system="Be brief."))
-    turn(make_record("a", long, num_saved=520))
-    turn(make_record("a", long.cut(40)))  # most of the log is garbage now: a new generation
-    turn(make_record("a", make_transcript(60, seed=2)))
+    turn(make_record("a", long, num_saved=260, last_used=3.0))
+    turn(make_record("a", make_transcript(30, seed=2)))  # most of the log is garbage now: a new generation
     gone = state.pop("b")
     add(lambda store: store.delete_agent("b"))
     add(lambda store: store.delete_blocks([block.header.block_key for block in make_turn(gone)]))

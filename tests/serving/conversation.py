@@ -17,7 +17,8 @@ from agentcache.serving.engine import Engine
 
 RAM_BUDGET = 64 << 20
 DISK_BUDGET = 256 << 20
-WORDS = "the cat sat on a mat and did not run to door back it is what you say don't 1 2 3 print(x)\n  café 🙂".split(" ")
+BLOCK_BYTES = 2 * 36864  # of the fixture `model`: two groups of a layer, two heads of 64 for keys and values
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "did", "not", "don't", "1", "23", "print(x)\n", "", "", "café", "🙂")
 
 
 def greedy(max_tokens: int = 4, **options: Any) -> SamplingParams:

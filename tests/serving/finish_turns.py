@@ -1,4 +1,7 @@
-"""Plays turns, says what the context is now, and waits to be killed: `python -m tests.serving.finish_turns MODEL CACHE LENGTH…`."""
+"""Plays turns, says what the context is now, and waits to be killed.
+
+`python -m tests.serving.finish_turns MODEL CACHE LENGTH…`
+"""
 
 from __future__ import annotations
 

@@ -13,14 +13,16 @@ import pytest
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.llm import LLM
 from tests.conftest import ModelFolder
-from tests.serving.conversation import TokenTalk, cold_ids, engine_of, greedy, make_ids, open_llm, transcript_of
-
-BLOCK_BYTES = 2 * 73728  # of the model below: two groups of two layers, two heads of 64 for keys and values
-
-
-@pytest.fixture
-def model(model_folder: ModelFolder) -> Path:
-    return model_folder("mistral")
+from tests.serving.conversation import (
+    BLOCK_BYTES,
+    TokenTalk,
+    cold_ids,
+    engine_of,
+    greedy,
+    make_ids,
+    open_llm,
+    transcript_of,
+)
 
 
 def bytes_below(folder: Path) -> int:
@@ -109,7 +111,8 @@ def test_the_least_recently_used_leave_ram_first(model: Path, tmp_path: Path) ->
 
 def test_the_disk_budget_holds_with_many_agents(model: Path, tmp_path: Path) -> None:
     budget = 8 * BLOCK_BYTES  # not quite as much as seven agents of 270 tokens and their records take
-    with open_llm(model, tmp_path, disk_budget=budget, ram_budget=4 * BLOCK_BYTES) as llm, watched(llm, tmp_path) as peaks:
+    ram = 4 * BLOCK_BYTES
+    with open_llm(model, tmp_path, disk_budget=budget, ram_budget=ram) as llm, watched(llm, tmp_path) as peaks:
         talks = make_agents(llm, 16)
         assert llm.stats().save_failures == 0
         now = states(llm)
@@ -145,7 +148,7 @@ def test_a_start_with_less_disk_than_is_in_use(model: Path, tmp_path: Path) -> N
 
 
 def test_another_models_blocks_give_way(model: Path, model_folder: ModelFolder, tmp_path: Path) -> None:
-    with open_llm(model_folder("mistral", seed=1), tmp_path) as llm:
+    with open_llm(model_folder("mistral", seed=1, num_hidden_layers=2), tmp_path) as llm:
         make_agents(llm, 4)
     budget = bytes_below(tmp_path) + 1000
     with open_llm(model, tmp_path, disk_budget=budget) as llm, watched(llm, tmp_path) as peaks:

@@ -1,4 +1,4 @@
-"""A conversation in turns is one piece: the tokens are those of the whole prompt computed at once, and each turn costs its own tokens."""
+"""A conversation in turns is one piece: its tokens are those of the whole prompt at once, and a turn costs its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = (
 )
 REASONING = (
     "{% set last = namespace(user=-1) %}"
-    "{% for message in messages %}{% if message['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages if message['role'] == 'user' %}{% set last.user = messages.index(message) %}{% endfor %}"
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n"
     "{% if loop.index0 < last.user %}{{ message['content'].split('</think>')[-1].lstrip('\n') }}"
@@ -39,7 +39,7 @@ REASONING = (
 def no_controls(llm: LLM) -> dict[int, float]:
     """A logit bias that keeps a random model from generating control tokens, which show no text."""
     tokenizer = engine_of(llm).loaded.tokenizer
-    return {token: -1e9 for token in tokenizer.control_ids | tokenizer.eos_ids}
+    return dict.fromkeys(tokenizer.control_ids | tokenizer.eos_ids, -1e9)
 
 
 @pytest.mark.parametrize("controls", [False, True])
@@ -47,7 +47,7 @@ def no_controls(llm: LLM) -> dict[int, float]:
 def test_every_turn_equals_the_whole_prompt_at_once(
     tokenizer: str, controls: bool, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
-    model = model_folder("llama", tokenizer)
+    model = model_folder("llama", tokenizer, num_hidden_layers=2)
     with open_llm(model, tmp_path / "turns") as llm, open_llm(model, tmp_path / "cold") as cold:
         chat = Chat()
         bias = {} if controls else no_controls(llm)
@@ -72,7 +72,7 @@ def check_cost(turn: Completion, before: Transcript, extends: bool) -> None:
 
 
 def check_transcript(llm: LLM, chat: Chat) -> None:
-    """The agent's tokens are those of a fresh tokenisation, wherever no generated text is concerned; one BOS at most."""
+    """The agent's tokens are those of a fresh tokenisation, but for generated text; one BOS at most."""
     tokenizer, transcript = engine_of(llm).loaded.tokenizer, transcript_of(llm, "alice")
     rendered = tokenizer.render_chat(chat.messages[:-1])
     assert transcript.text.startswith(rendered)
@@ -121,7 +121,7 @@ def cut_at(ids: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_special_token_strings_in_content_are_text(tokenizer: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     """A user who writes a control token's name gets as many control tokens as one who writes something else."""
-    with open_llm(model_folder("llama", tokenizer), tmp_path) as llm:
+    with open_llm(model_folder("llama", tokenizer, num_hidden_layers=2), tmp_path) as llm:
         controls = engine_of(llm).loaded.tokenizer.control_ids
 
         def count(text: str) -> int:
@@ -143,7 +143,7 @@ def reasoning_model(folder: Path, model: Path) -> Path:
 def test_reasoning_dropped_by_the_template_costs_only_what_is_rewritten(
     model_folder: ModelFolder, tmp_path: Path
 ) -> None:
-    model = reasoning_model(tmp_path / "model", model_folder("qwen3"))
+    model = reasoning_model(tmp_path / "model", model_folder("qwen3", num_hidden_layers=2))
     question = {"role": "user", "content": make_text(400)}
     thought = "<think>\n" + make_text(60, seed=1) + "\n</think>\n\nThe answer"
     with open_llm(model, tmp_path / "turns") as llm, open_llm(model, tmp_path / "cold") as cold:
@@ -168,7 +168,7 @@ def test_reasoning_dropped_by_the_template_costs_only_what_is_rewritten(
 
 
 def test_an_edited_history_costs_what_follows_the_edit(model_folder: ModelFolder, tmp_path: Path) -> None:
-    model = model_folder("qwen3")
+    model = model_folder("qwen3", num_hidden_layers=2)
     with open_llm(model, tmp_path / "turns") as llm, open_llm(model, tmp_path / "cold") as cold:
         chat = Chat()
         chat.turn(llm, make_text(300))

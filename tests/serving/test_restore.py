@@ -1,4 +1,4 @@
-"""A restored agent goes on exactly as one that was never stopped: the same tokens, and the same logprobs bit for bit."""
+"""A restored agent goes on exactly as one that was never stopped: the same tokens, the same logprobs bit for bit."""
 
 from __future__ import annotations
 

@@ -1,0 +1,155 @@
+"""Real servers in processes of their own, and how the tests talk to them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from agentcache.server_process import SERVE, ServerProcess, free_port
+
+ROOT = Path(__file__).parent.parent.parent
+BUDGETS = ("--ram-budget", "64MB", "--disk-budget", "256MB")
+WORDS = "the cat sat on a mat and did not run to door back it is what you say 1 2 3 print(x)\n  café 🙂".split(" ")
+# Enough for a machine on which everything else runs, too; nothing here waits for the end of it.
+PATIENCE = 60.0
+
+
+@contextmanager
+def serving(
+    model: Path, cache_dir: Path, *extra: str, command: Sequence[str] = SERVE
+) -> Iterator[ServerProcess]:
+    """A server that answers; stopped at the end if it has not been killed meanwhile."""
+    log = cache_dir.parent / f"{cache_dir.name}.log"
+    with ServerProcess(cache_dir, log, model=str(model), extra=(*BUDGETS, *extra), command=command) as server:
+        yield server
+
+
+def start_plainly(model: Path, cache_dir: Path, *extra: str) -> subprocess.Popen[str]:
+    """`agentcache serve` without waiting for anything; its output can be read from pipes."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "AGENTCACHE_CONFIG": os.devnull}
+    options = ["--model", str(model), "--cache-dir", str(cache_dir), "--port", str(free_port()), *BUDGETS, *extra]
+    return subprocess.Popen(
+        [sys.executable, "-m", "agentcache.cli.main", "serve", *options],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def log_of(cache_dir: Path) -> str:
+    return (cache_dir.parent / f"{cache_dir.name}.log").read_text(encoding="utf-8", errors="replace")
+
+
+def stop(server: ServerProcess, number: int = signal.SIGTERM) -> int:
+    """Signal a server and wait for its end; its exit code."""
+    os.kill(server.pid, number)
+    return exit_code(server)
+
+
+def exit_code(server: ServerProcess) -> int:
+    """Wait for a server's end."""
+    assert server._process is not None
+    return server._process.wait(PATIENCE)
+
+
+def http_of(server: ServerProcess, **options: Any) -> httpx.Client:
+    """A plain client, for what no library of ours or OpenAI's would send."""
+    return httpx.Client(base_url=server.client.url, timeout=PATIENCE, trust_env=False, **options)
+
+
+def openai_of(server: ServerProcess, api_key: str = "any") -> openai.OpenAI:
+    """OpenAI's client; it does not try again, so that a test sees what the server said first."""
+    base_url = f"{server.client.url}/v1"
+    http_client = httpx.Client(timeout=PATIENCE, trust_env=False)
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=http_client)
+
+
+def stats(server: ServerProcess) -> dict[str, Any]:
+    return dict(server.client.request("GET", "/v1/cache/stats"))
+
+
+def agent_info(server: ServerProcess, agent: str) -> dict[str, Any]:
+    return dict(server.client.request("GET", f"/v1/agents/{agent}"))
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+    """Look again and again; an error that says `what` was expected."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not after {seconds:.0f} s: {what}"
+        time.sleep(0.02)
+
+
+def wait_until_idle(server: ServerProcess, seconds: float = PATIENCE) -> None:
+    """No request holds a block any more."""
+    wait_until(lambda: stats(server)["blocks"]["live"] == 0, "no block is held by a request", seconds)
+
+
+def wait_until_computing(server: ServerProcess, tokens_before: int) -> None:
+    """The model has computed something since `computed_tokens` was `tokens_before`."""
+    wait_until(lambda: stats(server)["computed_tokens"] > tokens_before, "the model computes")
+
+
+def make_ids(count: int, seed: int = 0) -> list[int]:
+    """Random ordinary token ids."""
+    return random.Random(seed).choices(range(10, 400), k=count)
+
+
+def make_text(num_words: int, seed: int = 0) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=num_words))
+
+
+def greedy(max_tokens: int, **fields: Any) -> dict[str, Any]:
+    """Body fields for a deterministic answer of exactly `max_tokens` tokens, with everything to compare it by."""
+    extras = {"report": True, "return_token_ids": True} | fields.pop("agentcache", {})
+    return {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "agentcache": extras} | fields
+
+
+def complete(server: ServerProcess, prompt: str | list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+    """A greedy raw completion with logprobs; the whole answer."""
+    body = {"prompt": prompt, "logprobs": 0} | greedy(max_tokens, **fields)
+    return dict(server.client.request("POST", "/v1/completions", body))
+
+
+def chat(server: ServerProcess, messages: list[dict[str, str]], max_tokens: int, **fields: Any) -> dict[str, Any]:
+    """A greedy chat completion with logprobs; the whole answer."""
+    body = {"messages": messages, "logprobs": True} | greedy(max_tokens, **fields)
+    return dict(server.client.request("POST", "/v1/chat/completions", body))
+
+
+def outcome(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """What two answers are compared by: token ids and their logprobs, bit for bit."""
+    [choice] = answer["choices"]
+    logprobs = choice["logprobs"]
+    if "content" in logprobs:
+        return choice["token_ids"], [token["logprob"] for token in logprobs["content"]]
+    return choice["token_ids"], logprobs["token_logprobs"]
+
+
+def cold_outcome(server: ServerProcess, answer: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Outcome of the same prompt where nothing that is cached may be used."""
+    [choice] = answer["choices"]
+    salt = {"salt": os.urandom(8).hex()}
+    cold = complete(server, choice["prompt_token_ids"], len(choice["token_ids"]), agentcache=salt)
+    assert cold["agentcache"]["computed_tokens"] == len(choice["prompt_token_ids"])
+    return outcome(cold)
+
+
+def all_ids(answer: dict[str, Any]) -> list[int]:
+    """Prompt and generated token ids of an answer."""
+    [choice] = answer["choices"]
+    return [*choice["prompt_token_ids"], *choice["token_ids"]]

@@ -1,0 +1,68 @@
+"""Runs a loaded model the way the engine does: one pool a group, block tables reserved before each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.models.loader import LoadedModel
+from agentcache.models.runner import ModelRunner
+
+
+@dataclass
+class Row:
+    """One sequence: a block table per group."""
+
+    tables: list[BlockTable]
+    length: int = 0
+
+
+class Driver:
+    """A runner with its pools."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.pools = [BlockPool() for _ in loaded.spec.groups]
+        self.runner = ModelRunner(loaded, self.pools)
+
+    def row(self) -> Row:
+        return Row([BlockTable() for _ in self.pools])
+
+    def step(self, rows: Sequence[Row], token_ids: np.ndarray, *, all_logits: bool = True) -> mx.array:
+        """Logits [B, n or 1, vocabulary] of the next tokens [B, n]."""
+        for row in rows:
+            self._reserve(row, token_ids.shape[1])
+        tables, lengths = [row.tables for row in rows], [row.length for row in rows]
+        logits = self.runner.forward(token_ids.tolist(), tables, lengths, all_logits=all_logits)
+        self.runner.evaluate(logits)
+        for row in rows:
+            row.length += token_ids.shape[1]
+        return logits
+
+    def logits(self, token_ids: np.ndarray, chunks: Sequence[int], row: Row | None = None) -> mx.array:
+        """Logits [n, vocabulary] of one row's tokens [n], computed chunk by chunk."""
+        row = row or self.row()
+        ends = np.cumsum(chunks)
+        assert ends[-1] == len(token_ids)
+        pieces = [token_ids[end - size : end] for end, size in zip(ends, chunks, strict=True)]
+        return mx.concatenate([self.step([row], piece[None])[0] for piece in pieces])
+
+    def _reserve(self, row: Row, num_tokens: int) -> None:
+        for table, pool in zip(row.tables, self.pools, strict=True):
+            while table.end_block * 256 < row.length + num_tokens:
+                if not pool.num_free:
+                    pool.grow(pool.capacity + 2)
+                table.block_ids.append(pool.allocate())
+
+
+def random_ids(loaded: LoadedModel, shape: int | tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, loaded.tokenizer.vocab_size, shape)
+
+
+def chunks_of(size: int, total: int) -> list[int]:
+    """`total` cut into chunks of `size`, the last one shorter."""
+    return [min(size, total - start) for start in range(0, total, size)]
