@@ -144,6 +144,7 @@ class PrefixCache:
     def match_prefix(self, root: str, token_ids: TokenIds[int], limit: int) -> CachedPrefix:
         """The longest prefix of at most `limit` tokens of which every group's needed blocks are in RAM or on disk.
 
+        Follows the longest known path; where a block on it is lost, shorter ones beside that block are not looked at.
         Changes nothing.
         """
         path = self.tree.match_prefix(root, token_ids[:limit])

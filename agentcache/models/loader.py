@@ -18,6 +18,7 @@ from agentcache.models.rehost import rehost
 from agentcache.models.tokenizer import Tokenizer
 
 _DEFAULT_CONTEXT = 8192
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _T = TypeVar("_T")
 
 
@@ -93,6 +94,9 @@ def _folder(path_or_hub_id: str) -> Path:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UnsupportedModel(f"{folder} has no config.json; it is not a model folder")
+        if not any((folder / name).is_file() for name in _VOCABULARIES):
+            # transformers would make an empty tokenizer for some model types.
+            raise UnsupportedModel(f"{folder} has no tokenizer.json")
         return folder.resolve()
     if folder.is_absolute() or path_or_hub_id.startswith((".", "~")) or path_or_hub_id.count("/") != 1:
         raise UnsupportedModel(f"there is no model folder {path_or_hub_id!r} (a hub id looks like owner/name)")

@@ -187,7 +187,7 @@ def _check_runs(model: nn.Module, sites: list[Site], quantisation: Quantisation)
     caches = [BatchQuantizedKVCache.standalone(LayerArena(site.spec, quantisation), BlockPool()) for site in sites]
     try:
         mx.eval(model(mx.array([[0, 1]]), cache=caches))
-    except (BrokenInvariant, AttributeError, TypeError, ValueError, IndexError) as error:
+    except (BrokenInvariant, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedModel(f"{type(model).__name__} does not run on the re-hosted attention: {error}") from error
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from agentcache.blocks.prefix_match import Transcript
-from agentcache.errors import Conflict, NotFound
-from agentcache.kv.manifest import AgentRecord
+from agentcache.errors import Conflict, InvalidRequest, NotFound
+from agentcache.kv.manifest import AgentRecord, valid_id
 
 
 class AgentTable:
@@ -18,6 +18,9 @@ class AgentTable:
     Args:
         model: fingerprint of the served model.
         records: what the store holds.
+
+    Attributes:
+        busy: ids of agents that a request is at work on; some of them may be about to be made.
     """
 
     def __init__(self, model: str, records: Iterable[AgentRecord] = ()) -> None:
@@ -43,13 +46,20 @@ class AgentTable:
             raise NotFound(f"there is no agent {agent_id!r}", param="agent", code="agent_not_found")
         return self._records[agent_id]
 
-    def new(self, agent_id: str, *, policy: str = "exact", system: str | None = None) -> AgentRecord:
-        """A record without memory for an id not in use; raises Conflict. Not yet put."""
+    def new(self, agent_id: str, *, policy: str = "exact", system: str | None = None, param: str = "id") -> AgentRecord:
+        """A record without memory for an id not in use. Not yet put.
+
+        Raises:
+            InvalidRequest: it is no id.
+            Conflict: it is in use, or another one that differs only by case. Both name `param`.
+        """
+        if not valid_id(agent_id):
+            raise InvalidRequest(f"{agent_id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param=param)
         if agent_id in self._records:
-            raise Conflict(f"agent {agent_id!r} exists already", param="id")
+            raise Conflict(f"agent {agent_id!r} exists already", param=param)
         # Manifests are files named by id, and some file systems do not tell upper from lower case.
-        if clash := next((other for other in self._records if other.casefold() == agent_id.casefold()), None):
-            raise Conflict(f"agent {agent_id!r} differs only by case from agent {clash!r}", param="id")
+        if clash := self._clash(agent_id):
+            raise Conflict(f"agent {agent_id!r} differs only by case from agent {clash!r}", param=param)
         now = time.time()
         return AgentRecord(
             id=agent_id,
@@ -64,6 +74,11 @@ class AgentTable:
             num_saved=0,
             chains=(),
         )
+
+    def _clash(self, agent_id: str) -> str | None:
+        """An agent, there already or about to be, whose id differs only by case."""
+        others = (*self._records, *self.busy)
+        return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
     def fork(self, agent_id: str, new_id: str) -> AgentRecord:
         """A record with the same memory under a new id; raises NotFound, Conflict. Not yet put."""

@@ -228,7 +228,7 @@ class AsyncEngine:
     ) -> tuple[Generation, asyncio.Queue[Update | BaseException]]:
         engine = self._alive()
         match = await self._loop.run_in_executor(self._worker, self._prepare, engine, request)
-        engine.check(len(match.transcript.ids))
+        engine.check(len(match.transcript.ids), request.prompt_param)
         updates: asyncio.Queue[Update | BaseException] = asyncio.Queue()
         generation = Generation(
             request=request,

@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace
-from agentcache.blocks.prefix_cache import CachedPrefix, PrefixCache
+from agentcache.blocks.prefix_cache import CachedPrefix, PrefixCache, Sequence
 from agentcache.blocks.prefix_match import Transcript, len_common_prefix
 from agentcache.config import Config
 from agentcache.errors import AgentCacheError, ConfigError, ContextLengthExceeded, EngineStopped, InvalidRequest, OutOfBlocks
@@ -35,6 +35,7 @@ from agentcache.serving.request import (
     TokenLogprob,
     Update,
 )
+from agentcache.serving.restore import Restored, Restorer
 from agentcache.serving.scheduler import Scheduler
 
 log = logging.getLogger("agentcache.engine")
@@ -66,6 +67,7 @@ class Engine:
         self.persistence = Persistence(
             self.loaded.spec, self.cache, self.runner, store, self.agents, self._namespace, post
         )
+        self.restorer = Restorer(self.cache, self.runner, store, post)
         self.persistence.index()
         windowed = any(group.window is not None for group in self.loaded.spec.groups)
         self.scheduler = Scheduler(
@@ -80,6 +82,7 @@ class Engine:
 
     def close(self) -> None:
         """Write what is queued and let go of the cache folder."""
+        self.restorer.close()
         self.persistence.close()
 
     def _namespace(self, salt: str) -> Namespace:
@@ -87,20 +90,20 @@ class Engine:
 
     # -- requests in ------------------------------------------------------------------------------------------------
 
-    def check(self, num_prompt_tokens: int) -> None:
-        """Refuse a prompt that cannot run, before anything is done for it."""
+    def check(self, num_prompt_tokens: int, param: str = "prompt") -> None:
+        """Refuse a prompt that cannot run, before anything is done for it. `param` is what the wire calls it."""
         if num_prompt_tokens == 0:
-            raise InvalidRequest("the prompt is empty", param="prompt")
+            raise InvalidRequest("the prompt is empty", param=param)
         if num_prompt_tokens >= self.loaded.max_context:
             raise ContextLengthExceeded(
                 f"the prompt has {num_prompt_tokens} tokens; with at least one to generate, the model's context of "
                 f"{self.loaded.max_context} is exceeded",
-                param="messages",
+                param=param,
             )
         if num_prompt_tokens + 1 > self.cache.max_tokens():
             raise InvalidRequest(
                 f"the prompt has {num_prompt_tokens} tokens; the RAM budget holds {self.cache.max_tokens()} of one request",
-                param="messages",
+                param=param,
                 code="insufficient_memory",
             )
 
@@ -158,7 +161,7 @@ class Engine:
             except OutOfBlocks as error:
                 if self.scheduler.running or self.scheduler.loading:
                     return  # others will give blocks back
-                self._fail(generation, InvalidRequest(str(error), param="messages", code="insufficient_memory"))
+                self._fail(generation, _too_large(generation, error))
 
     def _open(self, generation: Generation) -> None:
         """Give a waiting request its place in the cache; starts its restore where blocks are on disk only."""
@@ -169,6 +172,7 @@ class Engine:
         self.runner.copy_blocks(sequence.copies)
         self.scheduler.waiting.popleft()
         if generation.num_generated == 0:
+            generation.prompt_logprobs.clear()  # after a preemption the prompt is computed again
             self._note_cached(generation, prefix)
         if in_ram:
             self.scheduler.running.append(generation)
@@ -189,39 +193,23 @@ class Engine:
 
     def _restore(self, generation: Generation) -> None:
         self.scheduler.loading.append(generation)
-        generation.restore_started_at = time.perf_counter()
         sequence = generation.sequence
-        generation.load_failed = False
-        generation.loads_due = self.persistence.start_loads(
-            sequence,
-            lambda num_bytes: self._loaded(generation, sequence, num_bytes),
-            lambda error: self._load_failed(generation, sequence),
-        )
+        self.restorer.restore(sequence, lambda restored: self._restored(generation, sequence, restored))
 
-    def _loaded(self, generation: Generation, sequence: object, num_bytes: int) -> None:
-        if generation.sequence is sequence:
-            generation.restored_bytes += num_bytes
-            self._load_settled(generation)
-
-    def _load_failed(self, generation: Generation, sequence: object) -> None:
-        if generation.sequence is sequence:
-            generation.load_failed = True
-            self._load_settled(generation)
-
-    def _load_settled(self, generation: Generation) -> None:
-        generation.loads_due -= 1
-        if generation.loads_due:
-            return
+    def _restored(self, generation: Generation, sequence: Sequence, restored: Restored) -> None:
+        if generation.sequence is not sequence:
+            return  # cancelled meanwhile
         self.runner.evaluate()
-        generation.restore_seconds += time.perf_counter() - generation.restore_started_at
+        generation.restored_bytes += restored.num_bytes
+        generation.restore_seconds += restored.seconds
         self.scheduler.loading.remove(generation)
-        if generation.load_failed:
-            # What was wrong is in quarantine; match again and compute the rest.
-            self.cache.abandon(generation.sequence)
-            generation.sequence = None
-            self.scheduler.waiting.appendleft(generation)
-        else:
+        if restored.complete:
             self.scheduler.running.append(generation)
+            return
+        # What was wrong is in quarantine; match again and compute the rest.
+        self.cache.abandon(sequence)
+        generation.sequence = None
+        self.scheduler.waiting.appendleft(generation)
 
     def _reserve(self, generation: Generation, num_tokens: int) -> bool:
         """Blocks for the step; False if the request has to wait for them or ends for want of them."""
@@ -242,7 +230,7 @@ class Engine:
         elif generation.num_generated:
             self._finish(generation, FinishReason.LENGTH)
         else:
-            self._fail(generation, InvalidRequest(str(error), param="messages", code="insufficient_memory"))
+            self._fail(generation, _too_large(generation, error))
 
     def _forward(self, batch: list[Generation], num_tokens: int) -> None:
         """Compute `num_tokens` tokens of every row and choose the next token where a row is then complete."""
@@ -424,7 +412,7 @@ class Engine:
         agent = generation.request.agent
         if agent is None:
             return
-        generation.record = self.agents.get(agent) if agent in self.agents else self.agents.new(agent)
+        generation.record = self.agents.get(agent) if agent in self.agents else self.agents.new(agent, param="agent")
         self.agents.busy.add(agent)
         generation.own_tokens = len_common_prefix(generation.record.transcript.ids, generation.match.transcript.ids)
 
@@ -434,9 +422,9 @@ class Engine:
         prefix = self.cache.match_prefix(self._namespace(record.salt).root, ids, len(ids))
         groups = self.cache.groups
         num_ram = sum(groups[i].bytes_per_block for node in prefix.all_nodes for i in node.block_ids)
-        num_disk = sum(
-            groups[i].bytes_per_block * node.num_tokens // BLOCK_SIZE for node in prefix.all_nodes for i in node.stored
-        )
+        # Of the blocks that its manifest names: the tree may know longer tails of others with the same beginning.
+        on_disk = filter(None, map(self.cache.tree.node, record.chains))
+        num_disk = sum(groups[i].bytes_per_block * node.num_tokens // BLOCK_SIZE for node in on_disk for i in node.stored)
         state = CacheState.HOT if self.cache.in_ram(prefix) else CacheState.WARM
         return AgentInfo(
             id=record.id,
@@ -452,39 +440,30 @@ class Engine:
         )
 
     def restore(self, record: AgentRecord, done: Callable[[RestoreReport | AgentCacheError], None]) -> None:
-        """Bring an agent's blocks into RAM; `done` gets the report. Files found wrong are left out (and in quarantine)."""
+        """Bring an agent's blocks into RAM; `done` gets the report. What files do not give is left out."""
         started = time.perf_counter()
         root, ids = self._namespace(record.salt).root, record.transcript.ids
-        restored = 0
+        restored_bytes = 0
 
         def attempt() -> None:
-            prefix = self.cache.match_prefix(root, ids, len(ids))
             try:
-                sequence = self.cache.open(root, prefix)
+                sequence = self.cache.open(root, self.cache.match_prefix(root, ids, len(ids)))
             except OutOfBlocks as error:
                 done(InvalidRequest(str(error), code="insufficient_memory"))
                 return
             self.runner.copy_blocks(sequence.copies)
-            due = self.persistence.start_loads(sequence, lambda n: settle(n), lambda error: settle(None))
-            failed = False
+            self.restorer.restore(sequence, lambda restored: settle(sequence, restored))
 
-            def settle(num_bytes: int | None) -> None:
-                nonlocal due, failed, restored
-                due -= 1
-                restored += num_bytes or 0
-                failed = failed or num_bytes is None
-                if due == 0:
-                    self.runner.evaluate()
-                    self.cache.abandon(sequence)  # what was loaded is the tree's by now
-                    attempt() if failed else finish()
-
-            if due == 0:
-                self.cache.abandon(sequence)
-                finish()
-
-        def finish() -> None:
-            elapsed = (time.perf_counter() - started) * 1e3
-            done(RestoreReport(len(ids), restored, elapsed, self.info(record).cache_state))
+        def settle(sequence: Sequence, restored: Restored) -> None:
+            nonlocal restored_bytes
+            restored_bytes += restored.num_bytes
+            self.runner.evaluate()
+            self.cache.abandon(sequence)  # what was loaded is the tree's by now
+            if not restored.complete:
+                attempt()
+                return
+            elapsed_ms = (time.perf_counter() - started) * 1e3
+            done(RestoreReport(len(ids), restored_bytes, elapsed_ms, self.info(record).cache_state))
 
         attempt()
 
@@ -521,3 +500,7 @@ class Engine:
             cached_tokens=self._cached_tokens,
             save_failures=self.persistence.save_failures,
         )
+
+
+def _too_large(generation: Generation, error: OutOfBlocks) -> InvalidRequest:
+    return InvalidRequest(str(error), param=generation.request.prompt_param, code="insufficient_memory")

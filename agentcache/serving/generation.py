@@ -28,7 +28,6 @@ class Generation:
         emit: gets every update; called on the engine thread.
         token_ids: prompt, then what was generated.
         sequence: its place in the cache; None while waiting.
-        loads_due: blocks still to come from disk.
         record: the request's agent before this turn.
         own_tokens: leading prompt tokens that are the agent's already.
     """
@@ -40,8 +39,6 @@ class Generation:
     emit: Emit
     token_ids: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
-    loads_due: int = 0
-    load_failed: bool = False
     cancelled: bool = False
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -50,7 +47,6 @@ class Generation:
     restored_bytes: int = 0
     restore_seconds: float = 0.0
     submitted_at: float = field(default_factory=time.perf_counter)
-    restore_started_at: float = 0.0
     first_token_at: float | None = None
     own_tokens: int = 0
     written_bytes: int = 0

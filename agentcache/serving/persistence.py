@@ -1,33 +1,30 @@
-"""Between RAM and disk: turns are saved, prefixes are restored, and the disk budget is kept.
+"""From RAM to disk: turns are saved, agents are deleted, and the disk budget is kept.
 
-Runs on the engine thread. Bytes to write are copied out of the arenas at a step's end and written by the writer thread;
-files are read and verified by reader threads, and only verified bytes come back to be put into the arenas.
+Runs on the engine thread. Bytes to write are copied out of the arenas at a step's end and written by the writer thread.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace, block_key
-from agentcache.blocks.prefix_cache import Load, PrefixCache
+from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_cache import Sequence as CacheSequence
 from agentcache.blocks.radix_tree import Node
-from agentcache.errors import AgentCacheError, BlockMissing, BlockRejected, DiskBudgetExceeded, StoreError
-from agentcache.kv.block_file import Array, BlockHeader
+from agentcache.errors import DiskBudgetExceeded, StoreError
 from agentcache.kv.manifest import AgentRecord
 from agentcache.kv.spec import CacheSpec
 from agentcache.kv.store import BlockWrite, Store
 from agentcache.kv.writer import Writer
 from agentcache.models.runner import ModelRunner
 from agentcache.serving.agents import AgentTable
+from agentcache.serving.restore import header_of
 
 log = logging.getLogger("agentcache.persistence")
-
-_READERS = 4
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class _Target:
 
 
 class Persistence:
-    """Owner of the store, its writer and its readers.
+    """Owner of the store and its writer.
 
     Args:
         post: runs a function on the engine thread soon; callable from any thread.
@@ -72,12 +69,10 @@ class Persistence:
         self._namespace = namespace
         self._post = post
         self._writer = Writer()
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="agentcache-reader")
         self.save_failures = 0
 
     def close(self) -> None:
         """Finish everything that is queued."""
-        self._readers.shutdown(wait=True)
         self._writer.close()
         self._store.close()
 
@@ -175,18 +170,7 @@ class Persistence:
     def _snapshot(self, target: _Target) -> BlockWrite:
         node = target.node
         arrays = self._runner.snapshot(target.group, target.block_id, node.position, node.num_tokens)
-        return BlockWrite(self._header(node, target.group), arrays)
-
-    def _header(self, node: Node, index: int) -> BlockHeader:
-        assert node.parent is not None
-        return BlockHeader(
-            block_key=self._key(node, index),
-            chain=node.chain,
-            parent=node.parent.chain,
-            group=self._cache.groups[index].name,
-            position=node.position,
-            token_ids=node.token_ids,
-        )
+        return BlockWrite(header_of(node, self._cache.groups[target.group].name), arrays)
 
     def _key(self, node: Node, index: int) -> str:
         return block_key(node.chain, self._cache.groups[index].name)
@@ -292,52 +276,6 @@ class Persistence:
         for node in [*path.tails, *reversed(path.nodes)]:
             if set(node.block_ids) <= node.stored:
                 self._cache.evict(node)
-
-    # -- restoring --------------------------------------------------------------------------------------------------
-
-    def start_loads(
-        self, sequence: CacheSequence, loaded: Callable[[int], None], failed: Callable[[AgentCacheError], None]
-    ) -> int:
-        """Read and verify the sequence's `loads` on reader threads; returns how many there are.
-
-        Args:
-            loaded: called on the engine thread for each block put in place, with the bytes read.
-            failed: called instead where a file was missing or wrong (it is in quarantine then).
-        """
-        for load in sequence.loads:
-            future = self._readers.submit(self._store.read_block, self._header(load.node, load.group))
-            future.add_done_callback(partial(self._read, sequence, load, loaded, failed))
-        return len(sequence.loads)
-
-    def _read(
-        self,
-        sequence: CacheSequence,
-        load: Load,
-        loaded: Callable[[int], None],
-        failed: Callable[[AgentCacheError], None],
-        future: Future[dict[str, Array]],
-    ) -> None:
-        """On a reader thread: hand the outcome to the engine thread."""
-        self._post(lambda: self._put(sequence, load, loaded, failed, future))
-
-    def _put(
-        self,
-        sequence: CacheSequence,
-        load: Load,
-        loaded: Callable[[int], None],
-        failed: Callable[[AgentCacheError], None],
-        future: Future[dict[str, Array]],
-    ) -> None:
-        error = future.exception()
-        if isinstance(error, BlockMissing | BlockRejected | StoreError):
-            self._cache.mark_missing(load.node, load.group)
-            failed(error)
-            return
-        blocks = future.result()
-        if not sequence.closed:
-            self._runner.put_blocks(load.group, [load.block_id], [load.node.position], [blocks])
-            self._cache.loaded(sequence, load)
-        loaded(sum(array.nbytes for array in blocks.values()))
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 

@@ -96,6 +96,11 @@ class Request:
     agent: str | None = None
     salt: str = ""
 
+    @property
+    def prompt_param(self) -> str:
+        """What the wire calls the prompt, for errors about it."""
+        return "messages" if isinstance(self.prompt, ChatPrompt) else "prompt"
+
 
 @dataclass(frozen=True)
 class TokenLogprob:

@@ -1,7 +1,7 @@
 """The prefix cache beside a model of what every slot and file really holds.
 
-Instead of keys and values a slot holds, for each of its 256 places, the number of the prefix that was computed there: two
-places are equal only if all tokens up to them are. So whatever is overwritten, mixed up or read after its time shows.
+Instead of keys and values a slot holds, for each of its 256 places, the number of the prefix that was computed there:
+two places are equal only if all tokens up to them are. So whatever is overwritten, mixed up or read too late shows.
 """
 
 from __future__ import annotations
@@ -321,11 +321,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     def evict_all(self, _: int) -> None:
         """Only what is read, is being written, or is in front of such a block stays."""
-        while any([self.cache.evict(node) for node in list(self.cache.tree.residents)]):
-            pass
+        evicted = 1
+        while evicted:
+            evicted = sum(self.cache.evict(node) for node in list(self.cache.tree.residents))
         for node in self.cache.tree.residents:
-            below = [node, *(n for n in node.children if n.block_ids)]
-            assert len(below) > 1 or node.pending or self.is_read(node)
+            assert node.pending or self.is_read(node) or any(child.block_ids for child in node.children)
 
     # -- what has to hold -------------------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert counts.free + counts.live + counts.cached == sum(pool.capacity for pool in self.cache.pools)
         assert min(counts.free, counts.live, counts.cached) >= 0
         for node in self.nodes():
-            assert node.children or node.block_ids or node.stored or node.pending or node.readers, "a useless leaf"
+            assert not node.is_leaf or node.block_ids or node.stored or node.pending or node.readers, "useless"
 
     @invariant()
     def nodes_hold_what_they_name(self) -> None:
@@ -382,23 +382,23 @@ class CacheMachine(RuleBasedStateMachine):
         )
 
     def longest(self, root: str, tokens: list[int]) -> int:
-        """By looking at every child of every matching full block."""
+        """Number of tokens, by looking at all nodes: full blocks along the path, then whatever shares most behind it."""
         path: list[Node] = []
-        best = 0
-        children = [node for node in self.nodes() if node.position == 0 and node.parent.chain == root]
         while True:
-            rest = tokens[len(path) * BLOCK_SIZE : (len(path) + 1) * BLOCK_SIZE]
-            shared = {child: common(child.token_ids, rest) for child in children}
-            most = max(shared.values(), default=0)
-            worth_it = [n for n, k in shared.items() if k == most and k >= min(MIN_TAIL_TOKENS, n.num_tokens)]
-            candidates = [CachedPrefix(tuple(path), n, most) for n in worth_it]
-            found = [p.num_tokens for p in (CachedPrefix(tuple(path), None, 0), *candidates) if self.is_available(p)]
-            best = max([best, *found])
+            shared = {child: common(child.token_ids, tokens[len(path) * BLOCK_SIZE :]) for child in self.behind(path, root)}
             following = next((child for child, k in shared.items() if k == BLOCK_SIZE), None)
             if following is None:
-                return best
+                break
             path.append(following)
-            children = list(following.children)
+        most = max(shared.values(), default=0)
+        prefixes = [CachedPrefix(tuple(path[:count]), None, 0) for count in range(len(path) + 1)]
+        if most >= MIN_TAIL_TOKENS:
+            prefixes += [CachedPrefix(tuple(path), child, k) for child, k in shared.items() if k == most]
+        return max(prefix.num_tokens for prefix in prefixes if self.is_available(prefix))
+
+    def behind(self, path: list[Node], root: str) -> list[Node]:
+        chain_key = path[-1].chain if path else root
+        return [node for node in self.nodes() if node.parent is not None and node.parent.chain == chain_key]
 
     def is_read(self, node: Node) -> bool:
         return any(
@@ -408,7 +408,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
 
     def is_exhausted(self, index: int) -> bool:
-        """Whether group `index` has no slot to give: none free, and each one read, or listed by a node that is stuck."""
+        """Whether group `index` has no slot to give: each one is read, or listed by a node that is stuck."""
         stuck = {node for node in self.nodes() if self.is_stuck(node)}
         kept = {node.block_ids[index] for node in stuck if index in node.block_ids}
         kept.update(chain.from_iterable(running.sequence.tables[index].block_ids for running in self.running))

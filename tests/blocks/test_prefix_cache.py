@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, Phase, settings
+import pytest
+from hypothesis import settings
 
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.prefix_cache import MIN_TAIL_TOKENS, PrefixCache, Sequence
+from agentcache.errors import BrokenInvariant, OutOfBlocks
 from tests.blocks.cache_machine import CacheMachine, FakeGroup
 
 
@@ -31,5 +35,203 @@ TestFull = FullMachine.TestCase
 TestMixed = MixedMachine.TestCase
 TestWindow = WindowMachine.TestCase
 TestNarrow = NarrowMachine.TestCase
-for case in (TestFull, TestMixed, TestWindow, TestNarrow):
-    case.settings = settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck), stateful_step_count=30 if 0 else 50)
+TestFull.settings = TestMixed.settings = TestWindow.settings = TestNarrow.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
+
+FULL = FakeGroup("full.0", None, 1)
+WINDOW = FakeGroup("window512.0", 512, 1)
+ROOT = "root"
+
+
+def grow(cache: PrefixCache, sequence: Sequence, token_ids: list[int]) -> None:
+    cache.reserve(sequence, len(token_ids))
+    cache.advance(sequence, token_ids)
+    cache.leave_window(sequence)
+
+
+def start(cache: PrefixCache, token_ids: list[int]) -> Sequence:
+    return cache.open(ROOT, cache.match_prefix(ROOT, token_ids, len(token_ids)))
+
+
+def run(cache: PrefixCache, token_ids: list[int]) -> Sequence:
+    """A sequence that has computed all of `token_ids`, block by block."""
+    sequence = start(cache, token_ids)
+    while sequence.num_tokens < len(token_ids):
+        end = (sequence.num_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
+        grow(cache, sequence, token_ids[sequence.num_tokens : end])
+    cache.check_integrity()
+    return sequence
+
+
+def test_a_tail_that_nobody_goes_on_from_is_continued_in_place() -> None:
+    cache = PrefixCache([FULL], 20)
+    cache.close(run(cache, [1] * 300))
+    first = start(cache, [1] * 300 + [2])
+    second = start(cache, [1] * 300 + [3])
+    assert (first.num_tokens, second.num_tokens) == (300, 300)
+    assert first.copies == []
+    assert [copy.source for copy in second.copies] == [first.tables[0].block_ids[1]]
+    assert second.tables[0].block_ids[1] != first.tables[0].block_ids[1]
+
+
+def test_part_of_a_tail_is_copied() -> None:
+    cache = PrefixCache([FULL], 20)
+    cache.close(run(cache, [1] * 300))
+    assert len(start(cache, [1] * 290 + [2] * 10).copies) == 1
+
+
+@pytest.mark.parametrize(("shared", "used"), [(MIN_TAIL_TOKENS - 1, 0), (MIN_TAIL_TOKENS, MIN_TAIL_TOKENS)])
+def test_a_few_shared_tokens_are_not_worth_a_copy(shared: int, used: int) -> None:
+    cache = PrefixCache([FULL], 20)
+    cache.close(run(cache, [1] * 200))
+    assert cache.match_prefix(ROOT, [1] * shared + [2] * 50, 1000).num_tokens == used
+
+
+def test_a_chat_without_agent_leaves_nothing_that_cannot_be_evicted() -> None:
+    """Each turn goes on in the slot of the tail before, so several tails share it."""
+    cache = PrefixCache([FULL], 8)
+    history: list[int] = []
+    for turn in range(40):
+        history += [turn] * 40
+        cache.close(run(cache, history))
+    while any(cache.evict(node) for node in list(cache.tree.residents)):
+        cache.check_integrity()
+    assert cache.count_blocks().cached == cache.count_blocks().live == 0
+    assert list(cache.tree.walk()) == []
+
+
+def test_tokens_that_end_inside_a_published_block_are_found_again() -> None:
+    cache = PrefixCache([FULL], 20)
+    sequence = run(cache, [1] * 256 + [2] * 10)
+    tail = cache.close(sequence, keep=250)
+    assert tail is not None
+    assert tail.block_ids == sequence.nodes[0].block_ids
+    assert cache.in_ram(cache.match_prefix(ROOT, [1] * 250, 250))
+
+
+def test_only_the_end_of_a_prefix_is_needed_behind_a_window() -> None:
+    cache = PrefixCache([WINDOW], 20)
+    sequence = run(cache, [1] * 2000)
+    assert len(sequence.tables[0].block_ids) == 3
+    cache.close(sequence)
+    assert start(cache, [1] * 2000).num_tokens == 2000
+    assert start(cache, [1] * 1000).num_tokens == 0
+
+
+def test_blocks_lost_from_the_window_shorten_a_prefix() -> None:
+    """The first 1024 tokens are all there in the full group; the window's blocks of their end are gone."""
+    cache = PrefixCache([FULL, WINDOW], 40)
+    cache.close(run(cache, [1] * 2048))
+    assert cache.match_prefix(ROOT, [1] * 2048, 2048).num_tokens == 2048
+    assert cache.match_prefix(ROOT, [1] * 1024, 1024).num_tokens == 0
+
+
+def test_a_failed_load_of_one_reader_does_not_pull_the_node_from_under_another() -> None:
+    cache = PrefixCache([FULL], 20)
+    node = cache.tree.insert(cache.tree.root(ROOT), [1] * 256)
+    cache.mark_stored(node, 0)
+    first, second = start(cache, [1] * 256), start(cache, [1] * 256)
+    cache.mark_missing(node, 0)
+    cache.abandon(first)
+    cache.loaded(second, second.loads[0])
+    cache.check_integrity()
+    grow(cache, second, [2] * 256)
+    cache.close(second)
+    assert cache.match_prefix(ROOT, [1] * 256 + [2] * 256, 512).num_tokens == 512
+    assert all(cache.evict(node) for node in reversed(list(cache.tree.walk())))
+    cache.check_integrity()
+
+
+def test_a_block_stays_known_to_be_on_disk_when_it_is_computed_again() -> None:
+    cache = PrefixCache([FULL], 20)
+    node = cache.tree.insert(cache.tree.root(ROOT), [1] * 256)
+    cache.mark_stored(node, 0)
+    sequence = cache.open(ROOT, cache.match_prefix(ROOT, [1] * 256, 0))
+    grow(cache, sequence, [1] * 256)
+    cache.close(sequence)
+    assert cache.evict(node)
+    assert cache.match_prefix(ROOT, [1] * 256, 256).num_tokens == 256
+
+
+def test_blocks_being_written_are_evicted_last() -> None:
+    cache = PrefixCache([FULL], 4)
+    for token in (1, 2, 3, 4):
+        cache.close(run(cache, [token] * 256))
+    oldest, second, *_ = cache.tree.residents
+    for node in list(cache.tree.residents):
+        node.pending.add(0)
+    second.pending.clear()
+    assert not cache.evict(oldest)
+    sequence = run(cache, [5] * 256)
+    assert (bool(oldest.block_ids), bool(second.block_ids)) == (True, False)
+    grow(cache, sequence, [6] * 256)  # nothing else is left: the write has its own copy of the bytes
+    assert not oldest.block_ids
+    cache.mark_stored(oldest, 0)
+    assert cache.match_prefix(ROOT, [1] * 256, 256).num_tokens == 256
+    cache.check_integrity()
+
+
+def test_want_of_one_group_does_not_cost_the_blocks_of_another() -> None:
+    cache = PrefixCache([FULL, WINDOW], PrefixCache([FULL, WINDOW], 0).min_ram_budget)
+    sequence = run(cache, [1] * 512)
+    cache.close(sequence)
+    for node in sequence.nodes:
+        cache._free(node, 1)
+    greedy = start(cache, [2])
+    with pytest.raises(OutOfBlocks):
+        while True:
+            greedy.tables[1].block_ids.append(cache._allocate(1))
+    assert cache.match_prefix(ROOT, [1] * 512, 512).num_tokens == 0
+    assert [node.block_ids.keys() for node in sequence.nodes] == [{0}, {0}]
+    cache.check_integrity()
+
+
+def test_least_recently_used_leaves_first() -> None:
+    cache = PrefixCache([FULL], 4)
+    for token in (1, 2, 3, 4):
+        cache.close(run(cache, [token] * 256))
+    cache.close(start(cache, [1] * 256))
+    run(cache, [5] * 256)
+    lengths = [cache.match_prefix(ROOT, [token] * 256, 256).num_tokens for token in (1, 2, 3, 4)]
+    assert lengths == [256, 0, 256, 256]
+
+
+def test_a_single_sequence_can_use_the_whole_budget() -> None:
+    cache = PrefixCache([FULL, WINDOW], 30)
+    tokens = [1] * cache.max_tokens()
+    assert len(run(cache, tokens).tables[0].block_ids) * BLOCK_SIZE == len(tokens)
+    assert cache.ram_capacity_bytes <= cache.ram_budget
+
+
+def test_out_of_blocks_when_everything_is_read() -> None:
+    cache = PrefixCache([FULL], 4)
+    sequence = run(cache, [1] * 4 * BLOCK_SIZE)
+    with pytest.raises(OutOfBlocks):
+        cache.reserve(sequence, 1)
+    cache.abandon(sequence)
+    cache.abandon(sequence)
+    assert cache.count_blocks().live == 0
+    run(cache, [2] * 4 * BLOCK_SIZE)
+
+
+def test_salts_leave_no_trace() -> None:
+    cache = PrefixCache([FULL], 20)
+    cache.match_prefix("salt", [1] * 256, 256)
+    sequence = cache.open("salt", cache.match_prefix("salt", [1] * 256, 256))
+    grow(cache, sequence, [1] * 256)
+    cache.close(sequence)
+    assert cache.evict(sequence.nodes[0])
+    assert cache.tree._roots == {}
+
+
+def test_integrity_notices_what_is_wrong() -> None:
+    cache = PrefixCache([FULL], 20)
+    sequence = run(cache, [1] * 300)
+    sequence.nodes[0].readers += 1
+    with pytest.raises(BrokenInvariant, match="readers"):
+        cache.check_integrity()
+    sequence.nodes[0].readers -= 1
+    cache.pools[0].retain(sequence.tables[0].block_ids[0])
+    with pytest.raises(BrokenInvariant, match="reference counts"):
+        cache.check_integrity()

@@ -20,15 +20,13 @@ from agentcache.server_process import SERVE, ServerProcess, free_port
 
 ROOT = Path(__file__).parent.parent.parent
 BUDGETS = ("--ram-budget", "64MB", "--disk-budget", "256MB")
-WORDS = "the cat sat on a mat and did not run to door back it is what you say 1 2 3 print(x)\n  café 🙂".split(" ")
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "it's", "what", "you", "say", "1", "2", "print(x)\n", "", "café", "🙂")
 # Enough for a machine on which everything else runs, too; nothing here waits for the end of it.
 PATIENCE = 60.0
 
 
 @contextmanager
-def serving(
-    model: Path, cache_dir: Path, *extra: str, command: Sequence[str] = SERVE
-) -> Iterator[ServerProcess]:
+def serving(model: Path, cache_dir: Path, *extra: str, command: Sequence[str] = SERVE) -> Iterator[ServerProcess]:
     """A server that answers; stopped at the end if it has not been killed meanwhile."""
     log = cache_dir.parent / f"{cache_dir.name}.log"
     with ServerProcess(cache_dir, log, model=str(model), extra=(*BUDGETS, *extra), command=command) as server:

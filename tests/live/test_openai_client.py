@@ -41,7 +41,7 @@ def decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return b"".join(shown).decode(errors="replace")
 
 
-# -- models -------------------------------------------------------------------------------------------------------------
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 def test_models(client: openai.OpenAI, model_id: str, live_model: Path) -> None:
@@ -59,7 +59,7 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
         client.models.retrieve("gpt-4o")
 
 
-# -- chat ---------------------------------------------------------------------------------------------------------------
+# -- chat -------------------------------------------------------------------------------------------------------------
 
 
 def test_chat(client: openai.OpenAI, model_id: str, tokenizer: Tokenizer) -> None:
@@ -144,7 +144,7 @@ def test_seed_makes_sampling_repeatable(client: openai.OpenAI, model_id: str) ->
     assert texts[0] == texts[1] != texts[2]
 
 
-# -- text completions ---------------------------------------------------------------------------------------------------
+# -- text completions -------------------------------------------------------------------------------------------------
 
 
 def test_text_completion_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, model_id: str) -> None:
@@ -212,7 +212,7 @@ def test_echo_of_a_text_puts_it_in_front(client: openai.OpenAI, model_id: str) -
     assert "".join(echo.logprobs.tokens[:-4]) == "  Hello,\n\tworld"
 
 
-# -- where an answer ends -----------------------------------------------------------------------------------------------
+# -- where an answer ends ---------------------------------------------------------------------------------------------
 
 
 def test_eos_ends_and_ignore_eos_does_not(client: openai.OpenAI, model_id: str, tokenizer: Tokenizer) -> None:
@@ -278,7 +278,7 @@ def test_an_answer_of_nothing_but_white_space(
     assert done.choices[0].message.content == 4 * space
 
 
-# -- agents -------------------------------------------------------------------------------------------------------------
+# -- agents -----------------------------------------------------------------------------------------------------------
 
 
 def test_prompt_cache_key_is_an_agent(client: openai.OpenAI, model_id: str, agent: str) -> None:
@@ -310,7 +310,7 @@ def test_an_agent_by_extra_body(client: openai.OpenAI, model_id: str, agent: str
     assert http.get(f"/v1/agents/{agent}").json()["tokens"] == done.usage.total_tokens
 
 
-# -- errors -------------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_refusal_names_the_parameter(client: openai.OpenAI, model_id: str) -> None:

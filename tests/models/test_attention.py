@@ -144,9 +144,11 @@ def test_heads_and_sinks(heads: tuple[int, int], num_tokens: int, sinks: bool) -
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 40])
-@pytest.mark.parametrize("lengths", [(290,), (5, 290)])
-def test_everything_at_once(num_tokens: int, lengths: tuple[int, ...]) -> None:
-    check(Case(lengths, num_tokens, window=64, softcap=3.0, sinks=True))
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_everything_at_once(num_tokens: int, softcap: float | None, dtype: mx.Dtype) -> None:
+    for lengths in ((290,), (5, 290)):
+        check(Case(lengths, num_tokens, window=64, softcap=softcap, sinks=True, dtype=dtype))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])

@@ -32,8 +32,8 @@ def test_a_token_costs_the_latent_and_its_rope_part(
     assert held == driver.pools[0].capacity * 256 * loaded.spec.bytes_per_token
 
 
-def attention_of(model_folder: ModelFolder, architecture: str = "deepseek_v2") -> tuple[mla.LatentAttention, LayerArena]:
-    model, config = load_model(model_folder(architecture))
+def attention_of(folders: ModelFolder, architecture: str = "deepseek_v2") -> tuple[mla.LatentAttention, LayerArena]:
+    model, config = load_model(folders(architecture))
     spec = rehost(model, "deepseek_v2", config, check=False)
     return model.layers[0].self_attn, LayerArena(spec.groups[0].layers[0], spec.groups[0].quantisation)
 

@@ -120,7 +120,7 @@ def test_the_disk_budget_holds_with_many_agents(model: Path, tmp_path: Path) -> 
         assert kept == list(talks)[-len(kept) :]
         assert 4 <= len(kept) <= 7
         assert llm.stats().disk_bytes == bytes_below(tmp_path)
-        for agent in ("a00", kept[0]):
+        for agent in ("a00", kept[-1]):
             turn = talks[agent].turn(llm, 290)
             assert cold_ids(llm, turn.prompt_token_ids, 3) == turn.token_ids
             assert (turn.report.computed_tokens == turn.report.prompt_tokens) == (agent == "a00")
@@ -185,12 +185,11 @@ def test_mla_keeps_the_latent_only(model_folder: ModelFolder, tmp_path: Path) ->
 
 def test_long_after_many_short(model_folder: ModelFolder, tmp_path: Path) -> None:
     """RAM that short requests have taken for their windows is there for one long context."""
-    model = model_folder("gemma3_text")
-    with open_llm(model, tmp_path, ram_budget=40 * 165888 // 9 * 9 // 4) as llm:
-        for number in range(40):
+    with open_llm(model_folder("gpt_oss"), tmp_path, ram_budget=7 * 4 * 36864) as llm:
+        for number in range(10):
             llm.generate(make_ids(40, seed=number), greedy(1))
-        fits = engine_of(llm).cache.max_tokens()
-        length = min(fits - 10, 3000)
+        length = engine_of(llm).cache.max_tokens() - 10
+        assert length > 2000
         assert len(llm.generate(make_ids(length), greedy(2)).token_ids) == 2
 
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong in the cache folder: the answer is the cold one, it is counted, and the next turns are cached again."""
+"""Whatever is wrong in the cache folder: the answer is the cold one, it is counted, and later turns are cached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Damage = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Saved:
-    """An agent after its second turn, what its third and fourth one say, and another model's agent with the same tokens."""
+    """An agent after two turns, what its next two say, and another model's agent with the same tokens."""
 
     model: Path
     cache_dir: Path

@@ -294,12 +294,12 @@ def test_preemption_ends_with_the_same_tokens(model: Path, tmp_path: Path) -> No
 
 
 def test_preemption_of_a_request_for_prompt_logprobs(model: Path, tmp_path: Path) -> None:
-    with open_llm(model, tmp_path, ram_budget=5 * BLOCK_BYTES, prefill_chunk=64) as llm:
+    with open_llm(model, tmp_path, ram_budget=8 * BLOCK_BYTES) as llm:
         sampling = greedy(2, prompt_logprobs=True)
-        done = parallel(*(lambda seed=seed: llm.generate(make_ids(700, seed=seed), sampling) for seed in range(3)))
+        done = parallel(*(lambda seed=seed: llm.generate(make_ids(1300, seed=seed), sampling) for seed in range(3)))
         for seed, completion in enumerate(done):
             assert completion.prompt_logprobs is not None
-            assert [logprob.token_id for logprob in completion.prompt_logprobs] == make_ids(700, seed=seed)
+            assert [logprob.token_id for logprob in completion.prompt_logprobs] == make_ids(1300, seed=seed)
 
 
 # -- agents -----------------------------------------------------------------------------------------------------------

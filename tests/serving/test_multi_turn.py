@@ -26,7 +26,8 @@ TEXTS = (
 )
 REASONING = (
     "{% set last = namespace(user=-1) %}"
-    "{% for message in messages if message['role'] == 'user' %}{% set last.user = messages.index(message) %}{% endfor %}"
+    "{% for message in messages if message['role'] == 'user' %}"
+    "{% set last.user = messages.index(message) %}{% endfor %}"
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n"
     "{% if loop.index0 < last.user %}{{ message['content'].split('</think>')[-1].lstrip('\n') }}"

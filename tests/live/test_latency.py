@@ -1,0 +1,86 @@
+"""The server answers at once while the engine is busy."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentcache.server_process import ServerProcess
+from tests.conftest import ModelFolder
+from tests.live.servers import complete, http_of, make_ids, serving
+
+LIMIT = 0.100  # seconds
+NUM_TOKENS = 3584
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A model with much cache for its size: about 4.6 kB a token."""
+    wide = model_folder("llama", num_attention_heads=8, num_key_value_heads=8, head_dim=128, hidden_size=64)
+    with serving(wide, tmp_path_factory.mktemp("latency") / "cache") as server:
+        complete(server, make_ids(300, seed=9), 2)
+        yield server
+
+
+def latencies_while(work: Callable[[], object], http: httpx.Client, path: str, pause: float) -> list[float]:
+    """Seconds that each GET of `path` took while `work` was under way."""
+    working = threading.Thread(target=work)
+    working.start()
+    seconds = []
+    while working.is_alive():
+        beginning = time.perf_counter()
+        assert http.get(path).status_code == 200
+        seconds.append(time.perf_counter() - beginning)
+        time.sleep(pause)
+    working.join()
+    return seconds
+
+
+def p95(seconds: list[float]) -> float:
+    return statistics.quantiles(seconds, n=20)[-1]
+
+
+def test_health_is_quick_during_a_prefill_and_a_save(
+    server: ServerProcess, agent: str, record_property: Callable[[str, object], None]
+) -> None:
+    prompt = make_ids(NUM_TOKENS, seed=1)
+    with http_of(server) as http:
+        during_prefill = latencies_while(lambda: complete(server, prompt, 1), http, "/health", 0.005)
+        # The blocks are in RAM, and nobody's: to make them an agent's is to write them all at once.
+        saved: list[dict[str, object]] = []
+        save = lambda: saved.append(complete(server, prompt, 1, agent=agent)["agentcache"])  # noqa: E731
+        during_save = latencies_while(save, http, "/health", 0.0)
+    assert saved[0]["computed_tokens"] == 1 and saved[0]["saved"] is True
+    assert int(str(saved[0]["written_bytes"])) > 14e6
+    for name, seconds in (("prefill", during_prefill), ("save", during_save)):
+        record_property(name, f"{len(seconds)} samples, p95 {p95(seconds) * 1e3:.1f} ms, max {max(seconds) * 1e3:.1f} ms")
+        print(name, len(seconds), f"p50 {statistics.median(seconds) * 1e3:.1f}", f"p95 {p95(seconds) * 1e3:.1f} max {max(seconds) * 1e3:.1f} ms")
+    assert len(during_prefill) > 100
+    assert p95(during_prefill) < LIMIT
+    assert p95(during_save) < LIMIT
+
+
+def test_an_agent_in_use_does_not_hold_up_a_short_question(server: ServerProcess, agent: str) -> None:
+    """Answered between the chunks of a long prefill, not after it."""
+    prefill_seconds: list[float] = []
+
+    def prefill() -> None:
+        beginning = time.perf_counter()
+        complete(server, make_ids(NUM_TOKENS, seed=2), 1, agent=agent)
+        prefill_seconds.append(time.perf_counter() - beginning)
+
+    working = threading.Thread(target=prefill)
+    working.start()
+    time.sleep(0.2)
+    beginning = time.perf_counter()
+    complete(server, make_ids(10, seed=3), 1)
+    short = time.perf_counter() - beginning
+    assert working.is_alive()
+    working.join()
+    assert short < prefill_seconds[0] / 2

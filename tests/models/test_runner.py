@@ -1,0 +1,113 @@
+"""The runner: forward passes, counters, growing arenas, and blocks in and out."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from agentcache.blocks.prefix_cache import Copy
+from agentcache.models import loader
+from agentcache.models.loader import LoadedModel
+from tests.conftest import ModelFolder
+from tests.models.driver import Driver, Row, random_ids
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder: ModelFolder) -> LoadedModel:
+    return loader.load(str(model_folder("gemma3_text")))
+
+
+def test_tokens_are_counted_once_a_row(loaded: LoadedModel) -> None:
+    driver = Driver(loaded)
+    rows = [driver.row(), driver.row()]
+    driver.step(rows, random_ids(loaded, (2, 7)))
+    driver.step(rows[:1], random_ids(loaded, (1, 3)))
+    assert driver.runner.forward_tokens == 17
+
+
+def test_arenas_follow_the_pools_and_keep_their_content(loaded: LoadedModel) -> None:
+    driver = Driver(loaded)
+    row = driver.row()
+    driver.step([row], random_ids(loaded, (1, 300)))
+    before = driver.runner.snapshot(0, row.tables[0].block_ids[0], 0, 256)
+    capacities = [pool.capacity for pool in driver.pools]
+    for pool in driver.pools:
+        pool.grow(pool.capacity + 5)
+    driver.runner.grow()
+    layers = [(group, layer) for group, arena in enumerate(driver.runner.arenas) for layer in arena.layers]
+    assert all(side.capacity == capacities[group] + 5 for group, layer in layers for _, side in layer.sides)
+    after = driver.runner.snapshot(0, row.tables[0].block_ids[0], 0, 256)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_a_ragged_batch_gives_what_its_rows_give_alone(
+    model_folder: ModelFolder, architecture: str, num_tokens: int
+) -> None:
+    loaded = loader.load(str(model_folder(architecture)))
+    driver = Driver(loaded)
+    together, alone = [], []
+    for seed, length in enumerate((3, 300, 256)):
+        for rows in (together, alone):
+            rows.append(driver.row())
+            driver.step(rows[-1:], random_ids(loaded, (1, length), seed))
+    for step in range(3):
+        ids = random_ids(loaded, (3, num_tokens), 10 + step)
+        logits = driver.step(together, ids)
+        for index, row in enumerate(alone):
+            expected = driver.step([row], ids[index : index + 1])[0]
+            error = mx.abs(logits[index] - expected).max() / mx.abs(expected).max()
+            assert error.item() < 1e-4
+
+
+def copy_of(driver: Driver, row: Row) -> Row:
+    """A second row over copies of the first one's blocks."""
+    twin = driver.row()
+    for group, (table, pool) in enumerate(zip(row.tables, driver.pools, strict=True)):
+        pool.grow(pool.capacity + len(table.block_ids))
+        twin.tables[group].block_ids = [pool.allocate() for _ in table.block_ids]
+        pairs = zip(table.block_ids, twin.tables[group].block_ids, strict=True)
+        driver.runner.copy_blocks(Copy(group, source, target) for source, target in pairs)
+    twin.length = row.length
+    return twin
+
+
+def test_copied_blocks_are_rows_of_their_own(loaded: LoadedModel) -> None:
+    driver = Driver(loaded)
+    row = driver.row()
+    driver.step([row], random_ids(loaded, (1, 300)))
+    twin = copy_of(driver, row)
+    assert driver.runner.copied_blocks == 2 * len(driver.pools)
+    ids = random_ids(loaded, (1, 4), seed=1)
+    driver.step([row], random_ids(loaded, (1, 4), seed=2))
+    row.length -= 4
+    assert mx.array_equal(driver.step([twin], ids), driver.step([row], ids))
+
+
+def test_blocks_written_out_and_read_back_go_on_bit_for_bit(loaded: LoadedModel) -> None:
+    driver, other = Driver(loaded), Driver(loaded)
+    row, restored = driver.row(), other.row()
+    driver.step([row], random_ids(loaded, (1, 300)))
+    restored.length = 300
+    for group, table in enumerate(row.tables):
+        other.pools[group].grow(5)
+        blocks = [driver.runner.snapshot(group, table.block_id(p), p, 256 if p == 0 else 44) for p in (0, 1)]
+        restored.tables[group].block_ids = [other.pools[group].allocate() for _ in blocks]
+        other.runner.put_blocks(group, restored.tables[group].block_ids, [0, 1], blocks)
+    ids = random_ids(loaded, (1, 4), seed=1)
+    assert mx.array_equal(driver.step([row], ids), other.step([restored], ids))
+
+
+def test_a_window_needs_no_older_blocks(loaded: LoadedModel) -> None:
+    """Dropping the blocks that left the window changes nothing."""
+    driver = Driver(loaded)
+    rows = [driver.row(), driver.row()]
+    for row in rows:
+        driver.step([row], random_ids(loaded, (1, 600)))
+    for group, table in zip(loaded.spec.groups, rows[1].tables, strict=True):
+        table.drop_before(group.first_block_needed(600))
+    assert [table.first_block for table in rows[1].tables] == [2 if g.window else 0 for g in loaded.spec.groups]
+    ids = random_ids(loaded, (1, 5), seed=1)
+    assert mx.array_equal(driver.step(rows[:1], ids), driver.step(rows[1:], ids))
