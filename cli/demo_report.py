@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agentcache.machine import describe_machine, describe_versions, git_commit
 from agentcache.bench.plots import plot_ttft_by_turn
+from agentcache.machine import describe_machine, describe_versions, git_commit
 from agentcache.workflow.run import Reply
 from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
 

@@ -17,8 +17,6 @@ from agentcache.errors import AgentCacheError
 if TYPE_CHECKING:
     import uvicorn
 
-# How long running requests may take to finish after SIGTERM; then they are cancelled. What has been reported is saved.
-DRAIN_SECONDS = 20
 BACKLOG = 2048
 
 log = logging.getLogger("agentcache.cli")
@@ -69,7 +67,7 @@ def listen(config: Config) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
-        # Accepted sockets inherit it; asyncio does not set it on sockets it did not make. Without it small events wait 40 ms.
+        # Accepted sockets inherit it; asyncio does not set it on sockets it did not make. Small events would wait 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -86,10 +84,9 @@ def warn_if_open(config: Config) -> None:
 
 def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     """Serves until a signal; raises what kept the engine from starting."""
-    import uvicorn
-
     from agentcache.cli.connection import open_engine
     from agentcache.server.app import create_app
+    from agentcache.server.drain import DrainingServer
 
     engine = open_engine(config)
     failures: list[BaseException] = []
@@ -102,7 +99,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
             server.should_exit = True
 
     app = create_app(engine, config, on_start=on_start)
-    server = uvicorn.Server(uvicorn_config(app))
+    server = DrainingServer(uvicorn_config(app), engine)
     leave_in_order(server)
     server.run(sockets=[listener])
     if failures:
@@ -112,6 +109,8 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 def uvicorn_config(app: object) -> uvicorn.Config:
     import uvicorn
 
+    from agentcache.server.drain import CUT_SECONDS
+
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
@@ -120,7 +119,7 @@ def uvicorn_config(app: object) -> uvicorn.Config:
         server_header=False,
         lifespan="on",
         ws="none",
-        timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_graceful_shutdown=CUT_SECONDS,
     )
 
 

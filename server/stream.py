@@ -111,8 +111,8 @@ class UpdateStream:
 class EventStream(EventSourceResponse):
     """Sends events until they end or the client leaves; then closes their generator and `source`.
 
-    `source` is closed here, since a generator that never began runs no `finally` of its own. sse-starlette's own pings are
-    comments, which some clients cannot parse: keep-alive is in the events themselves.
+    `source` is closed here, since a generator that never began runs no `finally` of its own. sse-starlette's own pings
+    are comments, which some clients cannot parse: keep-alive is in the events themselves.
     """
 
     def __init__(self, events: AsyncGenerator[ServerSentEvent, None], source: UpdateStream) -> None:

@@ -159,7 +159,7 @@ class PrefixCache:
 
     @staticmethod
     def _is_worth_it(prefix: CachedPrefix) -> bool:
-        """Not for the few tokens that most prompts of a chat template share; but a whole tail is some agent's memory."""
+        """Not for the few tokens that most prompts of a template share; but a whole tail is some agent's memory."""
         assert prefix.tail is not None
         return prefix.tail_tokens >= min(MIN_TAIL_TOKENS, prefix.tail.num_tokens)
 
@@ -306,7 +306,7 @@ class PrefixCache:
                 table.replace(node.position, theirs)
 
     def leave_window(self, sequence: Sequence) -> None:
-        """Drop the slots that no later token of the sequence attends to, also from the tree if nobody else reads them."""
+        """Drop the slots that no later token of the sequence attends to; from the tree too if nobody reads them."""
         for index, group in enumerate(self.groups):
             table = sequence.tables[index]
             start = table.first_block

@@ -2,7 +2,8 @@
 
 `Attention` takes over a module's own submodules (projections, norms, rope, sinks) and replaces only where keys and
 values are kept and how they are read. Attention always reads what the cache holds, the quantised values, also inside
-the chunk being prefilled: a result depends neither on where chunks fall nor on cold, warm or hot.
+the chunk being prefilled: cold, warm and hot read the same. (Where chunks fall changes the last bit of a float, which
+now and then rounds a 4-bit value to its neighbour.)
 """
 
 from __future__ import annotations

@@ -30,6 +30,9 @@ _FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
 )
 _NOT_FOR_TEMPLATES = {
     "chat_template",

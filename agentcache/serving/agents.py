@@ -93,8 +93,10 @@ class AgentTable:
         return self._drop(old.chains if old else ())
 
     def remove(self, agent_id: str) -> set[str]:
-        """Forget an agent; returns the chains that nobody names any more."""
-        return self._drop(self._records.pop(agent_id).chains)
+        """Forget an agent; returns the chains that nobody names any more. Raises NotFound."""
+        chains = self.get(agent_id).chains
+        del self._records[agent_id]
+        return self._drop(chains)
 
     def _drop(self, chains: Iterable[str]) -> set[str]:
         self._references.subtract(chains)

@@ -99,7 +99,7 @@ class AsyncEngine:
     def _run_until_stopped(self, engine: Engine) -> None:
         try:
             self._serve(engine)
-            engine.fail_all(EngineStopped("the server is shutting down"))
+            engine.fail_all(_shutting_down())
         except BaseException as error:
             log.exception("the engine has failed")
             self.failure = error
@@ -174,7 +174,9 @@ class AsyncEngine:
     def _alive(self) -> Engine:
         if self.failure is not None:
             raise EngineStopped(f"the engine has failed: {self.failure}")
-        if self._engine is None or self._stopping:
+        if self._stopping:
+            raise _shutting_down()
+        if self._engine is None:
             raise EngineStopped("the engine is not running")
         return self._engine
 
@@ -201,7 +203,8 @@ class AsyncEngine:
 
         Raises:
             RequestError: before the first update, if the request cannot run.
-            EngineStopped: the engine ended before the request did.
+            Overloaded: too many requests wait, or the engine was closed before the request was done.
+            EngineStopped: the engine failed before the request was done.
         """
         submitted_at = time.perf_counter()
         if self._active >= self.config.max_concurrent_requests * _QUEUE_FACTOR:
@@ -338,6 +341,10 @@ class AsyncEngine:
     async def clear_cache(self) -> None:
         """Free all RAM that nobody is reading; agents stay on disk."""
         await self._call(lambda engine: engine.clear())
+
+
+def _shutting_down() -> Overloaded:
+    return Overloaded("the server is shutting down", code="shutting_down")
 
 
 class _Turns:

@@ -15,7 +15,7 @@ from agentcache.blocks.keys import BLOCK_SIZE, Namespace
 from agentcache.blocks.prefix_cache import CachedPrefix, PrefixCache, Sequence
 from agentcache.blocks.prefix_match import Transcript, len_common_prefix
 from agentcache.config import Config
-from agentcache.errors import AgentCacheError, ConfigError, ContextLengthExceeded, EngineStopped, InvalidRequest, OutOfBlocks
+from agentcache.errors import AgentCacheError, ConfigError, ContextLengthExceeded, EngineStopped, InvalidRequest, OutOfBlocks, RequestError
 from agentcache.kv.manifest import AgentRecord
 from agentcache.kv.store import Store
 from agentcache.models.loader import LoadedModel, load
@@ -130,7 +130,8 @@ class Engine:
 
     def fail_all(self, error: BaseException) -> None:
         """Tell every waiter that nothing more comes."""
-        stopped = EngineStopped(f"the engine has stopped: {error}")
+        # A shutdown is told as it is; what went wrong with us is for the log.
+        stopped = error if isinstance(error, RequestError) else EngineStopped(f"the engine has stopped: {error}")
         for generation in [*self.scheduler, *self._ending]:
             generation.emit(stopped)
 

@@ -382,18 +382,19 @@ class CacheMachine(RuleBasedStateMachine):
         )
 
     def longest(self, root: str, tokens: list[int]) -> int:
-        """Number of tokens, by looking at all nodes: full blocks along the path, then whatever shares most behind it."""
+        """Number of tokens, by looking at all nodes: full blocks along the path, then what shares most behind it."""
         path: list[Node] = []
         while True:
-            shared = {child: common(child.token_ids, tokens[len(path) * BLOCK_SIZE :]) for child in self.behind(path, root)}
+            rest = tokens[len(path) * BLOCK_SIZE :]
+            shared = {child: common(child.token_ids, rest) for child in self.behind(path, root)}
             following = next((child for child, k in shared.items() if k == BLOCK_SIZE), None)
             if following is None:
                 break
             path.append(following)
         most = max(shared.values(), default=0)
         prefixes = [CachedPrefix(tuple(path[:count]), None, 0) for count in range(len(path) + 1)]
-        if most >= MIN_TAIL_TOKENS:
-            prefixes += [CachedPrefix(tuple(path), child, k) for child, k in shared.items() if k == most]
+        tails = [child for child, k in shared.items() if k == most and k >= min(MIN_TAIL_TOKENS, child.num_tokens)]
+        prefixes += [CachedPrefix(tuple(path), tail, most) for tail in tails]
         return max(prefix.num_tokens for prefix in prefixes if self.is_available(prefix))
 
     def behind(self, path: list[Node], root: str) -> list[Node]:

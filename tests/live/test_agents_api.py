@@ -121,7 +121,8 @@ def test_a_fork_shares_and_then_goes_its_own_way(live_server: ServerProcess, htt
     assert outcome(mine)[0] == cold_outcome(live_server, mine)[0]
     assert agent_info(live_server, agent) == before
     theirs = complete(live_server, [*all_ids(said), *make_ids(50, seed=16)], 4, agent=agent)
-    assert theirs["agentcache"]["cached_tokens"]["own"] == len(all_ids(said)) - 1
+    # The fork has computed the last token of the common part meanwhile; that is shared back.
+    assert theirs["agentcache"]["cached_tokens"]["own"] == len(all_ids(said))
     assert outcome(theirs)[0] == cold_outcome(live_server, theirs)[0]
     assert agent_info(live_server, fork)["tokens"] == len(all_ids(mine))
 

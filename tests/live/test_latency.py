@@ -6,7 +6,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,7 +15,7 @@ from tests.conftest import ModelFolder
 from tests.live.servers import complete, http_of, make_ids, serving
 
 LIMIT = 0.100  # seconds
-NUM_TOKENS = 3584
+NUM_TOKENS = 2304
 
 
 @pytest.fixture(scope="module")
@@ -57,30 +56,10 @@ def test_health_is_quick_during_a_prefill_and_a_save(
         save = lambda: saved.append(complete(server, prompt, 1, agent=agent)["agentcache"])  # noqa: E731
         during_save = latencies_while(save, http, "/health", 0.0)
     assert saved[0]["computed_tokens"] == 1 and saved[0]["saved"] is True
-    assert int(str(saved[0]["written_bytes"])) > 14e6
+    assert int(str(saved[0]["written_bytes"])) > 10e6
     for name, seconds in (("prefill", during_prefill), ("save", during_save)):
-        record_property(name, f"{len(seconds)} samples, p95 {p95(seconds) * 1e3:.1f} ms, max {max(seconds) * 1e3:.1f} ms")
-        print(name, len(seconds), f"p50 {statistics.median(seconds) * 1e3:.1f}", f"p95 {p95(seconds) * 1e3:.1f} max {max(seconds) * 1e3:.1f} ms")
+        found = f"p95 {p95(seconds) * 1e3:.1f} ms, max {max(seconds) * 1e3:.1f} ms of {len(seconds)}"
+        record_property(name, found)
     assert len(during_prefill) > 100
     assert p95(during_prefill) < LIMIT
     assert p95(during_save) < LIMIT
-
-
-def test_an_agent_in_use_does_not_hold_up_a_short_question(server: ServerProcess, agent: str) -> None:
-    """Answered between the chunks of a long prefill, not after it."""
-    prefill_seconds: list[float] = []
-
-    def prefill() -> None:
-        beginning = time.perf_counter()
-        complete(server, make_ids(NUM_TOKENS, seed=2), 1, agent=agent)
-        prefill_seconds.append(time.perf_counter() - beginning)
-
-    working = threading.Thread(target=prefill)
-    working.start()
-    time.sleep(0.2)
-    beginning = time.perf_counter()
-    complete(server, make_ids(10, seed=3), 1)
-    short = time.perf_counter() - beginning
-    assert working.is_alive()
-    working.join()
-    assert short < prefill_seconds[0] / 2

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import pytest
 
+from agentcache.server.drain import DRAIN_SECONDS
 from tests.live.servers import (
     PATIENCE,
     agent_info,
@@ -62,7 +62,7 @@ def test_a_second_server_on_the_same_folder_is_refused(live_model: Path, tmp_pat
 
 
 def test_sigterm_lets_a_stream_end_properly(live_model: Path, tmp_path: Path, agent: str) -> None:
-    body = {"prompt": make_ids(100), "max_tokens": 600, "ignore_eos": True, "agent": agent, "temperature": 0}
+    body = {"prompt": make_ids(100), "max_tokens": 150, "ignore_eos": True, "agent": agent, "temperature": 0}
     with serving(live_model, tmp_path / "cache") as server:
         with http_of(server) as http:
             asked = body | {"stream": True, "stream_options": {"include_usage": True}}
@@ -73,12 +73,12 @@ def test_sigterm_lets_a_stream_end_properly(live_model: Path, tmp_path: Path, ag
                 *events, done = [line.removeprefix("data: ") for line in lines if line]
             assert done == "[DONE]"
             last = json.loads(events[-1])
-            assert last["usage"]["completion_tokens"] == 600
+            assert last["usage"]["completion_tokens"] == 150
             assert last["agentcache"]["saved"] is True
         assert server._process is not None and server._process.wait(SOON) == 0
     assert "Traceback" not in log_of(tmp_path / "cache")
     with serving(live_model, tmp_path / "cache") as server:
-        assert agent_info(server, agent)["tokens"] == 700
+        assert agent_info(server, agent)["tokens"] == 250
 
 
 def test_sigterm_while_the_model_loads(live_model: Path, tmp_path: Path) -> None:
@@ -104,21 +104,28 @@ def test_sigterm_while_the_model_loads(live_model: Path, tmp_path: Path) -> None
     assert "Traceback" not in err
 
 
-def test_a_second_sigterm_does_not_wait_for_a_long_answer(live_model: Path, tmp_path: Path, agent: str) -> None:
-    """What was reported before is there; the turn that was cut short is as if it had never been asked for."""
-    body = {"prompt": make_ids(100), "max_tokens": 30_000, "ignore_eos": True, "agent": agent, "stream": True}
+def test_sigterm_ends_what_would_take_too_long(live_model: Path, tmp_path: Path, agent: str) -> None:
+    """Everybody is told; turns that were cut short are as if they had never been asked for."""
+    body = {"prompt": make_ids(100), "max_tokens": 30_000, "ignore_eos": True, "agent": agent}
     with serving(live_model, tmp_path / "cache") as server:
         complete(server, make_ids(50), 3, agent=agent)
         before = stats(server)
-        with http_of(server) as http, http.stream("POST", "/v1/completions", json=body) as answer:
-            wait_until_computing(server, before["computed_tokens"])
-            assert server._process is not None
-            server._process.terminate()
-            time.sleep(0.2)
-            server._process.send_signal(signal.SIGINT)
-            with pytest.raises(httpx.HTTPError):
-                assert "[DONE]" not in "".join(answer.iter_text())
-                raise httpx.ReadError("the stream ended without [DONE]")
-        assert server._process.wait(SOON) == 0
+        with http_of(server) as http, ThreadPoolExecutor(2) as pool:
+            with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+                wait_until_computing(server, before["computed_tokens"])
+                waiting = pool.submit(http.post, "/v1/completions", json=body)
+                other = pool.submit(http.post, "/v1/completions", json=body | {"agent": f"{agent}-other"})
+                wait_until(lambda: stats(server)["blocks"]["live"] > before["blocks"]["live"] + 4, "both run")
+                beginning = time.monotonic()
+                server._process.terminate()  # type: ignore[union-attr]
+                *_, last, done = [line for line in answer.iter_lines() if line]
+            assert done == "data: [DONE]"
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+            for refused in (waiting.result(), other.result()):
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert server._process is not None and server._process.wait(SOON) == 0
+        assert time.monotonic() - beginning < DRAIN_SECONDS + SOON
+    assert "Traceback" not in log_of(tmp_path / "cache")
     with serving(live_model, tmp_path / "cache") as server:
-        assert agent_info(server, agent)["tokens"] == 53
+        listed = server.client.request("GET", "/v1/agents")["data"]
+        assert [(info["id"], info["tokens"]) for info in listed] == [(agent, 53)]

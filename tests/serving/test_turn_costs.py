@@ -75,7 +75,7 @@ def draw(random: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Any
     return random.uniform(-0.1, 0.1, shape).astype(dtype)
 
 
-@pytest.mark.parametrize("num_tokens", [1100, 16000])
+@pytest.mark.parametrize("num_tokens", [1200, 16000])
 def test_a_turn_writes_and_reads_only_what_it_adds(num_tokens: int, model: Path, tmp_path: Path) -> None:
     chat = long_chat(num_tokens)
     held = save_without_computing(model, tmp_path, chat)

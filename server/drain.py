@@ -1,0 +1,36 @@
+"""uvicorn's server, which on a signal lets requests finish for a while, and then has them end with an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import uvicorn
+
+from agentcache.server.engine import Engine
+
+# How long running requests may take to finish after a signal; then they are told that the server is shutting down.
+DRAIN_SECONDS = 5.0
+# For clients that do not take their answer; then their connections are cut.
+CUT_SECONDS = 15
+
+
+class DrainingServer(uvicorn.Server):
+    """Closes `engine` when it has drained for `drain_seconds`, which ends streams properly; uvicorn would cut them."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, drain_seconds: float = DRAIN_SECONDS) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._drain_seconds = drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+            await asyncio.wait({ending})
+
+    async def _end_requests(self) -> None:
+        await asyncio.sleep(self._drain_seconds)
+        await self._engine.close()

@@ -1,0 +1,47 @@
+"""Content addresses: what they cover, and that they never change by accident."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentcache.blocks.keys import BASE_PRODUCER, Namespace, block_key, chain_key, pack_token_ids
+
+ROOT = Namespace("model", "cache").root
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=8)
+
+
+def test_addresses_are_what_files_on_disk_are_named_by() -> None:
+    """Whoever changes these has to change FORMAT_VERSION, or old files are served under new names."""
+    chain = chain_key(ROOT, [1, 2, 3])
+    assert ROOT == "2a354897469aae21db9e50fd25499ccf6c934d23"
+    assert chain == "8ad632574b7e7f6b376108cec8c2e288891e26f6"
+    assert block_key(chain, "full.0") == "d7e63e9d333ca3d423ce229e6fc2cb8cb5708b0c"
+
+
+def test_every_part_of_a_namespace_counts() -> None:
+    parts = [("a", "b", "c"), ("ab", "", "c"), ("a", "bc", ""), ("a", "b", ""), ("", "a", "b")]
+    assert len({Namespace(*part).root for part in parts}) == len(parts)
+    assert Namespace("a", "b").root == Namespace("a", "b", "").root
+
+
+@given(st.text(max_size=4), TOKENS, st.text(max_size=4), st.text(max_size=4), TOKENS, st.text(max_size=4))
+def test_a_chain_key_covers_parent_tokens_and_producer(
+    parent: str, tokens: list[int], producer: str, parent_2: str, tokens_2: list[int], producer_2: str
+) -> None:
+    same = (parent, tokens, producer) == (parent_2, tokens_2, producer_2)
+    assert (chain_key(parent, tokens, producer) == chain_key(parent_2, tokens_2, producer_2)) is same
+
+
+def test_splitting_tokens_elsewhere_is_another_address() -> None:
+    assert chain_key(chain_key(ROOT, [1]), [2]) != chain_key(ROOT, [1, 2])
+    assert chain_key(ROOT, [1]) == chain_key(ROOT, (1,), BASE_PRODUCER)
+
+
+def test_roots_chains_and_blocks_share_no_addresses() -> None:
+    assert len({chain_key("x", []), block_key("x", ""), Namespace("x", "").root}) == 3
+    assert block_key("ab", "c") != block_key("a", "bc")
+
+
+def test_tokens_are_packed_little_endian() -> None:
+    assert pack_token_ids([1, 2**24]) == b"\1\0\0\0\0\0\0\1"

@@ -1,0 +1,87 @@
+"""Sizes, windows, groups, and what the digest covers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.errors import UnsupportedModel
+from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation, make_groups, quantisation_for
+
+LAYER = LayerSpec(0, num_kv_heads=2, key_dim=128, value_dim=64)
+WINDOWS = st.integers(1, 2000)
+
+
+@pytest.mark.parametrize(
+    ("dims", "group_size"), [((128,), 64), ((64, 128), 64), ((96,), 32), ((128, 96), 32), ((576, 0), 64)]
+)
+def test_the_widest_quantisation_group_that_divides(dims: tuple[int, ...], group_size: int) -> None:
+    assert quantisation_for(*dims) == Quantisation(4, group_size)
+
+
+def test_head_dimensions_without_a_quantisation_group() -> None:
+    with pytest.raises(UnsupportedModel, match="80"):
+        quantisation_for(128, 80)
+
+
+def test_bytes_of_a_token() -> None:
+    """192 values a head: half a byte each, and four bytes of scale and bias for every 64."""
+    group = GroupSpec("full.0", (LAYER, replace(LAYER, index=1)), Quantisation())
+    assert group.bytes_per_token == 2 * 2 * (192 // 2 + 192 // 64 * 4)
+    assert group.bytes_per_block == group.bytes_per_token * BLOCK_SIZE
+
+
+@given(WINDOWS, st.integers(0, 5000))
+def test_the_first_block_needed_is_that_of_the_first_token_attended_to(window: int, num_tokens: int) -> None:
+    group = GroupSpec("window.0", (replace(LAYER, window=window),), Quantisation())
+    attended = [key for key in range(num_tokens + 1) if key > num_tokens - window]
+    assert group.first_block_needed(num_tokens) == attended[0] // BLOCK_SIZE
+    assert GroupSpec("full.0", (LAYER,), Quantisation()).first_block_needed(num_tokens) == 0
+
+
+@given(st.lists(st.sampled_from([None, 512, 1024]), min_size=1, max_size=40))
+def test_groups_are_runs_of_depth_of_one_attention_kind(windows: list[int | None]) -> None:
+    layers = [replace(LAYER, index=index, window=window) for index, window in enumerate(windows)]
+    groups = make_groups(layers, Quantisation())
+    assert sorted(layer.index for group in groups for layer in group.layers) == list(range(len(windows)))
+    assert len({group.name for group in groups}) == len(groups)
+    for group in groups:
+        assert {layer.window for layer in group.layers} == {group.window}
+        assert group.layers[-1].index - group.layers[0].index < -(-len(windows) // (2 if len(windows) < 8 else 4))
+
+
+def spec(**changes: object) -> CacheSpec:
+    return replace(CacheSpec("llama", 8, make_groups([LAYER, replace(LAYER, index=1)], Quantisation())), **changes)
+
+
+def test_totals() -> None:
+    assert spec().num_layers == 2
+    assert spec().bytes_per_token == sum(group.bytes_per_token for group in spec().groups)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_type": "qwen2"},
+        {"num_attention_heads": 16},
+        {"rope": "yarn"},
+        {"block_size": 128},
+        {"groups": make_groups([LAYER], Quantisation())},
+        {"groups": make_groups([LAYER, replace(LAYER, index=1)], Quantisation(8))},
+        {"groups": make_groups([LAYER, replace(LAYER, index=1)], Quantisation(4, 32))},
+        {"groups": make_groups([LAYER, replace(LAYER, index=1, window=512)], Quantisation())},
+    ],
+)
+def test_the_digest_covers_everything(changed: dict[str, object]) -> None:
+    assert spec(**changed).digest != spec().digest
+    assert spec().digest == spec().digest
+
+
+def test_a_group_by_name() -> None:
+    assert spec().group("full.1").layers == (replace(LAYER, index=1),)
+    with pytest.raises(KeyError):
+        spec().group("full.7")

@@ -1,0 +1,152 @@
+"""What of a generation is shown, and what its transcript takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from agentcache.models.detokenizer import Detokenizer
+from agentcache.serving.output import Output
+
+
+class Pieces:
+    """A detokenizer whose token i adds the i-th piece; `late` has what only the end brings out."""
+
+    def __init__(self, pieces: list[str], late: str = "") -> None:
+        self.text = ""
+        self.ends: list[int] = []
+        self._pieces = pieces
+        self._late = late
+
+    def add(self, token_id: int) -> str:
+        self.text += self._pieces[token_id]
+        self.ends.append(len(self.text))
+        return self._pieces[token_id]
+
+    def finish(self) -> str:
+        late, self._late = self._late, ""
+        self.text += late
+        if self.ends:
+            self.ends[-1] = len(self.text)
+        return late
+
+
+PIECES = st.lists(st.text("ab", max_size=4), max_size=12)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)
+
+
+def run(output: Output, num_tokens: int) -> tuple[list[str], int]:
+    """What was shown token by token and at the end, and how many tokens were taken."""
+    shown: list[str] = []
+    for token in range(num_tokens):
+        shown.append(output.add(token))
+        if output.stopped:
+            break
+    taken = len(shown)
+    return [*shown, output.finish()], taken
+
+
+@settings(max_examples=600)
+@given(PIECES, STOPS, st.text("ab", max_size=3))
+@example(["a", "b", "c"], ["abd", "bc"], "")
+@example(["x"], ["ab"], "ab")
+def test_streams_up_to_the_first_stop_string(pieces: list[str], stop: list[str], late: str) -> None:
+    output = Output(Pieces(pieces, late if pieces else ""), stop)
+    shown, taken = run(output, len(pieces))
+    seen = "".join(pieces[:taken]) + (late if pieces and taken == len(pieces) else "")
+    text = "".join(shown)
+    assert seen.startswith(text)
+    assert not any(string in text for string in stop)
+    assert output.stopped is any(string in seen for string in stop)
+    if output.stopped:
+        assert any(seen.startswith(string, len(text)) for string in stop)
+        assert not any(string in "".join(pieces[: taken - 1]) for string in stop)
+    else:
+        assert text == seen
+
+
+@settings(max_examples=300)
+@given(PIECES, STOPS)
+def test_nothing_is_shown_that_may_become_a_stop_string(pieces: list[str], stop: list[str]) -> None:
+    """And no more is held back than that."""
+    output, text = Output(Pieces(pieces), stop), ""
+    for token in range(len(pieces)):
+        text += output.add(token)
+        if output.stopped:
+            return
+        held = "".join(pieces[: token + 1])[len(text) :]
+        assert not held or any(string.startswith(held) for string in stop)
+        assert not any(s.startswith(text[-n:]) for s in stop for n in range(1, min(len(s), len(text) + 1)) if not held)
+
+
+@settings(max_examples=300)
+@given(PIECES, STOPS, st.text("ab", max_size=3))
+def test_the_transcript_takes_whole_tokens_before_the_stop(pieces: list[str], stop: list[str], late: str) -> None:
+    detokenizer = Pieces(pieces, late if pieces else "")
+    output = Output(detokenizer, stop)
+    shown, taken = run(output, len(pieces))
+    text, generated = "".join(shown), output.generated()
+    count = len(generated.ids)
+    assert list(generated.ids) == list(range(count))
+    assert len(generated.ends) == count <= taken
+    assert generated.text == ("".join(pieces[:count]) if output.stopped else text)
+    assert text.startswith(generated.text)
+    assert list(generated.ends) == sorted(generated.ends)
+    assert (generated.ends[-1] if count else 0) == len(generated.text)
+    if output.stopped and count < taken:
+        assert detokenizer.ends[count] > len(text), "a token that lies inside was left out"
+    if not output.stopped:
+        assert count == taken
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(st.binary(max_size=4) | st.text("aé€😀", max_size=2).map(str.encode), max_size=10),
+    st.lists(st.text("aé€😀\ufffd", min_size=1, max_size=3), max_size=2),
+    st.sets(st.integers(0, 9)),
+)
+def test_tokens_that_end_inside_characters(pieces: list[bytes], stop: list[str], control: set[int]) -> None:
+    bytes_of: Callable[[int], bytes] = lambda token: b"" if token in control else pieces[token]  # noqa: E731
+    output = Output(Detokenizer(bytes_of, control), stop)
+    shown, taken = run(output, len(pieces))
+    alone = Detokenizer(bytes_of, control)
+    seen = "".join(alone.add(token) for token in range(taken)) + alone.finish()
+    text, generated = "".join(shown), output.generated()
+    assert seen.startswith(text)
+    assert not any(string in text for string in stop)
+    assert text.startswith(generated.text)
+    assert list(generated.ends) == alone.ends[: len(generated.ids)]
+    assert (generated.ends[-1] if generated.ids else 0) == len(generated.text)
+    if not output.stopped:
+        assert (text, generated.text, len(generated.ids)) == (seen, seen, taken)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_stop_string_across_tokens(at_once: bool) -> None:
+    pieces = ["Hello <|end|> you"] if at_once else ["Hello", " <|", "e", "", "nd|", "> you"]
+    output = Output(Pieces(pieces), ["<|end|>"])
+    shown, _ = run(output, len(pieces))
+    assert "".join(shown) == "Hello "
+    assert output.generated().text == ("" if at_once else "Hello")
+
+
+def test_the_end_of_the_text_can_complete_a_stop_string() -> None:
+    output = Output(Pieces(["one tw"], late="o"), ["two"])
+    assert run(output, 1)[0] == ["one ", ""]
+    assert output.stopped
+    assert list(output.generated().ids) == []
+
+
+def test_without_stop_strings_everything_is_shown_at_once() -> None:
+    assert run(Output(Pieces(["a", "", "b"])), 3)[0] == ["a", "", "b", ""]
+
+
+@given(PIECES)
+def test_text_alone_decides_where_tokens_are_cut(pieces: list[str]) -> None:
+    """The same text in other pieces is the same text shown, where one stop string is given."""
+    assume(pieces)
+    one, many = Output(Pieces(["".join(pieces)]), ["ab"]), Output(Pieces(pieces), ["ab"])
+    assert "".join(run(one, 1)[0]) == "".join(run(many, len(pieces))[0])
