@@ -72,7 +72,9 @@ class LLM:
         UnsupportedModel, CacheFolderInUse, ConfigError: it cannot start.
     """
 
-    def __init__(self, model: str | Path | None = None, *, cache_dir: str | Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str | Path | None = None, *, cache_dir: str | Path | None = None, **settings: Any
+    ) -> None:
         config = load_config({"model": None if model is None else str(model), "cache_dir": cache_dir, **settings})
         self._start(config)
 
@@ -160,6 +162,7 @@ class LLM:
     async def _collect(self, request: Request) -> Completion:
         updates = [update async for update in self._engine.generate(request)]
         last, first = updates[-1], next(u for u in updates if u.prompt_token_ids is not None)
+        assert last.finish_reason is not None and last.report is not None and first.prompt_token_ids is not None
         return Completion(
             text="".join(update.text for update in updates),
             token_ids=tuple(token for update in updates for token in update.token_ids),

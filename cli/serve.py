@@ -67,7 +67,7 @@ def listen(config: Config) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
-        # Accepted sockets inherit it; asyncio does not set it on sockets it did not make. Small events would wait 40 ms.
+        # Accepted sockets inherit it; asyncio sets it only on sockets it made. Small events would wait 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:

@@ -21,7 +21,7 @@ KEEP_ALIVE_SECONDS = 10.0
 DONE = ServerSentEvent("[DONE]", sep="\n")
 
 # At SIGTERM a running turn finishes and is saved (uvicorn waits for it); sse-starlette would cut it off.
-AppStatus.disable_automatic_graceful_drain()
+AppStatus.enable_automatic_graceful_drain = False
 
 
 def event(data: dict[str, Any]) -> ServerSentEvent:

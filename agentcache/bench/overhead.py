@@ -36,7 +36,6 @@ BENCH_MODEL = {
     "num_key_value_heads": 4,
 }
 _PREFILL_CHUNK = 512
-_GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None]) -> Ove
             ids = random.Random(plan.seed).choices(range(llm.model.vocab_size - 64), k=max(plan.contexts) + 4096)
             decode = _measure_decode(plan, ids, bare, llm)
             progress(f"decode step at {plan.decode_context} tokens: {_line(decode)}")
-            turns = {context: [] for context in plan.contexts}
+            turns: dict[int, list[Pair]] = {context: [] for context in plan.contexts}
             caches = {context: _cache_both(ids[:context], bare, llm, progress) for context in plan.contexts}
             for number in range(plan.rounds):
                 turn = ids[-(number + 1) * plan.turn_tokens :][: plan.turn_tokens]
@@ -142,7 +141,7 @@ def _measure_decode(plan: OverheadPlan, ids: list[int], bare: BareModel, llm: LL
 
 def token_intervals(llm: LLM, prompt: list[int], num_tokens: int) -> list[float]:
     """Seconds between the tokens of one request, as its receiver sees them."""
-    sampling = SamplingParams(max_tokens=num_tokens, **_GREEDY)
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     times = llm.token_times(Request("bench", TokenPrompt(prompt), sampling))
     return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
 
@@ -159,7 +158,7 @@ def _measure_turn(
     bare_ms = bare.step(turn, caches) * 1e3
     agent = f"turn-{len(context)}-{number}"
     llm.fork(f"context-{len(context)}", agent)
-    report = llm.generate([*context, *turn], SamplingParams(max_tokens=1, **_GREEDY), agent=agent).report
+    report = llm.generate([*context, *turn], SamplingParams(max_tokens=1, temperature=0), agent=agent).report
     if report.computed_tokens != len(turn):
         raise RuntimeError(f"the agent was not hot: {report}")
     return Pair(bare_ms, report.time_to_first_token_ms)
@@ -180,4 +179,7 @@ def overhead_rows(result: OverheadResult) -> list[dict[str, Any]]:
         **{f"turn after {context} tokens": pair for context, pair in result.turns.items()},
         "growth": result.growth,
     }
-    return [{"what": what, "bare_ms": p.bare_ms, "engine_ms": p.engine_ms, "ratio": p.ratio} for what, p in named.items()]
+    return [
+        {"what": what, "bare_ms": pair.bare_ms, "engine_ms": pair.engine_ms, "ratio": pair.ratio}
+        for what, pair in named.items()
+    ]

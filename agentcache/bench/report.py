@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
+from agentcache.bench.plots import plot_ttft_by_size
 from agentcache.bench.ttft import Files, Plan, Sample, SizeResult
 from agentcache.machine import describe_machine, describe_versions, git_commit
-from agentcache.bench.plots import plot_ttft_by_size
 
 KINDS = ("cold", "warm", "warm, evicted", "hot")
 EXPECTED_STATE = {"cold": "cold", "warm": "warm", "warm, evicted": "warm", "hot": "hot"}

@@ -18,16 +18,13 @@ class AgentTable:
     Args:
         model: fingerprint of the served model.
         records: what the store holds.
-
-    Attributes:
-        busy: ids of agents that a request is at work on; some of them may be about to be made.
     """
 
     def __init__(self, model: str, records: Iterable[AgentRecord] = ()) -> None:
         self._model = model
         self._records: dict[str, AgentRecord] = {}
         self._references: Counter[str] = Counter()
-        self.busy: set[str] = set()
+        self._busy: Counter[str] = Counter()
         for record in records:
             self.put(record)
 
@@ -77,13 +74,27 @@ class AgentTable:
 
     def _clash(self, agent_id: str) -> str | None:
         """An agent, there already or about to be, whose id differs only by case."""
-        others = (*self._records, *self.busy)
+        others = (*self._records, *self._busy)
         return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
     def fork(self, agent_id: str, new_id: str) -> AgentRecord:
         """A record with the same memory under a new id; raises NotFound, Conflict. Not yet put."""
         source, blank = self.get(agent_id), self.new(new_id)
         return replace(source, id=new_id, created=blank.created, last_used=blank.last_used)
+
+    def set_busy(self, agent_id: str) -> None:
+        """A request is at work on this agent, which may be about to be made; counts."""
+        self._busy[agent_id] += 1
+
+    def set_idle(self, agent_id: str) -> None:
+        """One `set_busy` is over."""
+        self._busy[agent_id] -= 1
+        if self._busy[agent_id] <= 0:
+            del self._busy[agent_id]
+
+    def names(self, chain: str) -> bool:
+        """Whether some agent's memory on disk includes this block."""
+        return self._references[chain] > 0
 
     def put(self, record: AgentRecord) -> set[str]:
         """Add or replace an agent; returns the chains that nobody names any more."""
@@ -107,5 +118,5 @@ class AgentTable:
 
     def least_recently_used(self) -> AgentRecord | None:
         """The idle agent with blocks on disk that was used longest ago."""
-        idle = [record for record in self if record.chains and record.id not in self.busy]
+        idle = [record for record in self if record.chains and record.id not in self._busy]
         return min(idle, key=lambda record: record.last_used, default=None)

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -24,9 +24,8 @@ from agentcache.config import Config
 from agentcache.errors import AgentCacheError, EngineStopped, NotFound, Overloaded, StoreError
 from agentcache.models.embedded import embedded_model_path
 from agentcache.serving.engine import Engine
-from agentcache.serving.generation import Generation
+from agentcache.serving.generation import Generation, Saved
 from agentcache.serving.output import Output
-from agentcache.serving.persistence import Saved
 from agentcache.serving.prepare import prepare
 from agentcache.serving.request import AgentInfo, CacheStats, ModelInfo, Request, RestoreReport, Update
 
@@ -163,7 +162,7 @@ class AsyncEngine:
         self._post(run)
         return await future
 
-    def _deliver(self, future: asyncio.Future[T], result: T | None = None, error: BaseException | None = None) -> None:
+    def _deliver(self, future: asyncio.Future[Any], result: Any = None, error: BaseException | None = None) -> None:
         def settle() -> None:
             if future.done():
                 return
@@ -212,7 +211,8 @@ class AsyncEngine:
         self._active += 1
         try:
             async with self._turn(request.agent):
-                generation, updates = await self._submit(request, submitted_at)
+                engine = self._alive()
+                generation, updates = await self._submit(engine, request, submitted_at)
                 try:
                     while True:
                         update = await updates.get()
@@ -222,48 +222,42 @@ class AsyncEngine:
                         if update.report is not None:
                             return
                 finally:
-                    self._post(lambda: self._engine.cancel(generation))
+                    self._post(lambda: engine.cancel(generation))
         finally:
             self._active -= 1
 
     async def _submit(
-        self, request: Request, submitted_at: float
+        self, engine: Engine, request: Request, submitted_at: float
     ) -> tuple[Generation, asyncio.Queue[Update | BaseException]]:
-        engine = self._alive()
         match = await self._loop.run_in_executor(self._worker, self._prepare, engine, request)
         engine.check(len(match.transcript.ids), request.prompt_param)
         updates: asyncio.Queue[Update | BaseException] = asyncio.Queue()
+
+        def emit(update: Update | BaseException) -> None:
+            self._loop.call_soon_threadsafe(updates.put_nowait, update)
+
         generation = Generation(
             request=request,
             match=match,
             max_tokens=self._max_tokens(engine, request, len(match.transcript.ids)),
             output=Output(engine.loaded.tokenizer.detokenizer(after=match.transcript.ids[-1]), request.sampling.stop),
-            emit=lambda update: self._loop.call_soon_threadsafe(updates.put_nowait, update),
+            emit=emit,
             submitted_at=submitted_at,
         )
 
-        def begin(engine: Engine) -> None:
-            engine.begin_turn(generation)
-            engine.add(generation)
-
-        self._post_or_fail(begin, generation)
-        return generation, updates
-
-    def _post_or_fail(self, begin: Callable[[Engine], None], generation: Generation) -> None:
-        engine = self._alive()
-
-        def run() -> None:
+        def add() -> None:
             try:
-                begin(engine)
+                engine.add(generation)
             except AgentCacheError as error:
                 generation.emit(error)
 
-        self._post(run)
+        self._post(add)
+        return generation, updates
 
     @staticmethod
     def _prepare(engine: Engine, request: Request) -> PromptMatch:
-        known = request.agent is not None and request.agent in engine.agents
-        record = engine.agents.get(request.agent) if known else None
+        agent = request.agent
+        record = engine.agents.get(agent) if agent is not None and agent in engine.agents else None
         transcript = record.transcript if record else Transcript.empty()
         return prepare(request.prompt, transcript, record.system if record else None, engine.loaded.tokenizer)
 
@@ -276,11 +270,11 @@ class AsyncEngine:
 
     async def agents(self) -> list[AgentInfo]:
         """All agents, by id."""
-        return await self._call(lambda engine: sorted(map(engine.info, engine.agents), key=lambda info: info.id))
+        return await self._call(lambda engine: engine.memory.list())
 
     async def agent(self, agent_id: str) -> AgentInfo:
         """One agent; raises NotFound."""
-        return await self._call(lambda engine: engine.info(engine.agents.get(agent_id)))
+        return await self._call(lambda engine: engine.memory.info(agent_id))
 
     async def create_agent(
         self, agent_id: str, *, adapter: str | None = None, policy: str = "exact", system: str | None = None
@@ -289,39 +283,35 @@ class AsyncEngine:
         if adapter is not None:
             raise NotFound(f"there is no adapter {adapter!r}", param="adapter")
         async with self._turn(agent_id):
-            record = await self._call(lambda engine: engine.agents.new(agent_id, policy=policy, system=system))
-            await self._save(lambda engine, done: engine.persistence.save_record(record, done))
+            await self._save(lambda engine, done: engine.memory.create(agent_id, policy, system, done))
             return await self.agent(agent_id)
 
     async def fork_agent(self, agent_id: str, new_id: str) -> AgentInfo:
         """A new agent with the same memory, sharing every block; raises NotFound, Conflict."""
         async with self._turn(agent_id), self._turn(new_id if new_id != agent_id else None):
-            await self._save(
-                lambda engine, done: engine.persistence.save_record(engine.agents.fork(agent_id, new_id), done)
-            )
+            await self._save(lambda engine, done: engine.memory.fork(agent_id, new_id, done))
             return await self.agent(new_id)
 
     async def delete_agent(self, agent_id: str) -> None:
         """Forget an agent in RAM and on disk; raises NotFound."""
         async with self._turn(agent_id):
-            await self._save(lambda engine, done: engine.persistence.delete_agent(engine.agents.get(agent_id), done))
+            await self._save(lambda engine, done: engine.memory.delete(agent_id, done))
 
     async def save_agent(self, agent_id: str) -> AgentInfo:
-        """Return when everything the agent has is on disk."""
+        """Return when everything the agent has is on disk; raises NotFound, StoreError."""
         async with self._turn(agent_id):
-            await self._call(lambda engine: engine.agents.get(agent_id))
-            await self._save(lambda engine, done: engine.save(engine.agents.get(agent_id), done))
+            await self._save(lambda engine, done: engine.memory.save(agent_id, done))
             return await self.agent(agent_id)
 
     async def restore_agent(self, agent_id: str) -> RestoreReport:
-        """Bring an agent's blocks from disk into RAM."""
+        """Bring an agent's blocks from disk into RAM; raises NotFound."""
         async with self._turn(agent_id):
-            return await self._callback(lambda engine, done: engine.restore(engine.agents.get(agent_id), done))
+            return await self._callback(lambda engine, done: engine.memory.restore(agent_id, done))
 
     async def evict_agent(self, agent_id: str) -> AgentInfo:
-        """Free the agent's RAM; it stays on disk."""
+        """Free the agent's RAM; it stays on disk; raises NotFound."""
         async with self._turn(agent_id):
-            await self._call(lambda engine: engine.persistence.evict_agent(engine.agents.get(agent_id)))
+            await self._call(lambda engine: engine.memory.evict(agent_id))
             return await self.agent(agent_id)
 
     async def _save(self, function: Callable[[Engine, Callable[[Saved], None]], None]) -> None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from agentcache.blocks.prefix_cache import Sequence
 from agentcache.blocks.prefix_match import PromptMatch
+from agentcache.blocks.radix_tree import Node
+from agentcache.errors import BrokenInvariant
 from agentcache.kv.manifest import AgentRecord
 from agentcache.serving.output import Output
-from agentcache.serving.request import CachedTokens, FinishReason, Request, TokenLogprob, Update
+from agentcache.serving.request import CachedTokens, CacheState, FinishReason, Report, Request, TokenLogprob, Update
 
 Emit = Callable[[Update | BaseException], None]
 
@@ -30,6 +32,7 @@ class Generation:
         sequence: its place in the cache; None while waiting.
         record: the request's agent before this turn.
         own_tokens: leading prompt tokens that are the agent's already.
+        saved_early: blocks that were sent to disk before the turn's end.
     """
 
     request: Request
@@ -39,7 +42,6 @@ class Generation:
     emit: Emit
     token_ids: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
-    cancelled: bool = False
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached: CachedTokens = field(default_factory=CachedTokens)
@@ -50,11 +52,19 @@ class Generation:
     first_token_at: float | None = None
     own_tokens: int = 0
     written_bytes: int = 0
+    saved_early: list[Node] = field(default_factory=list)
     record: AgentRecord | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.match.transcript.ids)
         self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def place(self) -> Sequence:
+        """Its sequence, once it is admitted."""
+        if self.sequence is None:
+            raise BrokenInvariant(f"request {self.request.request_id} has no place in the cache")
+        return self.sequence
 
     @property
     def num_computed(self) -> int:
@@ -67,3 +77,42 @@ class Generation:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logits of the prompt are still wanted."""
+        return self.request.sampling.prompt_logprobs and self.num_generated == 0
+
+    def note_written(self, num_bytes: int) -> None:
+        """Blocks written before the turn's end count for it too."""
+        self.written_bytes += num_bytes
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How saving a turn ended: bytes written, or why nothing was promised."""
+
+    written_bytes: int = 0
+    error: str | None = None
+
+
+def make_report(generation: Generation, saved: Saved | None) -> Report:
+    """What a finished generation cost and reused; `saved` is None for one without an agent."""
+    cached, now = generation.cached, time.perf_counter()
+    found = CacheState.WARM if generation.restored_bytes else CacheState.HOT
+    return Report(
+        agent=generation.request.agent,
+        cache_state=found if cached.own + cached.shared else CacheState.COLD,
+        match=generation.match.match,
+        prompt_tokens=generation.num_prompt_tokens,
+        completion_tokens=generation.num_generated,
+        cached_tokens=cached,
+        computed_tokens=generation.computed_prompt_tokens,
+        time_to_first_token_ms=((generation.first_token_at or now) - generation.submitted_at) * 1e3,
+        restore_ms=generation.restore_seconds * 1e3,
+        restored_bytes=generation.restored_bytes,
+        total_ms=(now - generation.submitted_at) * 1e3,
+        saved=None if saved is None else saved.error is None,
+        save_error=None if saved is None else saved.error,
+        written_bytes=generation.written_bytes + (saved.written_bytes if saved else 0),
+    )

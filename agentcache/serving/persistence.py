@@ -22,17 +22,10 @@ from agentcache.kv.store import BlockWrite, Store
 from agentcache.kv.writer import Writer
 from agentcache.models.runner import ModelRunner
 from agentcache.serving.agents import AgentTable
+from agentcache.serving.generation import Saved
 from agentcache.serving.restore import header_of
 
 log = logging.getLogger("agentcache.persistence")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """How saving a turn ended: bytes written, or why nothing was promised."""
-
-    written_bytes: int = 0
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,13 +118,12 @@ class Persistence:
         if targets:
             self._write(targets, lambda result: written(_count(result)))
 
-    def commit(self, record: AgentRecord, nodes: Sequence[Node], extra: Sequence[_Target], done: Callable[[Saved], None]) -> None:
+    def commit(self, record: AgentRecord, nodes: Sequence[Node], done: Callable[[Saved], None]) -> None:
         """Make a turn durable: its blocks, then the agent's manifest.
 
         Args:
             record: the agent after the turn; its chains are those of `nodes`.
             nodes: all blocks of the agent, the tail last.
-            extra: bytes of nodes that have no slot of their own.
             done: gets the outcome, on the engine thread.
         """
         # The durable part of the record in memory changes only when the disk has changed.
@@ -143,14 +135,10 @@ class Persistence:
             for index, block_id in node.block_ids.items()
             if self._wanted(node, index)
         ]
-        self._write([*targets, *extra], lambda result: self._save_record(record, nodes, result, done))
+        self._write(targets, lambda result: self._save_record(record, nodes, result, done))
 
     def _wanted(self, node: Node, index: int) -> bool:
         return index not in node.stored and index not in node.pending
-
-    def tail_targets(self, tail: Node, sequence_node: Node) -> list[_Target]:
-        """What to write for a tail whose tokens lie at the beginning of a published block."""
-        return [_Target(tail, i, b) for i, b in sequence_node.block_ids.items() if self._wanted(tail, i)]
 
     def _write(self, targets: Sequence[_Target], done: Callable[[int | StoreError], None]) -> None:
         writes = [self._snapshot(target) for target in targets]
@@ -159,7 +147,9 @@ class Persistence:
         num_bytes = sum(array.nbytes for write in writes for array in write.arrays.values())
         self._submit(partial(self._store.write_blocks, writes), partial(self._written, targets, done), num_bytes)
 
-    def _written(self, targets: Sequence[_Target], done: Callable[[int | StoreError], None], result: int | StoreError) -> None:
+    def _written(
+        self, targets: Sequence[_Target], done: Callable[[int | StoreError], None], result: int | StoreError
+    ) -> None:
         for target in targets:
             if isinstance(result, StoreError):
                 self._cache.mark_missing(target.node, target.group)
@@ -198,7 +188,9 @@ class Persistence:
             if node.position >= group.first_block_needed(num_tokens)
         )
 
-    def _saved(self, record: AgentRecord, block_bytes: int, outcome: int | StoreError, done: Callable[[Saved], None]) -> None:
+    def _saved(
+        self, record: AgentRecord, block_bytes: int, outcome: int | StoreError, done: Callable[[Saved], None]
+    ) -> None:
         if isinstance(outcome, StoreError):
             self._fail(record.id, outcome, done)
             return
@@ -213,11 +205,17 @@ class Persistence:
         done(Saved(error=str(error)))
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Write only an agent's manifest and transcript (a new agent, a fork)."""
-        self._submit(partial(self._store.save_agent, record), lambda outcome: self._saved(record, 0, outcome, done))
+        """Write only an agent's manifest and transcript (a new agent, a fork); it counts as busy until that is done."""
+        self._agents.set_busy(record.id)
+
+        def settle(saved: Saved) -> None:
+            self._agents.set_idle(record.id)
+            done(saved)
+
+        self._submit(partial(self._store.save_agent, record), lambda outcome: self._saved(record, 0, outcome, settle))
 
     def _submit(self, run: Callable[[], int], done: Callable[[int | StoreError], None], num_bytes: int = 0) -> None:
-        """Queue a write; where the disk budget forbids it, drop the least recently used agents' blocks and try again."""
+        """Queue a write; where the disk budget forbids it, drop least recently used agents' blocks and try again."""
 
         def settle(result: int | StoreError) -> None:
             if isinstance(result, DiskBudgetExceeded) and self._make_room():
@@ -265,10 +263,14 @@ class Persistence:
             self._store.delete_agent(record.id)
             return 0
 
-        self._submit(delete, lambda outcome: done(Saved(error=str(outcome) if isinstance(outcome, StoreError) else None)))
+        self._submit(delete, lambda outcome: done(Saved(error=_error(outcome))))
         self._forget(released)
         for node in reversed(path):
             self._cache.evict(node)
+
+    def forget_unnamed(self, chains: Iterable[str]) -> None:
+        """Delete blocks that were written for a turn that did not happen, unless some agent's memory includes them."""
+        self._forget({chain for chain in chains if not self._agents.names(chain)})
 
     def evict_agent(self, record: AgentRecord) -> None:
         """Free the RAM of an agent's blocks, as far as they are on disk and nobody reads them."""
@@ -292,3 +294,7 @@ class Persistence:
 
 def _count(result: int | StoreError) -> int:
     return 0 if isinstance(result, StoreError) else result
+
+
+def _error(result: int | StoreError) -> str | None:
+    return str(result) if isinstance(result, StoreError) else None

@@ -36,7 +36,8 @@ def prepare(prompt: Prompt, transcript: Transcript, system: str | None, tokenize
 def _check_ids(token_ids: list[int], vocab_size: int) -> None:
     wrong = next((i for i, token in enumerate(token_ids) if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise InvalidRequest(f"token id {token_ids[wrong]} is outside the vocabulary of {vocab_size}", param=f"prompt[{wrong}]")
+        message = f"token id {token_ids[wrong]} is outside the vocabulary of {vocab_size}"
+        raise InvalidRequest(message, param=f"prompt[{wrong}]")
 
 
 def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ class SamplingParams:
     """How to choose tokens.
 
     Args:
-        max_tokens: tokens to generate; 0 caches the prompt and generates nothing; None for as many as the context holds.
+        max_tokens: tokens to generate; 0 only caches the prompt; None for as many as the context holds.
         temperature: 0 is greedy and deterministic.
         top_p, top_k, min_p: the usual truncations; 1.0, 0 and 0.0 switch them off.
         repetition_penalty: divides the logits of tokens seen before; 1.0 is off.
@@ -160,8 +160,8 @@ class Report:
 class Update:
     """One piece of a running completion.
 
-    The first update has `prompt_token_ids` (and `prompt_logprobs` where asked for) and may have no text; the last one has
-    `finish_reason` and `report`, and comes only when the turn is safe on disk or known not to be.
+    The first update has `prompt_token_ids` (and `prompt_logprobs` where asked for) and may have no text; the last one
+    has `finish_reason` and `report`, and comes only when the turn is safe on disk or known not to be.
     """
 
     text: str = ""

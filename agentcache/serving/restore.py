@@ -1,4 +1,4 @@
-"""From disk into RAM: files are read and verified by reader threads, and only verified bytes come to the engine thread."""
+"""From disk into RAM: reader threads read and verify files, and only verified bytes come to the engine thread."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Restorer:
         self._readers.shutdown(wait=True)
 
     def restore(self, sequence: CacheSequence, done: Callable[[Restored], None]) -> None:
-        """Bring a sequence's blocks into RAM, without waiting; `done` gets the outcome, also if the sequence ends before."""
+        """Bring a sequence's blocks into RAM; `done` gets the outcome later, even if the sequence has ended."""
         batches = list(self._batches(sequence.loads))
         restore = _Restore(sequence, done, batches_due=len(batches))
         for batch in batches:

@@ -313,7 +313,9 @@ class CacheMachine(RuleBasedStateMachine):
         node = self.nodes()[which % len(self.nodes())]
         free = self.cache.count_blocks().free
         before = dict(node.block_ids)
-        if self.cache.evict(node):
+        held = node.pending or self.is_read(node) or any(child.block_ids for child in node.children)
+        assert self.cache.evict(node) is not bool(held)
+        if not held:
             assert not node.block_ids
         else:
             assert node.block_ids == before
@@ -343,6 +345,7 @@ class CacheMachine(RuleBasedStateMachine):
         for node in self.nodes():
             for index, block_id in node.block_ids.items():
                 assert tuple(self.arena.slot(index, block_id)[: node.num_tokens]) == self.arena.of_node(node)
+            assert node.pending == {write.group for write in self.writes if write.node is node}
             for index in node.stored:
                 assert self.files[node.chain, index] == self.arena.of_node(node)
 

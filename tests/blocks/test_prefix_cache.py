@@ -143,6 +143,42 @@ def test_a_failed_load_of_one_reader_does_not_pull_the_node_from_under_another()
     cache.check_integrity()
 
 
+def test_a_load_that_comes_after_the_end_is_not_believed() -> None:
+    """The slot may hold another's tokens by then."""
+    cache = PrefixCache([FULL], 20)
+    node = cache.tree.insert(cache.tree.root(ROOT), [1] * 256)
+    cache.mark_stored(node, 0)
+    sequence = start(cache, [1] * 256)
+    cache.abandon(sequence)
+    cache.loaded(sequence, sequence.loads[0])
+    assert not node.block_ids
+    cache.check_integrity()
+
+
+def test_a_window_moves_on_without_taking_blocks_from_another_reader() -> None:
+    cache = PrefixCache([WINDOW], 20)
+    slow = run(cache, [1] * 512)
+    fast = start(cache, [1] * 512)
+    grow(cache, fast, [2] * 256)
+    grow(cache, fast, [2] * 256)
+    assert cache.in_ram(cache.match_prefix(ROOT, [1] * 512, 512))
+    grow(cache, slow, [3] * 256)
+    grow(cache, slow, [3] * 256)
+    assert cache.match_prefix(ROOT, [1] * 512, 512).num_tokens == 0
+
+
+def test_every_attention_kind_has_room_for_one_sequence() -> None:
+    """However much the others have taken before."""
+    cache = PrefixCache([FULL, WINDOW], 30)
+    greedy = start(cache, [1])
+    with pytest.raises(OutOfBlocks):
+        while True:
+            greedy.tables[0].block_ids.append(cache._allocate(0))
+    for _ in range(cache.min_blocks(WINDOW)):
+        greedy.tables[1].block_ids.append(cache._allocate(1))
+    cache.check_integrity()
+
+
 def test_a_block_stays_known_to_be_on_disk_when_it_is_computed_again() -> None:
     cache = PrefixCache([FULL], 20)
     node = cache.tree.insert(cache.tree.root(ROOT), [1] * 256)

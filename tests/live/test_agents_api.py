@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from agentcache.server_process import ServerProcess
-from tests.live.servers import agent_info, all_ids, cold_outcome, complete, make_ids, outcome, serving, stats
+from tests.live.servers import agent_info, all_ids, check_against_cold, complete, make_ids, serving, stats
 
 FIELDS = {"id", "adapter", "policy", "tokens", "blocks", "cache_state", "ram_bytes", "disk_bytes", "last_used"}
 
@@ -49,7 +49,7 @@ def test_hot_evicted_warm_restored_hot(live_server: ServerProcess, agent: str) -
 
     again = complete(live_server, all_ids(said), 4, agent=agent)
     assert (again["agentcache"]["cache_state"], again["agentcache"]["computed_tokens"]) == ("hot", 1)
-    assert outcome(again)[0] == cold_outcome(live_server, again)[0]
+    check_against_cold(live_server, again)
 
 
 @pytest.mark.parametrize("restored_first", [False, True])
@@ -65,7 +65,7 @@ def test_an_evicted_agent_answers_as_a_hot_one(live_server: ServerProcess, agent
     assert report["cache_state"] == ("hot" if restored_first else "warm")
     assert (report["restored_bytes"] == 0) == restored_first
     assert (report["computed_tokens"], report["cached_tokens"]["own"]) == (100, 500)
-    assert outcome(evicted)[0] == cold_outcome(live_server, evicted)[0]
+    check_against_cold(live_server, evicted)
 
 
 def test_warm_caches_a_prompt_and_generates_nothing(live_server: ServerProcess, agent: str) -> None:
@@ -118,19 +118,19 @@ def test_a_fork_shares_and_then_goes_its_own_way(live_server: ServerProcess, htt
 
     mine = complete(live_server, [*all_ids(said), *make_ids(50, seed=15)], 4, agent=fork)
     assert mine["agentcache"]["cached_tokens"]["own"] == len(all_ids(said)) - 1
-    assert outcome(mine)[0] == cold_outcome(live_server, mine)[0]
+    check_against_cold(live_server, mine)
     assert agent_info(live_server, agent) == before
     theirs = complete(live_server, [*all_ids(said), *make_ids(50, seed=16)], 4, agent=agent)
     # The fork has computed the last token of the common part meanwhile; that is shared back.
     assert theirs["agentcache"]["cached_tokens"]["own"] == len(all_ids(said))
-    assert outcome(theirs)[0] == cold_outcome(live_server, theirs)[0]
+    check_against_cold(live_server, theirs)
     assert agent_info(live_server, fork)["tokens"] == len(all_ids(mine))
 
     http.delete(f"/v1/agents/{agent}")
     act(live_server, fork, "evict")
     again = complete(live_server, all_ids(mine), 4, agent=fork)
     assert (again["agentcache"]["cache_state"], again["agentcache"]["computed_tokens"]) == ("warm", 1)
-    assert outcome(again)[0] == cold_outcome(live_server, again)[0]
+    check_against_cold(live_server, again)
 
 
 def test_delete_forgets_and_frees_the_disk(
@@ -159,4 +159,4 @@ def test_clearing_the_cache_leaves_agents_on_disk(live_model: Path, tmp_path: Pa
         assert stats(server)["blocks"]["cached"] == 0
         again = complete(server, all_ids(said), 3, agent=agent)
         assert (again["agentcache"]["cache_state"], again["agentcache"]["computed_tokens"]) == ("warm", 1)
-        assert outcome(again)[0] == cold_outcome(server, again)[0]
+        check_against_cold(server, again)

@@ -14,12 +14,11 @@ from agentcache.server_process import ServerProcess
 from tests.live.servers import (
     agent_info,
     all_ids,
-    cold_outcome,
+    check_against_cold,
     complete,
     greedy,
     http_of,
     make_ids,
-    outcome,
     stats,
     wait_until_computing,
     wait_until_idle,
@@ -73,7 +72,7 @@ def test_ten_agents_get_what_each_gets_alone(live_server: ServerProcess, agent: 
     for name, answers in zip(names, talks, strict=True):
         assert [answer["agentcache"]["agent"] for answer in answers] == [name] * 3
         for answer in answers:
-            assert outcome(answer)[0] == cold_outcome(live_server, answer)[0]
+            check_against_cold(live_server, answer)
             assert answer["agentcache"]["saved"] is True
         assert agent_info(live_server, name)["tokens"] == len(all_ids(answers[-1]))
         assert answers[1]["agentcache"]["cached_tokens"]["own"] >= answers[0]["usage"]["total_tokens"] - 1

@@ -20,11 +20,10 @@ from agentcache.server_process import ServerProcess
 from tests.live.servers import (
     agent_info,
     all_ids,
-    cold_outcome,
+    check_against_cold,
     complete,
     http_of,
     make_ids,
-    outcome,
     serving,
     stats,
 )
@@ -86,7 +85,7 @@ def test_a_full_disk(live_model: Path, disk: Disk, live_server: ServerProcess, a
         answer = complete(server, [*ids, *make_ids(added, seed=added)], 4, agent=agent)
         report = answer["agentcache"]
         assert report["saved"] is kept and (report["save_error"] is None) == kept
-        assert outcome(answer)[0] == cold_outcome(live_server, answer)[0]
+        check_against_cold(live_server, answer)
         ids = all_ids(answer)
         return answer
 
@@ -118,7 +117,7 @@ def test_a_full_disk(live_model: Path, disk: Disk, live_server: ServerProcess, a
         assert agent_info(server, agent)["tokens"] == len(safe)
         answer = complete(server, [*safe, *make_ids(40, seed=40)], 4, agent=agent)
         assert (answer["agentcache"]["cache_state"], answer["agentcache"]["computed_tokens"]) == ("warm", 41)
-        assert outcome(answer)[0] == cold_outcome(live_server, answer)[0]
+        check_against_cold(live_server, answer)
         assert stats(server)["quarantined"] == 0
 
 
@@ -153,4 +152,4 @@ def test_an_agent_saved_by_hand_when_there_is_room_again(live_model: Path, disk:
         assert agent_info(server, agent)["tokens"] == 304
         again = complete(server, all_ids(answer), 4, agent=agent)
         assert (again["agentcache"]["cache_state"], again["agentcache"]["computed_tokens"]) == ("warm", 1)
-        assert outcome(again)[0] == cold_outcome(server, again)[0]
+        check_against_cold(server, again)

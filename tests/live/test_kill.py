@@ -18,7 +18,7 @@ from tests.live.servers import (
     agent_info,
     all_ids,
     chat,
-    cold_outcome,
+    check_against_cold,
     complete,
     greedy,
     http_of,
@@ -101,7 +101,7 @@ def test_a_conversation_goes_on_after_each_kill(
         assert never_stopped["agentcache"]["cache_state"] == "hot"
         assert restarted["agentcache"]["computed_tokens"] == never_stopped["agentcache"]["computed_tokens"]
         assert restarted["agentcache"]["restored_bytes"] > 0
-        assert outcome(restarted)[0] == cold_outcome(live_server, restarted)[0]
+        check_against_cold(live_server, restarted)
 
         asked = {"messages": talk.ask("Tell me more."), "agent": agent, "logprobs": True, **greedy(MAX_TOKENS)}
         for event in streamed(server, "/v1/chat/completions", asked):
@@ -129,7 +129,7 @@ def test_killed_in_the_middle_again_and_again(
             assert agent_info(server, agent)["tokens"] == done
         [answer, _] = talk.turn(text, server, live_server)
         assert answer["agentcache"]["cache_state"] == ("warm" if done else "cold")
-        assert outcome(answer)[0] == cold_outcome(live_server, answer)[0]
+        check_against_cold(live_server, answer)
         return int(answer["usage"]["total_tokens"])
 
     with serving(live_model, tmp_path / "cache") as server:
@@ -158,23 +158,28 @@ def test_killed_in_the_middle_again_and_again(
         assert after["quarantined"] == 0 and after["save_failures"] == 0 and after["blocks"]["live"] == 0
 
 
-def test_every_agent_of_a_killed_server_is_there(live_model: Path, tmp_path: Path) -> None:
+def test_every_agent_of_a_killed_server_is_there(
+    live_model: Path, tmp_path: Path, live_server: ServerProcess, agent: str
+) -> None:
     """While one agent's turn is under way, the others' memory, a fork's included, is safe."""
-    prompts = {f"agent-{n}": make_ids(200 + 60 * n, seed=n) for n in range(4)}
+    prompts = {f"{agent}-{n}": make_ids(200 + 60 * n, seed=50 + n) for n in range(4)}
+    source, fork = f"{agent}-3", f"{agent}-4"
     with serving(live_model, tmp_path / "cache") as server:
-        said = {agent: complete(server, prompt, 3, agent=agent) for agent, prompt in prompts.items()}
-        server.client.request("POST", "/v1/agents/agent-3/fork", {"id": "agent-4"})
-        said["agent-4"] = said["agent-3"]
+        said = {name: complete(server, prompt, 3, agent=name) for name, prompt in prompts.items()}
+        server.client.request("POST", f"/v1/agents/{source}/fork", {"id": fork})
+        said[fork] = said[source]
         before = stats(server)
-        with in_background(server, "/v1/completions", {"prompt": make_ids(3000, seed=9), "agent": "agent-0"}):
+        with in_background(server, "/v1/completions", {"prompt": make_ids(3000, seed=9), "agent": f"{agent}-0"}):
             wait_until_computing(server, before["computed_tokens"])
             server.kill()
     with serving(live_model, tmp_path / "cache") as server:
         listed = server.client.request("GET", "/v1/agents")["data"]
         assert {info["id"]: info["tokens"] for info in listed} == {a: len(all_ids(s)) for a, s in said.items()}
-        for agent, answer in said.items():
-            again = complete(server, all_ids(answer), 3, agent=agent)
+        for name, answer in said.items():
+            assert outcome(answer) == outcome(complete(live_server, prompts[name if name != fork else source], 3))
+            again = complete(server, all_ids(answer), 3, agent=name)
             # The last generated token has never been computed.
             assert again["agentcache"]["computed_tokens"] == 1
-            assert again["agentcache"]["cache_state"] == ("hot" if agent == "agent-4" else "warm")
-            assert outcome(again)[0] == cold_outcome(server, again)[0]
+            assert again["agentcache"]["cache_state"] == ("hot" if name == fork else "warm")
+            assert outcome(again) == outcome(complete(live_server, all_ids(answer), 3))
+            check_against_cold(server, again)

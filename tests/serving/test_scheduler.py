@@ -148,6 +148,16 @@ def test_a_chunk_ends_on_a_block_boundary_where_it_reaches_one(cached: int, chun
     assert scheduler.schedule() == {generation: expected}
 
 
+def test_prompts_take_turns_and_hold_up_nobody_who_decodes() -> None:
+    scheduler = Scheduler(max_running=4, prefill_chunk=256, idle_prefill_chunk=512)
+    for num_tokens in (2000, 1, 2000, 2000):
+        scheduler.add(make_generation(num_tokens))
+    first, decoding, second, third = [admit(scheduler) for _ in range(4)]
+    plans = [scheduler.schedule() for _ in range(6)]
+    assert [plan.keys() - {decoding} for plan in plans] == [{first}, {second}, {third}] * 2
+    assert all(plan[decoding] == 1 for plan in plans)
+
+
 def test_loading_requests_take_a_place() -> None:
     scheduler = Scheduler(max_running=1, prefill_chunk=256, idle_prefill_chunk=256)
     scheduler.loading.append(make_generation(1))

@@ -1,0 +1,158 @@
+"""From chosen tokens to a finished turn: what the client gets, what the agent keeps, and when it is safe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.prefix_match import Transcript, len_common_prefix
+from agentcache.models.sampler import log_softmax, top_logprobs
+from agentcache.models.tokenizer import Tokenizer
+from agentcache.serving.agents import AgentTable
+from agentcache.serving.generation import Generation, Saved, make_report
+from agentcache.serving.persistence import Persistence
+from agentcache.serving.request import FinishReason, TokenLogprob, Update
+
+
+class Turns:
+    """Begins and ends the turns of requests, with and without an agent.
+
+    Args:
+        finished: told of a generation that computes nothing more; its last update may still be to come.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tokenizer: Tokenizer,
+        agents: AgentTable,
+        persistence: Persistence,
+        finished: Callable[[Generation], None],
+    ) -> None:
+        self._cache = cache
+        self._tokenizer = tokenizer
+        self._agents = agents
+        self._persistence = persistence
+        self._finished = finished
+        self.ending: set[Generation] = set()
+
+    def begin(self, generation: Generation) -> None:
+        """Note that the request's agent is at work, and what of the prompt is its own. Raises Conflict.
+
+        An agent that is not there yet is made by the end of its first turn.
+        """
+        agent = generation.request.agent
+        if agent is None:
+            return
+        generation.record = self._agents.get(agent) if agent in self._agents else self._agents.new(agent, param="agent")
+        self._agents.set_busy(agent)
+        generation.own_tokens = len_common_prefix(generation.record.transcript.ids, generation.match.transcript.ids)
+
+    def drop(self, generation: Generation) -> None:
+        """A turn that leaves no trace: the agent is as before, and what was written for it is deleted."""
+        self._set_idle(generation)
+        self._persistence.forget_unnamed(node.chain for node in generation.saved_early)
+
+    def take(self, generation: Generation, chosen: mx.array | None, logits: mx.array) -> None:
+        """A row's known tokens are all computed: take the chosen one, or end.
+
+        Args:
+            chosen: token id, int32 []; None where none is wanted.
+            logits: float [vocabulary] that it was chosen from.
+        """
+        if generation.first_token_at is None:
+            generation.first_token_at = time.perf_counter()
+            self._announce(generation)
+        if chosen is None:
+            self.finish(generation, FinishReason.LENGTH)
+            return
+        token, sampling = int(chosen.item()), generation.request.sampling
+        if token in self._tokenizer.eos_ids and not sampling.ignore_eos:
+            self.finish(generation, FinishReason.STOP)
+            return
+        logprobs = () if sampling.logprobs is None else (self._logprob(log_softmax(logits), token, sampling.logprobs),)
+        generation.token_ids.append(token)
+        text = generation.output.add(token)
+        generation.emit(Update(text=text, token_ids=(token,), logprobs=logprobs))
+        if generation.output.stopped:
+            self.finish(generation, FinishReason.STOP)
+        elif generation.num_generated >= generation.max_tokens:
+            self.finish(generation, FinishReason.LENGTH)
+
+    def _announce(self, generation: Generation) -> None:
+        prompt = tuple(generation.token_ids[: generation.num_prompt_tokens])
+        logprobs = tuple(generation.prompt_logprobs) if generation.request.sampling.prompt_logprobs else None
+        generation.emit(Update(prompt_token_ids=prompt, prompt_logprobs=logprobs))
+
+    def note_prompt_logprobs(self, generation: Generation, logits: mx.array) -> None:
+        """`logits` [n, vocabulary] predict the tokens after the n just computed, which are not advanced over yet."""
+        logprobs, count = log_softmax(logits), generation.request.sampling.logprobs or 0
+        if not generation.prompt_logprobs:
+            first = generation.token_ids[0]
+            generation.prompt_logprobs.append(TokenLogprob(first, self._tokenizer.token_text(first), None))
+        start = generation.num_computed + 1
+        for offset, token in enumerate(generation.token_ids[start : start + logits.shape[0]]):
+            generation.prompt_logprobs.append(self._logprob(logprobs[offset], token, count))
+
+    def _logprob(self, logprobs: mx.array, token: int, count: int) -> TokenLogprob:
+        text = self._tokenizer.token_text
+        ids, values = top_logprobs(logprobs, count)
+        top = tuple((i, text(i), value) for i, value in zip(ids, values, strict=True))
+        return TokenLogprob(token, text(token), logprobs[token].item(), top)
+
+    def finish(self, generation: Generation, reason: FinishReason) -> None:
+        """End a generation: show the rest of its text, keep its memory, report when that is safe."""
+        generation.finish_reason = reason
+        rest = generation.output.finish()
+        if rest:
+            generation.emit(Update(text=rest))
+        self.ending.add(generation)
+        self._finished(generation)
+        transcript = self._transcript(generation)
+        if generation.request.agent is None:
+            self._cache.close(generation.place, min(generation.num_computed, len(transcript)))
+            self._end(generation, None)
+        else:
+            self._commit(generation, transcript)
+
+    def _transcript(self, generation: Generation) -> Transcript:
+        generated = generation.output.generated()
+        prompt = generation.match.transcript
+        if not generated.ids:
+            return prompt
+        marked = self._tokenizer.marked_ends(generated.text, generated.ends)
+        return prompt.extended(marked.text, generated.ids, marked.ends, "generated")
+
+    def _commit(self, generation: Generation, transcript: Transcript) -> None:
+        sequence, record = generation.place, generation.record
+        assert record is not None  # `begin` has seen to that
+        keep = min(sequence.num_tokens, len(transcript))
+        path = sequence.nodes[: keep // BLOCK_SIZE]
+        tail = self._cache.close(sequence, keep)
+        if tail is not None:
+            path.append(tail)
+        record = replace(
+            record,
+            salt=generation.request.salt,
+            last_used=time.time(),
+            transcript=transcript,
+            num_saved=keep,
+            chains=tuple(node.chain for node in path),
+        )
+        self._persistence.commit(record, path, lambda saved: self._end(generation, saved))
+
+    def _end(self, generation: Generation, saved: Saved | None) -> None:
+        """The last update, when the turn is safe on disk or known not to be."""
+        self.ending.discard(generation)
+        self._set_idle(generation)
+        report = make_report(generation, saved)
+        generation.emit(Update(finish_reason=generation.finish_reason, report=report))
+
+    def _set_idle(self, generation: Generation) -> None:
+        if generation.record is not None:
+            self._agents.set_idle(generation.record.id)
