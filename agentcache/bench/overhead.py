@@ -1,9 +1,9 @@
 """What the engine costs beside the model itself: agentcache against the bare mlx-lm model, in one process and one run.
 
-    decode   a step at a given context: mlx-lm's model with its own `QuantizedKVCache(group_size=64, bits=4)`, against the
-             time between two tokens of a running request
-    growth   how much longer a short turn takes after a long context than after a short one: mlx-lm's model computing the
-             same tokens over its quantised cache, against the time to first token of an agent that is hot
+    decode   a step at a given context: mlx-lm's model with its own `QuantizedKVCache(group_size=64, bits=4)`, against
+             the time between two tokens of a running request
+    growth   how much longer a short turn takes after a long context than after a short one: mlx-lm's model computing
+             the same tokens over its quantised cache, against the time to first token of an agent that is hot
 
 Both sides take turns, so that a noisy machine disturbs both alike; compare ratios, not milliseconds.
 """

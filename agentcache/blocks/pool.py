@@ -28,10 +28,17 @@ class BlockPool:
         return len(self._free)
 
     def grow(self, capacity: int) -> None:
-        """Add slots up to `capacity`; never shrinks."""
+        """Add slots up to `capacity`."""
         added = range(len(self._ref_cnt), capacity)
         self._ref_cnt.extend(0 for _ in added)
         self._free.extend(reversed(added))
+
+    def shrink(self, capacity: int) -> None:
+        """Drop the slots from `capacity` on, all of which must be free."""
+        if any(self._ref_cnt[capacity:]):
+            raise BrokenInvariant("a slot in use cannot be dropped")
+        del self._ref_cnt[capacity:]
+        self._free = [block_id for block_id in self._free if block_id < capacity]
 
     def allocate(self) -> int:
         """A free slot, with one reference. Raises OutOfBlocks."""

@@ -383,9 +383,43 @@ class PrefixCache:
     def _allocate(self, index: int) -> int:
         """A slot of group `index`: a free one, a new one within the budget, or the least recently used one."""
         pool = self.pools[index]
-        if not pool.num_free and not self._grow(index):
-            self._evict_for(index)
+        if not pool.num_free and not self._grow(index) and not self._evict_for(index) and not self._reclaim(index):
+            raise OutOfBlocks(f"the RAM budget of {self.ram_budget} bytes is in use by running requests")
         return pool.allocate()
+
+    def make_room(self, num_tokens: int) -> None:
+        """See to it that a sequence of `num_tokens` tokens fits, as far as the budget and those who read allow.
+
+        For when nobody else runs: what one attention kind has taken for many short contexts then serves a long one.
+        """
+        for index, group in enumerate(self.groups):
+            needed = -(-num_tokens // BLOCK_SIZE)
+            if group.window is not None:
+                needed = min(needed, self.min_blocks(group))
+            while self.pools[index].capacity < needed and (self._grow(index) or self._reclaim(index)):
+                continue
+
+    def _reclaim(self, index: int) -> bool:
+        """Grow by room that another attention kind has beyond its least need and nobody reads; False if there is none."""
+        others = [i for i, group in enumerate(self.groups) if group.window != self.groups[index].window]
+        while not self._grow(index):
+            donor = next((i for i in others if self._can_give_up_a_slot(i)), None)
+            if donor is None:
+                return False
+            self._give_up_a_slot(donor)
+        return True
+
+    def _can_give_up_a_slot(self, index: int) -> bool:
+        last = self.pools[index].capacity - 1
+        return last >= self.min_blocks(self.groups[index]) and not self._is_read(index, last)
+
+    def _give_up_a_slot(self, index: int) -> None:
+        """Drop the last slot of a group, with whatever is cached in it."""
+        last = self.pools[index].capacity - 1
+        for node in [node for node in self.tree.residents if node.block_ids.get(index) == last]:
+            self._free(node, index)
+            self.prune(node)
+        self.pools[index].shrink(last)
 
     def _grow(self, index: int) -> bool:
         """Grow all groups of one attention kind together, as they fill together; False if the budget forbids it."""
@@ -420,13 +454,14 @@ class PrefixCache:
         """Bytes below which not even one short sequence fits."""
         return sum(self.min_blocks(group) * group.bytes_per_block for group in self.groups)
 
-    def _evict_for(self, index: int) -> None:
-        """Free a slot of group `index`, least recently used leaves first. Raises OutOfBlocks."""
+    def _evict_for(self, index: int) -> bool:
+        """Free a slot of group `index`, least recently used leaves first; False if every one is read."""
         while not self.pools[index].num_free:
             victim = self._victim(index)
             if victim is None:
-                raise OutOfBlocks(f"the RAM budget of {self.ram_budget} bytes is in use by running requests")
+                return False
             self._evict(victim)
+        return True
 
     def _victim(self, index: int) -> Node | None:
         """The node to evict for a slot of group `index`; one whose file is being written only if there is no other."""

@@ -91,6 +91,13 @@ class SideArena:
             del old
             mx.eval(self._arrays[i])
 
+    def shrink(self, capacity: int) -> None:
+        """Keep the first `capacity` blocks and give the rest of the memory back."""
+        for i, old in enumerate(self._arrays):
+            self._arrays[i] = mx.contiguous(old[:capacity])
+            del old
+            mx.eval(self._arrays[i])
+
     def write_slots(self, packed: Packed, slots: Sequence[Slot]) -> None:
         """Write one row's tokens, [1, H, n, ·], run by run (slice assignment: the fastest way for long runs)."""
         for i, new in enumerate(packed):
@@ -155,9 +162,16 @@ class GroupArena:
         self.layers = [LayerArena(layer, spec.quantisation) for layer in spec.layers]
 
     def grow(self, capacity: int) -> None:
-        """Follow the block pool's capacity; the new slots hold zeros."""
+        """Follow the block pool's capacity upwards; the new slots hold zeros."""
         for layer in self.layers:
             layer.grow(capacity)
+
+    def shrink(self, capacity: int) -> None:
+        """Follow the block pool's capacity downwards."""
+        for layer in self.layers:
+            for _, side in layer.sides:
+                if side.capacity > capacity:
+                    side.shrink(capacity)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a block (copy-on-write). Lazy."""

@@ -47,7 +47,7 @@ class ModelRunner:
         Returns:
             Logits [B, n or 1, vocabulary].
         """
-        self.grow()
+        self.fit()
         caches = self._layer_caches(tables, lengths)
         self._loaded.last.all_positions = all_logits
         self.forward_tokens += sum(len(row) for row in token_ids)
@@ -63,8 +63,10 @@ class ModelRunner:
                 caches[layer.layer.index] = BatchQuantizedKVCache(layer, rows, lengths)
         return [caches[index] for index in sorted(caches)]
 
-    def grow(self) -> None:
-        """Follow the pools: slots that were granted since the last step get their memory."""
+    def fit(self) -> None:
+        """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""
+        for arena, pool in zip(self.arenas, self._pools, strict=True):
+            arena.shrink(pool.capacity)
         for arena, pool in zip(self.arenas, self._pools, strict=True):
             arena.grow(pool.capacity)
 
@@ -74,7 +76,7 @@ class ModelRunner:
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
         """Copy-on-write, lazily, in order with the steps around it."""
-        self.grow()
+        self.fit()
         for copy in copies:
             self.arenas[copy.group].copy(copy.source, copy.target)
             self.copied_blocks += 1
@@ -83,7 +85,7 @@ class ModelRunner:
         self, group: int, block_ids: Sequence[int], positions: Sequence[int], blocks: Sequence[dict[str, np.ndarray]]
     ) -> None:
         """Write blocks that were read from files."""
-        self.grow()
+        self.fit()
         self.arenas[group].put(block_ids, positions, blocks)
 
     def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:

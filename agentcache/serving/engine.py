@@ -175,6 +175,8 @@ class Engine:
     def _open(self, generation: Generation) -> None:
         """Give a waiting request its place in the cache; starts its restore where blocks are on disk only."""
         root = self._namespace(generation.request.salt).root
+        if not self.scheduler.running and not self.scheduler.loading:
+            self.cache.make_room(len(generation.token_ids) + 1)
         prefix = self._usable_prefix(generation, root)
         in_ram = self.cache.in_ram(prefix)
         generation.sequence = sequence = self.cache.open(root, prefix)

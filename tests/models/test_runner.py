@@ -34,7 +34,7 @@ def test_arenas_follow_the_pools_and_keep_their_content(loaded: LoadedModel) -> 
     capacities = [pool.capacity for pool in driver.pools]
     for pool in driver.pools:
         pool.grow(pool.capacity + 5)
-    driver.runner.grow()
+    driver.runner.fit()
     layers = [(group, layer) for group, arena in enumerate(driver.runner.arenas) for layer in arena.layers]
     assert all(side.capacity == capacities[group] + 5 for group, layer in layers for _, side in layer.sides)
     after = driver.runner.snapshot(0, row.tables[0].block_ids[0], 0, 256)

@@ -25,6 +25,7 @@ class AgentMachine(RuleBasedStateMachine):
         super().__init__()
         self.table = AgentTable("model")
         self.records: dict[str, AgentRecord] = {}
+        self.busy: Counter[str] = Counter()
 
     def named(self) -> set[str]:
         return {chain for record in self.records.values() for chain in record.chains}
@@ -42,7 +43,7 @@ class AgentMachine(RuleBasedStateMachine):
         assert self.table.put(self.records[agent_id]) == before - self.named()
 
     def clashes(self, agent_id: str) -> bool:
-        others = {*self.records, *self.table.busy} - {agent_id}
+        others = {*self.records, *self.busy} - {agent_id}
         return agent_id.casefold() in {other.casefold() for other in others}
 
     @precondition(lambda self: self.records)
@@ -75,9 +76,12 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(agent_id=IDS, busy=st.booleans())
     def work(self, agent_id: str, busy: bool) -> None:
         if busy:
-            self.table.busy.add(agent_id)
+            self.table.set_busy(agent_id)
+            self.busy[agent_id] += 1
         else:
-            self.table.busy.discard(agent_id)
+            if self.busy[agent_id]:
+                self.table.set_idle(agent_id)
+            self.busy = +(self.busy - Counter([agent_id]))
 
     @invariant()
     def agrees(self) -> None:
@@ -88,7 +92,7 @@ class AgentMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_oldest_idle_one_with_blocks_goes_first(self) -> None:
-        idle = [r for r in self.records.values() if r.chains and r.id not in self.table.busy]
+        idle = [r for r in self.records.values() if r.chains and r.id not in self.busy]
         victim = self.table.least_recently_used()
         assert (victim is None) is (not idle)
         if victim is not None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.errors import InvalidRequest
 from agentcache.llm import LLM
 from tests.conftest import ModelFolder
 from tests.serving.conversation import (
@@ -184,7 +183,6 @@ def test_mla_keeps_the_latent_only(model_folder: ModelFolder, tmp_path: Path) ->
         assert info.disk_bytes == info.ram_bytes
 
 
-@pytest.mark.xfail(reason="slots that one attention kind has taken are never given to another", raises=InvalidRequest)
 def test_long_after_many_short(model_folder: ModelFolder, tmp_path: Path) -> None:
     """RAM that short requests have taken for their windows is there for one long context."""
     with open_llm(model_folder("gpt_oss"), tmp_path, ram_budget=7 * 4 * 36864) as llm:
