@@ -1,6 +1,6 @@
 """Which cached blocks a prompt may use, and where its new tokens go.
 
-Joins the radix tree (what is known) with one block pool per cache group (what is in RAM) under one RAM budget.
+Joins the radix tree (what is known) with the slots of the cache groups (what is in RAM).
 Who holds references to a slot:
 
     tree        one for each node that lists the slot
@@ -14,34 +14,16 @@ one when the sequence is closed. Then a longer node may list the same slot as th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.blocks.slots import BlockCounts, Group, Slots
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 
 MIN_TAIL_TOKENS = 16  # copying fewer tokens of another block costs more than computing them
-_GROWTH = 0.5
-_MIN_GROWTH_BLOCKS = 4
-
-
-class Group(Protocol):
-    """What this floor needs to know of a cache group (`kv/spec.py` has the rest)."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def window(self) -> int | None: ...
-
-    @property
-    def bytes_per_block(self) -> int: ...
-
-    def first_block_needed(self, num_tokens: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -113,15 +95,6 @@ class Sequence:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True)
-class BlockCounts:
-    """Slots over all groups: without reference, referenced by sequences, referenced by the tree only."""
-
-    free: int
-    live: int
-    cached: int
-
-
 class PrefixCache:
     """All cached blocks of one model.
 
@@ -132,12 +105,9 @@ class PrefixCache:
 
     def __init__(self, groups: TokenIds[Group], ram_budget: int) -> None:
         self.groups = tuple(groups)
-        self.pools = [BlockPool() for _ in self.groups]
         self.tree = RadixTree()
-        self.ram_budget = ram_budget
-        self.evicted_blocks = 0
+        self.slots = Slots(self.groups, self.tree, ram_budget)
         self._sequences: set[Sequence] = set()
-        self._listed: list[Counter[int]] = [Counter() for _ in self.groups]  # nodes that list a slot
 
     # -- matching ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +171,7 @@ class PrefixCache:
         finally:
             # The engine copies before it allocates again, so the sources need no reference until then.
             for index, block_id in sources:
-                self.pools[index].release(block_id)
+                self.slots.pools[index].release(block_id)
         self.tree.touch(prefix.all_nodes)
         return sequence
 
@@ -225,27 +195,27 @@ class PrefixCache:
             for node in prefix.nodes[table.first_block :]:
                 block_id = node.block_ids.get(index, -1)
                 if block_id >= 0:
-                    self.pools[index].retain(block_id)
+                    self.slots.pools[index].retain(block_id)
                 table.block_ids.append(block_id)
         sources = list(prefix.tail.block_ids.items()) if prefix.tail else []
         for index, block_id in sources:
-            self.pools[index].retain(block_id)
+            self.slots.pools[index].retain(block_id)
         return sources
 
     def _allocate_absent(self, sequence: Sequence, prefix: CachedPrefix) -> None:
         for index, table in enumerate(sequence.tables):
             for node in prefix.nodes[table.first_block :]:
                 if table.block_id(node.position) < 0:
-                    table.replace(node.position, self._allocate(index))
+                    table.replace(node.position, self.slots.allocate(index))
                     sequence.loads.append(Load(node, index, table.block_id(node.position), BLOCK_SIZE))
             if prefix.tail is None:
                 continue
             source = prefix.tail.block_ids.get(index)
             if source is not None and self._may_append(prefix, index, source):
-                self.pools[index].retain(source)
+                self.slots.pools[index].retain(source)
                 table.block_ids.append(source)
                 continue
-            target = self._allocate(index)
+            target = self.slots.allocate(index)
             table.block_ids.append(target)
             if source is None:
                 sequence.loads.append(Load(prefix.tail, index, target, prefix.tail_tokens))
@@ -258,20 +228,20 @@ class PrefixCache:
         The node covers only the tokens before, which stay as they are. (One reference is the tree's, one is `open`'s.)
         """
         assert prefix.tail is not None
-        return prefix.tail_tokens == prefix.tail.num_tokens and self.pools[index].ref_cnt(source) == 2
+        return prefix.tail_tokens == prefix.tail.num_tokens and self.slots.pools[index].ref_cnt(source) == 2
 
     def loaded(self, sequence: Sequence, load: Load) -> None:
         """A load is done: a whole block becomes the tree's too, so that others find it."""
         node = load.node
         if load.num_tokens == node.num_tokens and load.group not in node.block_ids and not sequence.closed:
-            self._list(node, load.group, load.block_id)
+            self.slots.list_in(node, load.group, load.block_id)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Make room for `num_tokens` further tokens in every group. Raises OutOfBlocks; what was reserved stays."""
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
         for index, table in enumerate(sequence.tables):
             while table.end_block < end:
-                table.block_ids.append(self._allocate(index))
+                table.block_ids.append(self.slots.allocate(index))
 
     def advance(self, sequence: Sequence, token_ids: TokenIds[int]) -> list[Node]:
         """`token_ids` have been computed: publish the blocks they filled and return these, in order.
@@ -292,17 +262,22 @@ class PrefixCache:
         return published
 
     def _publish(self, sequence: Sequence, node: Node) -> None:
-        """Give the sequence's slots to the node, or take the node's where it has some already."""
+        """Give the sequence's slots to the node, or take the node's where it has some already.
+
+        Where the node's data is on disk and not in RAM, it stays so: what this sequence computed could differ from the
+        file in a rounding, and RAM and disk hold the same, bit for bit.
+        """
         for index, table in enumerate(sequence.tables):
             if not table.first_block <= node.position < table.end_block:
                 continue
             mine = table.block_id(node.position)
             theirs = node.block_ids.get(index)
             if theirs is None:
-                self._list(node, index, mine)
+                if index not in node.stored and index not in node.pending:
+                    self.slots.list_in(node, index, mine)
             elif theirs != mine:
-                self.pools[index].retain(theirs)
-                self.pools[index].release(mine)
+                self.slots.pools[index].retain(theirs)
+                self.slots.pools[index].release(mine)
                 table.replace(node.position, theirs)
 
     def leave_window(self, sequence: Sequence) -> None:
@@ -311,10 +286,10 @@ class PrefixCache:
             table = sequence.tables[index]
             start = table.first_block
             for offset, block_id in enumerate(table.drop_before(group.first_block_needed(sequence.num_tokens))):
-                self.pools[index].release(block_id)
+                self.slots.pools[index].release(block_id)
                 node = sequence.nodes[start + offset]
-                if node.block_ids.get(index) == block_id and not self._is_read(index, block_id):
-                    self._free(node, index)
+                if node.block_ids.get(index) == block_id and not self.slots.is_read(index, block_id):
+                    self.slots.take_from(node, index)
 
     def close(self, sequence: Sequence, keep: int | None = None) -> Node | None:
         """End a sequence, keeping its first `keep` tokens (default: all); returns the tail node, if there is one.
@@ -325,7 +300,7 @@ class PrefixCache:
         tail = self._publish_tail(sequence, keep) if keep % BLOCK_SIZE else None
         self._discard(sequence)
         if tail is not None:
-            self.prune(tail)
+            self.slots.prune(tail)
         return tail
 
     def _publish_tail(self, sequence: Sequence, keep: int) -> Node:
@@ -347,12 +322,12 @@ class PrefixCache:
         for index, table in enumerate(sequence.tables):
             for block_id in table.block_ids:
                 if block_id >= 0:
-                    self.pools[index].release(block_id)
+                    self.slots.pools[index].release(block_id)
             table.block_ids.clear()
         for node in [sequence.tail, *reversed(sequence.nodes)]:
             if node is not None:
                 node.readers -= 1
-                self.prune(node)
+                self.slots.prune(node)
 
     # -- files ------------------------------------------------------------------------------------------------------
 
@@ -362,167 +337,22 @@ class PrefixCache:
         node.stored.add(group)
 
     def mark_missing(self, node: Node, group: int) -> None:
-        """The node's file of `group` is not on disk, or no longer."""
-        node.pending.discard(group)
+        """The node's file of `group` is not on disk, or no longer. (One that is being written is another matter.)"""
         node.stored.discard(group)
-        self.prune(node)
+        self.slots.prune(node)
 
-    def drop(self, node: Node) -> None:
-        """Take a leaf's slots from the tree, whoever still reads them, and forget the node if it is not on disk."""
-        for index in list(node.block_ids):
-            self._free(node, index)
-        self.prune(node)
-
-    def prune(self, node: Node) -> None:
-        """Forget a node that is neither in RAM nor on disk, and ancestors kept only for it."""
-        if node.is_leaf and not node.block_ids:
-            self.tree.remove(node)
-
-    # -- RAM --------------------------------------------------------------------------------------------------------
-
-    def _allocate(self, index: int) -> int:
-        """A slot of group `index`: a free one, a new one within the budget, or the least recently used one."""
-        pool = self.pools[index]
-        if not pool.num_free and not self._grow(index) and not self._evict_for(index) and not self._reclaim(index):
-            raise OutOfBlocks(f"the RAM budget of {self.ram_budget} bytes is in use by running requests")
-        return pool.allocate()
-
-    def make_room(self, num_tokens: int) -> None:
-        """See to it that a sequence of `num_tokens` tokens fits, as far as the budget and those who read allow.
-
-        For when nobody else runs: what one attention kind has taken for many short contexts then serves a long one.
-        """
-        for index, group in enumerate(self.groups):
-            needed = -(-num_tokens // BLOCK_SIZE)
-            if group.window is not None:
-                needed = min(needed, self.min_blocks(group))
-            while self.pools[index].capacity < needed and (self._grow(index) or self._reclaim(index)):
-                continue
-
-    def _reclaim(self, index: int) -> bool:
-        """Grow by room that another attention kind has beyond its least need and nobody reads; False if there is none."""
-        others = [i for i, group in enumerate(self.groups) if group.window != self.groups[index].window]
-        while not self._grow(index):
-            donor = next((i for i in others if self._can_give_up_a_slot(i)), None)
-            if donor is None:
-                return False
-            self._give_up_a_slot(donor)
-        return True
-
-    def _can_give_up_a_slot(self, index: int) -> bool:
-        last = self.pools[index].capacity - 1
-        return last >= self.min_blocks(self.groups[index]) and not self._is_read(index, last)
-
-    def _give_up_a_slot(self, index: int) -> None:
-        """Drop the last slot of a group, with whatever is cached in it."""
-        last = self.pools[index].capacity - 1
-        for node in [node for node in self.tree.residents if node.block_ids.get(index) == last]:
-            self._free(node, index)
-            self.prune(node)
-        self.pools[index].shrink(last)
-
-    def _grow(self, index: int) -> bool:
-        """Grow all groups of one attention kind together, as they fill together; False if the budget forbids it."""
-        window = self.groups[index].window
-        kin = [i for i, group in enumerate(self.groups) if group.window == window]
-        wanted = max(_MIN_GROWTH_BLOCKS, int(self.pools[index].capacity * _GROWTH))
-        affordable = (self.ram_budget - self.ram_capacity_bytes - self._reserved(window)) // sum(
-            self.groups[i].bytes_per_block for i in kin
-        )
-        added = min(wanted, affordable)
-        if added < 1:
-            return False
-        for i in kin:
-            self.pools[i].grow(self.pools[i].capacity + added)
-        return True
-
-    def _reserved(self, growing: int | None) -> int:
-        """Bytes kept back so that every other attention kind can hold one sequence's window (or a little context)."""
-        return sum(
-            max(0, self.min_blocks(group) - self.pools[i].capacity) * group.bytes_per_block
-            for i, group in enumerate(self.groups)
-            if group.window != growing
-        )
-
-    @staticmethod
-    def min_blocks(group: Group) -> int:
-        """Slots without which a group cannot serve a single sequence."""
-        return 4 if group.window is None else -(-group.window // BLOCK_SIZE) + 2
-
-    @property
-    def min_ram_budget(self) -> int:
-        """Bytes below which not even one short sequence fits."""
-        return sum(self.min_blocks(group) * group.bytes_per_block for group in self.groups)
-
-    def _evict_for(self, index: int) -> bool:
-        """Free a slot of group `index`, least recently used leaves first; False if every one is read."""
-        while not self.pools[index].num_free:
-            victim = self._victim(index)
-            if victim is None:
-                return False
-            self._evict(victim)
-        return True
-
-    def _victim(self, index: int) -> Node | None:
-        """The node to evict for a slot of group `index`; one whose file is being written only if there is no other."""
-        settled = (node for node in self._candidates(index) if self._is_idle(node) and not node.pending)
-        # A write in progress has its own copy of the bytes.
-        return next(settled, None) or next(filter(self._is_idle, self._candidates(index)), None)
-
-    def _candidates(self, index: int) -> Iterator[Node]:
-        """Nodes with a slot of group `index`, then leaves that are in the way of such nodes."""
-        holders = [node for node in self.tree.residents if index in node.block_ids]
-        yield from holders
-        yield from (_resident_leaf(node) for node in holders if not self._is_read(index, node.block_ids[index]))
-
-    def _is_idle(self, node: Node) -> bool:
-        return not node.resident_children and not any(self._is_read(i, slot) for i, slot in node.block_ids.items())
-
-    def _is_read(self, index: int, block_id: int) -> bool:
-        """Whether a sequence reads the slot, beside the nodes that list it."""
-        return self.pools[index].ref_cnt(block_id) > self._listed[index][block_id]
-
-    def evict(self, node: Node) -> bool:
-        """Free the node's slots if nobody reads or writes them; False if somebody does. What is on disk stays known."""
-        if node.pending or not self._is_idle(node):
-            return False
-        self._evict(node)
-        return True
-
-    def _evict(self, node: Node) -> None:
-        for index in list(node.block_ids):
-            self._free(node, index)
-            self.evicted_blocks += 1
-        self.prune(node)
-
-    def _list(self, node: Node, index: int, block_id: int) -> None:
-        """The node's data of group `index` lies in this slot."""
-        self.pools[index].retain(block_id)
-        self._listed[index][block_id] += 1
-        self.tree.set_block(node, index, block_id)
-
-    def _free(self, node: Node, index: int) -> None:
-        block_id = self.tree.take_block(node, index)
-        self._listed[index][block_id] -= 1
-        self.pools[index].release(block_id)
-
-    @property
-    def ram_capacity_bytes(self) -> int:
-        """Bytes of all slots, used or not."""
-        return sum(pool.capacity * group.bytes_per_block for pool, group in zip(self.pools, self.groups, strict=True))
-
-    def max_tokens(self) -> int:
-        """Tokens that a single sequence can hold within the budget (all groups unbounded by windows taken together)."""
-        fixed = sum(self.min_blocks(g) * g.bytes_per_block for g in self.groups if g.window is not None)
-        growing = sum(g.bytes_per_block for g in self.groups if g.window is None)
-        return 2**62 if not growing else max(0, (self.ram_budget - fixed) // growing) * BLOCK_SIZE
+    def mark_unwritten(self, node: Node, group: int) -> None:
+        """The write of the node's file of `group` has failed."""
+        node.pending.discard(group)
+        self.slots.prune(node)
 
     def count_blocks(self) -> BlockCounts:
         """How many slots are free, read by sequences, and cached only."""
-        live = [{b for s in self._sequences for b in s.tables[i].block_ids if b >= 0} for i in range(len(self.pools))]
-        free = sum(pool.num_free for pool in self.pools)
-        num_live = sum(len(ids) for ids in live)
-        return BlockCounts(free, num_live, sum(pool.capacity for pool in self.pools) - free - num_live)
+        free = live = total = 0
+        for index, pool in enumerate(self.slots.pools):
+            read = {block_id for sequence in self._sequences for block_id in sequence.tables[index].block_ids}
+            free, live, total = free + pool.num_free, live + len(read), total + pool.capacity
+        return BlockCounts(free, live, total - free - live)
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless every reference is accounted for: free + live + cached == total, tree sound."""
@@ -533,24 +363,8 @@ class PrefixCache:
                 raise BrokenInvariant(f"{node!r} miscounts its readers")
         if readers:
             raise BrokenInvariant(f"sequences go through {list(readers)}, which the tree has lost")
-        for index in range(len(self.pools)):
-            self._check_references(index)
-        if self.ram_capacity_bytes > self.ram_budget:
+        for index in range(len(self.groups)):
+            tables = (sequence.tables[index] for sequence in self._sequences)
+            self.slots.check_integrity(index, Counter(block_id for table in tables for block_id in table.block_ids))
+        if self.slots.capacity_bytes > self.slots.ram_budget:
             raise BrokenInvariant("the RAM budget is exceeded")
-
-    def _check_references(self, index: int) -> None:
-        pool, name = self.pools[index], self.groups[index].name
-        pool.check_integrity()
-        listed = Counter(node.block_ids[index] for node in self.tree.walk() if index in node.block_ids)
-        read = Counter(block_id for sequence in self._sequences for block_id in sequence.tables[index].block_ids)
-        if +self._listed[index] != listed:
-            raise BrokenInvariant(f"slots of group {name} that the tree lists are miscounted")
-        if Counter({block_id: pool.ref_cnt(block_id) for block_id in range(pool.capacity)}) != listed + read:
-            raise BrokenInvariant(f"reference counts of group {name} are wrong")
-
-
-def _resident_leaf(node: Node) -> Node:
-    """Some descendant (or the node itself) without children in RAM."""
-    while node.resident_children:
-        node = next(child for child in node.children if child.block_ids)
-    return node

@@ -263,7 +263,7 @@ class AsyncEngine:
 
     @staticmethod
     def _max_tokens(engine: Engine, request: Request, num_prompt_tokens: int) -> int:
-        room = min(engine.loaded.max_context, engine.cache.max_tokens()) - num_prompt_tokens
+        room = min(engine.loaded.max_context, engine.cache.slots.max_tokens()) - num_prompt_tokens
         return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
 
     # -- agents -----------------------------------------------------------------------------------------------------

@@ -48,9 +48,9 @@ class Engine:
         memo = config.cache_dir / "weights.json" if config.cache_dir.is_dir() else None
         self.loaded: LoadedModel = load(model_path, memo=memo, max_context=config.max_context)
         self.cache = PrefixCache(self.loaded.spec.groups, config.ram_budget)
-        if config.ram_budget < self.cache.min_ram_budget:
-            raise ConfigError(f"ram_budget must be at least {self.cache.min_ram_budget} bytes for this model")
-        self.runner = ModelRunner(self.loaded, self.cache.pools)
+        if config.ram_budget < self.cache.slots.min_ram_budget:
+            raise ConfigError(f"ram_budget must be at least {self.cache.slots.min_ram_budget} bytes for this model")
+        self.runner = ModelRunner(self.loaded, self.cache.slots.pools)
         store = Store(config.cache_dir, self.loaded.spec, self.loaded.fingerprint, disk_budget=config.disk_budget)
         self.agents = AgentTable(self.loaded.fingerprint, store.load_agents())
         self.persistence = Persistence(
@@ -92,9 +92,9 @@ class Engine:
                 f"{self.loaded.max_context} is exceeded",
                 param=param,
             )
-        if num_prompt_tokens + 1 > self.cache.max_tokens():
+        if num_prompt_tokens + 1 > self.cache.slots.max_tokens():
             raise InvalidRequest(
-                f"the prompt has {num_prompt_tokens} tokens; the RAM budget holds {self.cache.max_tokens()}",
+                f"the prompt has {num_prompt_tokens} tokens; the RAM budget holds {self.cache.slots.max_tokens()}",
                 param=param,
                 code="insufficient_memory",
             )
@@ -165,10 +165,12 @@ class Engine:
     def _admit(self) -> None:
         while self.scheduler.waiting and self.scheduler.can_admit:
             generation = self.scheduler.waiting[0]
+            self.scheduler.stalled = False
             try:
                 self._open(generation)
             except OutOfBlocks as error:
                 if self.scheduler.running or self.scheduler.loading:
+                    self.scheduler.stalled = True
                     return  # others will give blocks back
                 self._fail(generation, _too_large(generation, error))
 
@@ -176,7 +178,7 @@ class Engine:
         """Give a waiting request its place in the cache; starts its restore where blocks are on disk only."""
         root = self._namespace(generation.request.salt).root
         if not self.scheduler.running and not self.scheduler.loading:
-            self.cache.make_room(len(generation.token_ids) + 1)
+            self.cache.slots.make_room(len(generation.token_ids) + 1)
         prefix = self._usable_prefix(generation, root)
         in_ram = self.cache.in_ram(prefix)
         generation.sequence = sequence = self.cache.open(root, prefix)
@@ -276,14 +278,14 @@ class Engine:
         """Evict every block from RAM that nobody is reading; agents come back warm."""
         evicted = True
         while evicted:  # leaves first: each round makes new ones
-            evicted = sum(self.cache.evict(node) for node in list(self.cache.tree.residents)) > 0
+            evicted = sum(self.cache.slots.evict(node) for node in list(self.cache.tree.residents)) > 0
 
     def stats(self) -> CacheStats:
         counts, store = self.cache.count_blocks(), self.persistence.store
         return CacheStats(
-            ram_bytes=self.cache.ram_capacity_bytes,
+            ram_bytes=self.cache.slots.capacity_bytes,
             disk_bytes=store.disk_bytes,
-            ram_budget=self.cache.ram_budget,
+            ram_budget=self.cache.slots.ram_budget,
             disk_budget=store.disk_budget,
             blocks_free=counts.free,
             blocks_live=counts.live,

@@ -85,7 +85,7 @@ class Persistence:
                 if self._store.has(self._key(node, index)):
                     node.stored.add(index)
             if not node.stored:
-                self._cache.prune(node)
+                self._cache.slots.prune(node)
                 break
 
     def _path(self, record: AgentRecord, num_tokens: int, *, insert: bool = False) -> list[Node]:
@@ -152,7 +152,7 @@ class Persistence:
     ) -> None:
         for target in targets:
             if isinstance(result, StoreError):
-                self._cache.mark_missing(target.node, target.group)
+                self._cache.mark_unwritten(target.node, target.group)
             else:
                 self._cache.mark_stored(target.node, target.group)
         done(result)
@@ -250,7 +250,7 @@ class Persistence:
             for index in list(node.stored):
                 self._cache.mark_missing(node, index)
             if not node.is_full:
-                self._cache.drop(node)
+                self._cache.slots.drop(node)
         keys = [block_key(chain, group.name) for chain in chains for group in self._cache.groups]
         self._writer.submit(partial(self._store.delete_blocks, keys), lambda result: None)
 
@@ -266,7 +266,7 @@ class Persistence:
         self._submit(delete, lambda outcome: done(Saved(error=_error(outcome))))
         self._forget(released)
         for node in reversed(path):
-            self._cache.evict(node)
+            self._cache.slots.evict(node)
 
     def forget_unnamed(self, chains: Iterable[str]) -> None:
         """Delete blocks that were written for a turn that did not happen, unless some agent's memory includes them."""
@@ -277,7 +277,7 @@ class Persistence:
         path = self._cache.tree.match_prefix(self._namespace(record.salt).root, record.transcript.ids)
         for node in [*path.tails, *reversed(path.nodes)]:
             if set(node.block_ids) <= node.stored:
-                self._cache.evict(node)
+                self._cache.slots.evict(node)
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class Scheduler:
         self.waiting: deque[Generation] = deque()
         self.loading: list[Generation] = []
         self.running: list[Generation] = []
+        self.stalled = False  # the first in the queue waits for blocks of others
 
     def add(self, generation: Generation) -> None:
         self.waiting.append(generation)
@@ -34,7 +35,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or (self.waiting and self.can_admit))
+        return bool(self.running or (self.waiting and self.can_admit and not (self.stalled and self.loading)))
 
     @property
     def can_admit(self) -> bool:

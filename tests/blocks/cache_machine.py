@@ -100,7 +100,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        budget = PrefixCache(self.groups, 0).min_ram_budget + self.spare_bytes
+        budget = PrefixCache(self.groups, 0).slots.min_ram_budget + self.spare_bytes
         self.cache = PrefixCache(self.groups, budget)
         self.arena = Arena()
         self.running: list[Running] = []
@@ -280,7 +280,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.files[write.node.chain, write.group] = write.places
                 self.cache.mark_stored(write.node, write.group)
             else:
-                self.cache.mark_missing(write.node, write.group)
+                self.cache.mark_unwritten(write.node, write.group)
         del self.writes[:count]
 
     @precondition(lambda self: self.nodes())
@@ -304,7 +304,7 @@ class CacheMachine(RuleBasedStateMachine):
         for index in list(tail.stored):
             del self.files[tail.chain, index]
             self.cache.mark_missing(tail, index)
-        self.cache.drop(tail)
+        self.cache.slots.drop(tail)
         assert not tail.block_ids
 
     # -- RAM --------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class CacheMachine(RuleBasedStateMachine):
         free = self.cache.count_blocks().free
         before = dict(node.block_ids)
         held = node.pending or self.is_read(node) or any(child.block_ids for child in node.children)
-        assert self.cache.evict(node) is not bool(held)
+        assert self.cache.slots.evict(node) is not bool(held)
         if not held:
             assert not node.block_ids
         else:
@@ -325,7 +325,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Only what is read, is being written, or is in front of such a block stays."""
         evicted = 1
         while evicted:
-            evicted = sum(self.cache.evict(node) for node in list(self.cache.tree.residents))
+            evicted = sum(self.cache.slots.evict(node) for node in list(self.cache.tree.residents))
         for node in self.cache.tree.residents:
             assert node.pending or self.is_read(node) or any(child.block_ids for child in node.children)
 
@@ -335,7 +335,7 @@ class CacheMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         self.cache.check_integrity()
         counts = self.cache.count_blocks()
-        assert counts.free + counts.live + counts.cached == sum(pool.capacity for pool in self.cache.pools)
+        assert counts.free + counts.live + counts.cached == sum(pool.capacity for pool in self.cache.slots.pools)
         assert min(counts.free, counts.live, counts.cached) >= 0
         for node in self.nodes():
             assert not node.is_leaf or node.block_ids or node.stored or node.pending or node.readers, "useless"
@@ -416,7 +416,7 @@ class CacheMachine(RuleBasedStateMachine):
         stuck = {node for node in self.nodes() if self.is_stuck(node)}
         kept = {node.block_ids[index] for node in stuck if index in node.block_ids}
         kept.update(chain.from_iterable(running.sequence.tables[index].block_ids for running in self.running))
-        return len(kept) == self.cache.pools[index].capacity
+        return len(kept) == self.cache.slots.pools[index].capacity
 
     def is_stuck(self, node: Node) -> bool:
         return self.is_read(node) or any(self.is_stuck(child) for child in node.children if child.block_ids)

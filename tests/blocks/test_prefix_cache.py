@@ -95,7 +95,7 @@ def test_a_chat_without_agent_leaves_nothing_that_cannot_be_evicted() -> None:
     for turn in range(40):
         history += [turn] * 40
         cache.close(run(cache, history))
-    while any(cache.evict(node) for node in list(cache.tree.residents)):
+    while any(cache.slots.evict(node) for node in list(cache.tree.residents)):
         cache.check_integrity()
     assert cache.count_blocks().cached == cache.count_blocks().live == 0
     assert list(cache.tree.walk()) == []
@@ -139,7 +139,7 @@ def test_a_failed_load_of_one_reader_does_not_pull_the_node_from_under_another()
     grow(cache, second, [2] * 256)
     cache.close(second)
     assert cache.match_prefix(ROOT, [1] * 256 + [2] * 256, 512).num_tokens == 512
-    assert all(cache.evict(node) for node in reversed(list(cache.tree.walk())))
+    assert all(cache.slots.evict(node) for node in reversed(list(cache.tree.walk())))
     cache.check_integrity()
 
 
@@ -173,9 +173,9 @@ def test_every_attention_kind_has_room_for_one_sequence() -> None:
     greedy = start(cache, [1])
     with pytest.raises(OutOfBlocks):
         while True:
-            greedy.tables[0].block_ids.append(cache._allocate(0))
-    for _ in range(cache.min_blocks(WINDOW)):
-        greedy.tables[1].block_ids.append(cache._allocate(1))
+            greedy.tables[0].block_ids.append(cache.slots.allocate(0))
+    for _ in range(cache.slots.min_blocks(WINDOW)):
+        greedy.tables[1].block_ids.append(cache.slots.allocate(1))
     cache.check_integrity()
 
 
@@ -186,7 +186,7 @@ def test_a_block_stays_known_to_be_on_disk_when_it_is_computed_again() -> None:
     sequence = cache.open(ROOT, cache.match_prefix(ROOT, [1] * 256, 0))
     grow(cache, sequence, [1] * 256)
     cache.close(sequence)
-    assert cache.evict(node)
+    assert cache.slots.evict(node)
     assert cache.match_prefix(ROOT, [1] * 256, 256).num_tokens == 256
 
 
@@ -198,7 +198,7 @@ def test_blocks_being_written_are_evicted_last() -> None:
     for node in list(cache.tree.residents):
         node.pending.add(0)
     second.pending.clear()
-    assert not cache.evict(oldest)
+    assert not cache.slots.evict(oldest)
     sequence = run(cache, [5] * 256)
     assert (bool(oldest.block_ids), bool(second.block_ids)) == (True, False)
     grow(cache, sequence, [6] * 256)  # nothing else is left: the write has its own copy of the bytes
@@ -209,15 +209,15 @@ def test_blocks_being_written_are_evicted_last() -> None:
 
 
 def test_want_of_one_group_does_not_cost_the_blocks_of_another() -> None:
-    cache = PrefixCache([FULL, WINDOW], PrefixCache([FULL, WINDOW], 0).min_ram_budget)
+    cache = PrefixCache([FULL, WINDOW], PrefixCache([FULL, WINDOW], 0).slots.min_ram_budget)
     sequence = run(cache, [1] * 512)
     cache.close(sequence)
     for node in sequence.nodes:
-        cache._free(node, 1)
+        cache.slots.take_from(node, 1)
     greedy = start(cache, [2])
     with pytest.raises(OutOfBlocks):
         while True:
-            greedy.tables[1].block_ids.append(cache._allocate(1))
+            greedy.tables[1].block_ids.append(cache.slots.allocate(1))
     assert cache.match_prefix(ROOT, [1] * 512, 512).num_tokens == 0
     assert [node.block_ids.keys() for node in sequence.nodes] == [{0}, {0}]
     cache.check_integrity()
@@ -235,9 +235,9 @@ def test_least_recently_used_leaves_first() -> None:
 
 def test_a_single_sequence_can_use_the_whole_budget() -> None:
     cache = PrefixCache([FULL, WINDOW], 30)
-    tokens = [1] * cache.max_tokens()
+    tokens = [1] * cache.slots.max_tokens()
     assert len(run(cache, tokens).tables[0].block_ids) * BLOCK_SIZE == len(tokens)
-    assert cache.ram_capacity_bytes <= cache.ram_budget
+    assert cache.slots.capacity_bytes <= cache.slots.ram_budget
 
 
 def test_out_of_blocks_when_everything_is_read() -> None:
@@ -257,7 +257,7 @@ def test_salts_leave_no_trace() -> None:
     sequence = cache.open("salt", cache.match_prefix("salt", [1] * 256, 256))
     grow(cache, sequence, [1] * 256)
     cache.close(sequence)
-    assert cache.evict(sequence.nodes[0])
+    assert cache.slots.evict(sequence.nodes[0])
     assert cache.tree._roots == {}
 
 
@@ -268,6 +268,6 @@ def test_integrity_notices_what_is_wrong() -> None:
     with pytest.raises(BrokenInvariant, match="readers"):
         cache.check_integrity()
     sequence.nodes[0].readers -= 1
-    cache.pools[0].retain(sequence.tables[0].block_ids[0])
+    cache.slots.pools[0].retain(sequence.tables[0].block_ids[0])
     with pytest.raises(BrokenInvariant, match="reference counts"):
         cache.check_integrity()

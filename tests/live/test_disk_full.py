@@ -138,17 +138,17 @@ def check_service(server: ServerProcess) -> None:
     assert stats(server)["blocks"]["live"] == 0
 
 
-def test_an_agent_saved_by_hand_when_there_is_room_again(live_model: Path, disk: Disk, agent: str) -> None:
-    with serving(live_model, disk.folder / "cache") as server:
-        disk.fill(server)
+def test_an_agent_saved_by_hand_when_there_is_room_again(live_model: Path, limited_disk: Disk, agent: str) -> None:
+    with serving(live_model, limited_disk.folder / "cache") as server:
+        limited_disk.fill(server)
         answer = complete(server, make_ids(300), 4, agent=agent)
         assert answer["agentcache"]["saved"] is False
         with http_of(server) as http:
             assert http.post(f"/v1/agents/{agent}/save").status_code == 507
-            disk.free(server)
+            limited_disk.free(server)
             assert http.post(f"/v1/agents/{agent}/save").status_code == 200
         server.kill()
-    with serving(live_model, disk.folder / "cache") as server:
+    with serving(live_model, limited_disk.folder / "cache") as server:
         assert agent_info(server, agent)["tokens"] == 304
         again = complete(server, all_ids(answer), 4, agent=agent)
         assert (again["agentcache"]["cache_state"], again["agentcache"]["computed_tokens"]) == ("warm", 1)

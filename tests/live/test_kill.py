@@ -164,10 +164,15 @@ def test_every_agent_of_a_killed_server_is_there(
     """While one agent's turn is under way, the others' memory, a fork's included, is safe."""
     prompts = {f"{agent}-{n}": make_ids(200 + 60 * n, seed=50 + n) for n in range(4)}
     source, fork = f"{agent}-3", f"{agent}-4"
-    with serving(live_model, tmp_path / "cache") as server:
+
+    def first_turns(server: ServerProcess) -> dict[str, dict[str, Any]]:
         said = {name: complete(server, prompt, 3, agent=name) for name, prompt in prompts.items()}
         server.client.request("POST", f"/v1/agents/{source}/fork", {"id": fork})
-        said[fork] = said[source]
+        return said | {fork: said[source]}
+
+    never_stopped = first_turns(live_server)
+    with serving(live_model, tmp_path / "cache") as server:
+        said = first_turns(server)
         before = stats(server)
         with in_background(server, "/v1/completions", {"prompt": make_ids(3000, seed=9), "agent": f"{agent}-0"}):
             wait_until_computing(server, before["computed_tokens"])
@@ -176,10 +181,10 @@ def test_every_agent_of_a_killed_server_is_there(
         listed = server.client.request("GET", "/v1/agents")["data"]
         assert {info["id"]: info["tokens"] for info in listed} == {a: len(all_ids(s)) for a, s in said.items()}
         for name, answer in said.items():
-            assert outcome(answer) == outcome(complete(live_server, prompts[name if name != fork else source], 3))
+            assert outcome(answer) == outcome(never_stopped[name])
             again = complete(server, all_ids(answer), 3, agent=name)
             # The last generated token has never been computed.
             assert again["agentcache"]["computed_tokens"] == 1
             assert again["agentcache"]["cache_state"] == ("hot" if name == fork else "warm")
-            assert outcome(again) == outcome(complete(live_server, all_ids(answer), 3))
+            assert outcome(again) == outcome(complete(live_server, all_ids(answer), 3, agent=name))
             check_against_cold(server, again)

@@ -49,7 +49,7 @@ def watched(llm: LLM, cache_dir: Path) -> Iterator[Peaks]:
 
     def look_at_ram() -> None:
         step()
-        peaks.ram = max(peaks.ram, engine.cache.ram_capacity_bytes)
+        peaks.ram = max(peaks.ram, engine.cache.slots.capacity_bytes)
         peaks.arenas = max(peaks.arenas, sum(a.nbytes for arena in engine.runner.arenas for a in arena.arrays()))
         for sequence in engine.cache._sequences:
             for group, table in zip(engine.cache.groups, sequence.tables, strict=True):
@@ -188,7 +188,7 @@ def test_long_after_many_short(model_folder: ModelFolder, tmp_path: Path) -> Non
     with open_llm(model_folder("gpt_oss"), tmp_path, ram_budget=7 * 4 * 36864) as llm:
         for number in range(10):
             llm.generate(make_ids(40, seed=number), greedy(1))
-        length = engine_of(llm).cache.max_tokens() - 10
+        length = engine_of(llm).cache.slots.max_tokens() - 10
         assert length > 2000
         assert len(llm.generate(make_ids(length), greedy(2)).token_ids) == 2
 

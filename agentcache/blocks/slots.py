@@ -1,0 +1,227 @@
+"""The slots in RAM: one block pool per cache group, under one budget, emptied least recently used first.
+
+A node of the radix tree holds one reference for each slot that it lists; a longer node may list the same slot as the
+tail that it grew from, so listings are counted. What the references beyond these are for, `prefix_cache` knows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockPool
+from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.errors import BrokenInvariant, OutOfBlocks
+
+_GROWTH = 0.5
+_MIN_GROWTH_BLOCKS = 4
+
+
+class Group(Protocol):
+    """What this floor needs to know of a cache group (`kv/spec.py` has the rest)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def window(self) -> int | None: ...
+
+    @property
+    def bytes_per_block(self) -> int: ...
+
+    def first_block_needed(self, num_tokens: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """Slots over all groups: without reference, referenced by sequences, referenced by the tree only."""
+
+    free: int
+    live: int
+    cached: int
+
+
+class Slots:
+    """All slots of one model's cache, and which nodes of `tree` list them.
+
+    Args:
+        groups: the model's cache groups.
+        tree: its residents are what can be evicted.
+        ram_budget: bytes that all slots together may take.
+    """
+
+    def __init__(self, groups: Sequence[Group], tree: RadixTree, ram_budget: int) -> None:
+        self.groups = tuple(groups)
+        self.pools = [BlockPool() for _ in self.groups]
+        self.ram_budget = ram_budget
+        self.evicted_blocks = 0
+        self._tree = tree
+        self._listed: list[Counter[int]] = [Counter() for _ in self.groups]  # nodes that list a slot
+
+    def allocate(self, index: int) -> int:
+        """A slot of group `index`: a free one, a new one within the budget, or the least recently used one."""
+        pool = self.pools[index]
+        if not pool.num_free and not self._grow(index) and not self._evict_for(index) and not self._reclaim(index):
+            raise OutOfBlocks(f"the RAM budget of {self.ram_budget} bytes is in use by running requests")
+        return pool.allocate()
+
+    def make_room(self, num_tokens: int) -> None:
+        """See to it that a sequence of `num_tokens` tokens fits, as far as the budget and those who read allow.
+
+        For when nobody else runs: what one attention kind has taken for many short contexts then serves a long one.
+        """
+        for index, group in enumerate(self.groups):
+            needed = -(-num_tokens // BLOCK_SIZE)
+            if group.window is not None:
+                needed = min(needed, self.min_blocks(group))
+            while self.pools[index].capacity < needed and (self._grow(index) or self._reclaim(index)):
+                continue
+
+    def _reclaim(self, index: int) -> bool:
+        """Grow by room that another attention kind has beyond its least need and nobody reads; False if none."""
+        others = [i for i, group in enumerate(self.groups) if group.window != self.groups[index].window]
+        while not self._grow(index):
+            donor = next((i for i in others if self._can_give_up_a_slot(i)), None)
+            if donor is None:
+                return False
+            self._give_up_a_slot(donor)
+        return True
+
+    def _can_give_up_a_slot(self, index: int) -> bool:
+        last = self.pools[index].capacity - 1
+        return last >= self.min_blocks(self.groups[index]) and not self.is_read(index, last)
+
+    def _give_up_a_slot(self, index: int) -> None:
+        """Drop the last slot of a group, with whatever is cached in it."""
+        last = self.pools[index].capacity - 1
+        for node in [node for node in self._tree.residents if node.block_ids.get(index) == last]:
+            self.take_from(node, index)
+            self.prune(node)
+        self.pools[index].shrink(last)
+
+    def _grow(self, index: int) -> bool:
+        """Grow all groups of one attention kind together, as they fill together; False if the budget forbids it."""
+        window = self.groups[index].window
+        kin = [i for i, group in enumerate(self.groups) if group.window == window]
+        wanted = max(_MIN_GROWTH_BLOCKS, int(self.pools[index].capacity * _GROWTH))
+        affordable = (self.ram_budget - self.capacity_bytes - self._reserved(window)) // sum(
+            self.groups[i].bytes_per_block for i in kin
+        )
+        added = min(wanted, affordable)
+        if added < 1:
+            return False
+        for i in kin:
+            self.pools[i].grow(self.pools[i].capacity + added)
+        return True
+
+    def _reserved(self, growing: int | None) -> int:
+        """Bytes kept back so that every other attention kind can hold one sequence's window (or a little context)."""
+        return sum(
+            max(0, self.min_blocks(group) - self.pools[i].capacity) * group.bytes_per_block
+            for i, group in enumerate(self.groups)
+            if group.window != growing
+        )
+
+    @staticmethod
+    def min_blocks(group: Group) -> int:
+        """Slots without which a group cannot serve a single sequence."""
+        return 4 if group.window is None else -(-group.window // BLOCK_SIZE) + 2
+
+    @property
+    def min_ram_budget(self) -> int:
+        """Bytes below which not even one short sequence fits."""
+        return sum(self.min_blocks(group) * group.bytes_per_block for group in self.groups)
+
+    def _evict_for(self, index: int) -> bool:
+        """Free a slot of group `index`, least recently used leaves first; False if every one is read."""
+        while not self.pools[index].num_free:
+            victim = self._victim(index)
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
+
+    def _victim(self, index: int) -> Node | None:
+        """The node to evict for a slot of group `index`; one whose file is being written only if there is no other."""
+        settled = (node for node in self._candidates(index) if self._is_idle(node) and not node.pending)
+        # A write in progress has its own copy of the bytes.
+        return next(settled, None) or next(filter(self._is_idle, self._candidates(index)), None)
+
+    def _candidates(self, index: int) -> Iterator[Node]:
+        """Nodes with a slot of group `index`, then leaves that are in the way of such nodes."""
+        holders = [node for node in self._tree.residents if index in node.block_ids]
+        yield from holders
+        yield from (_resident_leaf(node) for node in holders if not self.is_read(index, node.block_ids[index]))
+
+    def _is_idle(self, node: Node) -> bool:
+        return not node.resident_children and not any(self.is_read(i, slot) for i, slot in node.block_ids.items())
+
+    def is_read(self, index: int, block_id: int) -> bool:
+        """Whether a sequence reads the slot, beside the nodes that list it."""
+        return self.pools[index].ref_cnt(block_id) > self._listed[index][block_id]
+
+    def evict(self, node: Node) -> bool:
+        """Free the node's slots if nobody reads or writes them; False if somebody does. What is on disk stays known."""
+        if node.pending or not self._is_idle(node):
+            return False
+        self._evict(node)
+        return True
+
+    def _evict(self, node: Node) -> None:
+        for index in list(node.block_ids):
+            self.take_from(node, index)
+            self.evicted_blocks += 1
+        self.prune(node)
+
+    def list_in(self, node: Node, index: int, block_id: int) -> None:
+        """The node's data of group `index` lies in this slot."""
+        self.pools[index].retain(block_id)
+        self._listed[index][block_id] += 1
+        self._tree.set_block(node, index, block_id)
+
+    def take_from(self, node: Node, index: int) -> None:
+        block_id = self._tree.take_block(node, index)
+        self._listed[index][block_id] -= 1
+        self.pools[index].release(block_id)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all slots, used or not."""
+        return sum(pool.capacity * group.bytes_per_block for pool, group in zip(self.pools, self.groups, strict=True))
+
+    def max_tokens(self) -> int:
+        """Tokens that a single sequence can hold within the budget (all groups unbounded by windows taken together)."""
+        fixed = sum(self.min_blocks(g) * g.bytes_per_block for g in self.groups if g.window is not None)
+        growing = sum(g.bytes_per_block for g in self.groups if g.window is None)
+        return 2**62 if not growing else max(0, (self.ram_budget - fixed) // growing) * BLOCK_SIZE
+
+    def drop(self, node: Node) -> None:
+        """Take a leaf's slots from the tree, whoever still reads them, and forget the node if it is not on disk."""
+        for index in list(node.block_ids):
+            self.take_from(node, index)
+        self.prune(node)
+
+    def prune(self, node: Node) -> None:
+        """Forget a node that is neither in RAM nor on disk, and ancestors kept only for it."""
+        if node.is_leaf and not node.block_ids:
+            self._tree.remove(node)
+
+    def check_integrity(self, index: int, read: Counter[int]) -> None:
+        """Raise BrokenInvariant unless the references of group `index` are the nodes' and those in `read`."""
+        pool, name = self.pools[index], self.groups[index].name
+        pool.check_integrity()
+        listed = Counter(node.block_ids[index] for node in self._tree.walk() if index in node.block_ids)
+        if +self._listed[index] != listed:
+            raise BrokenInvariant(f"slots of group {name} that the tree lists are miscounted")
+        if Counter({block_id: pool.ref_cnt(block_id) for block_id in range(pool.capacity)}) != listed + read:
+            raise BrokenInvariant(f"reference counts of group {name} are wrong")
+
+
+def _resident_leaf(node: Node) -> Node:
+    """Some descendant (or the node itself) without children in RAM."""
+    while node.resident_children:
+        node = next(child for child in node.children if child.block_ids)
+    return node
