@@ -59,7 +59,7 @@ def ttft(
 
 @bench.command()
 def overhead(
-    model: Annotated[str | None, typer.Option(help="Model folder. Default: a random model of 90M parameters.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder. Default: a random model of 84M parameters.")] = None,
     context: Annotated[str, typer.Option(help="Short and long context of the turns.")] = "1K,16K",
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Times each side is measured.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

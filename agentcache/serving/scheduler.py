@@ -14,8 +14,8 @@ class Scheduler:
 
     Args:
         max_running: generations that share a step; more wait.
-        prefill_chunk: prompt tokens in one step while others decode.
-        idle_prefill_chunk: the same while nobody decodes.
+        prefill_chunk: prompt tokens in one step while others run or wait.
+        idle_prefill_chunk: the same while nobody does.
     """
 
     def __init__(self, *, max_running: int, prefill_chunk: int, idle_prefill_chunk: int) -> None:
@@ -66,9 +66,10 @@ class Scheduler:
         chunk that ends on a block boundary. Prompts take turns.
         """
         step = {g: 1 for g in self.running if g.num_to_compute == 1}
+        alone = len(self.running) == 1 and not self.waiting
         prefilling = next((g for g in self.running if g.num_to_compute > 1), None)
         if prefilling is not None:
-            step[prefilling] = self._chunk_for(prefilling, self._chunk if step else self._idle_chunk)
+            step[prefilling] = self._chunk_for(prefilling, self._idle_chunk if alone else self._chunk)
             self.running.remove(prefilling)
             self.running.append(prefilling)
         return step

@@ -162,7 +162,7 @@ def test_every_agent_of_a_killed_server_is_there(
     live_model: Path, tmp_path: Path, live_server: ServerProcess, agent: str
 ) -> None:
     """While one agent's turn is under way, the others' memory, a fork's included, is safe."""
-    prompts = {f"{agent}-{n}": make_ids(200 + 60 * n, seed=50 + n) for n in range(4)}
+    prompts = {f"{agent}-{n}": make_ids(200 + 60 * n, seed=5000 + n) for n in range(4)}
     source, fork = f"{agent}-3", f"{agent}-4"
 
     def first_turns(server: ServerProcess) -> dict[str, dict[str, Any]]:
