@@ -118,10 +118,14 @@ class SideArena:
         for i, array in enumerate(self._arrays):
             self._arrays[i][target] = array[source]
 
-    def put(self, block_ids: mx.array, parts: Sequence[np.ndarray]) -> None:
+    def put(self, block_ids: Sequence[int], parts: Sequence[np.ndarray]) -> None:
         """Write whole blocks [n, H, 256, ·] given as numpy arrays."""
+        first, last = block_ids[0], block_ids[-1]
+        # Neighbouring slots, as a restore usually gets them, are one slice: some times faster than a scatter.
+        neighbours = list(block_ids) == list(range(first, last + 1))
+        place = slice(first, last + 1) if neighbours else mx.array(block_ids)
         for i, part in enumerate(parts):
-            self._arrays[i][block_ids] = mx.array(part)
+            self._arrays[i][place] = mx.array(part)
 
     def arrays(self) -> list[mx.array]:
         """The arrays themselves, to evaluate them. Do not keep them: a held reference turns every write into a copy."""
@@ -194,10 +198,9 @@ class GroupArena:
         self, block_ids: Sequence[int], positions: Sequence[int], blocks: Sequence[Mapping[str, np.ndarray]]
     ) -> None:
         """Write blocks read from files (each possibly shorter than 256 tokens) into slots `block_ids`."""
-        ids = mx.array(block_ids)
         for layer in self.layers:
             for name, side in layer.sides:
-                side.put(ids, [_stack(_arrays(layer, name, part, positions, blocks)) for part in PARTS])
+                side.put(block_ids, [_stack(_arrays(layer, name, part, positions, blocks)) for part in PARTS])
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to evaluate pending writes."""

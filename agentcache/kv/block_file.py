@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,9 +139,10 @@ def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes) -> dict[st
     packed, checksum = stated.get("token_ids", ""), stated.get("checksum", "")
     _check_metadata(_metadata(spec, header, packed, checksum), stated)
     _check_token_ids(header.token_ids, packed)
-    if _head(layout, _metadata(spec, header, packed, checksum)) != buffer[:head_size]:
+    head = _head(layout, _metadata(spec, header, packed, checksum))
+    if head != buffer[:head_size]:
         raise BlockRejected("the header is not the one that was written")
-    unsigned = _head(layout, _metadata(spec, header, packed, _NO_CHECKSUM))
+    unsigned = head.replace(f'"checksum":"{checksum}"'.encode(), f'"checksum":"{_NO_CHECKSUM}"'.encode(), 1)
     if _checksum(unsigned, memoryview(buffer)[head_size:]) != checksum:
         raise BlockRejected("the checksum does not match the content")
     return _finite_views(layout, buffer, head_size)
@@ -183,7 +185,7 @@ def _head(layout: TensorLayout, metadata: Mapping[str, str]) -> bytes:
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    return int(np.prod(shape)) * dtype.itemsize
+    return math.prod(shape) * dtype.itemsize
 
 
 def _data_bytes(layout: TensorLayout) -> int:
@@ -269,8 +271,11 @@ def _check_token_ids(expected: Sequence[int], packed: str) -> None:
 def _finite_views(layout: TensorLayout, buffer: bytes, offset: int) -> dict[str, Array]:
     views: dict[str, Array] = {}
     for name, (shape, dtype) in layout.items():
-        views[name] = np.frombuffer(buffer, dtype, int(np.prod(shape)), offset).reshape(shape)
+        views[name] = np.frombuffer(buffer, dtype, math.prod(shape), offset).reshape(shape)
         offset += _num_bytes(shape, dtype)
-        if not _all_finite(views[name]):
-            raise BlockRejected(f"{name} has values that are not finite")
+    # Scales and biases are the end of the file: one look at all of them.
+    num_scales = sum(view.size for view in views.values() if view.dtype == _SCALE)
+    if not _all_finite(np.frombuffer(buffer, _SCALE, num_scales, len(buffer) - num_scales * _SCALE.itemsize)):
+        name = next(name for name, view in views.items() if not _all_finite(view))
+        raise BlockRejected(f"{name} has values that are not finite")
     return views

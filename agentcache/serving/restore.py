@@ -18,7 +18,7 @@ from agentcache.kv.block_file import Array, BlockHeader
 from agentcache.kv.store import Store
 from agentcache.models.runner import ModelRunner
 
-_READERS = 4
+_READERS = 2
 _BATCH_BLOCKS = 16  # blocks that are put into the arena at once: fewer, larger writes
 _BATCH_BYTES = 32 << 20
 
