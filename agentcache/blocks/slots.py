@@ -68,6 +68,12 @@ class Slots:
             raise OutOfBlocks(f"the RAM budget of {self.ram_budget} bytes is in use by running requests")
         return pool.allocate()
 
+    def preallocate(self, num_bytes: int) -> None:
+        """Grow every attention kind in turn up to `num_bytes` in all, so that the first requests need not."""
+        kinds = {group.window: index for index, group in enumerate(self.groups)}
+        while self.capacity_bytes < num_bytes and sum(self._grow(index) for index in kinds.values()):
+            continue
+
     def make_room(self, num_tokens: int) -> None:
         """See to it that a sequence of `num_tokens` tokens fits, as far as the budget and those who read allow.
 

@@ -30,6 +30,7 @@ from agentcache.serving.scheduler import Scheduler
 from agentcache.serving.turns import Turns
 
 _IDLE_PREFILL_CHUNK = 1024
+_PREALLOCATED_BYTES = 32 << 20
 
 
 class Engine:
@@ -53,11 +54,12 @@ class Engine:
         self.runner = ModelRunner(self.loaded, self.cache.slots.pools)
         store = Store(config.cache_dir, self.loaded.spec, self.loaded.fingerprint, disk_budget=config.disk_budget)
         self.agents = AgentTable(self.loaded.fingerprint, store.load_agents())
-        self.persistence = Persistence(
-            self.loaded.spec, self.cache, self.runner, store, self.agents, self._namespace, post
-        )
+        self.persistence = Persistence(self.cache, self.runner, store, self.agents, self._namespace, post)
         self.restorer = Restorer(self.cache, self.runner, store, post)
         self.persistence.index()
+        self.cache.slots.preallocate(min(config.ram_budget // 8, _PREALLOCATED_BYTES))
+        self.runner.fit()
+        self.restorer.warm_up(self.loaded.spec)
         windowed = any(group.window is not None for group in self.loaded.spec.groups)
         self.scheduler = Scheduler(
             max_running=config.max_concurrent_requests,

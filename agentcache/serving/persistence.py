@@ -17,7 +17,6 @@ from agentcache.blocks.prefix_cache import Sequence as CacheSequence
 from agentcache.blocks.radix_tree import Node
 from agentcache.errors import DiskBudgetExceeded, StoreError
 from agentcache.kv.manifest import AgentRecord
-from agentcache.kv.spec import CacheSpec
 from agentcache.kv.store import BlockWrite, Store
 from agentcache.kv.writer import Writer
 from agentcache.models.runner import ModelRunner
@@ -46,7 +45,6 @@ class Persistence:
 
     def __init__(
         self,
-        spec: CacheSpec,
         cache: PrefixCache,
         runner: ModelRunner,
         store: Store,
@@ -54,7 +52,6 @@ class Persistence:
         namespace: Callable[[str], Namespace],
         post: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._spec = spec
         self._cache = cache
         self._runner = runner
         self._store = store
@@ -246,13 +243,19 @@ class Persistence:
         """Delete the files of blocks that no agent names any more, and the tails among them from RAM too."""
         if not chains:
             return
+        self._note_missing(chains, still_there=lambda key: False)
         for node in filter(None, map(self._cache.tree.node, chains)):
-            for index in list(node.stored):
-                self._cache.mark_missing(node, index)
             if not node.is_full:
                 self._cache.slots.drop(node)
         keys = [block_key(chain, group.name) for chain in chains for group in self._cache.groups]
-        self._writer.submit(partial(self._store.delete_blocks, keys), lambda result: None)
+        # A write of such a block may be under way; the file it leaves is deleted after it, and known only until then.
+        settle = partial(self._note_missing, chains, still_there=self._store.has)
+        self._writer.submit(partial(self._store.delete_blocks, keys), lambda result: self._post(settle))
+
+    def _note_missing(self, chains: set[str], still_there: Callable[[str], bool]) -> None:
+        for node in filter(None, map(self._cache.tree.node, chains)):
+            for index in [index for index in node.stored if not still_there(self._key(node, index))]:
+                self._cache.mark_missing(node, index)
 
     def delete_agent(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
         """Forget an agent on disk and in RAM; blocks that others name stay."""
