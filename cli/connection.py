@@ -17,7 +17,7 @@ from rich.console import Console
 
 from agentcache.client import Client, ServerError
 from agentcache.config import Config, load_config
-from agentcache.server.app import SERVER_NAME, create_app
+from agentcache.server.context import SERVER_NAME
 from agentcache.server.engine import Engine
 from agentcache.server.validate import check_agent_id
 
@@ -44,6 +44,8 @@ class InProcess:
     """The server's app over an engine in this process."""
 
     def __init__(self, engine: Engine, config: Config) -> None:
+        from agentcache.server.app import create_app  # the web stack takes a while to import
+
         self._runner = asyncio.Runner()
         self._engine = engine
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}

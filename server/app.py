@@ -16,15 +16,13 @@ from starlette.routing import Route
 
 from agentcache.config import Config
 from agentcache.server import agents, cache, openai
-from agentcache.server.context import Context, context_of, engine_of
+from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.errors import ErrorResponses, http_error
 from agentcache.server.middleware import ApiKey, BodyLimit, LoopbackGuard, is_loopback
 from agentcache.server.options import is_served, unknown_model
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
 from agentcache.serving.request import ModelInfo
-
-SERVER_NAME = "agentcache"
 
 Started = Callable[[BaseException | None], None]
 

@@ -11,6 +11,8 @@ from agentcache.errors import EngineStopped, Overloaded
 from agentcache.server.engine import Engine
 from agentcache.server.validate import Reader, parse_object
 
+SERVER_NAME = "agentcache"  # of the Server header, by which the command line knows its own kind
+
 
 @dataclass(frozen=True)
 class Context:
