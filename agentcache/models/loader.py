@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import _download, load_model
+from mlx_lm.utils import _download, load_model, maybe_set_recommended_wired_limit
 
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import CacheSpec
@@ -75,6 +75,7 @@ def load(path_or_hub_id: str, *, memo: Path | None = None, max_context: int | No
     # Never with trust_remote_code: nothing in a model folder is executed.
     model, config = _or_unsupported(folder, "model", lambda: load_model(folder))
     tokenizer = _or_unsupported(folder, "tokenizer", lambda: Tokenizer.load(folder))
+    maybe_set_recommended_wired_limit()  # on a Mac: weights stay resident; elsewhere nothing
     last = _install_wanted_positions(model)
     spec = rehost(model, config["model_type"], config)
     return LoadedModel(

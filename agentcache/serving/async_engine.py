@@ -258,7 +258,8 @@ class AsyncEngine:
     def _prepare(engine: Engine, request: Request) -> PromptMatch:
         agent = request.agent
         record = engine.agents.get(agent) if agent is not None and agent in engine.agents else None
-        transcript = record.transcript if record else Transcript.empty()
+        known = record.transcript if record else Transcript.empty()
+        transcript = None if agent is None else known
         return prepare(request.prompt, transcript, record.system if record else None, engine.loaded.tokenizer)
 
     @staticmethod

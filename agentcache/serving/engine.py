@@ -259,6 +259,8 @@ class Engine:
             for i, (g, done) in enumerate(zip(batch, complete, strict=True))
         ]
         self.runner.evaluate(*(token for token in chosen if token is not None), *([logits] if all_logits else []))
+        if num_tokens > 1:
+            self.runner.release_buffers()
         for i, generation in enumerate(batch):
             if generation.wants_prompt_logprobs:
                 self.turns.note_prompt_logprobs(generation, logits[i])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from agentcache.blocks.prefix_match import PromptMatch, Transcript, match_text, match_tokens
+from agentcache.blocks.prefix_match import PromptMatch, Spelling, Transcript, match_text, match_tokens
 from agentcache.errors import InvalidRequest
 from agentcache.models.tokenizer import Tokenizer
 from agentcache.serving.request import ChatPrompt, Prompt, TokenPrompt
 
 
-def prepare(prompt: Prompt, transcript: Transcript, system: str | None, tokenizer: Tokenizer) -> PromptMatch:
+def prepare(prompt: Prompt, transcript: Transcript | None, system: str | None, tokenizer: Tokenizer) -> PromptMatch:
     """The prompt as tokens, keeping those the agent has.
 
     Args:
-        transcript: the agent's; an empty one for a request without agent.
+        transcript: the agent's, empty for a new one; None for a request without agent, whose text nobody will need.
         system: put in front as a system message where the messages have none.
 
     Raises:
@@ -22,7 +23,8 @@ def prepare(prompt: Prompt, transcript: Transcript, system: str | None, tokenize
     """
     if isinstance(prompt, TokenPrompt):
         _check_ids(prompt.token_ids, tokenizer.vocab_size)
-        return match_tokens(transcript, prompt.token_ids, tokenizer.spell)
+        spell = _no_text if transcript is None else tokenizer.spell
+        return match_tokens(transcript or Transcript.empty(), prompt.token_ids, spell)
     if isinstance(prompt, ChatPrompt):
         messages = _with_system(prompt.messages, system)
         text = tokenizer.render_chat(
@@ -30,7 +32,11 @@ def prepare(prompt: Prompt, transcript: Transcript, system: str | None, tokenize
         )
     else:
         text = tokenizer.raw_prompt(prompt.text)
-    return match_text(transcript, text, tokenizer.encode, tokenizer.control_ids)
+    return match_text(transcript or Transcript.empty(), text, tokenizer.encode, tokenizer.control_ids)
+
+
+def _no_text(token_ids: Sequence[int]) -> Spelling:
+    return Spelling("", [0] * len(token_ids))
 
 
 def _check_ids(token_ids: list[int], vocab_size: int) -> None:
