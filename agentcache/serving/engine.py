@@ -17,6 +17,7 @@ from agentcache.errors import (
     RequestError,
 )
 from agentcache.kv.store import Store
+from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.loader import LoadedModel, load
 from agentcache.models.runner import ModelRunner
 from agentcache.models.sampler import Sampler
@@ -46,6 +47,7 @@ class Engine:
     """
 
     def __init__(self, config: Config, model_path: str, post: Callable[[Callable[[], None]], None]) -> None:
+        keep_freed_memory()
         memo = config.cache_dir / "weights.json" if config.cache_dir.is_dir() else None
         self.loaded: LoadedModel = load(model_path, memo=memo, max_context=config.max_context)
         self.cache = PrefixCache(self.loaded.spec.groups, config.ram_budget)

@@ -21,7 +21,8 @@ from agentcache.kv.spec import CacheSpec
 from agentcache.kv.store import Store
 from agentcache.models.runner import ModelRunner
 
-_READERS = 2
+_READERS = 4
+_LARGE_BLOCK_BYTES = 1 << 20  # smaller ones are mostly Python: a second thread would only be in the way
 _BATCH_BLOCKS = 16  # blocks that are put into the arena at once: fewer, larger writes
 _BATCH_BYTES = 32 << 20
 _WARM_UP_ROUNDS = 8
@@ -89,7 +90,8 @@ class Restorer:
         self._runner = runner
         self._store = store
         self._post = post
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="agentcache-reader")
+        large = max(group.bytes_per_block for group in cache.groups) >= _LARGE_BLOCK_BYTES
+        self._readers = ThreadPoolExecutor(_READERS if large else 1, thread_name_prefix="agentcache-reader")
 
     def warm_up(self, spec: CacheSpec) -> None:
         """Run the decoder on a made-up block: the first restore after a start should not pay for code that is cold."""
