@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import signal
@@ -93,6 +94,9 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
     def on_start(failure: BaseException | None) -> None:
         if failure is None:
+            # What start-up made stays: no request should pay for a collection that walks through all of it.
+            gc.collect()
+            gc.freeze()
             announce(listener, config, engine.model.id, as_json=as_json)
         else:
             failures.append(failure)
