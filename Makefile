@@ -58,7 +58,7 @@ lint: $(DEV_STAMP) ## check style and that imports only go down the floors
 types: $(DEV_STAMP) ## check types
 	$(BIN)/mypy
 
-bench: $(INSTALL_STAMP) ## measure cold, warm and hot starts against plain mlx-lm
+bench: $(INSTALL_STAMP) ## time to first token: cold, warm and hot
 	$(RUN) $(BIN)/agentcache bench $(ARGS)
 
 install: $(INSTALL_STAMP) ## make .venv with agentcache in it (editable)
