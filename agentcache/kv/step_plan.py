@@ -18,6 +18,50 @@ from agentcache.kv.arena import Slot
 _MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assignments
 
 
+class RaggedBlocks:
+    """Blocks of several rows, one row after the other, and sums over each row's own.
+
+    Args:
+        ids: each row's slots; no row is empty.
+        starts: position of each block's first token in its sequence, in the order of `ids`.
+    """
+
+    def __init__(self, ids: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
+        self.ids = mx.array([block_id for row in ids for block_id in row], dtype=mx.int32)
+        self.starts = starts
+        self.rows = mx.array([row for row, blocks in enumerate(ids) for _ in blocks], dtype=mx.int32)
+        self._counts = [len(row) for row in ids]
+
+    @cached_property
+    def _places(self) -> mx.array:
+        """Index of each row's blocks, int32 [B, most blocks of a row]; a shorter row repeats its first one."""
+        most, begin, places = max(self._counts), 0, []
+        for count in self._counts:
+            places.append([*range(begin, begin + count), *[begin] * (most - count)])
+            begin += count
+        return mx.array(places, dtype=mx.int32)
+
+    @cached_property
+    def _real(self) -> mx.array:
+        """Which of `_places` are no repetition, bool [B, most blocks of a row]."""
+        return mx.arange(max(self._counts))[None] < mx.array(self._counts)[:, None]
+
+    def spread(self, x: mx.array) -> mx.array:
+        """[B, ...] to [num_blocks, ...]: every block gets its row's."""
+        return mx.broadcast_to(x, (self.rows.size, *x.shape[1:])) if len(self._counts) == 1 else x[self.rows]
+
+    def max(self, x: mx.array) -> mx.array:
+        """[num_blocks, ...] to the maximum over each row's blocks, [B, ...]."""
+        return x.max(axis=0, keepdims=True) if len(self._counts) == 1 else x[self._places].max(axis=1)
+
+    def sum(self, x: mx.array) -> mx.array:
+        """[num_blocks, ...] to the sum over each row's blocks, [B, ...]; no atomics, so the same in every run."""
+        if len(self._counts) == 1:
+            return x.sum(axis=0, keepdims=True)
+        real = self._real.reshape(*self._real.shape, *[1] * (x.ndim - 1))
+        return mx.where(real, x[self._places], 0).sum(axis=1)
+
+
 class StepPlan:
     """Where one step of `num_tokens` tokens a row is written and read; the same for all layers of a group.
 
@@ -86,6 +130,25 @@ class StepPlan:
             filler = ids[0] if ids else 0  # a row without tokens has no block of its own
             rows.append(ids + [filler] * (self.num_blocks - len(ids)))
         return mx.array(rows, dtype=mx.int32)
+
+    @cached_property
+    def blocks(self) -> RaggedBlocks:
+        """The same blocks one row after the other, without fillers."""
+        tables = zip(self._tables, self._firsts, self._lasts, strict=True)
+        ids = [table.block_ids[first - table.first_block : last - table.first_block] for table, first, last in tables]
+        starts = [
+            (first + i) * BLOCK_SIZE for first, row in zip(self._firsts, ids, strict=True) for i in range(len(row))
+        ]
+        return RaggedBlocks(ids, starts)
+
+    @cached_property
+    def block_mask(self) -> mx.array:
+        """Which keys of each of `blocks` its row's queries attend to, bool [num_blocks, num_tokens, 256]."""
+        starts, rows = mx.array(self.blocks.starts)[:, None, None], self.blocks.rows
+        keys = starts + mx.arange(BLOCK_SIZE)[None, None, :]
+        queries = (mx.array(self._lengths)[rows][:, None] + mx.arange(self.num_tokens)[None, :])[:, :, None]
+        allowed = keys <= queries
+        return allowed if self.window is None else allowed & (keys > queries - self.window)
 
     @property
     def key_start(self) -> int:

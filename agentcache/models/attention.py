@@ -50,7 +50,7 @@ def paged_attention(queries: mx.array, step: Step, options: AttentionOptions) ->
     keys, values = step.arena.keys, step.arena.values
     assert values is not None  # MLA reads its latent itself
     if queries.shape[2] <= MAX_PACKED_QUERIES or options.softcap is not None or step.plan.batch_size > 1:
-        ids = step.plan.block_ids
+        ids = step.plan.blocks.ids
         return packed_attention(queries, keys.gather(ids), values.gather(ids), step.plan, options, keys)
     k = unpack_row(keys, step.plan, queries.dtype)
     v = unpack_row(values, step.plan, queries.dtype)
@@ -76,35 +76,46 @@ def unpack_row(side: SideArena, plan: StepPlan, dtype: mx.Dtype) -> mx.array:
 def packed_attention(
     queries: mx.array, keys: Packed, values: Packed, plan: StepPlan, options: AttentionOptions, side: SideArena
 ) -> mx.array:
-    """Attention straight on packed blocks [B, num_blocks, H_kv, 256, ·]; returns [B, H_q, n, D_v] in the queries' type.
+    """Attention straight on the packed blocks of `plan.blocks`; returns [B, H_q, n, D_v] in the queries' type.
 
-    Query heads that share a kv head are rows of one product, so every block is read once. Computed in float32, whose
-    cost is nothing beside reading the blocks: float16 scores would be off by a percent.
+    Every row reads its own blocks and no more, however long the others are: scores are taken block by block, and the
+    softmax is put together over each row's blocks (as in flash-decoding). Query heads that share a kv head are rows of
+    one product, so every block is read once. Computed in float32, whose cost is nothing beside reading the blocks:
+    float16 scores would be off by a percent.
+
+    Args:
+        queries: [B, H_q, n, D_k].
+        keys, values: [num_blocks, H_kv, 256, ·].
+        side: whose quantisation they are packed in.
     """
     batch, num_heads, num_tokens, _ = queries.shape
-    num_blocks, kv_heads = keys.data.shape[1], keys.data.shape[2]
-    repeats = num_heads // kv_heads
+    kv_heads = keys.data.shape[1]
+    grouped = (kv_heads, num_heads // kv_heads, num_tokens)
+    merged = (kv_heads, grouped[1] * num_tokens)
     packing = {"group_size": side.quantisation.group_size, "bits": side.quantisation.bits}
+    blocks = plan.blocks
 
-    q = queries.astype(mx.float32).reshape(batch, 1, kv_heads, repeats * num_tokens, -1)
-    q = mx.broadcast_to(q * options.scale, (batch, num_blocks, *q.shape[2:]))
-    scores = mx.quantized_matmul(q, *keys, transpose=True, **packing)
-    scores = scores.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, repeats, num_tokens, num_blocks * BLOCK_SIZE)
-    weights = _softmax(scores, plan.mask[:, None, None], options, (kv_heads, repeats))
-    weights = weights.reshape(batch, kv_heads, repeats * num_tokens, num_blocks, BLOCK_SIZE).transpose(0, 3, 1, 2, 4)
-    out = mx.quantized_matmul(weights, *values, transpose=False, **packing).sum(axis=1)
+    q = blocks.spread((queries.astype(mx.float32) * options.scale).reshape(batch, *merged, -1))
+    scores = mx.quantized_matmul(q, *keys, transpose=True, **packing).reshape(-1, *grouped, BLOCK_SIZE)
+    weights, total = _softmax(scores, plan, options)
+    out = mx.quantized_matmul(weights.reshape(-1, *merged, BLOCK_SIZE), *values, transpose=False, **packing)
+    out = blocks.sum(out).reshape(batch, *grouped, -1) / total[..., None]
     return out.reshape(batch, num_heads, num_tokens, -1).astype(queries.dtype)
 
 
-def _softmax(scores: mx.array, mask: mx.array, options: AttentionOptions, heads: tuple[int, int]) -> mx.array:
-    """Probabilities over the last axis of float32 scores [B, H_kv, repeats, n, T]."""
+def _softmax(scores: mx.array, plan: StepPlan, options: AttentionOptions) -> tuple[mx.array, mx.array]:
+    """Weights [num_blocks, H_kv, repeats, n, 256] of float32 scores, and what each row's are to be divided by."""
     if options.softcap is not None:
         scores = options.softcap * mx.tanh(scores / options.softcap)
-    scores = mx.where(mask, scores, -mx.inf)
+    scores = mx.where(plan.block_mask[:, None, None], scores, -mx.inf)
+    peak = plan.blocks.max(scores.max(axis=-1))
     if options.sinks is None:
-        return mx.softmax(scores, axis=-1)
-    sinks = mx.broadcast_to(options.sinks.astype(mx.float32).reshape(1, *heads, 1, 1), (*scores.shape[:-1], 1))
-    return mx.softmax(mx.concatenate([sinks, scores], axis=-1), axis=-1)[..., 1:]
+        weights = mx.exp(scores - plan.blocks.spread(peak)[..., None])
+        return weights, plan.blocks.sum(weights.sum(axis=-1))
+    sinks = options.sinks.astype(mx.float32).reshape(1, *scores.shape[1:3], 1)
+    peak = mx.maximum(peak, sinks)
+    weights = mx.exp(scores - plan.blocks.spread(peak)[..., None])
+    return weights, plan.blocks.sum(weights.sum(axis=-1)) + mx.exp(sinks - peak)
 
 
 class Attention(nn.Module):

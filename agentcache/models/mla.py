@@ -92,7 +92,7 @@ class LatentAttention(nn.Module):
         """Scores in the latent space: (q W_k) · latent; the values are the latent too, W_v comes last."""
         queries = mx.concatenate([q_nope @ self._key_weight, q_rope], axis=-1)
         side = step.arena.keys
-        packed = side.gather(step.plan.block_ids)
+        packed = side.gather(step.plan.blocks.ids)
         out = packed_attention(queries, packed, self._latent(packed, step), step.plan, self._options, side)
         return out @ self._value_weight.swapaxes(-1, -2)
 
