@@ -23,18 +23,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from mlx_lm.utils import load_model
 
+from agentcache.bench.workload import WEIGHTS_MODEL
 from agentcache.llm import LLM
-from agentcache.models.embedded import embedded_model_path
+from agentcache.models.random_model import random_model_path
 from agentcache.serving.request import Request, SamplingParams, TokenPrompt
 
-# A random model whose bare step takes some tens of milliseconds on two CPU cores.
-BENCH_MODEL = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
 _PREFILL_CHUNK = 512
 
 
@@ -116,7 +109,7 @@ class BareModel:
 def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None]) -> OverheadResult:
     """Run the plan in a cache folder of its own, which is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
-        folder = Path(plan.model) if plan.model else embedded_model_path(Path(home), **BENCH_MODEL)
+        folder = Path(plan.model) if plan.model else random_model_path(Path(home), **WEIGHTS_MODEL)
         bare = BareModel(folder)
         with LLM(folder, cache_dir=Path(home) / "cache") as llm:
             ids = random.Random(plan.seed).choices(range(llm.model.vocab_size - 64), k=max(plan.contexts) + 4096)

@@ -1,19 +1,13 @@
-"""The model that serves when none is named: random weights, so that everything works without a network.
+"""Models of random weights, of any size: for benchmarks, whose times do not depend on what a model has learnt.
 
-It is a Qwen3 of 3 million parameters in the shape of a real one (grouped heads of 64, norms on queries and keys, tied
-embeddings, 32K context). What it writes is word salad, but the same salad for the same prompt, and every token of the
-prompt counts. Config, chat template and tokenizer are package data in `embedded_model/`. The tokenizer is a byte-level
-BPE of 2,045 pieces trained on docstrings of Python's standard library, with Qwen's split pattern, plus three ChatML
-tokens. The weights are made on first use.
+A Qwen3 in the embedded model's shape (grouped heads, norms on queries and keys, tied embeddings), with its tokenizer.
+What it writes is word salad, but the same salad for the same prompt, and every token of the prompt counts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +15,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-_DATA = Path(__file__).parent / "embedded_model"
-_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
-_RECIPE = 1  # raise it whenever the weights of the same config change
+from agentcache.models.embedded import TEXT_FILES, embedded_config, embedded_file
+from agentcache.models.new_folder import make_folder
+
+_RECIPE = 2  # raise it whenever the weights of the same config change
 _SEED = 1
 _NORM_SPREAD = 0.3
 _EMBEDDING_SIZE = 0.1  # beside 1.0 for what a layer adds: text depends on context, not on the last token only
@@ -31,57 +26,33 @@ _HEAD_NORM = 1.6  # sharp attention: a token of a long context still matters
 _QUIET = 0.02  # embeddings of tokens that should hardly ever be generated
 
 
-def embedded_model_path(home: Path, **overrides: int) -> Path:
-    """Folder of the embedded model under `home`, made on first use (12 MB, a few tenths of a second).
+def random_model_path(home: Path, **shape: int) -> Path:
+    """Folder of such a model under `home`, made on first use.
 
-    The folder's name holds a digest of the recipe, so a newer agentcache makes a new folder. It appears in one rename,
-    mode 0700: processes that start at once do not see half a model.
+    The folder's name holds a digest of the recipe, so another shape or a newer agentcache makes a new folder.
 
     Args:
         home: where models are kept.
-        overrides: entries of the config to change, such as `num_hidden_layers`, for a random model of another size.
+        shape: entries of the embedded model's config to change, such as `num_hidden_layers`.
 
     Raises:
         OSError: `home` cannot be written.
     """
-    config = json.loads((_DATA / "config.json").read_text()) | overrides
-    folder = home / "models" / f"embedded-{_recipe_digest(config)[:8]}"
+    config = embedded_config() | shape
+    folder = home / "models" / f"random-{_digest(config)[:8]}"
     if not folder.is_dir():
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        _make(folder, config)
+        files = {name: embedded_file(name) for name in TEXT_FILES}
+        files["config.json"] = json.dumps(config, indent=2).encode()
+        files["model.safetensors"] = save(_weights(config), metadata={"format": "mlx"})
+        make_folder(folder, files)
     return folder
 
 
-def _recipe_digest(config: dict[str, Any]) -> str:
+def _digest(config: dict[str, Any]) -> str:
     state = hashlib.blake2b(f"{_RECIPE} {_SEED} {json.dumps(config, sort_keys=True)}".encode(), digest_size=16)
-    for name in _FILES:
-        state.update((_DATA / name).read_bytes())
+    for name in TEXT_FILES:
+        state.update(embedded_file(name))
     return state.hexdigest()
-
-
-def _make(folder: Path, config: dict[str, Any]) -> None:
-    """Build the model beside `folder`, then rename it into place; whoever comes second keeps the first one's."""
-    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        for name in _FILES:
-            _write(building / name, (_DATA / name).read_bytes())
-        _write(building / "config.json", json.dumps(config, indent=2).encode())
-        _write(building / "model.safetensors", save(_weights(config), metadata={"format": "mlx"}))
-        os.rename(building, folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -137,7 +108,7 @@ def _noise(bits: np.random.PCG64, shape: tuple[int, ...]) -> np.ndarray:
 
 def _quiet_ids(vocab_size: int) -> list[int]:
     """Control tokens, control characters and pieces of multi-byte characters: ids that would spoil random text."""
-    tokenizer = json.loads((_DATA / "tokenizer.json").read_text())
+    tokenizer = json.loads(embedded_file("tokenizer.json"))
     special = {token["id"] for token in tokenizer["added_tokens"]}
     single = {index for piece, index in tokenizer["model"]["vocab"].items() if len(piece) == 1 and not piece.isascii()}
     return sorted(index for index in special | single if index < vocab_size)

@@ -1,9 +1,8 @@
-"""The embedded model: the same on every machine, made once, loadable, and dependent on the whole prompt."""
+"""A random model: the same on every machine, made once, loadable, and dependent on the whole prompt."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from agentcache.models import embedded
-from agentcache.models.embedded import embedded_model_path
+from agentcache.models import new_folder, random_model
+from agentcache.models.embedded import embedded_config
+from agentcache.models.random_model import random_model_path
 
 
 def digest(folder: Path) -> str:
@@ -25,32 +25,32 @@ def digest(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return embedded_model_path(tmp_path_factory.mktemp("home"))
+    return random_model_path(tmp_path_factory.mktemp("home"))
 
 
 def test_two_homes_get_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    other = embedded_model_path(tmp_path)
+    other = random_model_path(tmp_path)
     assert other.name == folder.name
     assert digest(other) == digest(folder)
 
 
 def test_weights_are_pinned() -> None:
     """A change of the weights without a change of `_RECIPE` would leave old folders in use under the new code."""
-    weights = embedded._weights(json.loads((embedded._DATA / "config.json").read_text()))
+    weights = random_model._weights(embedded_config())
     state = hashlib.sha256()
     for name in sorted(weights):
         state.update(weights[name].tobytes())
-    assert (embedded._RECIPE, state.hexdigest()[:16]) == (1, "2130b1a0b9ab2eb5")
+    assert (random_model._RECIPE, state.hexdigest()[:16]) == (2, "44b3cb13da6c219f")
 
 
 def test_second_call_leaves_the_folder_alone(folder: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert embedded_model_path(folder.parent.parent) == folder
+    assert random_model_path(folder.parent.parent) == folder
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
 def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
-    folder = embedded_model_path(tmp_path / "home")
+    folder = random_model_path(tmp_path / "home")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert folder.parent.parent.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
@@ -58,7 +58,7 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
 
 def test_racing_makers_agree(tmp_path: Path) -> None:
     found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(embedded_model_path(tmp_path))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(random_model_path(tmp_path))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -72,9 +72,9 @@ def test_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monke
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(embedded, "_write", full)
+    monkeypatch.setattr(new_folder, "_write", full)
     with pytest.raises(OSError, match="No space left"):
-        embedded_model_path(tmp_path)
+        random_model_path(tmp_path)
     assert list((tmp_path / "models").iterdir()) == []
 
 

@@ -1,0 +1,1 @@
+"""How the embedded model was made: synthetic conversations from a seed, a tokenizer, training in MLX, recall."""

@@ -1,0 +1,105 @@
+"""The recipe at its smallest: it learns, goes on from a checkpoint, and writes a model that serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from agentcache.llm import LLM
+from agentcache.models.embedded import DATA
+from agentcache.serving.request import SamplingParams
+from agentcache.training.corpus import Corpus
+from agentcache.training.export import export
+from agentcache.training.model import CONFIG, RoundedCache, forward
+from agentcache.training.train import RECIPE, Progress, Recipe, Stage, Trainer
+
+SMALL = CONFIG | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+SHORT = {"facts": 0.8, "small_talk": 0.2}
+STEPS = Recipe(
+    seed=3,
+    stages=(Stage(6, (64,), SHORT, rounded=False), Stage(6, (64, 128), SHORT, rounded=True)),
+    tokens_a_step=512,
+    learning_rate=1e-2,
+)
+
+
+def trainer(recipe: Recipe = STEPS) -> Trainer:
+    return Trainer(recipe, SMALL, Corpus(DATA, recipe.seed))
+
+
+def weights(of: Trainer) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in tree_flatten(of.parameters)}
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Trainer, list[Progress]]:
+    made, told = trainer(), []
+    made.run(report=told.append, every=3)
+    return made, told
+
+
+def test_the_loss_falls(trained: tuple[Trainer, list[Progress]]) -> None:
+    losses = [progress.loss for progress in trained[1]]
+    assert [progress.step for progress in trained[1]] == [3, 6, 9, 12]
+    assert losses[0] > losses[1] > losses[-1]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_training_goes_on_from_a_checkpoint(trained: tuple[Trainer, list[Progress]], tmp_path: Path) -> None:
+    stopped = trainer()
+    batches = stopped._batches(workers=0)
+    for _ in range(7):  # in the second stage
+        stage, batch = next(batches)
+        stopped.train_on(batch, stage.rounded)
+    stopped.save(tmp_path)
+    resumed = trainer()
+    resumed.load(tmp_path)
+    assert resumed.step == 7
+    resumed.run()
+    assert resumed.step == STEPS.steps
+    whole = weights(trained[0])
+    assert all(np.allclose(array, whole[name], atol=1e-5) for name, array in weights(resumed).items())
+
+
+def test_another_seed_gives_another_model() -> None:
+    one, other = weights(trainer()), weights(trainer(replace(STEPS, seed=4)))
+    assert any(not np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_keys_and_values_are_read_as_the_cache_holds_them() -> None:
+    keys = mx.random.normal((1, 2, 5, 64), key=mx.random.key(0))
+    read, _ = RoundedCache().update_and_fetch(keys, keys)
+    held = mx.dequantize(*mx.quantize(keys, group_size=64, bits=4), group_size=64, bits=4)
+    assert mx.allclose(read, held, atol=1e-6)
+    assert not mx.allclose(read, keys, atol=1e-3)
+    gradient = mx.grad(lambda x: RoundedCache().update_and_fetch(x, x)[0].sum())(keys)
+    assert mx.array_equal(gradient, mx.ones_like(keys))  # straight through
+
+
+def test_the_exported_model_serves_what_was_trained(trained: tuple[Trainer, list[Progress]], tmp_path: Path) -> None:
+    made = trained[0]
+    size = export(made, tmp_path / "model")
+    assert size < 2.2 * sum(array.size for array in weights(made).values())
+    prompt = [5, 6, 7, 8, 9, 10, 11]
+    with LLM(str(tmp_path / "model"), cache_dir=tmp_path / "cache") as llm:
+        said = llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    logits = forward(made.model, made.parameters, mx.array([prompt]), mx.float32, rounded=True)
+    assert said.token_ids[0] == mx.argmax(logits[0, -1]).item()
+
+
+def test_the_recipe_is_long_enough_to_be_worth_its_name() -> None:
+    assert RECIPE.steps > 10_000
+    assert RECIPE.scaled(0.001).steps >= 3
+    assert max(RECIPE.stages[-1].lengths) > 2000
+    assert RECIPE.stages[-1].rounded
