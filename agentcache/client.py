@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from agentcache.errors import AgentCacheError
-from agentcache.workflow.run import Message, Reply
+from agentcache.workflow.chat import Message, Question, Reply, Restored
 
 # A long prefill may take minutes before its first byte; only connecting has a limit.
 TIMEOUT = httpx.Timeout(None, connect=10.0)
@@ -133,14 +133,27 @@ class HttpChat:
         self._client = client
         self._salt = salt
 
-    def chat(
-        self, agent: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
-    ) -> Reply:
+    def chat(self, question: Question) -> Reply:
         done = self._client.chat(
-            messages, agent=agent, max_tokens=max_tokens, temperature=temperature, seed=seed, salt=self._salt
+            question.messages,
+            agent=question.agent,
+            tools=list(question.tools) or None,
+            max_tokens=question.max_tokens,
+            temperature=question.temperature,
+            seed=question.seed,
+            salt=self._salt,
         )
         said = int(done.usage["completion_tokens"])
         return Reply(done.text, done.token_ids, done.report, said, done.ttft_ms, done.total_ms)
+
+    def restore(self, agent: str) -> Restored | None:
+        try:
+            report = self._client.request("POST", f"/v1/agents/{agent}/restore")
+        except ServerError as error:
+            if error.status == 404:
+                return None
+            raise
+        return Restored(int(report["restored_bytes"]), float(report["restore_ms"]))
 
 
 def _body(prompt: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

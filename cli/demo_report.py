@@ -1,140 +1,123 @@
-"""What the demo's three runs come to: rows, verdict, table, files."""
+"""What the demo's three runs come to: rows, verdict, telling lines, table, files."""
 
 from __future__ import annotations
 
 import json
-import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from agentcache.bench.plots import plot_ttft_by_turn
-from agentcache.machine import describe_machine, describe_versions, git_commit
-from agentcache.workflow.run import Reply
+from agentcache.bench.memory import summarise
+from agentcache.bench.memory_plots import Panel, count, milliseconds, plot_by_phase
+from agentcache.bench.ways import first_difference, from_disk
+from agentcache.machine import describe_run
+from agentcache.workflow.checks import pattern_of
+from agentcache.workflow.score import score
 from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
+from agentcache.workflow.transcript_files import score_json, write_transcript
 
-RUNS = ("hot", "warm", "cold")
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """The three runs.
-
-    Args:
-        hot: all turns, without interruption.
-        warm: all turns, with the server killed on the way.
-        late: indices of the turns that came after the first kill.
-        cold: answers to the late turns' prompts from a server that had nothing cached.
-    """
-
-    hot: WorkflowTranscript
-    warm: WorkflowTranscript
-    late: tuple[int, ...]
-    cold: tuple[Reply, ...]
+SHOWN = ("cold", "warm", "hot")
+TELLING_LINES = 8
+FOOTNOTE = (
+    "computed: prompt tokens that went through the model. first ms: time to first token, median of the turns. "
+    "cold: the text re-sent, nothing cached; warm: SIGKILL before each phase, then from disk; hot: never stopped. "
+    "In phase 1 nobody has spoken yet, so it is cold in every run."
+)
 
 
-def build_demo_report(result: DemoResult) -> dict[str, Any]:
+def build_demo_report(runs: Mapping[str, WorkflowTranscript]) -> dict[str, Any]:
     """Everything the table shows, as plain data, with the verdict.
 
-    The demo has passed when both runs said the same words, by text and by token ids, and every turn after a kill found
-    its cache on disk, and every turn said it was saved.
+    The demo has passed when the three runs said the same words, by text and by token ids, and so have the same score,
+    every agent came back from disk after every kill, and every turn said it was saved.
     """
-    rows = [_row(result, position) for position in range(len(result.late))]
-    difference = first_difference(result.hot.turns, result.warm.turns)
-    from_disk = all(row["warm"]["cache_state"] == "warm" for row in rows)
-    saved = all(record.saved is not False for record in result.warm.turns)
+    hot, warm, cold = runs["hot"], runs["warm"], runs["cold"]
+    difference = first_difference(hot, warm) or first_difference(hot, cold)
+    same_score = score(hot) == score(warm) == score(cold)
+    restored = from_disk(warm)
+    saved = all(record.saved is not False for record in warm.turns)
     return {
-        "passed": difference is None and from_disk and saved,
+        "passed": difference is None and same_score and restored and saved,
         "same_words": difference is None,
         "difference": difference,
-        "from_disk": from_disk,
+        "same_score": same_score,
+        "from_disk": restored,
         "saved": saved,
-        "turns": len(result.hot.turns),
-        "tokens_said": sum(record.completion_tokens for record in result.hot.turns),
-        "rows": rows,
-        "summary": {run: _summary(rows, run) for run in RUNS},
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "commit": git_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        "turns": len(hot.turns),
+        "tokens_said": sum(record.completion_tokens for record in hot.turns),
+        "seed": hot.seed,
+        "values": dict(hot.values),
+        "rows": _rows(runs),
+        "total": {run: summarise(runs[run].turns) for run in SHOWN},
+        "recall": score_json(score(warm)),
+        **describe_run("demo"),
     }
 
 
-def first_difference(hot: Sequence[TurnRecord], warm: Sequence[TurnRecord]) -> str | None:
-    """The first turn in which the two runs do not say the same, in words; None when there is none."""
-    if len(hot) != len(warm):
-        return f"{len(hot)} turns without interruption, {len(warm)} with"
-    for one, other in zip(hot, warm, strict=True):
-        if one.text != other.text or one.token_ids != other.token_ids:
-            return (
-                f'phase {one.phase} ("{one.phase_name}"), {one.speaker}: without interruption {one.text!r} '
-                f"{list(one.token_ids)}, with {other.text!r} {list(other.token_ids)}"
-            )
-    return None
+def _rows(runs: Mapping[str, WorkflowTranscript]) -> list[dict[str, Any]]:
+    names = {record.phase: record.phase_name for record in runs["hot"].turns}
+    return [{"phase": phase, "phase_name": name, **_row(runs, phase)} for phase, name in names.items()]
 
 
-def _row(result: DemoResult, position: int) -> dict[str, Any]:
-    index = result.late[position]
-    hot, warm, cold = result.hot.turns[index], result.warm.turns[index], result.cold[position]
-    return {
-        "phase": warm.phase,
-        "phase_name": warm.phase_name,
-        "speaker": result.warm.names[warm.speaker],
-        "context_tokens": warm.prompt_tokens,
-        "hot": _cost(hot.cache_state, hot.computed_tokens, hot.ttft_ms, hot.restored_bytes),
-        "warm": _cost(warm.cache_state, warm.computed_tokens, warm.ttft_ms, warm.restored_bytes),
-        "cold": _cost(cold.report["cache_state"], cold.report["computed_tokens"], cold.ttft_ms, 0),
-        "speed_up": cold.ttft_ms / warm.ttft_ms,
-    }
-
-
-def _cost(cache_state: str, computed_tokens: int, ttft_ms: float, restored_bytes: int) -> dict[str, Any]:
-    return {
-        "cache_state": cache_state,
-        "computed_tokens": computed_tokens,
-        "ttft_ms": ttft_ms,
-        "restored_bytes": restored_bytes,
-    }
-
-
-def _summary(rows: Sequence[dict[str, Any]], run: str) -> dict[str, Any]:
-    return {
-        "ttft_ms_median": statistics.median(row[run]["ttft_ms"] for row in rows),
-        "computed_tokens": sum(row[run]["computed_tokens"] for row in rows),
-    }
+def _row(runs: Mapping[str, WorkflowTranscript], phase: int) -> dict[str, Any]:
+    turns = {run: [record for record in runs[run].turns if record.phase == phase] for run in SHOWN}
+    context = max(record.prompt_tokens for record in turns["hot"])
+    return {"context_tokens": context, **{run: summarise(turns[run]) for run in SHOWN}}
 
 
 def demo_table(report: dict[str, Any]) -> Table:
-    """A line for each turn after the first kill. Each cell says in which state the server found the cache."""
-    table = Table(title="What the next turn costs: tokens computed, time to first token (state the server reported)")
-    for heading in ("phase", "speaker"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("context\ntokens", "hot\nnever stopped", "warm\nafter SIGKILL", "cold\nno cache", "cold /\nwarm"):
+    """A line for each phase: what was remembered, and what it cost in each run."""
+    table = Table(title="The same conversation in three runs", caption=FOOTNOTE, caption_justify="left")
+    table.add_column("phase", no_wrap=True)
+    costs = (f"{what}\n{run}" for what in ("computed", "first ms") for run in SHOWN)
+    for heading in ("longest\ncontext", "recall", *costs, "first ms\ncold / warm"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in report["rows"]:
-        table.add_row(
-            f"{row['phase']} {row['phase_name']}",
-            row["speaker"],
-            str(row["context_tokens"]),
-            *(_cell(row[run]) for run in RUNS),
-            f"{row['speed_up']:.1f}x",
-        )
+        table.add_row(f"{row['phase']} {row['phase_name']}", str(row["context_tokens"]), *_cells(row))
+    table.add_section()
+    table.add_row("all", "", *_cells(report["total"]))
     return table
 
 
-def _cell(cost: dict[str, Any]) -> str:
-    return f"{cost['computed_tokens']}, {cost['ttft_ms']:.0f} ms ({cost['cache_state']})"
+def _cells(parts: Mapping[str, Any]) -> list[str]:
+    cold, warm = (parts[run]["ttft_ms_median"] for run in ("cold", "warm"))
+    return [
+        " ".join(dict.fromkeys(_recall(parts[run]) for run in SHOWN)),
+        *(str(parts[run]["computed_tokens"]) for run in SHOWN),
+        *(f"{parts[run]['ttft_ms_median']:.0f}" for run in SHOWN),
+        f"{cold / warm:.1f}x",
+    ]
+
+
+def _recall(summary: Mapping[str, Any]) -> str:
+    return f"{summary['found']}/{summary['expected']}" if summary["expected"] else ""
+
+
+def telling_lines(transcript: WorkflowTranscript) -> list[Text]:
+    """The last turns in which something was expected, with the expected words marked, and what is missing."""
+    checked = [record for record in transcript.turns if record.checks and record.phase > 1]
+    return [_telling_line(record, transcript.names[record.speaker]) for record in checked[-TELLING_LINES:]]
+
+
+def _telling_line(record: TurnRecord, name: str) -> Text:
+    line = Text(f"{record.phase}.{record.turn} {name}: ", style="bold")
+    answer = Text(" ".join(record.text.split()), style="not bold")
+    for check in record.checks:
+        if check.found:
+            answer.highlight_regex(pattern_of(check.expected), "bold green")
+    missing = [check.expected for check in record.checks if not check.found]
+    return line + answer + Text(f"  (expected: {', '.join(missing)})" if missing else "", style="red")
 
 
 def summary_lines(report: dict[str, Any]) -> list[str]:
-    """The closing lines: what it took, and whether the words are the same."""
-    hot, warm, cold = (report["summary"][run] for run in RUNS)
+    """The closing lines: what was remembered, what it took, and whether the words are the same."""
+    cold, warm, hot = (report["total"][run] for run in SHOWN)
     lines = [
+        f"Recall: {_recall(cold)} cold, {_recall(warm)} warm, {_recall(hot)} hot (seed {report['seed']}).",
         f"First token, median: {cold['ttft_ms_median']:.0f} ms cold, {warm['ttft_ms_median']:.0f} ms warm, "
         f"{hot['ttft_ms_median']:.0f} ms hot. Tokens computed: {cold['computed_tokens']} cold, "
         f"{warm['computed_tokens']} warm, {hot['computed_tokens']} hot.",
@@ -148,16 +131,35 @@ def _yes(answer: bool) -> str:
     return "yes" if answer else "no"
 
 
-def write_demo_report(report: dict[str, Any], result: DemoResult, folder: Path) -> list[Path]:
-    """Write `demo.json`, `demo.txt` and `demo.png`; their paths, after the transcript's."""
+def write_demo_report(report: dict[str, Any], runs: Mapping[str, WorkflowTranscript], folder: Path) -> list[Path]:
+    """Write the warm run's transcript, those of the others in folders of their own, and `demo.json`, `demo.txt` and
+    `demo.png`; the paths to look at."""
+    write_transcript(runs["warm"], folder)
+    for run in ("hot", "cold"):
+        write_transcript(runs[run], folder / run)
     data, text, plot = (folder / f"demo.{ending}" for ending in ("json", "txt", "png"))
     data.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     with text.open("w", encoding="utf-8") as file:
-        console = Console(file=file, width=120)
-        console.print(demo_table(report))
-        for line in summary_lines(report):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-    labels = [f"{row['phase_name']}\n{row['speaker']}\n{row['context_tokens']} tokens" for row in report["rows"]]
-    series = {run: [row[run]["ttft_ms"] for row in report["rows"]] for run in RUNS}
-    plot_ttft_by_turn(labels, series, "Time to first token: never stopped, after SIGKILL, without a cache", plot)
+        _print_all(report, runs["warm"], Console(file=file, width=120))
+    plot_by_phase(*_plot(report["rows"]), "The same conversation in three runs", plot)
     return [folder / "transcript.md", data, text, plot]
+
+
+def _print_all(report: dict[str, Any], transcript: WorkflowTranscript, console: Console) -> None:
+    console.print(demo_table(report))
+    for line in telling_lines(transcript):
+        console.print(line)
+    for summary in summary_lines(report):
+        console.print(summary, highlight=False, markup=False, soft_wrap=True)
+
+
+def _plot(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[Panel]]:
+    labels = [f"{row['phase_name']}\n{row['context_tokens']} tokens of context" for row in rows]
+
+    def series(key: str) -> dict[str, list[float | None]]:
+        return {run: [row[run][key] for row in rows] for run in SHOWN}
+
+    return labels, [
+        Panel("prompt tokens computed", series("computed_tokens"), count),
+        Panel("time to first token, median (ms)", series("ttft_ms_median"), milliseconds),
+    ]

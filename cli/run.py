@@ -10,19 +10,25 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from agentcache.cli.connection import ApiKey, AsJson, CacheDir, Model, Url, progress, running_server
+from agentcache.cli.run_report import progress_line, recall_lines, say, turn_table
 from agentcache.client import Client, HttpChat, ServerError
 from agentcache.config import load_config
-from agentcache.errors import EngineStopped
-from agentcache.workflow.run import Chat, LLMChat, Settings, WorkflowRun, parse_phases
-from agentcache.workflow.script import Script, Step, read_script
-from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript, read_transcript, write_transcript
+from agentcache.errors import ConfigError, EngineStopped
+from agentcache.workflow.chat import Chat, LLMChat
+from agentcache.workflow.parse import read_script, shipped_scripts
+from agentcache.workflow.run import Settings, WorkflowRun, parse_phases
+from agentcache.workflow.schedule import ONE_BY_ONE, PARALLEL, Pace, take_all
+from agentcache.workflow.score import score
+from agentcache.workflow.script import Script, Step, steps_of
+from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript, read_transcript
+from agentcache.workflow.transcript_files import as_json as as_data
+from agentcache.workflow.transcript_files import write_transcript
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A TOML script, or the name of a shipped one: prisoners_dilemma.")],
+    script: Annotated[str, typer.Argument(help=f"A TOML script, or one of these: {', '.join(shipped_scripts())}.")],
     url: Url = None,
     api_key: ApiKey = None,
     model: Model = None,
@@ -34,7 +40,9 @@ def run(
             "Default: the script's name."
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampled turns repeatable.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Draws the script's facts and seeds sampled turns. Default: the script's seed.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Overrides the script's max_tokens.")] = None,
     only_phases: Annotated[str | None, typer.Option(help='Stop and go on in parts: "3" or "1-3".')] = None,
     resume: Annotated[
@@ -47,31 +55,49 @@ def run(
             "Default: agentcache-runs/SESSION."
         ),
     ] = None,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="One turn after the other, also where turns do not hear each other.")
+    ] = False,
+    prefetch: Annotated[
+        bool, typer.Option("--prefetch/--no-prefetch", help="Restore the next speakers from disk while others speak.")
+    ] = True,
+    min_recall: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Exit with 1 if less of what the script expects was said.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a workflow script: several agents, each with its own durable memory, in phases."""
-    parsed = read_script(script)
     before = read_transcript(resume) if resume else None
-    settings = _settings(parsed, before, session, seed, max_tokens)
+    parsed = _read(script, seed, before, min_recall)
+    settings = Settings(session or (before.session if before else parsed.name), max_tokens)
     folder = out or (resume.parent if resume else Path("agentcache-runs") / settings.session)
     done = before.turns if before else ()
     phases = parse_phases(only_phases, parsed) if only_phases else None
+    pace = Pace(parallel=1 if sequential else PARALLEL, prefetch=prefetch)
     with _open_chat(url, api_key, model, cache_dir) as chat, _resume_hint(folder / "transcript.json"):
         workflow = WorkflowRun(parsed, chat, settings, done)
-        transcript = take_steps(workflow, workflow.pending(phases), done, folder, Console(stderr=True))
+        transcript = take_steps(workflow, workflow.pending(phases), done, folder, Console(stderr=True), pace)
     if as_json:
-        typer.echo(json.dumps(transcript.to_json(), ensure_ascii=False))
+        typer.echo(json.dumps(as_data(transcript), ensure_ascii=False))
     else:
-        Console(width=max(Console().width, 120)).print(turn_table(transcript))
+        _print_report(transcript)
+    if min_recall is not None:
+        _check_recall(transcript, min_recall)
 
 
-def _settings(
-    script: Script, before: WorkflowTranscript | None, session: str | None, seed: int | None, max_tokens: int | None
-) -> Settings:
-    """A resumed run keeps its session and seed unless told otherwise."""
-    if before is None:
-        return Settings(session or script.name, seed, max_tokens)
-    return Settings(session or before.session, before.seed if seed is None else seed, max_tokens)
+def _read(script: str, seed: int | None, before: WorkflowTranscript | None, min_recall: float | None) -> Script:
+    """The script with the seed that was asked for; a resumed run keeps its own unless told otherwise."""
+    parsed = read_script(script, before.seed if before and seed is None else seed)
+    if min_recall is not None and not any(step.turn.expect or step.turn.expect_calls for step in steps_of(parsed)):
+        raise ConfigError("--min-recall needs a script with `expect`; this one expects nothing")
+    return parsed
+
+
+def _print_report(transcript: WorkflowTranscript) -> None:
+    console = Console(width=max(Console().width, 120))
+    console.print(turn_table(transcript))
+    for line in recall_lines(transcript):
+        say(console, line)
 
 
 @contextmanager
@@ -102,53 +128,27 @@ def _resume_hint(path: Path) -> Iterator[None]:
 
 
 def take_steps(
-    workflow: WorkflowRun, steps: Sequence[Step], done: Sequence[TurnRecord], folder: Path, console: Console
+    workflow: WorkflowRun,
+    steps: Sequence[Step],
+    done: Sequence[TurnRecord],
+    folder: Path,
+    console: Console,
+    pace: Pace = ONE_BY_ONE,
 ) -> WorkflowTranscript:
     """Take the steps and save the transcript after each; one line of progress a turn."""
     transcript = workflow.transcript(done)
     write_transcript(transcript, folder)
-    for number, step in enumerate(steps, 1):
-        with console.status(f"{step}: {number} of {len(steps)}"):
-            record = workflow.take(step)
-        transcript = transcript.with_turn(record)
-        write_transcript(transcript, folder)
-        say(console, progress_line(record))
+    with console.status(f"{len(steps)} turns") as status:
+        for number, record in enumerate(take_all(workflow, steps, pace), 1):
+            transcript = transcript.with_turn(record)
+            write_transcript(transcript, folder)
+            say(console, progress_line(record))
+            status.update(f"{number} of {len(steps)} turns")
     return transcript
 
 
-def say(console: Console, line: str) -> None:
-    """Print a line as it is: no markup, no colours by content, no breaks."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def progress_line(record: TurnRecord) -> str:
-    return (
-        f"{record.phase}.{record.turn} {record.speaker:<10} {record.cache_state:<4} "
-        f"{record.prompt_tokens:>6} tokens, {record.computed_tokens:>5} computed, "
-        f"first token {record.ttft_ms:7.0f} ms, all {record.total_ms:7.0f} ms"
-    )
-
-
-def turn_table(transcript: WorkflowTranscript) -> Table:
-    """One line a turn: what was in the cache, what had to be computed, what it took."""
-    table = Table(title=transcript.title)
-    for heading in ("phase", "speaker", "match", "cache"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("context", "cached", "computed", "first token ms", "total ms", "written"):
-        table.add_column(heading, justify="right")
-    for record in transcript.turns:
-        table.add_row(
-            f"{record.phase} {record.phase_name}",
-            transcript.names[record.speaker],
-            record.match,
-            record.cache_state,
-            *(str(count) for count in (record.prompt_tokens, record.cached_tokens, record.computed_tokens)),
-            f"{record.ttft_ms:.0f}",
-            f"{record.total_ms:.0f}",
-            kilobytes(record.written_bytes),
-        )
-    return table
-
-
-def kilobytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 1000:.0f} kB"
+def _check_recall(transcript: WorkflowTranscript, wanted: float) -> None:
+    reached = score(transcript).recall
+    if reached.share < wanted:
+        say(Console(stderr=True), f"error: recall is {reached}, below --min-recall {wanted:g}")
+        raise typer.Exit(1)

@@ -109,7 +109,16 @@ class Handler(BaseHTTPRequestHandler):
             self.memory.save(body["id"], self.memory.load(agent)[0])
         if verb == "evict":
             self.memory.ram.pop(agent, None)
+        if verb == "restore":
+            return self._restore(agent)
         self._send(200, {"id": agent})
+
+    def _restore(self, agent: str) -> None:
+        ids, state = self.memory.load(agent)
+        if state == "cold":
+            return self._send(404, {"error": {"message": "no such agent", "code": "not_found"}})
+        self.memory.ram[agent] = ids
+        self._send(200, {"restored_bytes": len(ids) if state == "warm" else 0, "restore_ms": 0.5})
 
     def _complete(self, body: Any) -> None:
         ids = self._prompt_ids(body)

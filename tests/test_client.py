@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from agentcache.client import Client, HttpChat, ServerError
+from agentcache.workflow.chat import Question, Restored
 
 REPORT = {"cache_state": "hot", "match": "EXTEND"}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
@@ -127,9 +128,30 @@ def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatc
 
 
 def test_http_chat_gives_a_workflow_its_reply() -> None:
-    client = streaming({"choices": [{"delta": {"content": "Yes"}, "token_ids": [7]}]}, LAST)
-    reply = HttpChat(client).chat("ann", [], max_tokens=2, temperature=0.0, seed=1)
+    seen: list[Any] = []
+    client = streaming({"choices": [{"delta": {"content": "Yes"}, "token_ids": [7]}]}, LAST, seen=seen)
+    tool = {"type": "function", "function": {"name": "lookup"}}
+    reply = HttpChat(client, salt="s").chat(Question("ann", [], 2, seed=1, tools=[tool]))
     assert (reply.text, reply.token_ids, reply.completion_tokens, reply.report) == ("Yes", (7,), 2, REPORT)
+    body = seen[0][1]
+    assert (body["agent"], body["max_tokens"], body["seed"], body["tools"]) == ("ann", 2, 1, [tool])
+    assert body["agentcache"]["salt"] == "s"
+
+
+def test_http_chat_restores_an_agent_if_there_is_one() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/agents/ann/restore":
+            return httpx.Response(200, json={"tokens": 3, "restored_bytes": 99, "restore_ms": 0.5})
+        return httpx.Response(404, json={"error": {"message": "no such agent", "code": "not_found"}})
+
+    chat = HttpChat(client_of(handler))
+    assert (chat.restore("ann"), chat.restore("bob")) == (Restored(99, 0.5), None)
+
+
+def test_a_restore_that_the_server_refuses_is_an_error() -> None:
+    refused = httpx.Response(503, json={"error": {"message": "full", "code": "overloaded"}})
+    with pytest.raises(ServerError, match="full"):
+        HttpChat(client_of(lambda request: refused)).restore("ann")
 
 
 def test_token_ids_of_a_text() -> None:

@@ -1,22 +1,33 @@
-"""What a workflow leaves behind: every turn, its words and its cost, as JSON to go on from and as Markdown to read."""
+"""What a workflow leaves behind: every turn, its words and its cost; read back to go on from."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from agentcache.errors import ConfigError
+from agentcache.workflow.checks import Check
 
-FORMAT = 1
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class ToolRound:
+    """An answer with calls in it, word by word, and what the agent read as their outcomes."""
+
+    text: str
+    observations: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class TurnRecord:
     """One turn that was taken. Times in milliseconds, sizes in bytes.
+
+    A turn with tool calls asks the engine more than once. What is said of its beginning (match, cache_state, prompt and
+    cached tokens, time to first token, what was restored) is of the first answer; what it cost is the sum.
 
     Args:
         phase, turn: position in the script, counted from 1.
@@ -24,7 +35,8 @@ class TurnRecord:
         speaker: the agent's id in the script.
         agent: the agent's id on the server.
         message: the whole user message that was sent: what the speaker heard, then its prompt.
-        text, token_ids: what the agent said.
+        text: what the agent said; after tool calls, its final answer.
+        token_ids: all tokens it generated, those of calls included.
         match: how the prompt related to what the agent held.
         cache_state: cold, warm or hot.
         prompt_tokens: tokens in the agent's context when it began to speak.
@@ -34,9 +46,13 @@ class TurnRecord:
         ttft_ms: time to first token as the caller measured it.
         server_ttft_ms: the same as the server reported it.
         total_ms: time to the end of the answer, its saving included.
-        restored_bytes, restore_ms: what came from disk.
+        restored_bytes, restore_ms: what came from disk within the turn.
         written_bytes: what went to disk; None when the server did not say.
         saved: False when the turn could not be written to disk; None when the server did not say.
+        tool_rounds: answers with calls, before the final one.
+        checks: what the script expects of the turn.
+        prefetched: whether the agent came from disk while another one spoke.
+        prefetch_ms: what that took; not part of the turn's times.
     """
 
     phase: int
@@ -60,6 +76,10 @@ class TurnRecord:
     restore_ms: float
     written_bytes: int | None
     saved: bool | None
+    tool_rounds: tuple[ToolRound, ...] = ()
+    checks: tuple[Check, ...] = ()
+    prefetched: bool = False
+    prefetch_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,31 +89,26 @@ class WorkflowTranscript:
     Args:
         workflow, title: from the script.
         session: prefix of the agents' ids on the server.
-        seed: the run's seed; None for a run without one.
+        seed: what the script's values were drawn by, and sampled turns.
         names: how each speaker is called, by its id in the script.
+        values: the script's values.
         turns: in the order of the script, without gaps.
     """
 
     workflow: str
     title: str
     session: str
-    seed: int | None
+    seed: int
     names: Mapping[str, str]
+    values: Mapping[str, str] = field(default_factory=dict)
     turns: tuple[TurnRecord, ...] = ()
 
     def with_turn(self, record: TurnRecord) -> WorkflowTranscript:
         return replace(self, turns=(*self.turns, record))
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for `json.dump`; `from_json` gives back an equal transcript."""
-        return {"format": FORMAT, **asdict(self), "turns": [asdict(turn) for turn in self.turns]}
-
-    def to_markdown(self) -> str:
-        return "\n".join(_markdown_lines(self)) + "\n"
-
 
 def from_json(data: Any) -> WorkflowTranscript:
-    """A transcript from what `to_json` gave.
+    """A transcript from what `transcript_files.as_json` gave.
 
     Raises:
         ConfigError: it is not a transcript, or of another format.
@@ -102,14 +117,19 @@ def from_json(data: Any) -> WorkflowTranscript:
         raise ConfigError(f"this is not a workflow transcript of format {FORMAT}")
     try:
         turns = tuple(_turn_from_json(turn) for turn in data["turns"])
-        head = {key: value for key, value in data.items() if key not in ("format", "turns")}
+        head = {key: value for key, value in data.items() if key not in ("format", "turns", "recall")}
         return WorkflowTranscript(**head, turns=turns)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"the transcript's keys are not those of format {FORMAT}: {error}") from error
 
 
 def _turn_from_json(turn: Mapping[str, Any]) -> TurnRecord:
-    return TurnRecord(**{**turn, "token_ids": tuple(turn["token_ids"])})
+    lists = {
+        "token_ids": tuple(turn["token_ids"]),
+        "tool_rounds": tuple(ToolRound(each["text"], tuple(each["observations"])) for each in turn["tool_rounds"]),
+        "checks": tuple(Check(**check) for check in turn["checks"]),
+    }
+    return TurnRecord(**{**turn, **lists})
 
 
 def read_transcript(path: Path) -> WorkflowTranscript:
@@ -122,44 +142,3 @@ def read_transcript(path: Path) -> WorkflowTranscript:
         return from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def write_transcript(transcript: WorkflowTranscript, folder: Path) -> Path:
-    """Write `transcript.json` and `transcript.md` into `folder`; the path of the first.
-
-    Written whole and then moved into place, so that a run killed at any moment leaves one that can be resumed.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / "transcript.md", transcript.to_markdown())
-    path = folder / "transcript.json"
-    _replace(path, json.dumps(transcript.to_json(), indent=1, ensure_ascii=False) + "\n")
-    return path
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def _markdown_lines(transcript: WorkflowTranscript) -> list[str]:
-    lines = [f"# {transcript.title}", "", f"Session `{transcript.session}`, {len(transcript.turns)} turns."]
-    phase = 0
-    for record in transcript.turns:
-        if record.phase != phase:
-            phase = record.phase
-            lines += ["", f"## {phase}. {record.phase_name}"]
-        lines += ["", *_quote(record.message), "", f"**{transcript.names[record.speaker]}:** {record.text.strip()}"]
-        lines += ["", f"*{_cost(record)}*"]
-    return lines
-
-
-def _quote(text: str) -> list[str]:
-    return [f"> {line}".rstrip() for line in text.splitlines()]
-
-
-def _cost(record: TurnRecord) -> str:
-    return (
-        f"{record.cache_state}, {record.match}: {record.prompt_tokens} tokens of context, "
-        f"{record.computed_tokens} computed, first token after {record.ttft_ms:.0f} ms"
-    )

@@ -8,6 +8,8 @@ import pytest
 from agentcache.cli import doctor
 from agentcache.kv.lock import FolderLock
 from tests.cli.conftest import Invoke
+from tests.kv.damage import flip
+from tests.kv.store_cases import make_record, make_transcript, make_turn, open_store
 
 
 def test_doctor_examines_this_machine(invoke: Invoke, tmp_path: Path) -> None:
@@ -51,3 +53,22 @@ def test_quarantined_files_are_counted(tmp_path: Path) -> None:
 def test_blas() -> None:
     assert "libopenblas" in doctor.describe_blas("/usr/lib/libopenblas.so.0")
     assert "LD_PRELOAD" in doctor.describe_blas("")
+
+
+def test_every_file_is_verified_on_request(invoke: Invoke, tmp_path: Path) -> None:
+    cache_dir = tmp_path / "cache"
+    with open_store(cache_dir) as store:
+        record = make_record("alice", make_transcript(300))
+        store.write_blocks(make_turn(record))
+        store.save_agent(record)
+
+    def content() -> tuple[int, list[dict[str, object]]]:
+        result = invoke("doctor", "--check", "--json", "--cache-dir", str(cache_dir))
+        checks = json.loads(result.stdout)
+        return result.exit_code, [check for check in checks if check["name"] in ("content", "bad file")]
+
+    exit_code, [found] = content()
+    assert exit_code == 0 and str(found["detail"]).startswith("1 agents, 4 blocks")
+    flip(next((cache_dir / "blocks").glob("??/*.safetensors")))
+    exit_code, [found, bad] = content()
+    assert exit_code == 1 and not found["ok"] and "checksum" in str(bad["detail"])

@@ -28,8 +28,45 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
         yield process
 
 
-def invoke(server: ServerProcess, *options: str) -> Result:
-    return CliRunner().invoke(app, ["prisoners_dilemma", "--url", server.client.url, *options], env={"COLUMNS": "200"})
+SCRIPT = """
+[workflow]
+name = "hunt"
+title = "Who hides at the {place}?"
+
+[draw.places]
+from = ["mill", "tower", "quay", "church"]
+as = ["place"]
+
+[[agents]]
+id = "ann"
+system = "You hide at the {place}."
+
+[[agents]]
+id = "bob"
+
+[[phases]]
+name = "one"
+
+[[phases.turns]]
+speaker = "ann"
+prompt = "Where?"
+expect = ["{place}"]
+
+[[phases.turns]]
+speaker = "bob"
+prompt = "Guess."
+"""
+
+
+def invoke(server: ServerProcess, *options: str, script: str = "prisoners_dilemma") -> Result:
+    return CliRunner().invoke(app, [script, "--url", server.client.url, *options], env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "hunt.toml"
+    path.write_text(SCRIPT)
+    return str(path)
 
 
 def test_a_table_on_stdout_and_progress_on_stderr(server: ServerProcess, tmp_path: Path) -> None:
@@ -50,7 +87,9 @@ def test_json_is_the_transcript_and_nothing_else(server: ServerProcess, tmp_path
 
 
 def test_stopping_and_resuming_says_the_same_words(server: ServerProcess, tmp_path: Path) -> None:
-    whole = json.loads(invoke(server, "--json", "--session", "whole", "--out", str(tmp_path / "whole")).stdout)
+    whole = json.loads(
+        invoke(server, "--json", "--session", "whole", "--seed", "5", "--out", str(tmp_path / "whole")).stdout
+    )
     first = invoke(
         server, "--session", "parts", "--only-phases", "1-3", "--seed", "5", "--out", str(tmp_path / "parts")
     )
@@ -90,3 +129,42 @@ def test_mistakes_come_before_any_turn(server: ServerProcess, tmp_path: Path) ->
         done = invoke(server, *options, "--out", str(tmp_path / "out"))
         assert isinstance(done.exception, ConfigError)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_seed_draws_other_facts(server: ServerProcess, script: str, tmp_path: Path) -> None:
+    drawn = []
+    for seed in range(6):
+        done = invoke(server, "--json", "--seed", str(seed), "--out", str(tmp_path / "out"), script=script)
+        data = json.loads(done.stdout)
+        assert (data["seed"], data["title"]) == (seed, f"Who hides at the {data['values']['place']}?")
+        drawn.append(data["values"]["place"])
+    assert len(set(drawn)) > 1
+
+
+def test_recall_is_printed_with_what_was_said_instead(server: ServerProcess, script: str, tmp_path: Path) -> None:
+    done = invoke(server, "--out", str(tmp_path / "out"), script=script)
+    assert "Recall: 0 of 1 (0%)" in done.stdout
+    assert "  1.1 ann: expected " in done.stdout
+
+
+def test_too_little_recall_is_an_exit_status(server: ServerProcess, script: str, tmp_path: Path) -> None:
+    options = ("--json", "--out", str(tmp_path / "out"))
+    for wanted, status in (("0", 0), ("0.5", 1)):
+        done = invoke(server, *options, "--min-recall", wanted, script=script)
+        assert done.exit_code == status
+        assert json.loads(done.stdout)["recall"]["total"] == 1
+    assert "recall is 0 of 1 (0%), below --min-recall 0.5" in done.stderr
+
+
+def test_min_recall_needs_a_script_that_expects_something(server: ServerProcess, script: str, tmp_path: Path) -> None:
+    Path(script).write_text(SCRIPT.replace('expect = ["{place}"]', ""))
+    done = invoke(server, "--min-recall", "0.5", "--out", str(tmp_path / "out"), script=script)
+    assert isinstance(done.exception, ConfigError)
+
+
+def test_one_after_the_other_and_nothing_ahead_say_the_same(server: ServerProcess, tmp_path: Path) -> None:
+    texts = []
+    for session, options in (("a", []), ("b", ["--sequential"]), ("c", ["--no-prefetch"])):
+        done = invoke(server, "--json", "--session", session, "--out", str(tmp_path / session), *options)
+        texts.append([turn["text"] for turn in json.loads(done.stdout)["turns"]])
+    assert texts[0] == texts[1] == texts[2]

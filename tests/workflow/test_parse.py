@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from agentcache.errors import ConfigError
-from agentcache.workflow.script import Script, parse_script, read_script, shipped_scripts, steps_of
+from agentcache.workflow.parse import parse_script, read_script, shipped_scripts
+from agentcache.workflow.script import Script, steps_of
+from agentcache.workflow.tools import LookupTable, ToolCall
 
 GOOD: dict[str, Any] = {
     "workflow": {"name": "talk", "title": "A talk"},
@@ -39,9 +41,9 @@ def test_title_defaults_to_the_name() -> None:
     assert parse_script(GOOD | {"workflow": {"name": "talk"}}).title == "talk"
 
 
-def changed(path: str, value: Any) -> dict[str, Any]:
-    """GOOD with one entry set; `path` like phases/0/turns/0/speaker."""
-    data: Any = copy.deepcopy(GOOD)
+def changed(path: str, value: Any, script: dict[str, Any] = GOOD) -> dict[str, Any]:
+    """A script with one entry set; `path` like phases/0/turns/0/speaker."""
+    data: Any = copy.deepcopy(script)
     *way, last = path.split("/")
     place = data
     for key in way:
@@ -114,6 +116,103 @@ def test_a_file_with_a_mistake_is_named(tmp_path: Path) -> None:
 def test_a_missing_file_lists_what_is_shipped(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prisoners_dilemma"):
         read_script(tmp_path / "nothing.toml")
+
+
+FACTS: dict[str, Any] = {
+    "workflow": {"name": "hunt", "title": "Who was at the {place}?", "seed": 3},
+    "draw": {"places": {"from": ["mill", "tower", "quay", "north pier"], "as": ["place", "other"]}},
+    "when": [{"then": {"rumour": "the {place}, not the {other}"}}],
+    "tools": [
+        {"name": "lookup", "description": "Near the {place}.", "key": "where", "entries": {"{place}": "{other} {{1}}"}}
+    ],
+    "agents": [{"id": "ann", "system": "You sit at the {place}."}, {"id": "bob"}],
+    "phases": [
+        {
+            "name": "one",
+            "turns": [
+                {
+                    "speaker": "ann",
+                    "prompt": "They say {rumour}.",
+                    "expect": ["{place}", "yes"],
+                    "reject": ["{other}"],
+                    "tools": ["lookup"],
+                    "max_calls": 4,
+                    "expect_call": {"name": "lookup", "arguments": {"where": "{place}"}},
+                },
+                {"speaker": "bob", "prompt": "Go."},
+            ],
+        }
+    ],
+}
+
+
+def test_values_are_filled_into_every_text() -> None:
+    script = parse_script(FACTS)
+    place, other = script.values["place"], script.values["other"]
+    turn = script.phases[0].turns[0]
+    assert (script.seed, script.title) == (3, f"Who was at the {place}?")
+    assert script.agent("ann").system == f"You sit at the {place}."
+    assert turn.prompt == f"They say the {place}, not the {other}."
+    assert (turn.expect, turn.reject, turn.max_calls) == ((place, "yes"), (other,), 4)
+    assert turn.expect_calls == (ToolCall("lookup", {"where": place}),)
+    assert script.tools == (LookupTable("lookup", f"Near the {place}.", {place: f"{other} {{1}}"}, key="where"),)
+
+
+def test_another_seed_draws_other_facts_and_the_same_seed_the_same() -> None:
+    assert parse_script(FACTS) == parse_script(FACTS, 3)
+    drawn = {parse_script(FACTS, seed).values["place"] for seed in range(20)}
+    assert drawn == {"mill", "tower", "quay", "north pier"}
+
+
+def test_an_agent_is_told_of_the_tools_of_all_its_turns() -> None:
+    script = parse_script(FACTS)
+    assert script.tools_of("ann") == script.tools
+    assert script.tools_of("bob") == ()
+
+
+def with_facts(path: str, value: Any) -> dict[str, Any]:
+    return changed(path, value, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("workflow/seed", "x", '[workflow]: key "seed" must be a whole number'),
+        ("workflow/title", "{plaice}", 'key "title" asks for {plaice}, an unknown value (did you mean "place"?)'),
+        ("phases/0/turns/1/prompt", "{ }", 'turn 2: key "prompt" asks for { }, an unknown value'),
+        ("phases/0/turns/1/prompt", "a } b", 'holds a lone "}"; write }} for a brace'),
+        ("phases/0/turns/0/expect", ["{x}"], 'turn 1: key "expect" asks for {x}'),
+        ("phases/0/turns/0/expect", ["a", " "], 'turn 1: key "expect" holds an empty string'),
+        ("phases/0/turns/0/expect", [1], 'key "expect": each of the list must be a string'),
+        ("phases/0/turns/0/expect", [], 'key "reject" needs "expect"'),
+        ("phases/0/turns/0/tools", ["lockup"], 'unknown tool "lockup" (did you mean "lookup"?); tools are lookup'),
+        ("phases/0/turns/0/tools", [], 'key "max_calls" needs "tools"'),
+        ("phases/0/turns/0/max_calls", 0, 'key "max_calls" is 0; it must be 1 or more'),
+        ("phases/0/turns/0/expect_call/name", "x", 'key "expect_call" names the unknown tool "x"'),
+        ("phases/0/turns/0/expect_call/arguments/where", 3, 'arguments: key "where" must be a string'),
+        ("phases/0/turns/1/expect_call", [], 'turn 2: key "expect_call" needs "tools"'),
+        ("tools/0/entries", {"{place}": "{other} {x}"}, 'tool 1 ("lookup"): key "entries" asks for {x}'),
+        ("tools/0/name", "a b", 'tool 1 ("a b"): key "name" is "a b"; allowed are'),
+        ("draw/places/as", ["place", "other", "more"], 'the value "more" is used nowhere'),
+    ],
+)
+def test_mistakes_with_facts_are_named_with_their_place(path: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_script(with_facts(path, value))
+    assert message in str(caught.value)
+
+
+def test_a_tool_that_no_turn_may_call_is_a_mistake() -> None:
+    data = copy.deepcopy(FACTS)
+    data["tools"].append({"name": "spare", "description": "Idle.", "entries": {}})
+    with pytest.raises(ConfigError, match='no turn may call the tool "spare"'):
+        parse_script(data)
+
+
+def test_a_value_that_this_seed_does_not_set_says_so() -> None:
+    data = with_facts("when", [{"if": {"place": "nowhere"}, "then": {"rumour": "x"}}])
+    with pytest.raises(ConfigError, match="has no value with seed 3"):
+        parse_script(data)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,8 @@
-"""Workflows against a fake chat: who hears what, histories that only grow, resuming."""
+"""Workflows against a fake chat: who hears what, histories that only grow, tools, resuming."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,60 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.errors import ConfigError
-from agentcache.serving.request import CachedTokens, CacheState, Match, Report, SamplingParams
-from agentcache.workflow.run import (
-    Conversation,
-    LLMChat,
-    Message,
-    Reply,
-    Settings,
-    WorkflowRun,
-    parse_phases,
-    server_agent_id,
-)
-from agentcache.workflow.script import Agent, Phase, Script, Turn, read_script, steps_of
-from agentcache.workflow.transcript import TurnRecord, from_json, read_transcript, write_transcript
-
-IDS = ("ann", "bob", "cy")
-REPORT = {
-    "match": "EXTEND",
-    "cache_state": "hot",
-    "prompt_tokens": 30,
-    "cached_tokens": {"own": 20, "shared": 5, "residual": 0},
-    "computed_tokens": 5,
-    "time_to_first_token_ms": 2.0,
-    "restored_bytes": 0,
-    "restore_ms": 0.0,
-    "written_bytes": 99,
-}
-
-
-class FakeChat:
-    """Answers with a number and remembers what it was asked."""
-
-    def __init__(self, fail_at: int | None = None) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self.fail_at = fail_at
-
-    def chat(
-        self, agent: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
-    ) -> Reply:
-        if len(self.calls) == self.fail_at:
-            raise RuntimeError("the server is gone")
-        call = {"agent": agent, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
-        self.calls.append(call | {"seed": seed})
-        text = f"word {sum(len(message['content']) for message in messages)}"
-        return Reply(text, (1, 2), REPORT, 2, 3.0, 4.0)
-
-
-def script_of(turns: Sequence[Turn], per_phase: int = 2) -> Script:
-    phases = [turns[start : start + per_phase] for start in range(0, len(turns), per_phase)]
-    return Script(
-        name="talk",
-        title="A talk",
-        agents=tuple(Agent(id, id.capitalize(), f"You are {id}.") for id in IDS),
-        phases=tuple(Phase(f"phase {number}", tuple(phase)) for number, phase in enumerate(phases)),
-    )
+from agentcache.workflow.chat import Message
+from agentcache.workflow.checks import Check
+from agentcache.workflow.parse import read_script
+from agentcache.workflow.run import Settings, WorkflowRun, parse_phases, server_agent_id
+from agentcache.workflow.script import Agent, Phase, Script, Turn, steps_of
+from agentcache.workflow.tools import LookupTable, ToolCall
+from agentcache.workflow.transcript import ToolRound, TurnRecord
+from tests.workflow.fake_chat import IDS, FakeChat, script_of
 
 
 def run_all(script: Script, chat: FakeChat, **settings: Any) -> list[TurnRecord]:
@@ -76,7 +26,7 @@ def run_all(script: Script, chat: FakeChat, **settings: Any) -> list[TurnRecord]
 
 
 def last_message(chat: FakeChat) -> str:
-    return str(chat.calls[-1]["messages"][-1]["content"])
+    return chat.asked[-1].messages[-1]["content"]
 
 
 TALK = script_of(
@@ -107,18 +57,18 @@ def test_what_was_not_visible_then_is_never_shown_later() -> None:
 
 
 def test_an_agent_that_said_nothing_is_heard_saying_nothing() -> None:
-    conversation = Conversation(TALK)
-    conversation.add(TALK.phases[0].turns[0], "Greet.", "  \n")
-    assert conversation.message_for(TALK.phases[0].turns[1]).startswith("Ann said nothing.")
+    chat = FakeChat(answers=["  \n", "Hm."])
+    records = run_all(script_of([Turn("ann", "Greet."), Turn("bob", "Answer.", ("ann",))]), chat)
+    assert records[1].message == "Ann said nothing.\n\nAnswer."
 
 
 def test_every_agent_has_its_own_history_and_server_id() -> None:
     chat = FakeChat()
     records = run_all(TALK, chat)
-    assert [call["agent"] for call in chat.calls] == ["s.ann", "s.bob", "s.ann", "s.cy", "s.ann"]
-    roles = [message["role"] for message in chat.calls[-1]["messages"]]
+    assert [question.agent for question in chat.asked] == ["s.ann", "s.bob", "s.ann", "s.cy", "s.ann"]
+    roles = [message["role"] for message in chat.asked[-1].messages]
     assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
-    assert chat.calls[-1]["messages"][2]["content"] == records[0].text
+    assert chat.asked[-1].messages[2]["content"] == records[0].text
 
 
 turns_strategy = st.lists(
@@ -138,11 +88,11 @@ def test_every_prompt_extends_the_agents_last_one(turns: list[Turn]) -> None:
     chat = FakeChat()
     records = run_all(script_of(turns), chat)
     seen: dict[str, list[Message]] = {}
-    for call, record in zip(chat.calls, records, strict=True):
-        before = seen.get(call["agent"], [{"role": "system", "content": f"You are {record.speaker}."}])
-        assert call["messages"][: len(before)] == before
-        assert len(call["messages"]) == len(before) + 1
-        seen[call["agent"]] = [*call["messages"], {"role": "assistant", "content": record.text}]
+    for question, record in zip(chat.asked, records, strict=True):
+        before = seen.get(question.agent, [{"role": "system", "content": f"You are {record.speaker}."}])
+        assert question.messages[: len(before)] == before
+        assert len(question.messages) == len(before) + 1
+        seen[question.agent] = [*question.messages, {"role": "assistant", "content": record.text}]
 
 
 @given(turns_strategy)
@@ -160,12 +110,12 @@ def test_a_message_holds_exactly_the_visible_words_since_the_agents_last_turn(tu
 @given(turns_strategy, st.data())
 def test_resuming_anywhere_sends_what_an_uninterrupted_run_sends(turns: list[Turn], data: st.DataObject) -> None:
     script, whole = script_of(turns), FakeChat()
-    records = run_all(script, whole, seed=7)
+    records = run_all(script, whole)
     cut = data.draw(st.integers(0, len(turns)))
     rest = FakeChat()
-    run = WorkflowRun(script, rest, Settings("s", seed=7), records[:cut])
+    run = WorkflowRun(script, rest, Settings("s"), records[:cut])
     assert [run.take(step) for step in run.pending()] == records[cut:]
-    assert rest.calls == whole.calls[cut:]
+    assert rest.asked == whole.asked[cut:]
 
 
 def test_a_turn_that_fails_changes_nothing() -> None:
@@ -189,19 +139,28 @@ def test_max_tokens_of_flag_turn_agent_and_script_in_that_order() -> None:
     script = Script("talk", "A talk", agents, (Phase("one", turns),), max_tokens=4)
     chat = FakeChat()
     run_all(script, chat)
-    assert [call["max_tokens"] for call in chat.calls] == [2, 3, 4]
+    assert [question.max_tokens for question in chat.asked] == [2, 3, 4]
     chat = FakeChat()
     run_all(script, chat, max_tokens=1)
-    assert [call["max_tokens"] for call in chat.calls] == [1, 1, 1]
+    assert [question.max_tokens for question in chat.asked] == [1, 1, 1]
 
 
-def test_seeds_count_up_by_turn_and_are_absent_without_one() -> None:
+def test_sampling_seeds_count_up_by_turn_from_the_scripts_seed() -> None:
     chat = FakeChat()
-    run_all(TALK, chat, seed=40)
-    assert [call["seed"] for call in chat.calls] == [40, 41, 42, 43, 44]
+    run_all(replace(TALK, seed=40, temperature=0.5), chat)
+    assert [(question.seed, question.temperature) for question in chat.asked] == [
+        (seed, 0.5) for seed in (40, 41, 42, 43, 44)
+    ]
+
+
+def test_forgetting_phases_cuts_their_turns_and_keeps_the_system_prompt() -> None:
     chat = FakeChat()
-    run_all(TALK, chat)
-    assert {call["seed"] for call in chat.calls} == {None}
+    records = run_all(TALK, chat, forget_phases=True)
+    assert [message["role"] for message in chat.asked[4].messages] == ["system", "user"]
+    assert [record.message for record in records] == [question.messages[-1]["content"] for question in chat.asked]
+    one_phase = script_of([Turn("ann", "a"), Turn("ann", "b")])
+    run_all(one_phase, chat, forget_phases=True)
+    assert len(chat.asked[-1].messages) == 4
 
 
 def test_only_some_phases() -> None:
@@ -241,67 +200,59 @@ def test_sessions_that_make_no_valid_agent_id() -> None:
             server_agent_id(session, "alice")
 
 
-def test_transcripts_survive_the_disk(tmp_path: Path) -> None:
-    run = WorkflowRun(TALK, FakeChat(), Settings("s", seed=3))
-    transcript = run.transcript([run.take(step) for step in run.pending()])
-    path = write_transcript(transcript, tmp_path / "out")
-    assert read_transcript(path) == transcript
-    assert sorted(entry.name for entry in path.parent.iterdir()) == ["transcript.json", "transcript.md"]
+BOOK = LookupTable("lookup", "Where each ship lies.", {"Cedar": "north pier"})
+CALL = '<tool_call>{"name": "lookup", "arguments": {"key": "Cedar"}}</tool_call>'
 
 
-def test_transcript_schema() -> None:
-    run = WorkflowRun(TALK, FakeChat(), Settings("s", seed=3))
-    data = run.transcript([run.take(run.pending()[0])]).to_json()
-    assert {key: data[key] for key in ("format", "workflow", "session", "seed")} == {
-        "format": 1,
-        "workflow": "talk",
-        "session": "s",
-        "seed": 3,
-    }
-    turn = data["turns"][0]
-    assert (turn["match"], turn["cache_state"], turn["prompt_tokens"]) == ("EXTEND", "hot", 30)
-    assert (turn["cached_tokens"], turn["computed_tokens"], turn["completion_tokens"]) == (25, 5, 2)
-    assert (turn["ttft_ms"], turn["server_ttft_ms"], turn["total_ms"], turn["written_bytes"]) == (3.0, 2.0, 4.0, 99)
-    json.dumps(data)
+def react_script(**turn: Any) -> Script:
+    wanted = (ToolCall("lookup", {"key": "Cedar"}),)
+    asked = Turn("ann", "Where?", expect=("north pier",), tools=("lookup",), expect_calls=wanted, **turn)
+    return replace(script_of([asked, Turn("ann", "Again?"), Turn("bob", "And?", ("ann",))]), tools=(BOOK,))
 
 
-def test_markdown_reads_as_a_conversation() -> None:
-    run = WorkflowRun(TALK, FakeChat(), Settings("s"))
-    records = [run.take(step) for step in run.pending()]
-    text = run.transcript(records).to_markdown()
-    assert text.startswith("# A talk\n")
-    assert "## 1. phase 0" in text
-    assert f"**Ann:** {records[0].text}" in text
-    assert "> Greet." in text
+def test_a_call_is_looked_up_and_the_agent_asked_again() -> None:
+    chat = FakeChat(answers=[f"I look.\n{CALL}", "At the north pier.", "As I said.", "Good."])
+    records = run_all(react_script(), chat)
+    first, second, third, fourth = chat.asked
+    assert second.messages == [
+        *first.messages,
+        {"role": "assistant", "content": f"I look.\n{CALL}"},
+        {"role": "tool", "content": "north pier"},
+    ]
+    assert third.messages[:5] == [*second.messages, {"role": "assistant", "content": "At the north pier."}]
+    assert fourth.messages[-1]["content"] == "Ann said: At the north pier.\n\nAnn said: As I said.\n\nAnd?"
+    assert [len(question.tools) for question in chat.asked] == [1, 1, 1, 0]
+    assert records[0].text == "At the north pier."
+    assert records[0].tool_rounds == (ToolRound(f"I look.\n{CALL}", ("north pier",)),)
+    assert [check.found for check in records[0].checks] == [True, True]
 
 
-@pytest.mark.parametrize("data", [[], {}, {"format": 2}, {"format": 1}, {"format": 1, "turns": [{"token_ids": []}]}])
-def test_what_is_no_transcript_is_refused(data: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        from_json(data)
-    path = tmp_path / "transcript.json"
-    path.write_text(json.dumps(data))
-    with pytest.raises(ConfigError, match="transcript.json"):
-        read_transcript(path)
+def test_a_turn_with_calls_costs_the_sum_of_its_answers() -> None:
+    record = run_all(react_script(), FakeChat(answers=[CALL, "At the pier.", "a", "b"]))[0]
+    assert (record.token_ids, record.completion_tokens, record.computed_tokens) == ((1, 2, 1, 2), 4, 10)
+    assert (record.ttft_ms, record.total_ms, record.written_bytes, record.prompt_tokens) == (3.0, 8.0, 198, 30)
+    assert record.checks[0] == Check("north pier", False)
 
 
-def test_llm_chat_passes_messages_and_sampling_on() -> None:
-    report = Report(
-        "s.ann", CacheState.WARM, Match.EXTEND, 30, 2, CachedTokens(20, 5), 5, 1.5, 0.5, 10, written_bytes=7
-    )
-    asked: list[Any] = []
+def test_an_agent_that_only_calls_is_asked_max_calls_times_again() -> None:
+    chat = FakeChat(answers=[CALL] * 3 + ["a", "b"])
+    record = run_all(react_script(max_calls=2), chat)[0]
+    assert (len(record.tool_rounds), record.text) == (2, CALL)
 
-    def chat(messages: list[Message], sampling: SamplingParams, *, agent: str) -> Any:
-        asked.append((messages, sampling, agent))
-        return SimpleNamespace(text="hello", token_ids=[4, 5], report=report)
 
-    run = WorkflowRun(TALK, LLMChat(SimpleNamespace(chat=chat)), Settings("s", seed=1, max_tokens=9))
-    record = run.take(run.pending()[0])
-    messages, sampling, agent = asked[0]
-    assert (agent, messages[-1]["content"]) == ("s.ann", "Greet.")
-    assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (9, 0.0, 1)
-    assert (record.cache_state, record.match, record.cached_tokens, record.written_bytes) == ("warm", "EXTEND", 25, 7)
-    assert (record.token_ids, record.ttft_ms) == ((4, 5), 1.5)
+def test_a_call_in_a_turn_that_may_not_call_is_only_text() -> None:
+    chat = FakeChat(answers=["No.", CALL, "Good."])
+    records = run_all(react_script(), chat)
+    assert (records[1].text, records[1].tool_rounds) == (CALL, ())
+
+
+def test_resuming_behind_calls_sends_what_an_uninterrupted_run_sends() -> None:
+    answers = [CALL, "At the pier.", "As I said.", "Good."]
+    whole, rest = FakeChat(answers=answers), FakeChat(answers=answers[2:])
+    records = run_all(react_script(), whole)
+    run = WorkflowRun(react_script(), rest, Settings("s"), records[:1])
+    assert [run.take(step) for step in run.pending()] == records[1:]
+    assert rest.asked == whole.asked[2:]
 
 
 def test_alice_and_bob_cannot_overhear_what_the_other_told_the_warden() -> None:

@@ -1,0 +1,138 @@
+"""One workflow, run in four ways on real server processes, so that what memory is worth can be counted.
+
+    hot     all phases without interruption: the reference
+    warm    SIGKILL at every phase border; each time a new process goes on from disk
+    cold    the same text sent again and again to a server that may use nothing it has seen before
+    none    as cold, and at every phase border an agent loses what it was asked and said before; its system prompt stays
+
+Turns are taken one after the other and nothing is restored ahead, so that what a turn costs can be compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentcache.client import Client, HttpChat
+from agentcache.server_process import SERVE, ServerProcess
+from agentcache.workflow.chat import Chat, Question, Reply, Restored
+from agentcache.workflow.run import Settings, WorkflowRun
+from agentcache.workflow.schedule import ONE_BY_ONE, take_all
+from agentcache.workflow.script import Script
+from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
+
+WAYS = ("cold", "warm", "hot", "none")
+WARM_UP = [{"role": "user", "content": "Good morning."}]
+
+
+class ColdChat:
+    """A `Chat` that remembers nothing: every question goes to a new agent with a salt of its own, which is deleted."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._numbers = itertools.count(1)
+
+    def chat(self, question: Question) -> Reply:
+        name = f"cold-{next(self._numbers)}"
+        reply = HttpChat(self._client, salt=name).chat(replace(question, agent=name))
+        self._client.request("DELETE", f"/v1/agents/{name}")
+        return reply
+
+    def restore(self, agent: str) -> Restored | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How to run a script. Every server process is gone when a run returns or raises.
+
+    Args:
+        script: the workflow, its values drawn.
+        caches: where cache folders go; each way has its own.
+        logs: where server logs go.
+        watch: told of every turn, with the way's name.
+        model: folder or hub id; None for the embedded model.
+        max_tokens: tokens a turn; None for the script's.
+        command: what to start in place of `agentcache serve`.
+    """
+
+    script: Script
+    caches: Path
+    logs: Path
+    watch: Callable[[str, TurnRecord], None]
+    model: str | None = None
+    max_tokens: int | None = None
+    command: tuple[str, ...] = SERVE
+
+    def run(self, way: str) -> WorkflowTranscript:
+        """The whole script in that way, one of `WAYS`."""
+        if way == "warm":
+            return self._killed(way)
+        with self._server(way) as server:
+            chat = HttpChat(server.client) if way == "hot" else ColdChat(server.client)
+            return self._take(way, chat, (), None)
+
+    def _killed(self, way: str) -> WorkflowTranscript:
+        done: tuple[TurnRecord, ...] = ()
+        for phase in range(1, len(self.script.phases) + 1):
+            with self._server(way) as server:
+                transcript = self._take(way, HttpChat(server.client), done, range(phase, phase + 1))
+                server.kill()
+            done = transcript.turns
+        return transcript
+
+    @contextmanager
+    def _server(self, way: str) -> Iterator[ServerProcess]:
+        log = self.logs / f"server-{way}.log"
+        with ServerProcess(self.caches / way, log, model=self.model, command=self.command) as server:
+            # The first request of a process pays for more than its own work; the turns that are compared should not.
+            server.client.chat(WARM_UP, max_tokens=2, temperature=0.0, salt="warm-up")
+            yield server
+
+    def _take(self, way: str, chat: Chat, done: Sequence[TurnRecord], phases: range | None) -> WorkflowTranscript:
+        settings = Settings(f"way-{way}", self.max_tokens, forget_phases=way == "none")
+        run = WorkflowRun(self.script, chat, settings, done)
+        transcript = run.transcript(done)
+        for record in take_all(run, run.pending(phases), ONE_BY_ONE):
+            self.watch(way, record)
+            transcript = transcript.with_turn(record)
+        return transcript
+
+
+def first_difference(one: WorkflowTranscript, other: WorkflowTranscript) -> str | None:
+    """The first turn in which two runs do not say the same, in words; None when there is none."""
+    if len(one.turns) != len(other.turns):
+        return f"{len(one.turns)} turns in one run, {len(other.turns)} in the other"
+    pairs = zip(one.turns, other.turns, strict=True)
+    return next((_difference(left, right) for left, right in pairs if not same_words(left, right)), None)
+
+
+def _difference(one: TurnRecord, other: TurnRecord) -> str:
+    place = f'phase {one.phase} ("{one.phase_name}"), {one.speaker}'
+    if one.text == other.text:
+        return f"{place}: the same text as other tokens, {list(one.token_ids)} and {list(other.token_ids)}"
+    prompts = f"{one.prompt_tokens} and {other.prompt_tokens} tokens"
+    # An answer that was generated as unusual tokens is another prompt when it comes back as text.
+    why = "" if one.prompt_tokens == other.prompt_tokens else f" (the same text as prompts of {prompts})"
+    return f"{place}: {one.text!r} in one run, {other.text!r} in the other{why}"
+
+
+def same_words(one: TurnRecord, other: TurnRecord) -> bool:
+    """Whether two turns say the same, by text and by token ids."""
+    return one.text == other.text and one.token_ids == other.token_ids
+
+
+def from_disk(transcript: WorkflowTranscript) -> bool:
+    """Whether, in a run with a new server for each phase, every agent that had spoken before came back warm."""
+    known: set[str] = set()
+    for phase in sorted({record.phase for record in transcript.turns}):
+        spoken: set[str] = set()
+        for record in (each for each in transcript.turns if each.phase == phase):
+            if record.speaker in known - spoken and record.cache_state != "warm":
+                return False
+            spoken.add(record.speaker)
+        known |= spoken
+    return True

@@ -1,0 +1,132 @@
+"""Turns that do not hear each other at the same time, and the next speakers' memory from disk meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from agentcache.errors import AgentCacheError
+from agentcache.workflow.chat import Chat, Restored
+from agentcache.workflow.run import WorkflowRun
+from agentcache.workflow.script import Step
+from agentcache.workflow.transcript import TurnRecord
+from agentcache.workflow.turn import OpenTurn, SpokenTurn, speak
+
+PARALLEL = 8
+PREFETCHES = 2  # at a time: they share a disk
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How to go through a script.
+
+    Args:
+        parallel: turns at a time, where the script allows it; 1 takes them one after the other.
+        prefetch: bring the agents that speak next into RAM while others speak.
+    """
+
+    parallel: int = PARALLEL
+    prefetch: bool = True
+
+
+ONE_BY_ONE = Pace(parallel=1, prefetch=False)  # so that what each turn costs can be compared
+
+
+def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Pace) -> Iterator[TurnRecord]:
+    """Take the steps, several at a time where the script allows it; their records in the script's order.
+
+    What is said to whom is the same as one after the other, since it is a matter of places in the script. When a turn
+    fails, those that run beside it are waited for and forgotten: taken again, they find their prompts cached.
+
+    Args:
+        run: the workflow; nobody else may take its steps meanwhile.
+        steps: what is pending in the run, or the beginning of it.
+    """
+    with ThreadPoolExecutor(pace.parallel) as pool, ThreadPoolExecutor(PREFETCHES) as disk_pool:
+        prefetcher = _Prefetcher(run.chat, disk_pool) if pace.prefetch else None
+        yield from _Schedule(run, steps, pace.parallel, pool, prefetcher).records()
+
+
+class _Schedule:
+    """Which steps wait, run, and have ended before one that comes earlier in the script."""
+
+    def __init__(
+        self,
+        run: WorkflowRun,
+        steps: Sequence[Step],
+        parallel: int,
+        pool: ThreadPoolExecutor,
+        prefetcher: _Prefetcher | None,
+    ) -> None:
+        self._run = run
+        self._parallel = parallel
+        self._pool = pool
+        self._prefetcher = prefetcher
+        self._order = [step.index for step in steps]
+        self._waiting = list(steps)
+        self._running: dict[Future[SpokenTurn], OpenTurn] = {}
+        self._ended: dict[int, TurnRecord] = {}
+
+    def records(self) -> Iterator[TurnRecord]:
+        while self._waiting or self._running:
+            self._start()
+            self._prefetch()
+            self._end_some()
+            while self._order and self._order[0] in self._ended:
+                yield self._ended.pop(self._order.pop(0))
+
+    def _start(self) -> None:
+        free = self._parallel - len(self._running)
+        for step in self._run.ready(self._waiting)[:free]:
+            self._waiting.remove(step)
+            turn = self._run.open(step)
+            if self._prefetcher:
+                self._prefetcher.speaks(turn.question.agent)
+            self._running[self._pool.submit(speak, self._run.chat, turn)] = turn
+
+    def _prefetch(self) -> None:
+        """Those who can speak as soon as the running turns are over come next."""
+        if not self._prefetcher:
+            return
+        running = [turn.step for turn in self._running.values()]
+        speaking = {self._run.agent_of(step) for step in running}
+        following = {self._run.agent_of(step): None for step in self._run.ready(self._waiting, after=running)}
+        self._prefetcher.start([agent for agent in following if agent not in speaking])
+
+    def _end_some(self) -> None:
+        for future in wait(self._running, return_when=FIRST_COMPLETED).done:
+            turn = self._running.pop(future)
+            spoken = future.result()
+            restored = self._prefetcher.restored(turn.question.agent) if self._prefetcher else None
+            self._ended[turn.step.index] = self._run.close(turn, spoken, restored)
+
+
+class _Prefetcher:
+    """Restores under way or done, by agent, since the agent spoke last."""
+
+    def __init__(self, chat: Chat, pool: ThreadPoolExecutor) -> None:
+        self._chat = chat
+        self._pool = pool
+        self._restores: dict[str, Future[Restored | None]] = {}
+
+    def start(self, agents: Sequence[str]) -> None:
+        for agent in agents:
+            if agent not in self._restores:
+                self._restores[agent] = self._pool.submit(self._restore, agent)
+
+    def speaks(self, agent: str) -> None:
+        """The agent's turn begins: a restore that has not begun would only come too late."""
+        if agent in self._restores and self._restores[agent].cancel():
+            del self._restores[agent]
+
+    def restored(self, agent: str) -> Restored | None:
+        """The agent's turn is over: what was restored for it ahead."""
+        future = self._restores.pop(agent, None)
+        return future.result() if future else None
+
+    def _restore(self, agent: str) -> Restored | None:
+        try:
+            return self._chat.restore(agent)
+        except AgentCacheError:  # it was only ahead of time: the turn itself restores, or says what is wrong
+            return None

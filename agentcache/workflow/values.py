@@ -1,0 +1,169 @@
+"""A script's facts: drawn from lists by a seed, derived by rules, filled into texts as `{name}`.
+
+    [draw.places]                             # a different word of the list for each name
+    from = ["harbour", "mill", "tower"]
+    as = ["hiding_place", "alibi_place"]
+
+    [[when]]                                  # in order, the last word wins; without `if` it always applies
+    if = { hiding_place = "mill" }
+    then = { finder = "the miller at the {hiding_place}" }
+
+Which words are drawn is a matter of hashes: the list is ordered by the blake2b digest of seed, table and word, and the
+first ones are taken. So a seed draws the same words everywhere, whatever the version of Python and whatever else the
+script draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentcache.errors import ConfigError
+from agentcache.workflow.reader import check_known, check_unique, hint, read_strings, read_table, read_words
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+class Filler:
+    """Fills a script's values into its texts, and knows which of them no text has asked for.
+
+    Args:
+        seed: what the values were drawn by.
+        values: each name's words.
+        known: names that have a value with this seed or with another one.
+        used: names that the rules themselves ask for.
+    """
+
+    def __init__(self, seed: int, values: Mapping[str, str], known: Iterable[str], used: Iterable[str]) -> None:
+        self.seed = seed
+        self.values = dict(values)
+        self._known = list(known)
+        self._used = set(used)
+
+    def fill(self, text: str, where: str) -> str:
+        """`text` with each `{name}` replaced by its value, `{{` and `}}` by single braces.
+
+        Raises:
+            ConfigError: an unknown name, one without a value, or a brace that stands alone.
+        """
+        return _BRACES.sub(lambda found: self._replace(found, where), text)
+
+    def check_all_used(self) -> None:
+        """Raises ConfigError when a value is in no text: a misspelling, or a fact that nobody is told."""
+        unused = [name for name in self._known if name not in self._used]
+        if unused:
+            raise ConfigError(f'the value "{unused[0]}" is used nowhere; write {{{unused[0]}}} where it belongs')
+
+    def _replace(self, found: re.Match[str], where: str) -> str:
+        if found[0] in ("{{", "}}"):
+            return found[0][0]
+        name = found[1]
+        if name is None:
+            raise ConfigError(f'{where} holds a lone "{found[0]}"; write {found[0] * 2} for a brace')
+        self._used.add(name)
+        if name not in self.values:
+            raise ConfigError(f"{where} asks for {{{name}}}, {self._why_missing(name)}")
+        return self.values[name]
+
+    def _why_missing(self, name: str) -> str:
+        if name in self._known:
+            return f"which has no value with seed {self.seed}: no [[when]] that sets it applies"
+        return f"an unknown value{hint(name, self._known)}; write {{{{ }}}} for braces"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """One `[[when]]`: all of `conditions` must hold for `values` to be set."""
+
+    where: str
+    conditions: Mapping[str, str]
+    values: Mapping[str, str]
+
+
+def read_values(draws: Mapping[str, Any], rules: list[Any], seed: int) -> Filler:
+    """Draw and derive a script's values.
+
+    Args:
+        draws, rules: the script's `draw` and `when`, as parsed TOML.
+
+    Raises:
+        ConfigError: with the place and what is wrong there.
+    """
+    drawn = dict(_draw_all(draws, seed))
+    parsed = [_read_rule(entry, number) for number, entry in enumerate(rules, 1)]
+    names = list(dict.fromkeys([*drawn, *(name for rule in parsed for name in rule.values)]))
+    for rule in parsed:
+        _check_rule(rule, drawn, names)
+    used = set().union(*(_names_in(rule).union(rule.conditions) for rule in parsed))
+    filler = Filler(seed, drawn, names, used)
+    for rule in parsed:
+        _apply(rule, filler)
+    return filler
+
+
+def _draw_all(draws: Mapping[str, Any], seed: int) -> Iterator[tuple[str, str]]:
+    seen: set[str] = set()
+    for table, entry in draws.items():
+        where = f"[draw.{table}]"
+        read = read_table(entry, where, required={"from": list, "as": list})
+        words = read_words(read["from"], f'{where}: key "from"')
+        names = read_words(read["as"], f'{where}: key "as"')
+        _check_names(names, seen, f'{where}: key "as"')
+        if len(names) > len(words):
+            raise ConfigError(f"{where} has {len(words)} words for {len(names)} names; each needs a word of its own")
+        yield from zip(names, sorted(words, key=lambda word: _order(seed, table, word)), strict=False)
+
+
+def _check_names(names: list[str], seen: set[str], where: str) -> None:
+    for name in names:
+        _check_name(name, where)
+        if name in seen:
+            raise ConfigError(f'{where}: "{name}" is drawn twice')
+        seen.add(name)
+
+
+def _check_name(name: str, where: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f'{where} holds "{name}"; a name has letters, digits and _ and begins with no digit')
+
+
+def _order(seed: int, table: str, word: str) -> bytes:
+    state = hashlib.blake2b(digest_size=16, person=b"agentcache.draw")
+    for part in (str(seed), table, word):
+        encoded = part.encode()
+        state.update(len(encoded).to_bytes(8, "little") + encoded)
+    return state.digest()
+
+
+def _read_rule(entry: Any, number: int) -> _Rule:
+    where = f"[[when]] {number}"
+    read = read_table(entry, where, required={"then": dict}, optional={"if": dict})
+    values = read_strings(read["then"], f'{where}: key "then"')
+    for name in values:
+        _check_name(name, f'{where}: key "then"')
+    if not values:
+        raise ConfigError(f'{where}: key "then" is empty')
+    return _Rule(where, read_strings(read.get("if", {}), f'{where}: key "if"'), values)
+
+
+def _check_rule(rule: _Rule, drawn: Mapping[str, str], names: list[str]) -> None:
+    for name in (*rule.conditions, *_names_in(rule)):
+        check_known(name, names, "value", rule.where)
+    check_unique([*drawn, *rule.values], f'{rule.where}: key "then" (what is drawn keeps its value)')
+
+
+def _names_in(rule: _Rule) -> set[str]:
+    texts = (*rule.conditions.values(), *rule.values.values())
+    return {found[1] for text in texts for found in _BRACES.finditer(text) if found[1]}
+
+
+def _apply(rule: _Rule, filler: Filler) -> None:
+    """Set the rule's values if its conditions hold for those set so far."""
+    wanted = {name: filler.fill(text, f'{rule.where}: key "if"') for name, text in rule.conditions.items()}
+    if all(filler.values.get(name) == text for name, text in wanted.items()):
+        place = f'{rule.where}: key "then"'
+        filler.values.update({name: filler.fill(text, place) for name, text in rule.values.items()})
