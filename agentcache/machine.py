@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,18 @@ import agentcache
 
 PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-lm", "transformers", "numpy")
 _DEVICE = "import mlx.core as mx; d = mx.default_device(); print(d.type.name, mx.device_info(d).get('device_name', ''))"
+
+
+def describe_run(benchmark: str) -> dict[str, Any]:
+    """What every benchmark's report says of itself: its name, the command line, when, where, and on what."""
+    return {
+        "benchmark": benchmark,
+        "command": sys.argv,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "commit": git_commit(),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+    }
 
 
 def describe_machine() -> dict[str, Any]:

@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Any
 
 # Colours that stay apart for colour-blind readers (Okabe & Ito), markers that stay apart in grey.
-COLOURS = {"cold": "#0072B2", "warm": "#D55E00", "warm, evicted": "#E69F00", "hot": "#009E73"}
+COLOURS = {
+    "cold": "#0072B2",
+    "warm": "#D55E00",
+    "warm, evicted": "#E69F00",
+    "hot": "#009E73",
+    "agentcache": "#0072B2",
+    "mlx_lm.server": "#E69F00",
+}
 MARKERS = {"cold": "o", "warm": "s", "warm, evicted": "^", "hot": "D"}
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib figure, in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -31,20 +39,20 @@ def plot_ttft_by_size(series: Mapping[str, Mapping[int, Sequence[float]]], title
     """
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    figure = _figure(7, 4.5)
+    figure = new_figure(7, 4.5)
     axes = figure.add_subplot()
     for name, by_size in series.items():
         _draw_series(axes, name, by_size)
     sizes = sorted({size for by_size in series.values() for size in by_size})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(sizes, [_tokens(size) for size in sizes])
+    axes.set_xticks(sizes, [token_label(size) for size in sizes])
     axes.minorticks_off()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("context (tokens)")
     axes.set_ylabel("time to first token (ms)")
-    _finish(figure, axes, title, path)
+    save_figure(figure, axes, title, path)
 
 
 def _draw_series(axes: Any, name: str, by_size: Mapping[int, Sequence[float]]) -> None:
@@ -61,11 +69,11 @@ def plot_ttft_by_turn(labels: Sequence[str], series: Mapping[str, Sequence[float
 
     Args:
         labels: one per turn.
-        series: for each of hot, warm, cold: milliseconds per turn.
+        series: for each of hot, warm, cold, or for each server: milliseconds per turn.
         title: above the plot.
         path: the PNG file.
     """
-    figure = _figure(max(6, 1.3 * len(labels)), 4.5)
+    figure = new_figure(max(6, 1.3 * len(labels)), 4.5)
     axes = figure.add_subplot()
     width = 0.8 / len(series)
     for index, (name, values) in enumerate(series.items()):
@@ -75,18 +83,20 @@ def plot_ttft_by_turn(labels: Sequence[str], series: Mapping[str, Sequence[float
     axes.margins(y=0.1)
     axes.set_xticks(range(len(labels)), labels)
     axes.set_ylabel("time to first token (ms)")
-    _finish(figure, axes, title, path)
+    save_figure(figure, axes, title, path)
 
 
-def _finish(figure: Any, axes: Any, title: str, path: Path) -> None:
+def save_figure(figure: Any, axes: Any, title: str, path: Path) -> None:
+    """Give the plot its title, grid and legend, and write the PNG file."""
     axes.set_title(title, fontsize=10)
     axes.grid(True, axis="y", alpha=0.25)
     axes.set_axisbelow(True)
-    figure.legend(loc="outside right upper")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path)
 
 
-def _tokens(number: int) -> str:
+def token_label(number: int) -> str:
+    """A number of tokens as people write it."""
     return f"{number // 1024}K" if number % 1024 == 0 else str(number)
 
 

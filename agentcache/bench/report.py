@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +13,7 @@ from rich.table import Table
 
 from agentcache.bench.plots import plot_ttft_by_size
 from agentcache.bench.ttft import Files, Plan, Sample, SizeResult
-from agentcache.machine import describe_machine, describe_versions, git_commit
+from agentcache.machine import describe_run
 
 KINDS = ("cold", "warm", "warm, evicted", "hot")
 EXPECTED_STATE = {"cold": "cold", "warm": "warm", "warm, evicted": "warm", "hot": "hot"}
@@ -32,12 +30,7 @@ def build_report(plan: Plan, results: Sequence[SizeResult]) -> dict[str, Any]:
     shape = {key: files.metadata[key] for key in SHAPE_KEYS if key in files.metadata} if files else {}
     return {
         "caveats": _caveats(plan, results),
-        "benchmark": "time to first token",
-        "command": sys.argv,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "commit": git_commit(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        **describe_run("time to first token"),
         "model": {"name": plan.model or "embedded", "shape": shape},
         "plan": asdict(plan),
         "sizes": [summarise(result) for result in results],

@@ -1,0 +1,138 @@
+"""The batching benchmark's numbers for people and programs: tables, a JSON file, plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from agentcache.bench.batched import BatchedPlan, BatchedResult
+from agentcache.bench.batched_plots import plot_arrivals, plot_joins, plot_throughput
+from agentcache.machine import describe_run
+
+PUBLISHED_PAIR_SPEEDUP = 1.48  # two agents with 4-bit caches batched, agent-memory on an M4 Pro
+RANDOM_CAVEAT = (
+    "The models are random: 84 million parameters for throughput, a small one with a large cache for the rest. They "
+    "show how the server shares the machine, not how fast a real model is."
+)
+
+
+def build_report(plan: BatchedPlan, result: BatchedResult) -> dict[str, Any]:
+    """All of a run as plain data, caveats first."""
+    return {
+        "caveats": _caveats(plan),
+        **describe_run("agents at once"),
+        "model": plan.model or "random",
+        "plan": asdict(plan),
+        "throughput": [
+            {**asdict(t), "step_ms": t.step_ms, "speedup": t.speedup, "turns_speedup": t.turns_speedup}
+            for t in result.throughput
+        ],
+        "products": [{**asdict(p), "bytes_per_s": p.bytes_per_s} for p in result.products],
+        "published_pair_speedup": PUBLISHED_PAIR_SPEEDUP,
+        "joins": [asdict(join) for join in result.joins],
+        "copied_blocks": result.copied_blocks,
+        "gap_limit_ms": 1.5 * plan.arrivals.max_stall_ms + result.arrivals.quiet.p50_ms,
+        "arrivals": {**asdict(result.arrivals), "kept_rate": result.arrivals.kept_rate},
+    }
+
+
+def _caveats(plan: BatchedPlan) -> list[str]:
+    caveats = [
+        "Times are the clients', over loopback HTTP, on the same cores as the server; compare ratios within one run.",
+        "Speed-up counts decoding only; that of whole turns, with time to first token and saving, stands beside it.",
+        "Joins and leaves cost about as much as a step varies: look at the order of magnitude.",
+    ]
+    return caveats if plan.model else [RANDOM_CAVEAT, *caveats]
+
+
+def throughput_table(report: dict[str, Any]) -> Table:
+    """A line per number of agents."""
+    table = Table(title="Agents decoding at once, tokens/s")
+    headings = (
+        "agents",
+        "system",
+        "each",
+        "one after the other",
+        "speed-up",
+        "of whole turns",
+        "step",
+        "bare products",
+        "their speed-up",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for t, products in zip(report["throughput"], report["products"], strict=True):
+        table.add_row(
+            str(t["agents"]),
+            *(f"{t[name]:.1f}" for name in ("system", "per_agent", "serial")),
+            *(f"{t[name]:.2f}x" for name in ("speedup", "turns_speedup")),
+            f"{t['step_ms']:.1f} ms",
+            f"{products['ms']:.1f} ms",
+            f"{products['gain']:.2f}x",
+        )
+    return table
+
+
+def joins_table(report: dict[str, Any]) -> Table:
+    """A line a context, and what the longest costs against the shortest."""
+    copied = report["copied_blocks"]
+    counted = "not counted by this server" if copied is None else f"{copied} blocks of KV copied"
+    table = Table(title=f"What the others lose when a row joins or leaves ({counted})")
+    for heading in ("context", "join", "leave", "whole request", "step without it", "step with it"):
+        table.add_column(heading, justify="right")
+    for join in report["joins"]:
+        names = ("join_ms", "leave_ms", "request_ms", "step_ms", "step_with_ms")
+        table.add_row(str(join["context"]), *(f"{join[name]:.1f} ms" for name in names))
+    first, last = report["joins"][0], report["joins"][-1]
+    table.add_row("ratio", *(_ratio(last[name], first[name]) for name in ("join_ms", "leave_ms", "request_ms")), "", "")
+    return table
+
+
+def _ratio(long: float, short: float) -> str:
+    return f"{long / short:.2f}x" if short > 0 else "-"
+
+
+def arrivals_table(report: dict[str, Any]) -> Table:
+    """What the running agents noticed, then the two requests."""
+    arrivals, plan = report["arrivals"], report["plan"]["arrivals"]
+    table = Table(title=f"{plan['running']} agents decode; a prompt of {plan['long_prompt']} tokens arrives")
+    for heading in ("", "before, or alone", "meanwhile", "ratio"):
+        table.add_column(heading, justify="right")
+    rows = [
+        (f"token gap, {name}", arrivals["quiet"][f"{name}_ms"], arrivals["prefill"][f"{name}_ms"])
+        for name in ("p50", "p95", "max")
+    ]
+    rows += [
+        ("long prompt's first token", arrivals["long_alone_ms"], arrivals["long_ttft_ms"]),
+        ("short request", arrivals["short_alone_ms"], arrivals["short_during_ms"]),
+        ("short request among decoding agents", arrivals["short_alone_ms"], arrivals["short_among_ms"]),
+    ]
+    for what, before, meanwhile in rows:
+        table.add_row(what, f"{before:.0f} ms", f"{meanwhile:.0f} ms", f"{meanwhile / before:.2f}x")
+    quiet, kept = arrivals["quiet"]["tokens_per_s"], arrivals["prefill"]["tokens_per_s"]
+    table.add_row("running agents' tokens/s", f"{quiet:.0f}", f"{kept:.0f}", f"{arrivals['kept_rate']:.2f}x")
+    table.add_row("limit of the p95 gap: 1.5 max_stall + a step", "", f"{report['gap_limit_ms']:.0f} ms", "")
+    table.add_row("short one answered first", "", "yes" if arrivals["short_done_first"] else "no", "")
+    return table
+
+
+def tables(report: dict[str, Any]) -> Sequence[Table]:
+    """All tables, in order."""
+    return (throughput_table(report), joins_table(report), arrivals_table(report))
+
+
+def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Write `batched.json` and a PNG file per part; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "batched.json"
+    data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    plots = {"throughput": plot_throughput, "joins": plot_joins, "arrivals": plot_arrivals}
+    paths = {name: folder / f"batched_{name}.png" for name in plots}
+    for name, plot in plots.items():
+        plot(report, paths[name])
+    return [data, *paths.values()]

@@ -1,0 +1,82 @@
+"""What the server costs in Python: a decode step (`python_step.py`), and matching a prompt (`python_match.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentcache.bench.python_match import MatchCost, MatchPlan, measure_match
+from agentcache.bench.python_step import App, StepCost, StepPlan, measure_step
+from agentcache.config import Config, load_config
+from agentcache.models.random_model import random_model_path
+from agentcache.serving.async_engine import AsyncEngine
+
+MakeApp = Callable[[AsyncEngine, Config], App]
+
+STEP_LIMIT_MS = 1.0
+MATCH_LIMIT_MS = 2.0
+
+
+@dataclass(frozen=True)
+class PythonPlan:
+    """What to measure."""
+
+    step: StepPlan = field(default_factory=StepPlan)
+    match: MatchPlan = field(default_factory=MatchPlan)
+
+
+@dataclass(frozen=True)
+class PythonCost:
+    """What came out."""
+
+    step: StepCost
+    match: MatchCost
+
+
+def measure_python(plan: PythonPlan, make_app: MakeApp, progress: Callable[[str], None]) -> PythonCost:
+    """Run the plan on a random model, in this process, in a cache folder that is gone afterwards.
+
+    Args:
+        make_app: the HTTP application over an engine, which is handed in since it belongs to the floor above.
+    """
+    with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
+        home = Path(folder)
+        settings = {"model": str(random_model_path(home)), "max_concurrent_requests": plan.step.rows}
+        config = load_config({**settings, "cache_dir": home / "cache"})
+        return asyncio.run(_measure(plan, config, make_app, progress))
+
+
+async def _measure(plan: PythonPlan, config: Config, make_app: MakeApp, progress: Callable[[str], None]) -> PythonCost:
+    engine = AsyncEngine(config)
+    await engine.start()
+    try:
+        step = await measure_step(plan.step, engine, make_app(engine, config))
+        progress(f"step of {plan.step.rows} rows: {step}")
+        tokenizer, groups = await engine._call(lambda e: (e.loaded.tokenizer, e.loaded.spec.groups))
+        match = measure_match(plan.match, tokenizer, groups)
+        progress(f"match of {match.prompt_tokens} tokens: {match}")
+    finally:
+        await engine.close()
+    return PythonCost(step, match)
+
+
+def python_rows(plan: PythonPlan, cost: PythonCost) -> list[dict[str, Any]]:
+    """The result as rows for a table or JSON; `limit_ms` is None for what has no limit."""
+    step, match = cost.step, cost.match
+    prompt, rows = f"{match.prompt_tokens} tokens, {plan.match.agents} agents", f"{plan.step.rows} rows"
+    named: list[tuple[str, float, float | None]] = [
+        (f"step, {rows}: engine thread, CPU", step.engine_ms, None),
+        (f"step, {rows}: event loop thread, CPU", step.streaming_ms, None),
+        (f"step, {rows}: both", step.python_ms, STEP_LIMIT_MS),
+        (f"step, {rows}: wall clock, empty model", step.wall_ms, None),
+        (f"prompt, {prompt}: chat template", match.template_ms, None),
+        (f"prompt, {prompt}: transcript", match.transcript_ms, None),
+        (f"prompt, {prompt}: tree", match.tree_ms, None),
+        (f"prompt, {prompt}: matching, both", match.match_ms, MATCH_LIMIT_MS),
+        (f"prompt, {prompt}: match and open a sequence", match.open_ms, None),
+    ]
+    return [{"what": what, "ms": ms, "limit_ms": limit} for what, ms, limit in named]

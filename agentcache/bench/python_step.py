@@ -1,0 +1,160 @@
+"""What one decode step of many streaming requests costs in Python, with a model that costs nothing.
+
+CPU time of the engine's thread (scheduling, sampling, detokenising, handing out) and of the event loop's (HTTP
+application, JSON, server-sent events). The model's layers are taken out, so that a step is an embedding, a norm and a
+head of a few thousand tokens; MLX computes on threads of its own. CPU time of a thread does not count what other
+processes do meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentcache.serving.async_engine import AsyncEngine
+
+Message = MutableMapping[str, Any]
+App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+_SHORT_TOKENS = 8
+_PROMPT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What to measure.
+
+    Args:
+        rows: requests that decode at once.
+        steps: decode steps measured at a time.
+        rounds: times that is repeated.
+    """
+
+    rows: int = 16
+    steps: int = 200
+    rounds: int = 5
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Milliseconds a step: CPU of the engine's thread and of the event loop's, and the clock on the wall."""
+
+    engine_ms: float
+    streaming_ms: float
+    wall_ms: float
+
+    @property
+    def python_ms(self) -> float:
+        return self.engine_ms + self.streaming_ms
+
+
+async def measure_step(plan: StepPlan, engine: AsyncEngine, app: App) -> StepCost:
+    """Medians over the rounds; the engine has lost its layers afterwards.
+
+    Args:
+        engine: started, and taking `plan.rows` requests at once.
+        app: the HTTP application over it.
+    """
+    await engine._call(lambda engine: engine.loaded.model.layers.clear())
+    return await _StepBench(plan, engine, app).run()
+
+
+@dataclass(frozen=True)
+class _Clocks:
+    """Seconds of CPU of the engine's thread and the event loop's, and of the wall."""
+
+    engine: float
+    streaming: float
+    wall: float
+
+    def __sub__(self, other: _Clocks) -> _Clocks:
+        return _Clocks(self.engine - other.engine, self.streaming - other.streaming, self.wall - other.wall)
+
+
+class _StepBench:
+    """Streams of `rows` requests through the application, without sockets."""
+
+    def __init__(self, plan: StepPlan, engine: AsyncEngine, app: App) -> None:
+        self._plan = plan
+        self._engine = engine
+        self._app = app
+        self._random = random.Random(plan.seed)
+
+    async def run(self) -> StepCost:
+        await self._spend(_SHORT_TOKENS)  # the first requests pay for imports and first calls
+        gc.collect()
+        gc.freeze()  # as the server does when it is ready
+        costs = [await self._cost_of_a_step() for _ in range(self._plan.rounds)]
+        gc.unfreeze()
+        return StepCost(
+            statistics.median(cost.engine_ms for cost in costs),
+            statistics.median(cost.streaming_ms for cost in costs),
+            statistics.median(cost.wall_ms for cost in costs),
+        )
+
+    async def _cost_of_a_step(self) -> StepCost:
+        """The cost of long requests beyond that of short ones, so that neither prompts nor endings count."""
+        short, long = await self._spend(_SHORT_TOKENS), await self._spend(_SHORT_TOKENS + self._plan.steps)
+        extra, steps = long - short, self._plan.steps
+        return StepCost(extra.engine / steps * 1e3, extra.streaming / steps * 1e3, extra.wall / steps * 1e3)
+
+    async def _spend(self, max_tokens: int) -> _Clocks:
+        before = await self._clocks()
+        await asyncio.gather(*(self._request(max_tokens) for _ in range(self._plan.rows)))
+        return await self._clocks() - before
+
+    async def _clocks(self) -> _Clocks:
+        return _Clocks(
+            await self._engine._call(lambda engine: time.thread_time()), time.thread_time(), time.perf_counter()
+        )
+
+    async def _request(self, max_tokens: int) -> None:
+        vocab_size = self._engine.model.vocab_size
+        body = {
+            "prompt": self._random.choices(range(vocab_size - 64), k=_PROMPT_TOKENS),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        await _post(self._app, "/v1/completions", body)
+
+
+async def _post(app: App, path: str, body: Message) -> None:
+    """One request to an ASGI application by a client that takes the whole answer and stays until its end."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+    incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    status: list[int] = []
+
+    async def receive() -> Message:
+        if incoming:
+            return incoming.pop()
+        await asyncio.Event().wait()
+        raise AssertionError("never set")
+
+    async def send(message: Message) -> None:
+        status.append(message.get("status", 200))
+
+    await app(scope, receive, send)
+    if status[0] != 200:
+        raise RuntimeError(f"the application answered {status[0]}")

@@ -1,0 +1,285 @@
+"""A soak: hundreds of rude clients on one server with too little memory, a SIGKILL in between, and then a reckoning.
+
+Nothing may leak (blocks, tasks, open files, memory), no answer may be wrong (a sample is judged by a quiet server),
+/health has to answer at once, budgets have to hold, and what is on disk has to be sound, also right after the SIGKILL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import signal
+import statistics
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from agentcache.bench.soak_clients import Client
+from agentcache.bench.soak_watch import Health, HealthWatch, Numbers, Observed, Sample, read_numbers
+from agentcache.kv.verify import verify_folder
+from agentcache.server_process import ServerProcess
+
+PATIENCE = 120.0  # for one answer, on a machine that does other things too
+QUIET_SECONDS = 30.0
+HEALTH_MS = 200.0
+WARM_SECONDS = 60.0  # of load; before that memory may still grow
+SAMPLE_EVERY = 1.0
+NEARLY = 0.1  # how much less likely than the likeliest token a greedy choice may be: 4-bit rounding near a tie
+SLACK_BYTES = 24 * 10**6  # of resident memory that may come and go
+GROWTH = 1.05
+
+
+@dataclass(frozen=True)
+class SoakPlan:
+    """What to do.
+
+    Args:
+        model: folder or hub id; None for the embedded model.
+        seconds: of load, before and after the SIGKILL together.
+        clients: at once.
+        careful: those among them that check on their own agents.
+        pause: seconds a client rests between two actions, on average.
+        checked: answers that the quiet server judges.
+    """
+
+    model: str | None = None
+    seconds: float = 150.0
+    clients: int = 200
+    careful: int = 10
+    pause: float = 1.0
+    ram_budget: str = "24MB"
+    disk_budget: str = "8MB"
+    checked: int = 120
+    seed: int = 0
+
+
+@dataclass
+class SoakReport:
+    """What came of it; `failures` is empty when everything held."""
+
+    failures: list[str] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    health_ms: list[float] = field(default_factory=list)
+    late_ms: list[float] = field(default_factory=list)
+    numbers: list[Numbers] = field(default_factory=list)
+    answers: int = 0
+    checked: int = 0
+    same_tokens: int = 0
+
+    def require(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.failures.append(what)
+
+    def lines(self) -> Iterator[str]:
+        """For a person."""
+        for outcome, count in sorted(self.outcomes.items()):
+            yield f"{count:7}  {outcome}"
+        yield f"{self.answers} answers; a quiet server judged {self.checked} and chose the same in {self.same_tokens}"
+        yield f"/health took {_described(self.health_ms)}; the watch was woken late by {_described(self.late_ms)}"
+        for number in self.numbers[:: max(1, len(self.numbers) // 10)]:
+            yield f"{number}"
+        yield from (f"FAILED  {failure}" for failure in self.failures)
+
+
+class Soak:
+    """One soak in a folder of its own. `run` once."""
+
+    def __init__(self, plan: SoakPlan, folder: Path) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._cache_dir = folder / "cache"
+        self._observed = Observed()
+        self._report = SoakReport(outcomes=self._observed.outcomes)
+        self._seeds = itertools.count(plan.seed)
+
+    def run(self) -> SoakReport:
+        with self._server(self._cache_dir) as server:
+            asyncio.run(self._first_half(server, self._plan.seconds * 0.3))
+        self._verify("after the SIGKILL")
+        with self._server(self._cache_dir) as server:
+            asyncio.run(self._second_half(server, self._plan.seconds * 0.7))
+            self._report.require(self._stop(server) == 0, "the server did not stop in order")
+        self._verify("at the end")
+        self._check_log()
+        with self._server(self._folder / "quiet") as quiet:
+            self._judge(quiet)
+        self._check_health()
+        self._report.failures += self._observed.complaints
+        self._report.answers = self._observed.seen
+        return self._report
+
+    def _server(self, cache_dir: Path) -> ServerProcess:
+        budgets = ["--ram-budget", self._plan.ram_budget, "--disk-budget", self._plan.disk_budget]
+        return ServerProcess(cache_dir, self._folder / "server.log", model=self._plan.model, extra=budgets)
+
+    # -- load ---------------------------------------------------------------------------------------------------------
+
+    async def _first_half(self, server: ServerProcess, seconds: float) -> None:
+        killed = asyncio.Event()
+        async with self._load(server, killed):
+            await asyncio.sleep(seconds)
+            killed.set()
+            await asyncio.to_thread(server.kill)
+
+    async def _second_half(self, server: ServerProcess, seconds: float) -> None:
+        async with _http(server) as http:
+            await self._check_confirmed(http)
+            await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "stream": True})
+            before = await read_numbers(http)
+        first = len(self._report.numbers)
+        async with self._load(server, asyncio.Event()):
+            await asyncio.sleep(seconds)
+        async with _http(server) as http:
+            await self._check_quiet(http, before)
+            await self._check_confirmed(http)
+        self._check_memory(self._report.numbers[first:])
+
+    @asynccontextmanager
+    async def _load(self, server: ServerProcess, killed: asyncio.Event) -> AsyncGenerator[None, None]:
+        """All clients at work, watched; at the end they leave at once, whatever they were waiting for."""
+        plan = self._plan
+        seed = next(self._seeds)
+        watch = HealthWatch(httpx.URL(server.client.url).port or 80)
+        async with _http(server) as http:
+            clients = [
+                Client(number, http, self._observed, seed=seed, careful=number < plan.careful, killed=killed)
+                for number in range(plan.clients)
+            ]
+            running = [asyncio.create_task(client.run(plan.pause)) for client in clients]
+            running.append(asyncio.create_task(self._sample(http, killed)))
+            try:
+                yield
+            finally:
+                await self._end(running)
+                self._note_health(await asyncio.to_thread(watch.end), killed)
+
+    async def _end(self, running: Sequence[asyncio.Task[None]]) -> None:
+        for task in running:
+            task.cancel()
+        _, unfinished = await asyncio.wait(running, timeout=QUIET_SECONDS)
+        self._report.require(not unfinished, f"{len(unfinished)} clients did not end")
+        for task in running:
+            if task.done() and not task.cancelled() and (error := task.exception()):
+                raise error  # a fault of the soak itself
+
+    def _note_health(self, health: Health, killed: asyncio.Event) -> None:
+        """What failed when the server was killed does not count."""
+        last = len(health.milliseconds) - len(health.failures) if killed.is_set() else None
+        self._report.health_ms += health.milliseconds[:last]
+        self._report.late_ms += health.late_ms
+        if not killed.is_set():
+            self._report.failures += [f"/health: {failure}" for failure in health.failures]
+
+    async def _sample(self, http: httpx.AsyncClient, killed: asyncio.Event) -> None:
+        while True:
+            try:
+                numbers = await read_numbers(http)
+            except httpx.HTTPError as error:
+                self._report.require(killed.is_set(), f"/metrics: {error!r}")
+                return
+            self._report.numbers.append(numbers)
+            self._report.require(numbers.ram <= numbers.ram_budget, f"RAM over budget: {numbers}")
+            self._report.require(numbers.disk <= numbers.disk_budget, f"disk over budget: {numbers}")
+            await asyncio.sleep(SAMPLE_EVERY)
+
+    # -- reckoning ----------------------------------------------------------------------------------------------------
+
+    async def _check_confirmed(self, http: httpx.AsyncClient) -> None:
+        """Every turn that was reported as saved is there."""
+        for agent, tokens in self._observed.confirmed.items():
+            answer = await http.get(f"/v1/agents/{agent}")
+            found = answer.json()["tokens"] if answer.is_success else 0
+            self._report.require(found >= tokens, f"agent {agent} has {found} tokens, {tokens} were reported as saved")
+
+    async def _check_quiet(self, http: httpx.AsyncClient, before: Numbers) -> None:
+        """Once nobody asks for anything, nothing is held, and nothing is left of the requests that were."""
+        deadline = asyncio.get_running_loop().time() + QUIET_SECONDS
+        now = await read_numbers(http)
+        while not _is_quiet(now, before) and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.2)
+            now = await read_numbers(http)
+        self._report.require(_is_quiet(now, before), f"something is left: {now}, before the load: {before}")
+
+    def _check_memory(self, numbers: Sequence[Numbers]) -> None:
+        """Resident memory has stopped growing: the last fifth against the second."""
+        fifth = len(numbers) // 5
+        if len(numbers) * SAMPLE_EVERY < WARM_SECONDS:
+            return
+        early, late = (
+            statistics.median(n.rss for n in part) for part in (numbers[fifth : 2 * fifth], numbers[-fifth:])
+        )
+        grown = f"resident memory grew from {early / 1e6:.0f} to {late / 1e6:.0f} MB"
+        self._report.require(late <= early * GROWTH + SLACK_BYTES, grown)
+
+    def _check_health(self) -> None:
+        """Quick, but for what the machine itself was late: the watch, and the server as well, had to be woken."""
+        took, late = self._report.health_ms, self._report.late_ms
+        quick = _p99(took) <= HEALTH_MS + 2 * _p99(late) and max(took) <= HEALTH_MS + 2 * max(late)
+        self._report.require(quick, f"/health took {_described(took)}; the watch was woken late by {_described(late)}")
+
+    def _stop(self, server: ServerProcess) -> int:
+        assert server._process is not None
+        server._process.send_signal(signal.SIGTERM)
+        return server._process.wait(PATIENCE)
+
+    def _verify(self, when: str) -> None:
+        verified = verify_folder(self._cache_dir)
+        self._report.failures += [f"{when}: {problem}" for problem in verified.problems]
+        self._report.require(verified.agents > 0 and verified.blocks > 0, f"{when}: the cache folder is empty")
+
+    def _check_log(self) -> None:
+        log = (self._folder / "server.log").read_text(encoding="utf-8", errors="replace")
+        traces = re.findall(r"Traceback.*?\n(?=\S+.*Error|\S+Exception).*", log, re.DOTALL)
+        self._report.require("Traceback" not in log, f"the server's log has tracebacks: {traces[:1] or log[-2000:]}")
+        self._report.require("quarantined" not in log, "a file was quarantined")
+
+    def _judge(self, quiet: ServerProcess) -> None:
+        """A quiet server finds every sampled answer as greedy as it was meant to be."""
+        for sample in self._observed.samples[: self._plan.checked]:
+            self._report.checked += 1
+            gap = _largest_gap(quiet, sample)
+            about = f"{sample.dialect}, {len(sample.prompt_token_ids)} + {len(sample.token_ids)} tokens"
+            self._report.require(gap <= NEARLY, f"a wrong answer ({about}): {gap:.2f} below the likeliest")
+            self._report.same_tokens += gap == 0
+
+
+def _p99(milliseconds: Sequence[float]) -> float:
+    return statistics.quantiles(milliseconds, n=100)[-1]
+
+
+def _described(milliseconds: Sequence[float]) -> str:
+    return f"{statistics.median(milliseconds):.0f} ms (99 %: {_p99(milliseconds):.0f}, worst: {max(milliseconds):.0f})"
+
+
+def _is_quiet(now: Numbers, before: Numbers) -> bool:
+    return (
+        now.live_blocks == 0
+        and now.in_flight <= 1
+        and now.tasks <= before.tasks
+        and now.open_files <= before.open_files
+    )
+
+
+def _largest_gap(quiet: ServerProcess, sample: Sample) -> float:
+    """How much likelier than the token that was chosen another was, at worst; 0 where none was."""
+    body: dict[str, Any] = {"prompt": [*sample.prompt_token_ids, *sample.token_ids], "max_tokens": 0}
+    answer = quiet.client.request("POST", "/v1/completions", body | {"echo": True, "logprobs": 1})
+    logprobs = answer["choices"][0]["logprobs"]
+    chosen, top = logprobs["token_logprobs"], logprobs["top_logprobs"]
+    positions = range(len(sample.prompt_token_ids), len(chosen))
+    return float(max(max(top[position].values()) - chosen[position] for position in positions))
+
+
+@asynccontextmanager
+async def _http(server: ServerProcess) -> AsyncGenerator[httpx.AsyncClient, None]:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    async with httpx.AsyncClient(
+        base_url=server.client.url, timeout=PATIENCE, limits=limits, trust_env=False
+    ) as client:
+        yield client

@@ -1,0 +1,143 @@
+"""What is watched during a soak: what the clients get, how long /health takes, what the server's own numbers say."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import select
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+HEALTH_EVERY = 0.05  # seconds
+IO_SECONDS = 30.0
+MAX_SAMPLES = 400
+MAX_COMPLAINTS = 50
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A greedy answer that came whole: what the model was given, and what it chose."""
+
+    dialect: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass
+class Observed:
+    """What all clients have seen. `confirmed`: tokens that the server has reported as saved, by careful agent."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    complaints: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    confirmed: dict[str, int] = field(default_factory=dict)
+    seen: int = 0
+
+    def complain(self, text: str) -> None:
+        if len(self.complaints) < MAX_COMPLAINTS:
+            self.complaints.append(text)
+
+    def keep(self, sample: Sample, rng: random.Random) -> None:
+        """Every sample has the same chance to be among the MAX_SAMPLES kept."""
+        self.seen += 1
+        if len(self.samples) < MAX_SAMPLES:
+            self.samples.append(sample)
+        elif (place := rng.randrange(self.seen)) < MAX_SAMPLES:
+            self.samples[place] = sample
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a watch has seen.
+
+    Args:
+        milliseconds: how long each answer took.
+        late_ms: how much later than it asked for the watch itself was woken each time: what the machine did to it.
+        failures: what was wrong with an answer, if anything.
+    """
+
+    milliseconds: list[float]
+    late_ms: list[float]
+    failures: list[str]
+
+
+class HealthWatch:
+    """Asks a server for /health again and again, in a process of its own: the load's own process is too busy."""
+
+    def __init__(self, port: int) -> None:
+        command = [sys.executable, "-m", "agentcache.bench.soak_watch", str(port)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def end(self) -> Health:
+        seen, _ = self._process.communicate("")
+        return Health(**json.loads(seen))
+
+
+def watch(port: int) -> Health:
+    """Until stdin ends."""
+    milliseconds: list[float] = []
+    failures: list[str] = []
+    late: list[float] = []
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=IO_SECONDS)
+    asleep = time.perf_counter()
+    while not failures and not select.select([sys.stdin], [], [], HEALTH_EVERY)[0]:
+        beginning = time.perf_counter()
+        late.append((beginning - asleep - HEALTH_EVERY) * 1e3)
+        try:
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            answer.read()
+            failures += [f"status {answer.status}"] if answer.status != 200 else []
+        except (OSError, http.client.HTTPException) as error:
+            failures.append(repr(error))
+        asleep = time.perf_counter()
+        milliseconds.append((asleep - beginning) * 1e3)
+    connection.close()
+    return Health(milliseconds, late, failures)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The server's own numbers at one moment. Bytes and counts; `at` by `time.monotonic`."""
+
+    at: float
+    rss: float
+    open_files: float
+    tasks: float
+    in_flight: float
+    live_blocks: float
+    ram: float
+    ram_budget: float
+    disk: float
+    disk_budget: float
+
+
+async def read_numbers(http: httpx.AsyncClient) -> Numbers:
+    answer = await http.get("/metrics")
+    answer.raise_for_status()
+    samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
+    plain = {sample.name: sample.value for sample in samples if not sample.labels}
+    by_label = {(sample.name, *sample.labels.values()): sample.value for sample in samples if sample.labels}
+    return Numbers(
+        at=time.monotonic(),
+        rss=plain.get("agentcache_process_resident_memory_bytes", 0.0),  # both are known on Linux only
+        open_files=plain.get("agentcache_process_open_fds", 0.0),
+        tasks=plain["agentcache_asyncio_tasks"],
+        in_flight=plain["agentcache_http_requests_in_flight"],
+        live_blocks=by_label["agentcache_kv_blocks", "live"],
+        ram=by_label["agentcache_ram_bytes", "base"],
+        ram_budget=plain["agentcache_ram_budget_bytes"],
+        disk=plain["agentcache_disk_bytes"],
+        disk_budget=plain["agentcache_disk_budget_bytes"],
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(watch(int(sys.argv[1])))))
