@@ -8,6 +8,7 @@ restart with a full cache does not shrink its own budget).
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ ENV_PREFIX = "AGENTCACHE_"
 # Ours, but no settings of the server: which server the CLI talks to, where the config file lies, what make installs.
 OTHER_VARIABLES = frozenset({"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND"})
 
+QUEUE_FACTOR = 16  # waiting requests per running one
 AUTO_RAM_SHARE = 0.25
 AUTO_DISK_SHARE = 0.20
 AUTO_DISK_CEILING = 100 * 10**9
@@ -112,7 +114,16 @@ def parse_disk_budget(text: str | int, cache_dir: Path) -> int:
     )
 
 
-_POSITIVE = ("ram_budget", "disk_budget", "max_concurrent_requests", "max_context", "max_body_bytes", "prefill_chunk")
+_POSITIVE = (
+    "ram_budget",
+    "disk_budget",
+    "max_concurrent_requests",
+    "request_timeout",
+    "max_context",
+    "max_body_bytes",
+    "prefill_chunk",
+    "max_stall_ms",
+)
 
 
 @dataclass(frozen=True)
@@ -125,10 +136,13 @@ class Config:
         api_key: what clients must present; None lets every local client in.
         cache_dir: the folder that holds the agents' memory; one process at a time may use it.
         ram_budget, disk_budget: bytes the cache may take.
-        max_concurrent_requests: requests that run in one batch; more wait.
+        max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
+        request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
         max_body_bytes: largest request body.
-        prefill_chunk: prompt tokens computed in one step.
+        prefill_chunk: prompt tokens computed at once while others generate, at most.
+        max_stall_ms: milliseconds that computing prompt tokens may keep others from generating.
+        decode_share: share of the time that generating gets while prompts wait; above 0 and below 1.
     """
 
     model: str | None = None
@@ -139,9 +153,17 @@ class Config:
     ram_budget: int = field(default_factory=lambda: parse_ram_budget("auto"))
     disk_budget: int = AUTO_DISK_CEILING
     max_concurrent_requests: int = 16
+    request_timeout: float | None = None
     max_context: int | None = None
     max_body_bytes: int = 32 * 10**6
     prefill_chunk: int = 256
+    max_stall_ms: float = 100.0
+    decode_share: float = 0.5
+
+    @property
+    def max_waiting_requests(self) -> int:
+        """Requests that may be under way, waiting or running; more are refused."""
+        return self.max_concurrent_requests * QUEUE_FACTOR
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -150,6 +172,8 @@ class Config:
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise ConfigError(f"{key} = {value} must be positive")
+        if not 0 < self.decode_share < 1:
+            raise ConfigError(f"decode_share = {self.decode_share} is not between 0 and 1")
         for key in ("model", "host", "api_key"):
             if getattr(self, key) == "":
                 raise ConfigError(f"{key} is empty; leave it out to get the default")
@@ -159,6 +183,7 @@ class Config:
 
 KEYS = tuple(setting.name for setting in fields(Config))
 _INTEGERS = frozenset({"port", "max_concurrent_requests", "max_context", "prefill_chunk"})
+_NUMBERS = frozenset({"request_timeout", "max_stall_ms", "decode_share"})
 
 
 def load_config(
@@ -232,12 +257,16 @@ def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
         settings["max_body_bytes"] = parse_bytes(settings["max_body_bytes"], key="max_body_bytes")
     for key in _INTEGERS & settings.keys():
         settings[key] = _integer(key, settings[key])
+    for key in _NUMBERS & settings.keys():
+        settings[key] = _number(key, settings[key])
     return settings
 
 
-def _plain(key: str, value: Any) -> str | int:
+def _plain(key: str, value: Any) -> str | int | float:
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, float) and key in _NUMBERS:
+        return value
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ConfigError(f"{key} = {value!r} must be text or a whole number")
     if not isinstance(value, str) and key in ("model", "host", "api_key", "cache_dir"):
@@ -250,3 +279,13 @@ def _integer(key: str, value: str | int) -> int:
         return int(value)
     except ValueError:
         raise ConfigError(f"{key} = {value!r} is not a whole number") from None
+
+
+def _number(key: str, value: str | int | float) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise ConfigError(f"{key} = {value!r} is not a number") from None
+    if not math.isfinite(number):
+        raise ConfigError(f"{key} = {value!r} is not a finite number")
+    return number

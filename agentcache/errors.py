@@ -8,7 +8,8 @@ AgentCacheError
 │   ├── NotFound                 404  unknown agent, model or adapter
 │   ├── Conflict                 409  the name is taken
 │   ├── PayloadTooLarge          413  request body over the limit
-│   └── Overloaded               503  queue full or shutting down
+│   ├── Overloaded               503  queue full or shutting down
+│   └── RequestTimedOut          504  not done within the request's time limit
 ├── ConfigError                  a flag, environment variable or config file entry that makes no sense
 ├── UnsupportedModel             the model cannot be served exactly; says which layer and why
 ├── CacheFolderInUse             another process holds the cache folder
@@ -82,6 +83,12 @@ class Overloaded(RequestError):
     status = 503
     code = "overloaded"
     type = "overloaded_error"
+
+
+class RequestTimedOut(RequestError):
+    status = 504
+    code = "request_timeout"
+    type = "timeout_error"
 
 
 class ConfigError(AgentCacheError):

@@ -40,7 +40,10 @@ def serve(
     ram_budget: Annotated[str | None, typer.Option(help="RAM for the cache: 8GB, 20%, auto (25% of RAM).")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="Disk for the cache: 100GB, 20%, auto.")] = None,
     max_concurrent_requests: Annotated[int | None, typer.Option(help="Requests in one batch (16); more wait.")] = None,
+    request_timeout: Annotated[float | None, typer.Option(help="Seconds a completion may take (no limit).")] = None,
     max_context: Annotated[int | None, typer.Option(help="Tokens a sequence may have (the model's limit).")] = None,
+    max_stall_ms: Annotated[float | None, typer.Option(help="Milliseconds a prompt may hold up others (100).")] = None,
+    decode_share: Annotated[float | None, typer.Option(help="Share of the time for decoding (0.5).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")] = False,
 ) -> None:
     """Serve a model to OpenAI clients, with agents whose memory survives a restart."""
@@ -54,7 +57,10 @@ def serve(
             "ram_budget": ram_budget,
             "disk_budget": disk_budget,
             "max_concurrent_requests": max_concurrent_requests,
+            "request_timeout": request_timeout,
             "max_context": max_context,
+            "max_stall_ms": max_stall_ms,
+            "decode_share": decode_share,
         }
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -108,6 +108,10 @@ def test_unknown_keys_name_the_nearest(
         ({"max_concurrent_requests": 0}, "max_concurrent_requests"),
         ({"max_context": -5}, "max_context"),
         ({"prefill_chunk": 0}, "prefill_chunk"),
+        ({"max_stall_ms": 0}, "max_stall_ms"),
+        ({"max_stall_ms": "soon"}, "max_stall_ms"),
+        ({"decode_share": 1}, "decode_share"),
+        ({"decode_share": 0.0}, "decode_share"),
         ({"max_body_bytes": "20%"}, "max_body_bytes"),
         ({"host": ""}, "host"),
         ({"api_key": ""}, "api_key"),
@@ -134,3 +138,26 @@ def test_paths_are_expanded_and_absolute(home: Path) -> None:
 
 def test_the_key_is_not_printed() -> None:
     assert "secret" not in repr(Config(api_key="secret"))
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30", 30.0), ("0.5", 0.5), (2, 2.0), (1.5, 1.5)])
+def test_a_time_limit_is_in_seconds(text: str | int | float, seconds: float) -> None:
+    assert load_config({"request_timeout": text}, environ={}).request_timeout == seconds
+
+
+def test_a_time_limit_in_the_file_and_the_environment(home: Path) -> None:
+    write_config(home, "request_timeout = 2.5\n")
+    assert load_config({}, environ={}).request_timeout == 2.5
+    assert load_config({}, environ={"AGENTCACHE_REQUEST_TIMEOUT": "7"}).request_timeout == 7.0
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf", "", True])
+def test_bad_time_limits(text: object) -> None:
+    with pytest.raises(ConfigError, match="request_timeout"):
+        load_config({"request_timeout": text}, environ={})
+
+
+def test_a_fraction_of_a_port_is_refused(home: Path) -> None:
+    write_config(home, "port = 1.5\n")
+    with pytest.raises(ConfigError, match="port"):
+        load_config({}, environ={})

@@ -283,6 +283,8 @@ class PrefixCache:
     def leave_window(self, sequence: Sequence) -> None:
         """Drop the slots that no later token of the sequence attends to; from the tree too if nobody reads them."""
         for index, group in enumerate(self.groups):
+            if group.window is None:
+                continue
             table = sequence.tables[index]
             start = table.first_block
             for offset, block_id in enumerate(table.drop_before(group.first_block_needed(sequence.num_tokens))):

@@ -110,18 +110,21 @@ class Slots:
 
     def _grow(self, index: int) -> bool:
         """Grow all groups of one attention kind together, as they fill together; False if the budget forbids it."""
-        window = self.groups[index].window
-        kin = [i for i, group in enumerate(self.groups) if group.window == window]
         wanted = max(_MIN_GROWTH_BLOCKS, int(self.pools[index].capacity * _GROWTH))
-        affordable = (self.ram_budget - self.capacity_bytes - self._reserved(window)) // sum(
-            self.groups[i].bytes_per_block for i in kin
-        )
-        added = min(wanted, affordable)
+        added = min(wanted, self.affordable_growth(index))
         if added < 1:
             return False
-        for i in kin:
+        for i in self._kin(index):
             self.pools[i].grow(self.pools[i].capacity + added)
         return True
+
+    def affordable_growth(self, index: int) -> int:
+        """Slots by which every group of `index`'s attention kind may still grow within the budget."""
+        affordable = self.ram_budget - self.capacity_bytes - self._reserved(self.groups[index].window)
+        return max(0, affordable // sum(self.groups[i].bytes_per_block for i in self._kin(index)))
+
+    def _kin(self, index: int) -> list[int]:
+        return [i for i, group in enumerate(self.groups) if group.window == self.groups[index].window]
 
     def _reserved(self, growing: int | None) -> int:
         """Bytes kept back so that every other attention kind can hold one sequence's window (or a little context)."""

@@ -165,6 +165,10 @@ class GroupArena:
         self.spec = spec
         self.layers = [LayerArena(layer, spec.quantisation) for layer in spec.layers]
 
+    @property
+    def capacity(self) -> int:
+        return self.layers[0].keys.capacity
+
     def grow(self, capacity: int) -> None:
         """Follow the block pool's capacity upwards; the new slots hold zeros."""
         for layer in self.layers:

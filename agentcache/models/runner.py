@@ -30,7 +30,7 @@ class ModelRunner:
 
     def forward(
         self,
-        token_ids: Sequence[Sequence[int]],
+        token_ids: mx.array,
         tables: Sequence[Sequence[BlockTable]],
         lengths: Sequence[int],
         *,
@@ -39,7 +39,7 @@ class ModelRunner:
         """Compute a step and write its keys and values; nothing is evaluated yet.
 
         Args:
-            token_ids: [B][n], the same n for all rows.
+            token_ids: int32 [B, n]; may be what a step under way is about to choose.
             tables: per row one block table per group, with room for the step.
             lengths: tokens each row holds already.
             all_logits: logits of every position, not only of the last one.
@@ -50,8 +50,8 @@ class ModelRunner:
         self.fit()
         caches = self._layer_caches(tables, lengths)
         self._loaded.last.all_positions = all_logits
-        self.forward_tokens += sum(len(row) for row in token_ids)
-        return self._loaded.model(mx.array(token_ids), cache=caches)
+        self.forward_tokens += token_ids.size
+        return self._loaded.model(token_ids, cache=caches)
 
     def _layer_caches(
         self, tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int]
@@ -65,14 +65,34 @@ class ModelRunner:
 
     def fit(self) -> None:
         """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""
+        if all(arena.capacity == pool.capacity for arena, pool in zip(self.arenas, self._pools, strict=True)):
+            return
+        self.wait()  # what is under way holds the old arrays
         for arena, pool in zip(self.arenas, self._pools, strict=True):
             arena.shrink(pool.capacity)
         for arena, pool in zip(self.arenas, self._pools, strict=True):
             arena.grow(pool.capacity)
 
-    def evaluate(self, *outputs: mx.array) -> None:
-        """Finish all pending work: `outputs` and every write into the arenas."""
-        mx.eval(*outputs, *(array for arena in self.arenas for array in arena.arrays()))
+    def start(self, *outputs: mx.array) -> None:
+        """Have the device compute `outputs` and every write into the arenas that is due, without waiting for the end.
+
+        What was started before is finished first: an arena that is still being read is not written in place but copied.
+        """
+        self.wait()
+        mx.async_eval(*outputs, *self._arena_arrays())
+
+    def wait(self) -> None:
+        """Return when the device has done what was started last."""
+        # Not by evaluating what was started: an arena's array object stands for the writes of the next batch by now.
+        mx.synchronize()
+
+    def evaluate(self) -> None:
+        """Finish every write into the arenas."""
+        self.start()
+        self.wait()
+
+    def _arena_arrays(self) -> list[mx.array]:
+        return [array for arena in self.arenas for array in arena.arrays()]
 
     def release_buffers(self) -> None:
         """Give temporaries of a large step back: on a Mac they are taken from the same memory as everything else."""
@@ -95,4 +115,5 @@ class ModelRunner:
 
     def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
         """Copies of a block's bytes, for the writer."""
+        self.wait()
         return self.arenas[group].snapshot(block_id, position, num_tokens)

@@ -1,15 +1,23 @@
-"""Choosing a token from logits, and log probabilities. One row at a time; the parameters differ per row."""
+"""Choosing tokens from logits, and log probabilities: a whole batch at once, every row by its own settings.
+
+What is chosen for a row depends on nothing but its logits, its settings and its place in the text: not on the rows
+beside it, nor on what was chosen for it in vain. All results are lazy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-_REPETITION_CONTEXT = 64  # tokens a repetition penalty looks back
+REPETITION_CONTEXT = 64  # tokens a repetition penalty looks back
 _SMALLEST_TEMPERATURE = 1e-5  # below it, scaled log probabilities leave float32
 _SMALLEST_TOP_P = 1e-6  # keeps the best token
+_NO_TOP_P = 2.0  # sums of probabilities may pass 1 by a rounding
 
 
 class Sampler:
@@ -34,37 +42,160 @@ class Sampler:
         logit_bias: dict[int, float] | None = None,
         seed: int | None = None,
     ) -> None:
-        self._temperature = temperature
-        self._top_p, self._top_k, self._min_p = top_p, top_k, min_p
-        self._penalty = repetition_penalty
+        self.temperature = temperature
+        self.top_p = max(top_p, _SMALLEST_TOP_P) if top_p < 1 else _NO_TOP_P
+        self.top_k = top_k
+        self.log_min_p = math.log(min_p) if min_p > 0 else -math.inf
+        self.penalty = repetition_penalty
         self._bias = logit_bias or {}
-        self._key = mx.random.key(mx.random.randint(0, 2**31 - 1).item() if seed is None else seed % 2**64)
+        self._bias_arrays: tuple[mx.array, mx.array] | None = None
+        written = str(secrets.randbits(64) if seed is None else seed).encode()
+        digest = hashlib.blake2b(written, digest_size=8).digest()
+        self._key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
-    def choose(self, logits: mx.array, recent: Sequence[int]) -> mx.array:
-        """A token id, int32 [], from logits [vocabulary] after `recent` tokens. Lazy."""
-        logits = self._adjusted(logits.astype(mx.float32), recent[-_REPETITION_CONTEXT:])
-        if self._temperature < _SMALLEST_TEMPERATURE:
-            return mx.argmax(logits, axis=-1)
-        logprobs = log_softmax(logits)[None]
-        if self._top_p < 1:
-            logprobs = apply_top_p(logprobs, max(self._top_p, _SMALLEST_TOP_P))
-        if self._min_p > 0:
-            logprobs = apply_min_p(logprobs, self._min_p)
-        if 0 < self._top_k < logprobs.shape[-1]:
-            logprobs = apply_top_k(logprobs, self._top_k)
-        self._key, key = mx.random.split(self._key)
-        return mx.random.categorical(logprobs / self._temperature, key=key)[0]
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _SMALLEST_TEMPERATURE
 
-    def _adjusted(self, logits: mx.array, recent: Sequence[int]) -> mx.array:
-        if self._penalty != 1.0 and recent:
-            ids = mx.array(list(recent))
-            seen = logits[ids]
-            logits[ids] = mx.where(seen > 0, seen / self._penalty, seen * self._penalty)
-        biases = {token_id: bias for token_id, bias in self._bias.items() if 0 <= token_id < logits.shape[-1]}
-        if biases:
-            ids = mx.array(list(biases))
-            logits[ids] = logits[ids] + mx.array(list(biases.values()))
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens have to be sorted."""
+        return not self.is_greedy and (self.top_p < 1 or self.top_k > 0)
+
+    @property
+    def draws_from_all(self) -> bool:
+        return not self.is_greedy and not self.truncates
+
+    def key(self, position: int) -> tuple[int, int]:
+        """Random key, two uint32, of the token number `position`: a function of the seed and the place only."""
+        high, low = self._key
+        return high, (low + position) % 2**32
+
+    @property
+    def has_bias(self) -> bool:
+        return bool(self._bias)
+
+    def bias(self, vocab_size: int) -> tuple[mx.array, mx.array]:
+        """Token ids [n] with a bias, and the biases [n]."""
+        if self._bias_arrays is None:
+            known = {token: value for token, value in self._bias.items() if 0 <= token < vocab_size}
+            self._bias_arrays = mx.array(list(known), mx.int32), mx.array(list(known.values()), mx.float32)
+        return self._bias_arrays
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row to choose a token for.
+
+    Args:
+        recent: the tokens before the step's last one, as far as a repetition penalty looks back.
+        position: number of tokens generated before this one.
+    """
+
+    sampler: Sampler
+    recent: Sequence[int]
+    position: int
+
+
+def choose(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
+    """Token ids, int32 [B].
+
+    Args:
+        logits: float [B, vocabulary].
+        last: int32 [B], the token that each row's logits follow.
+    """
+    logits = _biased(rows, _penalised(rows, logits.astype(mx.float32), last))
+    kinds: tuple[tuple[Callable[[Sampler], bool], _Choose], ...] = (
+        (lambda sampler: sampler.is_greedy, _greedy),
+        (lambda sampler: sampler.draws_from_all, _drawn_from_all),
+        (lambda sampler: sampler.truncates, _drawn_from_best),
+    )
+    order: list[int] = []
+    tokens: list[mx.array] = []
+    for belongs, choose_rows in kinds:
+        members = [i for i, row in enumerate(rows) if belongs(row.sampler)]
+        if len(members) == len(rows):
+            return choose_rows(rows, logits).astype(mx.int32)
+        if members:
+            order += members
+            tokens.append(choose_rows([rows[i] for i in members], logits[mx.array(members)]).astype(mx.int32))
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return mx.concatenate(tokens)[mx.array(places)]
+
+
+_Choose = Callable[[Sequence[Row], mx.array], mx.array]
+# One key per row: what a row draws does not depend on the others.
+_categorical = mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key))
+
+
+def _greedy(rows: Sequence[Row], logits: mx.array) -> mx.array:
+    return mx.argmax(logits, axis=-1)
+
+
+def _drawn_from_all(rows: Sequence[Row], logits: mx.array) -> mx.array:
+    logprobs = log_softmax(logits)
+    if any(row.sampler.log_min_p > -math.inf for row in rows):
+        logprobs = mx.where(logprobs < _least(rows, logprobs), -mx.inf, logprobs)
+    return _draw(rows, logprobs)
+
+
+def _drawn_from_best(rows: Sequence[Row], logits: mx.array) -> mx.array:
+    logprobs = log_softmax(logits)
+    order = mx.argsort(-logprobs, axis=-1)
+    logprobs = mx.take_along_axis(logprobs, order, axis=-1)
+    probabilities = mx.exp(logprobs)
+    before = mx.cumsum(probabilities, axis=-1) - probabilities
+    places = mx.arange(logprobs.shape[-1])
+    top_k = _column([row.sampler.top_k or logprobs.shape[-1] for row in rows])
+    keep = (before < _column([row.sampler.top_p for row in rows])) & (places < top_k)
+    keep &= logprobs >= _least(rows, logprobs)
+    chosen = _draw(rows, mx.where(keep, logprobs, -mx.inf))
+    return mx.take_along_axis(order, chosen[:, None], axis=-1)[:, 0]
+
+
+def _least(rows: Sequence[Row], logprobs: mx.array) -> mx.array:
+    """Log probability [B, 1] below which min_p cuts off."""
+    return logprobs.max(axis=-1, keepdims=True) + _column([row.sampler.log_min_p for row in rows])
+
+
+def _draw(rows: Sequence[Row], logprobs: mx.array) -> mx.array:
+    keys = mx.array([row.sampler.key(row.position) for row in rows], mx.uint32)
+    return _categorical(logprobs / _column([row.sampler.temperature for row in rows]), keys)
+
+
+def _column(values: Sequence[float]) -> mx.array:
+    return mx.array(values)[:, None]
+
+
+def _penalised(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
+    members = [i for i, row in enumerate(rows) if row.sampler.penalty != 1.0]
+    if not members:
         return logits
+    index = mx.array(members)
+    recent = [rows[i].recent[-(REPETITION_CONTEXT - 1) :] for i in members]
+    longest = max(map(len, recent))
+    known = mx.array([[*ids, *[-1] * (longest - len(ids))] for ids in recent], mx.int32).reshape(len(members), longest)
+    newest = last[index][:, None]
+    ids = mx.concatenate([mx.where(known < 0, newest, known), newest], axis=1)
+    penalties = _column([rows[i].sampler.penalty for i in members])
+    seen = mx.take_along_axis(logits[index], ids, axis=-1)
+    seen = mx.where(seen > 0, seen / penalties, seen * penalties)
+    return _replaced(logits, index, mx.put_along_axis(logits[index], ids, seen, axis=-1))
+
+
+def _replaced(logits: mx.array, index: mx.array, rows: mx.array) -> mx.array:
+    logits = mx.array(logits)  # the caller's stay as they are
+    logits[index] = rows
+    return logits
+
+
+def _biased(rows: Sequence[Row], logits: mx.array) -> mx.array:
+    biases = [(i, row.sampler.bias(logits.shape[-1])) for i, row in enumerate(rows) if row.sampler.has_bias]
+    if not biases:
+        return logits
+    places = mx.concatenate([mx.full(ids.shape, i, mx.int32) for i, (ids, _) in biases])
+    tokens = mx.concatenate([ids for _, (ids, _) in biases])
+    return logits.at[places, tokens].add(mx.concatenate([values for _, (_, values) in biases]))
 
 
 def log_softmax(logits: mx.array) -> mx.array:
@@ -73,9 +204,38 @@ def log_softmax(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def top_logprobs(logprobs: mx.array, count: int) -> tuple[list[int], list[float]]:
-    """The `count` most likely token ids of log probabilities [vocabulary], best first, and their values."""
-    if count == 0:
-        return [], []
-    order = mx.argsort(-logprobs)[:count]
-    return order.tolist(), logprobs[order].tolist()
+@dataclass(frozen=True)
+class TokenScore:
+    """Log probability of a token, and the most likely tokens at its place, best first, with theirs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Scores:
+    """Log probabilities of tokens [n] under logits [n, vocabulary], before temperature and truncation.
+
+    Args:
+        count: how many of the most likely tokens to find at each place.
+    """
+
+    def __init__(self, logits: mx.array, tokens: mx.array, count: int) -> None:
+        logprobs = log_softmax(logits)
+        self._logprobs = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+        self._top = mx.argsort(-logprobs, axis=-1)[:, :count]
+        self._top_logprobs = mx.take_along_axis(logprobs, self._top, axis=-1)
+        self._count = count
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """What has to be evaluated before `read`."""
+        return (self._logprobs, self._top, self._top_logprobs) if self._count else (self._logprobs,)
+
+    def read(self) -> list[TokenScore]:
+        """The numbers, once they are computed."""
+        logprobs: list[float] = self._logprobs.tolist()
+        if not self._count:
+            return [TokenScore(logprob, ()) for logprob in logprobs]
+        found = zip(self._top.tolist(), self._top_logprobs.tolist(), strict=True)
+        tops = [tuple(zip(tokens, values, strict=True)) for tokens, values in found]
+        return [TokenScore(logprob, top) for logprob, top in zip(logprobs, tops, strict=True)]

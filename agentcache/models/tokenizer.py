@@ -79,6 +79,9 @@ class Tokenizer:
         self.fingerprint = fingerprint or _digest({"tokenizer.json": saved.encode()})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.has_chat_template: bool = wrapper.has_chat_template
+        # mlx-lm infers it from the chat template, and keeps it as a parser: a function of the format's module.
+        parser = getattr(wrapper, "tool_parser", None)
+        self.tool_format: str | None = parser.__module__.rpartition(".")[2] if parser else None
         controls = {token_id: self._contents[token_id] for token_id in sorted(self.control_ids)}
         self._marks = Marks(list(controls.values()))
         self._encoder = MarkedEncoder(saved, self._marks, controls)

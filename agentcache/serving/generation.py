@@ -23,13 +23,17 @@ class Generation:
 
     `num_computed` against `len(token_ids)` is the whole state of progress: prompt and generated tokens alike are known
     first and computed later, in pieces of any size. Sequence and counters survive neither preemption nor a failed
-    restore; the tokens do.
+    restore; the tokens do. `num_launched` runs ahead of `num_computed` by what the device is at work on: its result is
+    not known yet, so nothing but the next launch counts on it.
 
     Attributes:
         match: the prompt as tokens, and how it relates to the agent's transcript.
         emit: gets every update; called on the engine thread.
         token_ids: prompt, then what was generated.
         sequence: its place in the cache; None while waiting.
+        in_flight: tokens of it that the device is at work on.
+        background: it lets others go first; the scheduler ends that when it has waited enough.
+        passed_over: how often others went before it.
         record: the request's agent before this turn.
         own_tokens: leading prompt tokens that are the agent's already.
         saved_early: blocks that were sent to disk before the turn's end.
@@ -54,10 +58,13 @@ class Generation:
     written_bytes: int = 0
     saved_early: list[Node] = field(default_factory=list)
     record: AgentRecord | None = None
+    in_flight: int = 0
+    passed_over: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.match.transcript.ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.background = self.request.is_background
 
     @property
     def place(self) -> Sequence:
@@ -71,8 +78,33 @@ class Generation:
         return 0 if self.sequence is None else self.sequence.num_tokens
 
     @property
-    def num_to_compute(self) -> int:
-        return len(self.token_ids) - self.num_computed
+    def num_launched(self) -> int:
+        return self.num_computed + self.in_flight
+
+    @property
+    def num_to_launch(self) -> int:
+        """Known tokens that nobody has begun to compute."""
+        return len(self.token_ids) - self.num_launched
+
+    @property
+    def can_prefill(self) -> bool:
+        """Whether a chunk of it may be launched. One at a time: its slots then stay within a window's bound."""
+        return not self.in_flight and self.num_to_launch > 1
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether it may join the next decode step: with a known token, or with the one about to be chosen.
+
+        The first token is waited for: it is to be shown at once. So is the last one, behind which nothing follows.
+        """
+        if not self.in_flight:
+            return self.num_to_launch == 1
+        return self.num_to_launch == 0 and 0 < self.num_generated < self.max_tokens - 1
+
+    def lose_place(self) -> None:
+        """Its sequence has been given up; what the device computes for it has no meaning any more."""
+        self.sequence = None
+        self.in_flight = 0
 
     @property
     def num_generated(self) -> int:

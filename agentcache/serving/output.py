@@ -33,6 +33,9 @@ class Output:
     Args:
         detokenizer: a fresh one.
         stop: strings that end the generation; none of it is shown, nor what could still become one.
+
+    Attributes:
+        stop_string: the one that has appeared.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
@@ -42,6 +45,7 @@ class Output:
         self._ids: list[int] = []
         self._sent = 0
         self._end: int | None = None
+        self.stop_string: str | None = None
 
     @property
     def stopped(self) -> bool:
@@ -51,21 +55,25 @@ class Output:
     def add(self, token_id: int) -> str:
         """Text that can be shown now that `token_id` has come."""
         self._ids.append(token_id)
+        if not self._stop:
+            return self._detokenizer.add(token_id)
         searched_from = max(0, len(self._detokenizer.text) - self._hold)
         self._detokenizer.add(token_id)
         return self._show(searched_from, self._hold)
 
     def finish(self) -> str:
         """The rest of the text, when no further token comes."""
+        if not self._stop:
+            return self._detokenizer.finish()
         searched_from = max(0, len(self._detokenizer.text) - self._hold)
         self._detokenizer.finish()
         return "" if self.stopped else self._show(searched_from, 0)
 
     def _show(self, searched_from: int, hold: int) -> str:
         text = self._detokenizer.text
-        found = [at for at in (text.find(stop, searched_from) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop, searched_from)) >= 0]
         if found:
-            self._end = min(found)
+            self._end, self.stop_string = min(found)
         until = self._end if self._end is not None else max(self._sent, len(text) - self._held(text, hold))
         shown, self._sent = text[self._sent : until], max(self._sent, until)
         return shown

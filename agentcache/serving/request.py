@@ -47,6 +47,13 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
+class Priority(StrEnum):
+    """Who goes first where requests compete; a background request waits, but never for ever."""
+
+    INTERACTIVE = "interactive"
+    BACKGROUND = "background"
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens.
@@ -88,6 +95,7 @@ class Request:
         sampling: how to continue it.
         agent: the durable agent whose memory this extends; None for a request that leaves no memory on disk.
         salt: requests with different salts never share a block.
+        priority: None for background where nothing is generated (a warm), interactive otherwise.
     """
 
     request_id: str
@@ -95,6 +103,13 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     agent: str | None = None
     salt: str = ""
+    priority: Priority | None = None
+
+    @property
+    def is_background(self) -> bool:
+        if self.priority is None:
+            return self.sampling.max_tokens == 0
+        return self.priority is Priority.BACKGROUND
 
     @property
     def prompt_param(self) -> str:
@@ -155,13 +170,19 @@ class Report:
     save_error: str | None = None
     written_bytes: int = 0
 
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens whose keys and values were there, for OpenAI's and Anthropic's `usage`."""
+        return self.cached_tokens.own + self.cached_tokens.shared
+
 
 @dataclass(frozen=True)
 class Update:
     """One piece of a running completion.
 
     The first update has `prompt_token_ids` (and `prompt_logprobs` where asked for) and may have no text; the last one
-    has `finish_reason` and `report`, and comes only when the turn is safe on disk or known not to be.
+    has `finish_reason` and `report`, and comes only when the turn is safe on disk or known not to be. `stop_string` is
+    the one that ended the text.
     """
 
     text: str = ""
@@ -170,6 +191,7 @@ class Update:
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None
     report: Report | None = None
 
 
@@ -201,7 +223,11 @@ class RestoreReport:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since start, and the state of RAM and disk now."""
+    """Counters since start, and the state of RAM, disk and queues now.
+
+    `decode_rows` is the sum over decode steps of their rows: divided by `decode_steps`, the average batch. Seconds are
+    the device's, from a batch's start to its end.
+    """
 
     ram_bytes: int
     disk_bytes: int
@@ -218,11 +244,22 @@ class CacheStats:
     cached_tokens: int
     save_failures: int
     residual_ram_bytes: int = 0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    cancelled: int = 0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    decode_rows: int = 0
+    decode_seconds: float = 0.0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    copied_blocks: int = 0
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The served model."""
+    """The served model. `tool_format` names how it writes tool calls, where it does."""
 
     id: str
     name: str
@@ -233,3 +270,4 @@ class ModelInfo:
     vocab_size: int
     created: int
     has_chat_template: bool
+    tool_format: str | None = None

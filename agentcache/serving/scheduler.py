@@ -1,83 +1,153 @@
-"""Who computes how many tokens in the next step. Plain Python; knows neither tensors nor files."""
+"""Who computes how many tokens in the next step: a pure function of the queues, the pace, and what is under way.
+
+Plain Python; knows neither tensors, files nor clocks.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.serving.generation import Generation
+from agentcache.serving.pace import Pace
+
+# Of prompts, the shortest goes first, but a prompt that others went before this often is next.
+_MOST_TIMES_PASSED_OVER = 3
+# A background request that others went before this often is one like any other from then on.
+_BACKGROUND_PATIENCE = 8
 
 
 class Scheduler:
     """Queues of generations, and the step's plan.
 
     Args:
-        max_running: generations that share a step; more wait.
-        prefill_chunk: prompt tokens in one step while others run or wait.
-        idle_prefill_chunk: the same while nobody does.
+        max_running: generations that are admitted at a time; more wait.
+        pace: how the device's time is shared.
+
+    Attributes:
+        waiting: in order of arrival; those that lost their place in the cache come back to theirs.
+        loading: admitted, but blocks are still to come from disk.
+        running: admitted and able to compute.
+        stalled: the next one to admit waits for blocks of others.
+        preemptions: counts them.
     """
 
-    def __init__(self, *, max_running: int, prefill_chunk: int, idle_prefill_chunk: int) -> None:
+    def __init__(self, *, max_running: int, pace: Pace) -> None:
         self._max_running = max_running
-        self._chunk = prefill_chunk
-        self._idle_chunk = max(idle_prefill_chunk, prefill_chunk)
-        self.waiting: deque[Generation] = deque()
+        self._chunk_under_way = False
+        self.pace = pace
+        self.waiting: list[Generation] = []
         self.loading: list[Generation] = []
         self.running: list[Generation] = []
-        self.stalled = False  # the first in the queue waits for blocks of others
-
-    def add(self, generation: Generation) -> None:
-        self.waiting.append(generation)
+        self.stalled = False
+        self.preemptions = 0
 
     def __iter__(self) -> Iterator[Generation]:
         yield from (*self.running, *self.loading, *self.waiting)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or (self.waiting and self.can_admit and not (self.stalled and self.loading)))
+        return bool(self.running or (self.next_to_admit() and not (self.stalled and self.loading)))
 
-    @property
-    def can_admit(self) -> bool:
-        return len(self.running) + len(self.loading) < self._max_running
+    # -- queues -------------------------------------------------------------------------------------------------------
+
+    def add(self, generation: Generation) -> None:
+        self.waiting.append(generation)
+
+    def next_to_admit(self) -> Generation | None:
+        """The request that is to be admitted next; None if none waits or there is no place for it.
+
+        Background requests leave one place free, so that an interactive one need not wait for them.
+        """
+        first = min(self.waiting, key=_rank, default=None)
+        if first is None:
+            return None
+        free = self._max_running - len(self.running) - len(self.loading)
+        kept_free = 1 if first.background and self._max_running > 1 else 0
+        return first if free > kept_free else None
+
+    def admit(self, generation: Generation, *, loading: bool) -> None:
+        """Take a request out of the queue; what was there before it has been passed over."""
+        self.waiting.remove(generation)
+        (self.loading if loading else self.running).append(generation)
+        _pass_over(other for other in self.waiting if other.submitted_at < generation.submitted_at)
+        generation.passed_over = 0
+        self.stalled = False
+
+    def loaded(self, generation: Generation, *, complete: bool) -> None:
+        """The blocks of a request have come from disk, or not all of them: then it has to be admitted again."""
+        self.loading.remove(generation)
+        (self.running if complete else self.waiting).append(generation)
 
     def remove(self, generation: Generation) -> None:
         """Forget a generation, wherever it is."""
         for queue in (self.waiting, self.loading, self.running):
             if generation in queue:
                 queue.remove(generation)
+        self.stalled = False
 
-    def youngest(self) -> Generation | None:
-        """Whom to preempt when no block is left; None if a preemption would leave nobody running.
+    def victim(self) -> Generation | None:
+        """Whom to preempt when no block is left: background first, then the youngest. None if nobody else runs.
 
-        By arrival, not by place in `running`, where prompts take turns: the oldest is never preempted, so it gets done.
+        The oldest is never preempted, so it gets done.
         """
-        return max(self.running, key=lambda g: g.submitted_at) if len(self.running) > 1 else None
+        return max(self.running, key=_rank) if len(self.running) > 1 else None
 
     def preempt(self, generation: Generation) -> None:
-        """Back to the front of the queue."""
+        """Back to the queue. It has paid for its background: from now on it is one like any other."""
         self.running.remove(generation)
-        self.waiting.appendleft(generation)
+        self.waiting.append(generation)
+        generation.background = False
+        self.preemptions += 1
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> dict[Generation, int]:
-        """Tokens each generation computes in the next step.
+        """Tokens each generation computes in the next step; empty if all there is to do waits for the step under way.
 
-        Everyone who has just one token to compute does so (they form one batch); besides, one prompt advances by a
-        chunk that ends on a block boundary. Prompts take turns.
+        A step is one token of everyone who has just one to compute, or a chunk of one prompt. While anyone decodes, a
+        chunk follows a decode step, and only when decoding has had its share since the last chunk.
         """
-        step = {g: 1 for g in self.running if g.num_to_compute == 1}
-        alone = len(self.running) == 1 and not self.waiting
-        prefilling = next((g for g in self.running if g.num_to_compute > 1), None)
-        if prefilling is not None:
-            step[prefilling] = self._chunk_for(prefilling, self._idle_chunk if alone else self._chunk)
-            self.running.remove(prefilling)
-            self.running.append(prefilling)
-        return step
+        decoding = [generation for generation in self.running if generation.can_decode]
+        prompts = [generation for generation in self.running if generation.can_prefill]
+        decode_first = bool(decoding) and (self._chunk_under_way or self.pace.decoding_is_due)
+        self._chunk_under_way = bool(prompts) and not decode_first
+        if not self._chunk_under_way:
+            return dict.fromkeys(decoding, 1)
+        prompt = min(prompts, key=_prompt_rank)
+        _pass_over(other for other in prompts if other is not prompt)
+        prompt.passed_over = 0
+        return {prompt: self._chunk_for(prompt, contended=bool(decoding))}
 
-    @staticmethod
-    def _chunk_for(generation: Generation, chunk: int) -> int:
-        end = generation.num_computed + chunk
-        if end >= len(generation.token_ids):
-            return generation.num_to_compute
-        aligned = end - end % BLOCK_SIZE
-        return (aligned if aligned > generation.num_computed else end) - generation.num_computed
+    def _chunk_for(self, prompt: Generation, *, contended: bool) -> int:
+        """Tokens of the prompt's next chunk, of which none crosses a block boundary unless it ends on one."""
+        largest = self.pace.chunk_tokens(prompt.num_launched, contended=contended)
+        left, to_boundary = prompt.num_to_launch, BLOCK_SIZE - prompt.num_launched % BLOCK_SIZE
+        if left <= largest:
+            return left
+        if largest < to_boundary:
+            return _equal_part(min(left, to_boundary), largest)
+        return largest - (prompt.num_launched + largest) % BLOCK_SIZE
+
+
+def _equal_part(num_tokens: int, largest: int) -> int:
+    """The first of as few and as equal parts as it takes: a short last one would cost nearly as much as a long one."""
+    parts = -(-num_tokens // largest)
+    return -(-num_tokens // parts)
+
+
+def _rank(generation: Generation) -> tuple[bool, float]:
+    """Who is admitted first and preempted last."""
+    return generation.background, generation.submitted_at
+
+
+def _prompt_rank(prompt: Generation) -> tuple[int, bool, int, float]:
+    """Which prompt is next: overdue ones, then interactive ones, the shortest first."""
+    overdue = prompt.passed_over if prompt.passed_over >= _MOST_TIMES_PASSED_OVER and not prompt.background else 0
+    return -overdue, prompt.background, prompt.num_to_launch, prompt.submitted_at
+
+
+def _pass_over(generations: Iterator[Generation] | Sequence[Generation]) -> None:
+    for generation in generations:
+        generation.passed_over += 1
+        generation.background &= generation.passed_over < _BACKGROUND_PATIENCE

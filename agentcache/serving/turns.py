@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-
-import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import Transcript, len_common_prefix
-from agentcache.models.sampler import log_softmax, top_logprobs
+from agentcache.models.sampler import TokenScore
 from agentcache.models.tokenizer import Tokenizer
 from agentcache.serving.agents import AgentTable
 from agentcache.serving.generation import Generation, Saved, make_report
@@ -58,26 +56,26 @@ class Turns:
         self._set_idle(generation)
         self._persistence.forget_unnamed(node.chain for node in generation.saved_early)
 
-    def take(self, generation: Generation, chosen: mx.array | None, logits: mx.array) -> None:
+    def take(self, generation: Generation, token: int, score: TokenScore | None) -> None:
         """A row's known tokens are all computed: take the chosen one, or end.
 
         Args:
-            chosen: token id, int32 []; None where none is wanted.
-            logits: float [vocabulary] that it was chosen from.
+            score: its log probability, where the request wants it.
         """
         if generation.first_token_at is None:
             generation.first_token_at = time.perf_counter()
             self._announce(generation)
-        if chosen is None:
+        if generation.max_tokens == 0:
             self.finish(generation, FinishReason.LENGTH)
-            return
-        token, sampling = int(chosen.item()), generation.request.sampling
-        if token in self._tokenizer.eos_ids and not sampling.ignore_eos:
+        elif token in self._tokenizer.eos_ids and not generation.request.sampling.ignore_eos:
             self.finish(generation, FinishReason.STOP)
-            return
-        logprobs = () if sampling.logprobs is None else (self._logprob(log_softmax(logits), token, sampling.logprobs),)
+        else:
+            self._add(generation, token, score)
+
+    def _add(self, generation: Generation, token: int, score: TokenScore | None) -> None:
         generation.token_ids.append(token)
         text = generation.output.add(token)
+        logprobs = () if score is None else (self._logprob(token, score, generation.request.sampling.logprobs or 0),)
         generation.emit(Update(text=text, token_ids=(token,), logprobs=logprobs))
         if generation.output.stopped:
             self.finish(generation, FinishReason.STOP)
@@ -89,21 +87,19 @@ class Turns:
         logprobs = tuple(generation.prompt_logprobs) if generation.request.sampling.prompt_logprobs else None
         generation.emit(Update(prompt_token_ids=prompt, prompt_logprobs=logprobs))
 
-    def note_prompt_logprobs(self, generation: Generation, logits: mx.array) -> None:
-        """`logits` [n, vocabulary] predict the tokens after the n just computed, which are not advanced over yet."""
-        logprobs, count = log_softmax(logits), generation.request.sampling.logprobs or 0
+    def note_prompt_scores(self, generation: Generation, scores: Sequence[TokenScore]) -> None:
+        """Scores of the prompt tokens behind those just computed, which are not advanced over yet."""
         if not generation.prompt_logprobs:
             first = generation.token_ids[0]
             generation.prompt_logprobs.append(TokenLogprob(first, self._tokenizer.token_text(first), None))
-        start = generation.num_computed + 1
-        for offset, token in enumerate(generation.token_ids[start : start + logits.shape[0]]):
-            generation.prompt_logprobs.append(self._logprob(logprobs[offset], token, count))
+        start, count = generation.num_computed + 1, generation.request.sampling.logprobs or 0
+        for token, score in zip(generation.token_ids[start:], scores, strict=False):
+            generation.prompt_logprobs.append(self._logprob(token, score, count))
 
-    def _logprob(self, logprobs: mx.array, token: int, count: int) -> TokenLogprob:
+    def _logprob(self, token: int, score: TokenScore, count: int) -> TokenLogprob:
         text = self._tokenizer.token_text
-        ids, values = top_logprobs(logprobs, count)
-        top = tuple((i, text(i), value) for i, value in zip(ids, values, strict=True))
-        return TokenLogprob(token, text(token), logprobs[token].item(), top)
+        top = tuple((i, text(i), value) for i, value in score.top[:count])
+        return TokenLogprob(token, text(token), score.logprob, top)
 
     def finish(self, generation: Generation, reason: FinishReason) -> None:
         """End a generation: show the rest of its text, keep its memory, report when that is safe."""
@@ -150,8 +146,8 @@ class Turns:
         """The last update, when the turn is safe on disk or known not to be."""
         self.ending.discard(generation)
         self._set_idle(generation)
-        report = make_report(generation, saved)
-        generation.emit(Update(finish_reason=generation.finish_reason, report=report))
+        report, stop_string = make_report(generation, saved), generation.output.stop_string
+        generation.emit(Update(finish_reason=generation.finish_reason, stop_string=stop_string, report=report))
 
     def _set_idle(self, generation: Generation) -> None:
         if generation.record is not None:

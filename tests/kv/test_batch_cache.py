@@ -135,6 +135,50 @@ def test_a_fork_shares_slots_until_it_writes() -> None:
     assert first[0] == second[0] and first[1] != second[1]
 
 
+@pytest.mark.parametrize("window", [None, 32, 300])
+def test_rows_go_into_a_batch_and_come_out_bit_for_bit(window: int | None) -> None:
+    """Rows grown here, read from files, forked, and with a window, in any mixture and order."""
+    desk = Desk(window)
+    grown, histories = batch_of(desk, [0, 40, 256, 700])
+    from_disk = [read_back(desk, grown.extract(index)) for index in (1, 3)]
+    forks = [grown.extract(index) for index in (3, 3, 2)]
+    rows = [*(grown.extract(index) for index in range(4)), *from_disk, *forks]
+    known = [*histories, *(histories[i].fork(10 + i) for i in (1, 3)), *(histories[i].fork(20 + i) for i in (3, 3, 2))]
+    before = [contents(row) for row in rows]
+    free = desk.pool.num_free
+    merged = BatchQuantizedKVCache.merge(rows)
+    assert desk.pool.num_free == free
+    assert [contents(merged.extract(index)) for index in range(len(rows))] == before
+    known[7].seed = 99  # the two forks of one row write differently
+    step(merged, known, 3)
+    for index in reversed(range(len(rows))):
+        if window is None:
+            assert_rows(merged.extract(index), [known[index]])
+        assert contents(merged.extract(index)) == contents_of_row(merged, index)
+
+
+def read_back(desk: Desk, row: BatchQuantizedKVCache) -> BatchQuantizedKVCache:
+    """The row's blocks as a file would hold them, put into other slots."""
+    table = row.rows.tables[0]
+    target = [row.rows.allocate() for _ in table.block_ids]
+    desk.arena.grow(desk.pool.capacity)
+    for _, side in desk.arena.sides:
+        side.put(target, [np.array(part) for part in side.gather(mx.array(table.block_ids))])
+    rows = RowBatch([BlockTable(target, table.first_block)], desk.window, desk.pool)
+    return BatchQuantizedKVCache(desk.arena, rows, list(row.lengths))
+
+
+def contents(row: BatchQuantizedKVCache) -> list[bytes]:
+    return contents_of_row(row, 0)
+
+
+def contents_of_row(cache: BatchQuantizedKVCache, index: int) -> list[bytes]:
+    """Every byte of a row that counts."""
+    if not cache.lengths[index]:
+        return []
+    return [np.array(part).tobytes() for packed in cache.row(index).values() for part in packed]
+
+
 def test_merging_copies_no_kv() -> None:
     desk = Desk()
     caches = [desk.cache() for _ in range(2)]

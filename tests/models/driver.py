@@ -37,8 +37,9 @@ class Driver:
         for row in rows:
             self._reserve(row, token_ids.shape[1])
         tables, lengths = [row.tables for row in rows], [row.length for row in rows]
-        logits = self.runner.forward(token_ids.tolist(), tables, lengths, all_logits=all_logits)
-        self.runner.evaluate(logits)
+        logits = self.runner.forward(mx.array(token_ids.astype(np.int32)), tables, lengths, all_logits=all_logits)
+        mx.eval(logits)
+        self.runner.evaluate()
         for row in rows:
             row.length += token_ids.shape[1]
         return logits

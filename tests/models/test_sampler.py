@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,17 +12,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.models.sampler import Sampler, log_softmax, top_logprobs
+from agentcache.models.sampler import Row, Sampler, Scores, choose, log_softmax
 
 # Probabilities 0.4, 0.3, 0.2, 0.07, 0.03 in a shuffled order.
 PROBABILITIES = np.array([0.2, 0.03, 0.4, 0.07, 0.3])
 LOGITS = mx.array(np.log(PROBABILITIES).astype(np.float32)) + 2.5
 
 
-def draw(count: int = 400, logits: mx.array = LOGITS, recent: tuple[int, ...] = (), **options: Any) -> list[int]:
+def choose_one(sampler: Sampler, logits: mx.array, tokens: Sequence[int], position: int = 0) -> int:
+    """The token after `tokens`."""
+    row = Row(sampler, tokens[:-1], position)
+    return int(choose([row], logits[None], mx.array(tokens[-1:], mx.int32)).item())
+
+
+def draw(count: int = 400, logits: mx.array = LOGITS, **options: Any) -> list[int]:
+    """What one sampler draws at `count` places in a row."""
     sampler = Sampler(**{"temperature": 1.0, "seed": 3} | options)
-    tokens = mx.stack([sampler.choose(logits, recent).astype(mx.int32) for _ in range(count)])
-    return [int(token) for token in tokens.tolist()]
+    rows = [Row(sampler, (), position) for position in range(count)]
+    chosen = choose(rows, mx.broadcast_to(logits, (count, *logits.shape)), mx.zeros(count, mx.int32))
+    return [int(token) for token in chosen.tolist()]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-40, 1e-300])
@@ -80,8 +89,8 @@ def test_what_is_left_keeps_its_proportions() -> None:
     assert abs(counts[2] - 4 / 7) < 0.04
 
 
-def greedy(logits: list[float], recent: list[int], **options: Any) -> int:
-    return int(Sampler(temperature=0.0, **options).choose(mx.array(logits), recent).item())
+def greedy(logits: list[float], tokens: list[int], **options: Any) -> int:
+    return choose_one(Sampler(temperature=0.0, **options), mx.array(logits), tokens)
 
 
 def test_repetition_is_penalised_whatever_the_sign() -> None:
@@ -89,22 +98,21 @@ def test_repetition_is_penalised_whatever_the_sign() -> None:
     assert greedy([-1.0, -1.5, -9.0], [0, 0, 0], repetition_penalty=2.0) == 1
     assert greedy([3.0, 2.9], [0], repetition_penalty=1.0) == 0
     assert greedy([3.0, 2.0], [0] + [1] * 64, repetition_penalty=2.0) == 0  # too long ago
-    assert greedy([3.0, 2.0], [], repetition_penalty=2.0) == 0
 
 
 def test_biases_are_added() -> None:
-    assert greedy([3.0, 2.0, 1.0], [], logit_bias={2: 2.5}) == 2
-    assert greedy([3.0, 2.0, 1.0], [], logit_bias={0: -100.0, 1: -100.0}) == 2
+    assert greedy([3.0, 2.0, 1.0], [0], logit_bias={2: 2.5}) == 2
+    assert greedy([3.0, 2.0, 1.0], [0], logit_bias={0: -100.0, 1: -100.0}) == 2
     assert set(draw(logit_bias={2: -100.0})) == {0, 1, 3, 4}
 
 
 def test_biases_of_tokens_without_logit_change_nothing() -> None:
-    assert greedy([3.0, 2.0, 1.0], [], logit_bias={3: 100.0, 10**8: 100.0, -1: 100.0}) == 0
+    assert greedy([3.0, 2.0, 1.0], [0], logit_bias={3: 100.0, 10**8: 100.0, -1: 100.0}) == 0
 
 
 def test_the_logits_given_are_left_alone() -> None:
     logits = mx.array([1.0, 2.0, 3.0])
-    Sampler(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 9.0}).choose(logits, [2]).item()
+    choose_one(Sampler(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 9.0}), logits, [2])
     assert logits.tolist() == [1.0, 2.0, 3.0]
 
 
@@ -128,8 +136,54 @@ def test_log_softmax_of_half_precision_is_computed_in_float32() -> None:
 
 
 def test_the_most_likely_tokens_come_first() -> None:
-    ids, values = top_logprobs(log_softmax(LOGITS), 3)
-    assert ids == [2, 4, 0]
-    np.testing.assert_allclose(np.exp(values), [0.4, 0.3, 0.2], rtol=1e-4)
-    assert top_logprobs(log_softmax(LOGITS), 0) == ([], [])
-    assert len(top_logprobs(log_softmax(LOGITS), 99)[0]) == 5
+    logits = mx.stack([LOGITS, -LOGITS])
+    best, worst = Scores(logits, mx.array([0, 1]), 3).read()
+    assert [token for token, _ in best.top] == [2, 4, 0]
+    np.testing.assert_allclose(np.exp([logprob for _, logprob in best.top]), [0.4, 0.3, 0.2], rtol=1e-4)
+    assert math.exp(best.logprob) == pytest.approx(0.2, rel=1e-4)
+    assert worst.top[0] == (1, worst.logprob)
+    assert [score.top for score in Scores(logits, mx.array([0, 1]), 0).read()] == [(), ()]
+    assert [len(score.top) for score in Scores(logits, mx.array([0, 1]), 99).read()] == [5, 5]
+
+
+# -- a batch ----------------------------------------------------------------------------------------------------------
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.3]),
+        "top_k": st.sampled_from([0, 1, 5, 500]),
+        "min_p": st.sampled_from([0.0, 0.05, 0.5]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3, 0.5]),
+        "logit_bias": st.sampled_from([{}, {3: 5.0}, {7: -100.0, 999: 1.0}]),
+        "seed": st.integers(0, 5),
+    }
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(SETTINGS, st.integers(1, 80), st.integers(0, 9)), min_size=1, max_size=16))
+def test_a_row_gets_in_a_batch_what_it_gets_alone(rows: list[tuple[dict[str, Any], int, int]]) -> None:
+    samplers = [Sampler(**options) for options, _, _ in rows]
+    texts = [[(7 * i + 3 * n) % 40 for n in range(length)] for i, (_, length, _) in enumerate(rows)]
+    logits = mx.random.normal((len(rows), 40), key=mx.random.key(1)) * 3
+    batch = [Row(s, text[:-1], at) for s, text, (_, _, at) in zip(samplers, texts, rows, strict=True)]
+    together = choose(batch, logits, mx.array([text[-1] for text in texts], mx.int32)).tolist()
+    alone = [choose_one(r.sampler, logits[i], texts[i], r.position) for i, r in enumerate(batch)]
+    assert together == alone
+
+
+def test_what_was_drawn_in_vain_changes_nothing() -> None:
+    """A place in the text is drawn for again after a preemption, or when a lookahead was for nothing."""
+    sampler = Sampler(temperature=1.0, seed=5)
+    first = [choose_one(sampler, LOGITS, [0], position) for position in range(20)]
+    assert [choose_one(sampler, LOGITS, [0], position) for position in range(20)] == first
+    assert len(set(first)) > 1
+
+
+def test_the_last_token_may_be_unknown_yet() -> None:
+    """A penalty applies to a token that the device is still choosing."""
+    logits = mx.array([[3.0, 2.0, 1.0]])
+    pending = mx.argmax(logits, axis=-1).astype(mx.int32)
+    row = Row(Sampler(temperature=0.0, repetition_penalty=4.0), (2,), 1)
+    assert choose([row], logits, pending).tolist() == [1]

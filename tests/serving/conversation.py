@@ -50,7 +50,7 @@ def check_idle(llm: LLM) -> None:
 
 def engine_of(llm: LLM) -> Engine:
     """The engine itself, to look at while it is idle."""
-    engine = llm._engine._engine
+    engine = llm._engine._thread.engine
     assert engine is not None
     return engine
 

@@ -1,236 +1,356 @@
-"""The step plan, and that everybody gets done."""
+"""The step plan: time is shared, turns are taken, blocks suffice, and everybody gets done."""
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass
+import statistics
+from functools import partial
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.prefix_cache import PrefixCache, Sequence
-from agentcache.blocks.prefix_match import Match, PromptMatch, Transcript
-from agentcache.errors import OutOfBlocks
-from agentcache.models.detokenizer import Detokenizer
+from agentcache.blocks.prefix_cache import Sequence
 from agentcache.serving.generation import Generation
-from agentcache.serving.output import Output
-from agentcache.serving.request import Request, TokenPrompt
+from agentcache.serving.pace import SMALLEST_CHUNK, Pace
+from agentcache.serving.request import Priority, Request, SamplingParams, TokenPrompt
 from agentcache.serving.scheduler import Scheduler
+from tests.serving.simulation import MAX_STALL, Client, Costs, Simulation, make_generation
 
-CHUNK = 300
-IDLE_CHUNK = 1000
-
-
-def make_generation(num_tokens: int, token: int = 1, submitted_at: float = 0.0) -> Generation:
-    ids = array("I", [token] * num_tokens)
-    transcript = Transcript("a" * num_tokens, ids, array("I", range(1, num_tokens + 1)), (("prompt", num_tokens),))
-    return Generation(
-        request=Request("r", TokenPrompt(list(ids))),
-        match=PromptMatch(Match.NEW, transcript, 0),
-        max_tokens=1,
-        output=Output(Detokenizer(lambda token: b"", set())),
-        emit=lambda update: None,
-        submitted_at=submitted_at,
-    )
+INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
 
 
-def admit(scheduler: Scheduler, cached: int = 0) -> Generation:
-    generation = scheduler.waiting.popleft()
+def make_scheduler(max_running: int = 4, chunk: int = 256, tokens_per_second: float = 1e6) -> Scheduler:
+    pace = Pace(max_stall=MAX_STALL, decode_share=0.5, chunk=chunk, idle_chunk=1024)
+    pace.chunk_took(100 / tokens_per_second, 100, 0, contended=False)
+    return Scheduler(max_running=max_running, pace=pace)
+
+
+def admit(scheduler: Scheduler, generation: Generation, cached: int = 0) -> Generation:
     generation.sequence = Sequence("root", generation.token_ids[:cached], [], [])
-    scheduler.running.append(generation)
+    scheduler.add(generation)
+    scheduler.admit(generation, loading=False)
     return generation
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, are admitted, computed by the plan, generate, end, are cancelled and preempted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler = Scheduler(max_running=4, prefill_chunk=CHUNK, idle_prefill_chunk=IDLE_CHUNK)
-        self.all: list[Generation] = []
-        self.passed_over: dict[Generation, int] = {}
-
-    @rule(num_tokens=st.sampled_from([1, 2, 255, 256, 257, 900, 5000]))
-    def add(self, num_tokens: int) -> None:
-        generation = make_generation(num_tokens, submitted_at=len(self.all))
-        self.scheduler.add(generation)
-        self.all.append(generation)
-
-    @precondition(lambda self: self.scheduler.waiting and self.scheduler.can_admit)
-    @rule(share=st.floats(0, 0.99))
-    def admit(self, share: float) -> None:
-        first = self.scheduler.waiting[0]
-        cached = min(int(share * len(first.token_ids)), len(first.token_ids) - 1)
-        self.passed_over[admit(self.scheduler, cached)] = 0
-
-    @rule(generates=st.lists(st.booleans(), min_size=4, max_size=4))
-    def step(self, generates: list[bool]) -> None:
-        before = list(self.scheduler.running)
-        plan = self.scheduler.schedule()
-        assert sorted(map(id, self.scheduler.running)) == sorted(map(id, before))
-        assert bool(plan) is bool(before)
-        self.check_plan(plan, before)
-        for (generation, num_tokens), goes_on in zip(plan.items(), generates, strict=False):
-            self.compute(generation, num_tokens, goes_on)
-
-    def check_plan(self, plan: dict[Generation, int], running: list[Generation]) -> None:
-        decoding = [g for g in running if g.num_to_compute == 1]
-        prompts = [g for g in running if g.num_to_compute > 1]
-        advanced = [g for g in prompts if g in plan]
-        assert len(advanced) == min(1, len(prompts))
-        assert all(plan[g] == 1 for g in decoding)
-        for generation in advanced:
-            self.check_chunk(generation, plan[generation], CHUNK if decoding else IDLE_CHUNK)
-        for generation in prompts:
-            self.passed_over[generation] = 0 if generation in plan else self.passed_over[generation] + 1
-            assert self.passed_over[generation] < 4, "prompts take turns"
-
-    @staticmethod
-    def check_chunk(generation: Generation, num_tokens: int, chunk: int) -> None:
-        assert 0 < num_tokens <= chunk
-        end = generation.num_computed + num_tokens
-        assert end <= len(generation.token_ids)
-        assert end == len(generation.token_ids) or end % BLOCK_SIZE == 0
-
-    def compute(self, generation: Generation, num_tokens: int, goes_on: bool) -> None:
-        assert generation.sequence is not None
-        generation.sequence.token_ids.extend([1] * num_tokens)
-        if generation.num_to_compute:
-            return
-        if goes_on:
-            generation.token_ids.append(1)
-        else:
-            self.forget(generation)
-
-    def forget(self, generation: Generation) -> None:
-        self.scheduler.remove(generation)
-        self.all.remove(generation)
-
-    @precondition(lambda self: self.all)
-    @rule(which=st.integers(0, 100))
-    def cancel(self, which: int) -> None:
-        self.forget(self.all[which % len(self.all)])
-
-    @rule()
-    def preempt(self) -> None:
-        running = self.scheduler.running
-        victim = self.scheduler.youngest()
-        assert (victim is None) is (len(running) < 2)
-        if victim is not None:
-            assert all(victim.submitted_at >= other.submitted_at for other in running)
-            self.scheduler.preempt(victim)
-            victim.sequence = None
-            assert self.scheduler.waiting[0] is victim
-
-    @invariant()
-    def agrees(self) -> None:
-        scheduler = self.scheduler
-        assert sorted(map(id, scheduler)) == sorted(map(id, self.all))
-        assert len(scheduler.running) <= 4
-        assert scheduler.can_admit is (len(scheduler.running) < 4)
-        assert scheduler.has_work is bool(scheduler.running or (scheduler.waiting and scheduler.can_admit))
+def decoding(scheduler: Scheduler) -> Generation:
+    """A generation that has its first token and wants many more."""
+    generation = make_generation(10, wanted=1000)
+    generation.token_ids.append(1)
+    return admit(scheduler, generation, cached=10)
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+# -- one plan ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("cached", "chunk", "expected"), [(0, 256, 256), (100, 256, 156), (0, 100, 100), (200, 100, 56)]
+    ("cached", "tokens_per_second", "expected"),
+    [
+        (0, 2600, 256),
+        (100, 2600, 156),  # to the block's end
+        (0, 2000, 128),  # two equal parts rather than 200 and 56
+        (0, 1000, 86),
+        (200, 1000, 56),
+        (300, 1000, 71),
+        (0, 10, SMALLEST_CHUNK),
+    ],
 )
-def test_a_chunk_ends_on_a_block_boundary_where_it_reaches_one(cached: int, chunk: int, expected: int) -> None:
-    scheduler = Scheduler(max_running=1, prefill_chunk=chunk, idle_prefill_chunk=0)
-    scheduler.add(make_generation(2000))
-    generation = admit(scheduler, cached)
-    assert scheduler.schedule() == {generation: expected}
+def test_chunks_end_where_blocks_do_and_are_of_a_size(cached: int, tokens_per_second: float, expected: int) -> None:
+    scheduler = make_scheduler(tokens_per_second=tokens_per_second)
+    decoding(scheduler)
+    prompt = admit(scheduler, make_generation(2000), cached)
+    scheduler.pace.chunk_took(100 / tokens_per_second, 100, cached, contended=False)
+    assert scheduler.schedule() == {prompt: expected}
 
 
-def test_prompts_take_turns_and_hold_up_nobody_who_decodes() -> None:
-    scheduler = Scheduler(max_running=4, prefill_chunk=256, idle_prefill_chunk=512)
-    for num_tokens in (2000, 1, 2000, 2000):
-        scheduler.add(make_generation(num_tokens))
-    first, decoding, second, third = [admit(scheduler) for _ in range(4)]
-    plans = [scheduler.schedule() for _ in range(6)]
-    assert [plan.keys() - {decoding} for plan in plans] == [{first}, {second}, {third}] * 2
-    assert all(plan[decoding] == 1 for plan in plans)
+@pytest.mark.parametrize(("num_tokens", "expected"), [(2000, 1024), (1000, 1000), (1024, 1024), (1025, 1024)])
+def test_with_nobody_decoding_chunks_are_large(num_tokens: int, expected: int) -> None:
+    scheduler = make_scheduler()
+    prompt = admit(scheduler, make_generation(num_tokens))
+    assert scheduler.schedule() == {prompt: expected}
 
 
-def test_loading_requests_take_a_place() -> None:
-    scheduler = Scheduler(max_running=1, prefill_chunk=256, idle_prefill_chunk=256)
-    scheduler.loading.append(make_generation(1))
-    assert not scheduler.can_admit
-    scheduler.remove(scheduler.loading[0])
-    assert scheduler.can_admit
+def test_a_step_is_a_decode_batch_or_one_chunk() -> None:
+    scheduler = make_scheduler()
+    rows = [decoding(scheduler), decoding(scheduler)]
+    prompts = [admit(scheduler, make_generation(2000)) for _ in range(2)]
+    plans = [scheduler.schedule() for _ in range(4)]
+    assert plans[1] == plans[3] == dict.fromkeys(rows, 1)
+    assert [list(plan) for plan in (plans[0], plans[2])] == [[prompts[0]], [prompts[0]]]
 
 
-@dataclass(frozen=True)
-class FullGroup:
-    name: str = "full.0"
-    window: int | None = None
-    bytes_per_block: int = 1
-
-    def first_block_needed(self, num_tokens: int) -> int:
-        return 0
+def test_rows_go_on_from_the_token_under_way() -> None:
+    scheduler = make_scheduler()
+    row = decoding(scheduler)
+    row.in_flight = 1
+    assert scheduler.schedule() == {row: 1}
 
 
-class SmallEngine:
-    """The engine's way with scheduler and cache, without a model: each request ends when its prompt is computed."""
+def test_nobody_goes_on_from_the_first_or_behind_the_last_token() -> None:
+    """The first is to be shown at once; behind the last nothing is wanted."""
+    scheduler = make_scheduler()
+    first = admit(scheduler, make_generation(10, wanted=5), cached=9)
+    assert scheduler.schedule() == {first: 1}
+    first.in_flight = 1
+    assert scheduler.schedule() == {}
+    last = make_generation(10, wanted=2)
+    last.token_ids.append(1)
+    admit(scheduler, last, cached=10)
+    assert scheduler.schedule() == {last: 1}
+    last.in_flight = 1
+    assert scheduler.schedule() == {}
 
-    def __init__(self, num_blocks: int, num_running: int) -> None:
-        self.cache = PrefixCache([FullGroup()], num_blocks)
-        self.scheduler = Scheduler(max_running=num_running, prefill_chunk=256, idle_prefill_chunk=512)
-        self.done: list[Generation] = []
 
-    def step(self) -> None:
-        while self.scheduler.waiting and self.scheduler.can_admit:
-            generation = self.scheduler.waiting[0]
-            prefix = self.cache.match_prefix("root", generation.token_ids, len(generation.token_ids) - 1)
-            try:
-                generation.sequence = self.cache.open("root", prefix)
-            except OutOfBlocks:
-                break
-            self.scheduler.running.append(self.scheduler.waiting.popleft())
-        for generation, num_tokens in self.scheduler.schedule().items():
-            if self.reserve(generation, num_tokens):
-                self.compute(generation, num_tokens)
-        self.cache.check_integrity()
+def test_a_prompt_waits_for_its_chunk_under_way() -> None:
+    scheduler = make_scheduler()
+    prompt, other = (admit(scheduler, make_generation(2000)) for _ in range(2))
+    prompt.in_flight = 256
+    assert list(scheduler.schedule()) == [other]
 
-    def reserve(self, generation: Generation, num_tokens: int) -> bool:
-        while generation in self.scheduler.running:
-            assert generation.sequence is not None
-            try:
-                self.cache.reserve(generation.sequence, num_tokens)
-                return True
-            except OutOfBlocks:
-                victim = self.scheduler.youngest()
-                assert victim is not None, "one alone has room enough"
-                assert victim.sequence is not None
-                self.cache.abandon(victim.sequence)
-                victim.sequence = None
-                self.scheduler.preempt(victim)
-        return False
 
-    def compute(self, generation: Generation, num_tokens: int) -> None:
-        sequence = generation.sequence
-        assert sequence is not None
-        start = sequence.num_tokens
-        self.cache.advance(sequence, generation.token_ids[start : start + num_tokens])
-        if not generation.num_to_compute:
-            self.cache.close(sequence)
-            self.scheduler.remove(generation)
-            self.done.append(generation)
+# -- who is admitted --------------------------------------------------------------------------------------------------
+
+
+def queued(scheduler: Scheduler, submitted_at: float, priority: Priority = INTERACTIVE) -> Generation:
+    generation = make_generation(10, submitted_at=submitted_at, priority=priority)
+    scheduler.add(generation)
+    return generation
+
+
+def test_first_come_first_served_but_interactive_before_background() -> None:
+    scheduler = make_scheduler(max_running=10)
+    warm, second, first = queued(scheduler, 0, BACKGROUND), queued(scheduler, 2), queued(scheduler, 1)
+    order = []
+    while (generation := scheduler.next_to_admit()) is not None:
+        scheduler.admit(generation, loading=False)
+        order.append(generation)
+    assert order == [first, second, warm]
+
+
+def test_background_leaves_a_place_free() -> None:
+    scheduler = make_scheduler(max_running=2)
+    warms = [queued(scheduler, number, BACKGROUND) for number in range(2)]
+    scheduler.admit(warms[0], loading=True)
+    assert scheduler.next_to_admit() is None
+    late = queued(scheduler, 5)
+    assert scheduler.next_to_admit() is late
+    alone = make_scheduler(max_running=1)
+    assert queued(alone, 0, BACKGROUND) is alone.next_to_admit()
+
+
+def test_a_background_request_that_was_passed_over_often_is_like_any_other() -> None:
+    scheduler = make_scheduler(max_running=100)
+    warm = queued(scheduler, 0, BACKGROUND)
+    for number in range(1, 50):
+        queued(scheduler, number)
+        admitted = scheduler.next_to_admit()
+        assert admitted is not None
+        scheduler.admit(admitted, loading=False)
+        if admitted is warm:
+            break
+    assert 5 < number < 15
+
+
+def test_a_warm_is_background_unless_it_says_otherwise() -> None:
+    def request(max_tokens: int | None, priority: Priority | None) -> Request:
+        return Request("r", TokenPrompt([1]), SamplingParams(max_tokens=max_tokens), priority=priority)
+
+    assert request(0, None).is_background
+    assert not request(0, INTERACTIVE).is_background
+    assert not request(None, None).is_background
+    assert request(5, BACKGROUND).is_background
+
+
+def test_victims_are_background_then_young_and_come_back_to_their_place() -> None:
+    scheduler = make_scheduler(max_running=10)
+    old, young = make_generation(10, submitted_at=1), make_generation(10, submitted_at=3)
+    warm = make_generation(10, submitted_at=0, priority=BACKGROUND)
+    for generation in (old, warm, young):
+        admit(scheduler, generation)
+    queued(scheduler, 7)
+    for victim in (warm, young):
+        assert scheduler.victim() is victim
+        scheduler.preempt(victim)
+    assert scheduler.victim() is None, "the oldest gets done"
+    assert scheduler.next_to_admit() is warm
+    assert scheduler.preemptions == 2
+
+
+# -- time is shared ---------------------------------------------------------------------------------------------------
+
+
+def run_staggered(simulation: Simulation, *, prompt: int = 16_384, decoders: int = 3) -> tuple[list[Client], Client]:
+    """Some that generate for long, and then a long prompt beside them."""
+    talkers = [simulation.submit(100, 10**6) for _ in range(decoders)]
+    simulation.run(2.0)
+    long = simulation.submit(prompt, 1)
+    while long.done_at is None:
+        simulation.step()
+    return talkers, long
+
+
+MACHINES = st.builds(
+    Costs,
+    step=st.floats(0.001, 0.2),
+    step_row=st.floats(0, 0.01),
+    chunk=st.floats(0, 0.03),
+    chunk_token=st.floats(1e-4, 3e-3),
+    chunk_token_context=st.floats(0, 3e-7),
+)
+
+
+@settings(max_examples=15)
+@given(costs=MACHINES, decode_share=st.sampled_from([0.3, 0.5, 0.7]))
+def test_a_long_prompt_keeps_nobody_waiting_longer_than_a_stall(costs: Costs, decode_share: float) -> None:
+    simulation = Simulation(costs=costs, decode_share=decode_share)
+    talkers, long = run_staggered(simulation, prompt=4000)
+    step = costs.decode(len(talkers))
+    most = 1.5 * MAX_STALL + step
+    smallest = max(costs.prefill(SMALLEST_CHUNK, context) for context in (0, 4000)) + step
+    for client in talkers:
+        gaps = sorted(client.gaps)
+        assert gaps[int(len(gaps) * 0.95)] <= max(most, smallest) + 1e-9
+    total = simulation.decoding_seconds + simulation.prefilling_seconds
+    assert simulation.decoding_seconds >= 0.9 * decode_share * total
+    assert long.done_at is not None
+
+
+def test_decoding_goes_at_half_its_rate_beside_a_16k_prompt() -> None:
+    simulation = Simulation()
+    talkers, long = run_staggered(simulation)
+    assert long.done_at is not None
+    before = [t for t in talkers[0].token_times if 0.5 < t < 2]
+    during = [t for t in talkers[0].token_times if long.arrived_at < t < long.done_at]
+    rate = len(during) / (long.done_at - long.arrived_at) / (len(before) / 1.5)
+    assert 0.45 < rate < 0.6
+    assert simulation.lookahead_rows > 0.9 * len(during)
+
+
+@pytest.mark.parametrize("decoders", [0, 3])
+def test_a_short_request_beside_a_16k_prompt_takes_about_twice_as_long_as_alone(decoders: int) -> None:
+    def run(long_prompt: bool) -> float:
+        simulation = Simulation()
+        for _ in range(decoders):
+            simulation.submit(100, 10**6)
+        simulation.run(1.0 if decoders else 0)
+        long = simulation.submit(16_384, 1) if long_prompt else None
+        simulation.run(1.0)
+        short = simulation.submit(400, 40)
+        while short.done_at is None:
+            simulation.step()
+        assert long is None or long.done_at is None
+        return short.done_at - short.arrived_at
+
+    assert run(long_prompt=True) < 2.5 * run(long_prompt=False)
+
+
+def test_prompts_take_turns_the_shortest_first() -> None:
+    simulation = Simulation()
+    long, short = simulation.submit(16_384, 1), simulation.submit(300, 1)
+    simulation.run()
+    assert short.done_at is not None and long.done_at is not None
+    assert short.done_at < 0.1 * long.done_at
+
+
+@pytest.mark.parametrize("priority", [INTERACTIVE, BACKGROUND])
+@pytest.mark.parametrize("every", [0.08, 0.25])  # more than the machine can do, and less
+def test_a_long_prompt_gets_on_under_endless_short_ones(priority: Priority, every: float) -> None:
+    simulation = Simulation()
+    long = simulation.submit(4096, 1, priority)
+    alone = simulation.costs.prefill(4096, 2048)
+    shorts = [(number * every, partial(simulation.submit, 200, 5)) for number in range(int(10 * alone / every))]
+    simulation.run(10 * alone, shorts)
+    assert long.done_at is not None
+    waits = [c.token_times[0] - c.arrived_at for c in simulation.clients.values() if c is not long and c.token_times]
+    assert every < 0.1 or statistics.median(waits) < 0.5
+
+
+def test_an_interactive_request_goes_before_background_prompts() -> None:
+    simulation = Simulation()
+    warms = [simulation.submit(4000, 1, BACKGROUND) for _ in range(6)]
+    simulation.run(0.5)
+    question = simulation.submit(600, 10)
+    simulation.run()
+    finished = sorted(simulation.clients.values(), key=lambda client: client.done_at or 0)
+    assert finished.index(simulation.clients[question.generation]) <= 1
+    assert all(warm.done_at for warm in warms)
+
+
+# -- traffic ----------------------------------------------------------------------------------------------------------
+
+
+REQUESTS = st.tuples(
+    st.sampled_from([1, 2, 40, 255, 256, 257, 700, 2000]),  # prompt tokens
+    st.integers(1, 60),  # tokens wanted
+    st.sampled_from(Priority),
+    st.integers(0, 3),  # token: prompts of the same one share blocks
+    st.floats(0, 3),  # arrival
+    st.sampled_from([None, None, None, 0.1, 1.0]),  # cancelled after
+)
+
+
+@settings(max_examples=40)
+@given(
+    requests=st.lists(REQUESTS, max_size=25),
+    num_blocks=st.sampled_from([9, 14, 40, 1000]),
+    max_running=st.sampled_from([1, 2, 4, 16]),
+    costs=MACHINES,
+)
+def test_in_any_traffic_everybody_gets_done_and_no_block_is_lost(
+    requests: list[tuple[int, int, Priority, int, float, float | None]],
+    num_blocks: int,
+    max_running: int,
+    costs: Costs,
+) -> None:
+    """Cancels included; the RAM budget is part of the cache's integrity."""
+    simulation = Simulation(num_blocks=num_blocks, max_running=max_running, costs=costs, check_integrity=True)
+    gone: set[int] = set()
+
+    def arrive(number: int) -> None:
+        prompt, wanted, priority, token, _, _ = requests[number]
+        client = simulation.submit(prompt, wanted, priority, token)
+        client.generation.submitted_at += number * 1e-9
+        clients[number] = client
+
+    def cancel(number: int) -> None:
+        client = clients[number]
+        if client.done_at is None and client.failed is None:
+            simulation.cancel(client)
+            gone.add(number)
+
+    clients: dict[int, Client] = {}
+    events = [(request[4], partial(arrive, number)) for number, request in enumerate(requests)]
+    events += [(r[4] + r[5], partial(cancel, number)) for number, r in enumerate(requests) if r[5] is not None]
+    simulation.run(arrivals=events)
+    assert not simulation.has_work
+    for number, client in clients.items():
+        assert client.failed is None
+        assert number in gone or len(client.token_times) == client.wanted
+    assert simulation.cache.count_blocks().live == 0
 
 
 @pytest.mark.parametrize("num_running", [2, 3, 4])
 def test_prompts_that_do_not_fit_together_get_done_one_after_the_other(num_running: int) -> None:
-    engine = SmallEngine(num_blocks=10, num_running=num_running)
-    generations = [make_generation(8 * BLOCK_SIZE, token, submitted_at=token) for token in range(4)]
-    for generation in generations:
-        engine.scheduler.add(generation)
-    for _ in range(400):
-        engine.step()
-    assert sorted(map(id, engine.done)) == sorted(map(id, generations))
-    assert engine.done[0] is generations[0]
+    simulation = Simulation(num_blocks=10, max_running=num_running)
+    clients = [simulation.submit(8 * BLOCK_SIZE, 1) for _ in range(4)]
+    for number, client in enumerate(clients):
+        client.generation.submitted_at = number
+    simulation.run()
+    assert sorted(clients, key=lambda client: client.done_at or 0) == clients
+    assert simulation.scheduler.preemptions == 0, "they are admitted when there is room"
+
+
+def test_those_who_outgrow_the_blocks_are_preempted_and_get_done() -> None:
+    simulation = Simulation(num_blocks=8, max_running=4)
+    clients = [simulation.submit(200, 500) for _ in range(4)]
+    simulation.run()
+    assert simulation.scheduler.preemptions > 0
+    assert [len(client.token_times) for client in clients] == [500] * 4
+
+
+def test_a_prompt_that_never_fits_is_refused() -> None:
+    simulation = Simulation(num_blocks=4)
+    client = simulation.submit(5 * BLOCK_SIZE, 1)
+    simulation.run()
+    assert client.failed is not None
+    assert not simulation.has_work

@@ -1,0 +1,97 @@
+"""How decoding and prefilling share the device's time. Plain arithmetic on measured durations; knows no clock.
+
+A prefill chunk can cost as much as a hundred decode steps, so what is shared is time, not tokens: while anyone decodes,
+a chunk is as large as fits into `max_stall`, and after it decoding gets its share before the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMALLEST_CHUNK = 32  # below this a chunk costs nearly as much as it does with 32 tokens
+LARGEST_IDLE_CHUNK = 2048
+_IDLE_STALLS = 4  # stalls that a chunk may take while nobody decodes: whoever arrives meanwhile waits that long
+_DEPTH_UNIT = 256
+_WEIGHT = 0.5  # of the newest measurement
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """Seconds a token takes in a chunk whose middle is `context` tokens deep."""
+
+    seconds: float
+    context: int
+
+    def at(self, context: int) -> float:
+        """The same further in: at worst a token's cost grows with its context. Never less than here."""
+        return self.seconds * max(1.0, (context + _DEPTH_UNIT) / (self.context + _DEPTH_UNIT))
+
+
+class Pace:
+    """Measured rates, and what decoding is owed.
+
+    Args:
+        max_stall: seconds that a prefill chunk may take while anyone decodes.
+        decode_share: share of the time since the start of the last chunk that decoding gets before the next one.
+        chunk: prompt tokens computed at once while anyone decodes, at most; above 0.
+        idle_chunk: the same while nobody does.
+    """
+
+    def __init__(self, *, max_stall: float, decode_share: float, chunk: int, idle_chunk: int) -> None:
+        self.max_stall = max_stall
+        self._ratio = decode_share / (1 - decode_share)
+        self._chunk = chunk
+        self._idle_chunk = max(chunk, idle_chunk)
+        self._rates: dict[int, _Rate] = {}  # by depth: the context's length as a power of two
+        self._step_seconds = 0.0
+        self._owed = 0.0
+
+    @property
+    def decoding_is_due(self) -> bool:
+        """Whether decoding will not have had its share since the last chunk when the step under way is done."""
+        return self._owed > self._step_seconds
+
+    def chunk_tokens(self, context: int, *, contended: bool) -> int:
+        """Tokens for the next chunk of a prompt of which `context` tokens are computed.
+
+        Args:
+            contended: someone decodes.
+        """
+        smallest = min(SMALLEST_CHUNK, self._chunk) if contended else self._chunk
+        largest = self._chunk if contended else self._idle_chunk
+        seconds = self._token_seconds(context)
+        if seconds is None:
+            return smallest
+        affordable = self.max_stall * (1 if contended else _IDLE_STALLS) / seconds
+        return max(smallest, int(min(affordable, largest)))
+
+    def _token_seconds(self, context: int) -> float | None:
+        """Seconds per token, from the nearest depth measured at or above `context`; None before any measurement."""
+        if not self._rates:
+            return None
+        depth = _depth(context)
+        shallower = [known for known in self._rates if known <= depth]
+        return self._rates[max(shallower) if shallower else min(self._rates)].at(context)
+
+    def chunk_took(self, seconds: float, num_tokens: int, context: int, *, contended: bool) -> None:
+        """A chunk of `num_tokens` behind `context` tokens is done."""
+        middle = context + num_tokens // 2
+        depth, measured = _depth(middle), seconds / num_tokens
+        known = self._rates.get(depth)
+        if known is not None:
+            measured = _average(measured, known.at(middle))
+        self._rates[depth] = _Rate(measured, middle)
+        self._owed = seconds * self._ratio if contended else 0.0
+
+    def step_took(self, seconds: float) -> None:
+        """A decode step is done."""
+        self._owed = max(0.0, self._owed - seconds)
+        self._step_seconds = _average(seconds, self._step_seconds or seconds)
+
+
+def _average(measured: float, known: float) -> float:
+    return _WEIGHT * measured + (1 - _WEIGHT) * known
+
+
+def _depth(context: int) -> int:
+    return (context // _DEPTH_UNIT).bit_length()

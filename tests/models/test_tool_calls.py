@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.tool_calls import ToolCall, ToolFormat
+from tests.tokenizers_factory import CHATML, byte_bpe
+
+CALLS = CHATML + "{% if tools %}<tool_call>{{ tool_call.name }}</tool_call>{% endif %}"
+
+
+@pytest.mark.parametrize(("template", "expected"), [(CHATML, None), (None, None), (CALLS, "json_tools")])
+def test_the_chat_template_tells_the_format(tmp_path: Path, template: str | None, expected: str | None) -> None:
+    assert Tokenizer.load(byte_bpe(tmp_path, chat_template=template)).tool_format == expected
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1}', '"{\\"x\\": 1}"'])
+def test_arguments_are_an_object(arguments: str) -> None:
+    text = f'{{"name": "f", "arguments": {arguments}}}'
+    assert ToolFormat.named("json_tools").parse(text, []) == [ToolCall("f", {"x": 1})]
+
+
+@pytest.mark.parametrize("text", ["", "f(x)", "{}", '{"name": "f"}', '{"name": "f", "arguments": [1]}', "[[1]]"])
+def test_nonsense_is_no_call(text: str) -> None:
+    with pytest.raises(ValueError, match="no tool call"):
+        ToolFormat.named("json_tools").parse(text, [])

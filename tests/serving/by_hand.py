@@ -1,0 +1,98 @@
+"""The engine without its thread: a test makes every step, and looks at the state in between."""
+
+from __future__ import annotations
+
+import queue
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentcache.blocks.prefix_match import Transcript
+from agentcache.config import Config
+from agentcache.serving.engine import Engine
+from agentcache.serving.generation import Generation
+from agentcache.serving.output import Output
+from agentcache.serving.prepare import prepare
+from agentcache.serving.request import Request, SamplingParams, TokenPrompt, Update
+from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET
+
+
+@dataclass
+class Receiver:
+    """What one request's sender got."""
+
+    generation: Generation
+    updates: list[Update | BaseException] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for update in self.updates if isinstance(update, Update) for token in update.token_ids]
+
+    @property
+    def is_done(self) -> bool:
+        last = self.updates[-1] if self.updates else None
+        return isinstance(last, BaseException) or (last is not None and last.report is not None)
+
+
+class ByHand:
+    """An engine whose steps, and whose messages from other threads, happen when a test says so."""
+
+    def __init__(self, engine: Engine, posted: queue.SimpleQueue[Callable[[], None]]) -> None:
+        self.engine = engine
+        self.posted = posted
+
+    def submit(self, ids: Sequence[int], sampling: SamplingParams, agent: str | None = None) -> Receiver:
+        engine, tokenizer = self.engine, self.engine.loaded.tokenizer
+        known = engine.agents.get(agent).transcript if agent in engine.agents else Transcript.empty()
+        request = Request(uuid.uuid4().hex, TokenPrompt(list(ids)), sampling, agent)
+        receiver = Receiver(
+            Generation(
+                request=request,
+                match=prepare(request.prompt, known if agent else None, None, tokenizer),
+                max_tokens=sampling.max_tokens or 0,
+                output=Output(tokenizer.detokenizer(after=ids[-1]), sampling.stop),
+                emit=lambda update: receiver.updates.append(update),
+            )
+        )
+        engine.add(receiver.generation)
+        return receiver
+
+    def step(self) -> None:
+        while not self.posted.empty():
+            self.posted.get()()
+        if self.engine.has_work:
+            self.engine.step()
+
+    def run(self, *receivers: Receiver) -> None:
+        """Step until these are done."""
+        while not all(receiver.is_done for receiver in receivers):
+            if self.engine.has_work:
+                self.step()
+            else:
+                self.posted.get(timeout=30)()
+
+    @property
+    def live_blocks(self) -> int:
+        return self.engine.cache.count_blocks().live
+
+
+@contextmanager
+def by_hand(model: Path, cache_dir: Path, **settings: Any) -> Iterator[ByHand]:
+    """At the end nobody may hold a block, and all are accounted for."""
+    values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
+    posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    engine = Engine(Config(cache_dir=cache_dir, **values), str(model), posted.put)
+    hand = ByHand(engine, posted)
+    try:
+        yield hand
+        while engine.has_work:
+            hand.step()
+        engine.cache.check_integrity()
+        assert hand.live_blocks == 0
+    finally:
+        engine.close()
+        while not posted.empty():
+            posted.get()()

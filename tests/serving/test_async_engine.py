@@ -1,0 +1,128 @@
+"""What callers are told when the engine fails, is full or is closed; and nobody waits for another for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from agentcache.config import Config
+from agentcache.errors import Conflict, EngineStopped, Overloaded
+from agentcache.serving.async_engine import AsyncEngine
+from agentcache.serving.engine import Engine
+from agentcache.serving.request import Request, TokenPrompt, Update
+from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, greedy, make_ids
+
+
+@asynccontextmanager
+async def opened(model: Path, cache_dir: Path, max_concurrent_requests: int = 16) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(
+        Config(
+            model=str(model),
+            cache_dir=cache_dir,
+            ram_budget=RAM_BUDGET,
+            disk_budget=DISK_BUDGET,
+            max_concurrent_requests=max_concurrent_requests,
+        )
+    )
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def complete(engine: AsyncEngine, agent: str | None, max_tokens: int = 4, seed: int = 0) -> list[Update]:
+    request = Request(f"{agent}{seed}", TokenPrompt(make_ids(300, seed=seed)), greedy(max_tokens), agent)
+    return [update async for update in engine.generate(request)]
+
+
+async def outcome_of(awaitable: Awaitable[object]) -> str:
+    try:
+        await asyncio.wait_for(awaitable, 30)
+    except (EngineStopped, Overloaded, Conflict) as error:
+        return type(error).__name__
+    return "done"
+
+
+def run(test: Callable[[AsyncEngine], Awaitable[None]], model: Path, cache_dir: Path, **settings: int) -> None:
+    async def inside() -> None:
+        async with opened(model, cache_dir, **settings) as engine:
+            await test(engine)
+
+    asyncio.run(inside())
+
+
+def fail_in_the_next_step(engine: Engine) -> None:
+    def step() -> None:
+        raise RuntimeError("the device is gone")
+
+    engine.step = step  # type: ignore[method-assign]
+
+
+def test_a_failure_reaches_every_waiter(model: Path, tmp_path: Path) -> None:
+    """Running, waiting for a place, for the agent's turn or for a restore; and whoever comes later."""
+
+    async def test(engine: AsyncEngine) -> None:
+        await complete(engine, "bob")
+        assert engine.ready
+        waiters = [asyncio.ensure_future(outcome_of(complete(engine, "alice", 500, seed))) for seed in range(3)]
+        waiters += [asyncio.ensure_future(outcome_of(complete(engine, None, 500, seed))) for seed in range(4)]
+        while not (await engine.stats()).generated_tokens + (await engine.stats()).running:
+            await asyncio.sleep(0.01)
+        waiters.append(asyncio.ensure_future(outcome_of(engine.evict_agent("alice"))))
+        await engine._call(fail_in_the_next_step)
+        assert set(await asyncio.gather(*waiters)) == {"EngineStopped"}
+        assert not engine.ready
+        assert str(engine.failure) == "the device is gone"
+        assert await outcome_of(complete(engine, "bob")) == "EngineStopped"
+        assert await outcome_of(engine.restore_agent("bob")) == "EngineStopped"
+        assert await outcome_of(engine.stats()) == "EngineStopped"
+
+    run(test, model, tmp_path, max_concurrent_requests=2)
+
+
+def test_what_was_saved_before_a_failure_is_there_after_it(model: Path, tmp_path: Path) -> None:
+    async def fails(engine: AsyncEngine) -> None:
+        await complete(engine, "bob")
+        await engine._call(fail_in_the_next_step)
+        assert await outcome_of(complete(engine, "bob")) == "EngineStopped"
+
+    async def works(engine: AsyncEngine) -> None:
+        assert (await engine.agent("bob")).tokens == 304
+
+    run(fails, model, tmp_path)
+    run(works, model, tmp_path)
+
+
+def test_the_queue_is_bounded(model: Path, tmp_path: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        limit = engine.config.max_waiting_requests
+        outcomes = await asyncio.gather(*(outcome_of(complete(engine, None, 1)) for _ in range(limit + 3)))
+        assert outcomes == ["done"] * limit + ["Overloaded"] * 3
+        assert await outcome_of(complete(engine, None, 1)) == "done"
+
+    run(test, model, tmp_path, max_concurrent_requests=1)
+
+
+def test_closing_tells_those_who_wait(model: Path, tmp_path: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        waiters = [asyncio.ensure_future(outcome_of(complete(engine, "alice", 500, seed))) for seed in range(3)]
+        await asyncio.sleep(0.2)
+        await engine.close()
+        assert set(await asyncio.gather(*waiters)) == {"Overloaded"}
+        assert not engine.ready
+        assert await outcome_of(engine.agents()) == "Overloaded"
+
+    run(test, model, tmp_path)
+
+
+def test_two_that_fork_into_each_others_place(model: Path, tmp_path: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        for agent in ("a", "b"):
+            await complete(engine, agent)
+        forks = [outcome_of(engine.fork_agent(*names)) for names in (("a", "b"), ("b", "a"), ("a", "a"))]
+        assert await asyncio.gather(*forks) == ["Conflict"] * 3
+
+    run(test, model, tmp_path)

@@ -1,0 +1,112 @@
+"""A cancelled request holds no block from that moment on, whatever it was at, and leaves its agent as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.serving.by_hand import ByHand, Receiver, by_hand
+from tests.serving.conversation import BLOCK_BYTES, greedy, make_ids
+
+CONTEXT = 600
+
+
+def waiting(hand: ByHand) -> Receiver:
+    first = hand.submit(make_ids(50, seed=9), greedy(2))
+    second = hand.submit(make_ids(CONTEXT), greedy(9), "alice")
+    hand.step()
+    assert second.generation in hand.engine.scheduler.waiting
+    hand.run(first)
+    return second
+
+
+def loading(hand: ByHand) -> Receiver:
+    hand.engine.memory.evict("alice")
+    receiver = hand.submit(make_ids(CONTEXT), greedy(9), "alice")
+    hand.step()
+    assert receiver.generation in hand.engine.scheduler.loading
+    assert hand.live_blocks > 0
+    return receiver
+
+
+def prefilling(hand: ByHand) -> Receiver:
+    receiver = hand.submit(make_ids(3000, seed=4), greedy(9), "alice")
+    while not (receiver.generation.num_computed and receiver.generation.in_flight > 1):
+        hand.step()
+    return receiver
+
+
+def decoding(hand: ByHand) -> Receiver:
+    receiver = hand.submit(make_ids(CONTEXT + 9), greedy(30), "alice")
+    while len(receiver.token_ids) < 4:
+        hand.step()
+    assert receiver.generation.in_flight == 1
+    return receiver
+
+
+@pytest.mark.parametrize("state", [waiting, loading, prefilling, decoding])
+def test_blocks_are_free_at_once(state: Callable[[ByHand], Receiver], model: Path, tmp_path: Path) -> None:
+    slots = 1 if state is waiting else 4
+    with by_hand(model, tmp_path, max_concurrent_requests=slots) as hand:
+        hand.run(hand.submit(make_ids(CONTEXT), greedy(3), "alice"))
+        before = hand.engine.agents.get("alice")
+        receiver = state(hand)
+        hand.engine.cancel(receiver.generation)
+        assert hand.live_blocks == 0
+        assert list(hand.engine.scheduler) == []
+        seen = len(receiver.updates)
+        hand.engine.cache.check_integrity()
+        following = hand.submit(make_ids(CONTEXT), greedy(3), "alice")
+        hand.run(following)
+        assert len(receiver.updates) == seen, "nothing comes after a cancel"
+        assert hand.engine.agents.get("alice").transcript.ids == before.transcript.ids
+        assert hand.engine.counters.cancelled == 1
+
+
+def test_the_place_under_way_is_written_by_somebody_else_next(model: Path, tmp_path: Path) -> None:
+    """A slot may be given away while the device still writes the cancelled row's token into it."""
+    ids = make_ids(300, seed=3)
+    with by_hand(model, tmp_path / "alone") as hand:
+        alone = hand.submit(ids, greedy(20))
+        hand.run(alone)
+    with by_hand(model, tmp_path / "after", ram_budget=6 * BLOCK_BYTES) as hand:
+        for number in range(6):
+            receiver = hand.submit(make_ids(700, seed=number), greedy(50))
+            while len(receiver.token_ids) < 3:
+                hand.step()
+            hand.engine.cancel(receiver.generation)
+            following = hand.submit(ids, greedy(20))
+            hand.run(following)
+            assert following.token_ids == alone.token_ids
+            hand.engine.clear()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_cancels_among_others(seed: int, model: Path, tmp_path: Path) -> None:
+    """Integrity holds after every step; whoever is left says what it says alone."""
+    prompts = [make_ids(10 + 97 * number, seed=number % 3) for number in range(8)]
+    with by_hand(model, tmp_path / "alone") as hand:
+        alone = []
+        for ids in prompts:
+            alone.append(hand.submit(ids, greedy(15)))
+            hand.run(alone[-1])
+    generator = random.Random(seed)
+    with by_hand(model, tmp_path / "busy", ram_budget=10 * BLOCK_BYTES, max_concurrent_requests=5) as hand:
+        receivers = [hand.submit(ids, greedy(15), f"agent{number}") for number, ids in enumerate(prompts)]
+        gone = set(generator.sample(range(len(prompts)), 3))
+        due = {number: generator.randrange(1, 30) for number in gone}
+        step = 0
+        while not all(r.is_done for number, r in enumerate(receivers) if number not in gone):
+            hand.step() if hand.engine.has_work else hand.posted.get(timeout=30)()
+            hand.engine.cache.check_integrity()
+            step += 1
+            for number in [number for number, at in due.items() if at == step]:
+                hand.engine.cancel(receivers[number].generation)
+        for number in gone:
+            hand.engine.cancel(receivers[number].generation)
+    for number, receiver in enumerate(receivers):
+        if number not in gone:
+            assert receiver.token_ids == alone[number].token_ids

@@ -1,0 +1,97 @@
+"""What does not fit into memory is not started; the engine stays, and says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from agentcache.errors import Overloaded
+from agentcache.models import loader
+from agentcache.models.footprint import Footprint, free_memory
+from agentcache.serving import guard as guard_module
+from agentcache.serving.guard import MemoryGuard
+from tests.conftest import ModelFolder
+from tests.models.driver import Driver, random_ids
+from tests.serving.conversation import TokenTalk, cold_ids, engine_of, greedy, make_ids, open_llm
+from tests.serving.simulation import make_generation
+
+
+@pytest.fixture
+def guard(model: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryGuard:
+    monkeypatch.setattr(guard_module, "_SMALL_STEP", 0)
+    loaded = loader.load(str(model))
+    return MemoryGuard(Footprint.of(loaded.spec, loaded.config))
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize(("num_tokens", "context"), [(1, 2000), (256, 2000), (1000, 0)])
+def test_the_estimate_is_above_what_a_step_takes(
+    architecture: str, num_tokens: int, context: int, model_folder: ModelFolder
+) -> None:
+    loaded = loader.load(str(model_folder(architecture)))
+    driver, estimate = Driver(loaded), Footprint.of(loaded.spec, loaded.config)
+    row = driver.row()
+    for start in range(0, context, 500):
+        driver.step([row], random_ids(loaded, (1, 500), start), all_logits=False)
+    for _ in range(2):  # the first time, the arena may have to grow
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        driver.step([row], random_ids(loaded, (1, num_tokens)), all_logits=False)
+        taken = mx.get_peak_memory() - before
+        row.length -= num_tokens
+    assert taken <= estimate.step_bytes([context], num_tokens)
+    assert estimate.step_bytes([context], num_tokens) < 12 * taken + (1 << 20)
+
+
+def test_more_of_anything_takes_more(guard: MemoryGuard) -> None:
+    take = guard._footprint.step_bytes
+    assert take([0], 256) < take([1000], 256) < take([1000], 512)
+    assert take([1000], 1) < take([1000] * 4, 1)
+    assert take([0], 256) < take([0], 256, all_logits=True)
+
+
+def test_chunks_and_batches_are_cut_to_what_fits(guard: MemoryGuard) -> None:
+    prompt, rows = make_generation(5000), [make_generation(10) for _ in range(4)]
+    take = guard._footprint.step_bytes
+    guard.free = lambda: int(take([0], 300) / 0.9)
+    assert guard.limit({prompt: 2048}) == {prompt: 256}
+    assert guard.limit({prompt: 200}) == {prompt: 200}
+    guard.free = lambda: int(take([0, 0], 1) / 0.9) + 1
+    assert list(guard.limit(dict.fromkeys(rows, 1))) == rows[:2]
+    guard.free = lambda: 0
+    assert guard.limit(dict.fromkeys(rows, 1)) == guard.limit({prompt: 2048}) == {}
+
+
+def test_a_request_that_memory_cannot_hold_is_refused_and_the_engine_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "_SMALL_STEP", 0)
+    with open_llm(model, tmp_path) as llm:
+        talk = TokenTalk()
+        talk.turn(llm, 300)
+        engine_of(llm).guard.free = lambda: 0
+        with pytest.raises(Overloaded) as error:
+            llm.generate(talk.ids + make_ids(600), greedy(1), agent="alice")
+        assert error.value.code == "insufficient_memory"
+        assert llm.stats().blocks_live == 0
+        engine_of(llm).guard.free = free_memory
+        turn = talk.turn(llm, 340)
+        assert turn.report.computed_tokens < 60
+        assert cold_ids(llm, turn.prompt_token_ids, 3) == turn.token_ids
+
+
+def test_with_little_memory_chunks_are_smaller_and_say_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "_SMALL_STEP", 0)
+    with open_llm(model, tmp_path) as llm:
+        expected = cold_ids(llm, make_ids(900), 5)
+        guard = engine_of(llm).guard
+        guard.free = lambda: int(guard._footprint.step_bytes([900], 40) / 0.9)
+        assert cold_ids(llm, make_ids(900), 5) == expected
+
+
+def test_this_machine_has_memory() -> None:
+    assert 1 << 20 < free_memory() < 1 << 45

@@ -1,0 +1,107 @@
+"""How large chunks get, and when decoding has had its share."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentcache.serving.pace import LARGEST_IDLE_CHUNK, SMALLEST_CHUNK, Pace
+
+
+def make_pace(*, max_stall: float = 0.1, decode_share: float = 0.5, chunk: int = 256) -> Pace:
+    return Pace(max_stall=max_stall, decode_share=decode_share, chunk=chunk, idle_chunk=LARGEST_IDLE_CHUNK)
+
+
+def measured(tokens_per_second: float, context: int = 0, **options: float) -> Pace:
+    pace = make_pace(**options)
+    pace.chunk_took(256 / tokens_per_second, 256, context, contended=False)
+    return pace
+
+
+def test_before_anything_is_measured_chunks_are_small() -> None:
+    assert make_pace().chunk_tokens(0, contended=True) == SMALLEST_CHUNK
+    assert make_pace().chunk_tokens(0, contended=False) == 256
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_second", "contended", "idle"),
+    [(10, 32, 256), (1000, 100, 400), (2000, 200, 800), (10_000, 256, 2048), (10**6, 256, 2048)],
+)
+def test_a_chunk_takes_a_stall_while_anyone_decodes_and_longer_while_nobody_does(
+    tokens_per_second: float, contended: int, idle: int
+) -> None:
+    pace = measured(tokens_per_second)
+    assert pace.chunk_tokens(0, contended=True) == pytest.approx(contended, abs=1)
+    assert pace.chunk_tokens(0, contended=False) == pytest.approx(idle, abs=1)
+
+
+def test_the_configured_chunk_bounds_the_others() -> None:
+    assert make_pace(chunk=20).chunk_tokens(0, contended=True) == 20
+    assert measured(10**6, chunk=100).chunk_tokens(0, contended=True) == 100
+
+
+def test_where_nothing_is_measured_deeper_in_cost_is_taken_to_grow_with_context() -> None:
+    pace = measured(1000)
+    near, far = pace.chunk_tokens(512, contended=True), pace.chunk_tokens(16_384, contended=True)
+    assert near == pytest.approx(100 * (128 + 256) / (512 + 256), abs=1)
+    assert far == SMALLEST_CHUNK
+    pace.chunk_took(0.1, 200, 16_384, contended=True)
+    assert pace.chunk_tokens(16_384, contended=True) > 180
+    assert pace.chunk_tokens(128, contended=True) == 100
+
+
+def test_what_is_measured_deep_down_is_not_exceeded_further_up() -> None:
+    assert measured(500, context=8192).chunk_tokens(0, contended=True) == 50
+
+
+@given(
+    per_token=st.floats(1e-5, 1e-2),
+    per_context=st.floats(0, 1e-6),
+    fixed=st.floats(0, 0.03),
+    start=st.integers(0, 4096),
+)
+def test_chunks_settle_on_what_the_machine_can_do(
+    per_token: float, per_context: float, fixed: float, start: int
+) -> None:
+    """Whatever chunks cost, after a few of them one takes `max_stall`, or is the smallest or largest there is."""
+
+    def cost(num_tokens: int, context: int) -> float:
+        return fixed + num_tokens * (per_token + per_context * context)
+
+    pace, context = make_pace(), start
+    for _ in range(20):
+        num_tokens = pace.chunk_tokens(context, contended=True)
+        seconds = cost(num_tokens, context)
+        pace.chunk_took(seconds, num_tokens, context, contended=True)
+        context += num_tokens
+    assert num_tokens == SMALLEST_CHUNK or seconds < 1.3 * 0.1
+    assert num_tokens == 256 or seconds > 0.6 * 0.1
+
+
+@pytest.mark.parametrize("decode_share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("step", [0.001, 0.02, 0.3])
+def test_decoding_gets_its_share_before_the_next_chunk(decode_share: float, step: float) -> None:
+    pace, decoded, chunks = make_pace(decode_share=decode_share), 0.0, 0.0
+    pace.step_took(step)
+    for _ in range(200):
+        pace.chunk_took(0.1, 100, 0, contended=True)
+        chunks += 0.1
+        while True:
+            due = pace.decoding_is_due  # asked while a step is under way
+            pace.step_took(step)
+            decoded += step
+            if not due:
+                break
+    share = decoded / (decoded + chunks)
+    assert decode_share - 1e-6 <= share
+    most = 0.1 * decode_share / (1 - decode_share) + step
+    assert share <= most / (most + 0.1) + 0.01
+
+
+def test_a_chunk_that_kept_nobody_waiting_is_not_owed_for() -> None:
+    pace = make_pace()
+    pace.chunk_took(5.0, 2048, 0, contended=False)
+    assert not pace.decoding_is_due
+    pace.chunk_took(5.0, 2048, 0, contended=True)
+    assert pace.decoding_is_due

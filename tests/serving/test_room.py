@@ -1,0 +1,62 @@
+"""Whether one more request fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.prefix_cache import PrefixCache, Sequence
+from agentcache.serving.room import Growth, has_room
+
+
+@dataclass(frozen=True)
+class Group:
+    window: int | None = None
+    name: str = "group"
+    bytes_per_block: int = 1
+
+    def first_block_needed(self, num_tokens: int) -> int:
+        return 0 if self.window is None else max(0, num_tokens - self.window + 1) // BLOCK_SIZE
+
+
+def begin(cache: PrefixCache, token: int, num_blocks: int) -> Sequence:
+    """A running sequence that holds some blocks."""
+    ids = [token] * (num_blocks * BLOCK_SIZE)
+    sequence = cache.open("root", cache.match_prefix("root", ids, len(ids)))
+    missing = ids[sequence.num_tokens :]
+    cache.reserve(sequence, len(missing))
+    cache.advance(sequence, missing)
+    cache.leave_window(sequence)
+    return sequence
+
+
+def fits(cache: PrefixCache, running: list[tuple[Sequence, int]], token: int, num_blocks: int) -> bool:
+    ids = [token] * (num_blocks * BLOCK_SIZE)
+    growth = [Growth(sequence.tables, blocks * BLOCK_SIZE) for sequence, blocks in running]
+    return has_room(cache.slots, growth, cache.match_prefix("root", ids, len(ids)), len(ids))
+
+
+@pytest.mark.parametrize(("blocks", "expected"), [(5, True), (6, False)])
+def test_running_requests_keep_what_they_are_known_to_need(blocks: int, expected: bool) -> None:
+    cache = PrefixCache([Group()], 12)
+    running = begin(cache, 1, 3)
+    assert fits(cache, [(running, 7)], 2, blocks) is expected
+
+
+def test_what_only_caches_hold_is_room_and_what_is_shared_costs_nothing() -> None:
+    cache = PrefixCache([Group()], 12)
+    cache.close(begin(cache, 1, 8))
+    assert fits(cache, [], 2, 12)
+    running = begin(cache, 1, 8)
+    assert fits(cache, [(running, 8)], 2, 4)
+    assert not fits(cache, [(running, 8)], 2, 5)
+    assert fits(cache, [(running, 8)], 1, 12), "eight of them are read already"
+
+
+def test_a_window_takes_no_more_than_its_blocks() -> None:
+    cache = PrefixCache([Group(window=300)], 12)
+    running = begin(cache, 1, 3)
+    assert fits(cache, [(running, 100)], 2, 100)
+    assert not fits(PrefixCache([Group()], 12), [], 2, 100)
