@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -18,6 +19,7 @@ from agentcache.config import Config, load_config
 from agentcache.errors import CacheFolderInUse, StoreError
 
 OPS_SECONDS = 120
+MAX_PROBLEMS = 20
 # In a process of its own: a broken back end ends the process instead of raising.
 OPS_SCRIPT = """
 import mlx.core as mx
@@ -39,10 +41,16 @@ class Check:
     detail: str
 
 
-def doctor(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+def doctor(
+    cache_dir: CacheDir = None,
+    files: Annotated[bool, typer.Option("--check", help="Also verify every file of the cache folder.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Check the installation and the cache folder."""
     config = load_config({"cache_dir": cache_dir})
     checks = list(examine(config))
+    if files:
+        checks += verify(config.cache_dir)
     if as_json:
         typer.echo(json.dumps([asdict(check) for check in checks]))
     else:
@@ -134,6 +142,17 @@ def _holder(cache_dir: Path) -> str | None:
     except CacheFolderInUse:
         return "in use by a running server"
     return None
+
+
+def verify(cache_dir: Path) -> Iterator[Check]:
+    """Every block, manifest and transcript, read and recomputed; a server may be running meanwhile."""
+    from agentcache.kv.verify import verify_folder
+
+    found = verify_folder(cache_dir)
+    detail = f"{found.agents} agents, {found.blocks} blocks; {found.missing_blocks} gone to make room"
+    yield Check("content", not found.problems, f"{detail}; {len(found.problems)} bad files")
+    for problem in found.problems[:MAX_PROBLEMS]:
+        yield Check("bad file", False, problem)
 
 
 def check_quarantine(cache_dir: Path) -> Check:

@@ -10,13 +10,24 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from agentcache.server.completion import collect
-from agentcache.server.context import engine_of, read_body, read_optional_body
+from agentcache.server.context import context_of, engine_of, read_body, read_optional_body
 from agentcache.server.openai import read_chat_prompt, read_prompts
-from agentcache.server.options import MAX_SALT_LENGTH, check_policy, refuse_adapter
+from agentcache.server.options import MAX_SALT_LENGTH, check_policy, read_priority, read_timeout, refuse_adapter
 from agentcache.server.reply import Completion
 from agentcache.server.stream import until_disconnect
 from agentcache.server.validate import Reader, check_agent_id
 from agentcache.serving.request import AgentInfo, ModelInfo, Prompt, Request, SamplingParams
+
+_WARM_FIELDS = (
+    "messages",
+    "prompt",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "salt",
+    "request_timeout",
+    "priority",
+)
 
 
 async def list_agents(request: HttpRequest) -> Response:
@@ -70,14 +81,15 @@ async def warm_agent(request: HttpRequest) -> Response:
     """Caches a prompt for an agent and generates nothing."""
     engine, agent_id = engine_of(request), _agent_id(request)
     body = await read_optional_body(request)
-    body.only("messages", "prompt", "tools", "tool_choice", "chat_template_kwargs", "salt")
+    body.only(*_WARM_FIELDS)
     prompt = _read_prompt(body, engine.model)
     salt = body.string("salt") or ""
     if len(salt) > MAX_SALT_LENGTH:
         body.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
     await engine.agent(agent_id)
-    job = Request(f"warm-{uuid.uuid4().hex}", prompt, SamplingParams(max_tokens=0), agent_id, salt)
-    return JSONResponse(_warm_object(await until_disconnect(request.receive, collect(engine, job))))
+    job = Request(f"warm-{uuid.uuid4().hex}", prompt, SamplingParams(max_tokens=0), agent_id, salt, read_priority(body))
+    work = collect(context_of(request), job, read_timeout(body))
+    return JSONResponse(_warm_object(await until_disconnect(request.receive, work)))
 
 
 def _read_prompt(body: Reader, model: ModelInfo) -> Prompt:
@@ -96,7 +108,7 @@ def _warm_object(completion: Completion) -> dict[str, Any]:
     return {
         "tokens": report.prompt_tokens,
         "computed": report.computed_tokens,
-        "cached": report.cached_tokens.own + report.cached_tokens.shared,
+        "cached": report.reused_tokens,
         "ms": report.total_ms,
         "cache_state": report.cache_state,
         "saved": report.saved,

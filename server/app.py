@@ -15,11 +15,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agentcache.config import Config
-from agentcache.server import agents, cache, openai
+from agentcache.server import agents, anthropic, cache, openai
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.errors import ErrorResponses, http_error
-from agentcache.server.middleware import ApiKey, BodyLimit, LoopbackGuard, is_loopback
+from agentcache.server.metrics import Measure
+from agentcache.server.middleware import ApiKey, BodyLimit, LoopbackGuard, RequestLimit, is_loopback
 from agentcache.server.options import is_served, unknown_model
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
 from agentcache.serving.request import ModelInfo
@@ -42,24 +43,28 @@ def create_app(
         on_start: called when the engine has started (with None) or failed to (with the error).
         keep_alive_seconds: the longest silence of a stream.
     """
+    context = Context(engine, config, keep_alive_seconds)
     app = Starlette(
         routes=_routes(),
-        middleware=_middleware(config),
+        middleware=_middleware(context),
         exception_handlers={HTTPException: http_error},
         lifespan=lambda app: _lifespan(engine, on_start),
     )
     app.router.redirect_slashes = False
-    app.state.context = Context(engine, config, keep_alive_seconds)
+    app.state.context = context
     return app
 
 
 def _routes() -> list[Route]:
     return [
         Route("/health", health, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{id:path}", show_model, methods=["GET"]),
         Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
+        Route("/v1/messages", anthropic.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", anthropic.count_tokens, methods=["POST"]),
         Route("/v1/agents", _by_method(GET=agents.list_agents, POST=agents.create_agent), methods=["GET", "POST"]),
         Route(
             "/v1/agents/{id}",
@@ -87,13 +92,15 @@ def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]
     return endpoint
 
 
-def _middleware(config: Config) -> list[Middleware]:
-    guards = [Middleware(ErrorResponses)]
+def _middleware(context: Context) -> list[Middleware]:
+    config = context.config
+    guards = [Middleware(Measure, metrics=context.metrics), Middleware(ErrorResponses)]
     if config.api_key is not None:
         guards.append(Middleware(ApiKey, key=config.api_key))
     elif is_loopback(config.host):
         guards.append(Middleware(LoopbackGuard))
-    return [*guards, Middleware(BodyLimit, limit=config.max_body_bytes)]
+    limits = [Middleware(RequestLimit, limit=config.max_waiting_requests)]
+    return [*guards, *limits, Middleware(BodyLimit, limit=config.max_body_bytes)]
 
 
 @contextlib.asynccontextmanager
@@ -125,6 +132,13 @@ async def health(request: Request) -> Response:
     if not engine.ready:
         return JSONResponse({"status": "loading"}, 503, headers)
     return JSONResponse({"status": "ok"}, headers=headers)
+
+
+async def metrics(request: Request) -> Response:
+    context = context_of(request)
+    answers = context.engine.ready and context.engine.failure is None
+    stats = await context.engine.stats() if answers else None
+    return Response(context.metrics.render(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def list_models(request: Request) -> Response:

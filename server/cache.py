@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from starlette.requests import Request
@@ -21,17 +22,8 @@ async def clear_cache(request: Request) -> Response:
 
 
 def stats_object(stats: CacheStats) -> dict[str, Any]:
-    return {
-        "ram_bytes": {"base": stats.ram_bytes, "residual": stats.residual_ram_bytes},
-        "disk_bytes": stats.disk_bytes,
-        "ram_budget": stats.ram_budget,
-        "disk_budget": stats.disk_budget,
-        "blocks": {"free": stats.blocks_free, "live": stats.blocks_live, "cached": stats.blocks_cached},
-        "agents": stats.agents,
-        "quarantined": stats.quarantined,
-        "written_bytes": stats.written_bytes,
-        "read_bytes": stats.read_bytes,
-        "computed_tokens": stats.computed_tokens,
-        "cached_tokens": stats.cached_tokens,
-        "save_failures": stats.save_failures,
-    }
+    """All numbers; RAM by kind of cache and blocks by state in objects of their own."""
+    described = dataclasses.asdict(stats)
+    ram = {"base": described.pop("ram_bytes"), "residual": described.pop("residual_ram_bytes")}
+    blocks = {state: described.pop(f"blocks_{state}") for state in ("free", "live", "cached")}
+    return {"ram_bytes": ram, "blocks": blocks} | described

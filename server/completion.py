@@ -1,23 +1,45 @@
-"""Runs parsed completions and answers them, whole or as a stream."""
+"""Runs parsed completions and answers them, whole or as a stream, in the dialect they came in."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from agentcache.server.context import context_of, engine_of
-from agentcache.server.engine import Engine
-from agentcache.server.errors import wire_error
-from agentcache.server.reply import Completion, accounting
-from agentcache.server.shapes import Shape
-from agentcache.server.stream import DONE, EventStream, UpdateStream, close, event, until_disconnect
-from agentcache.serving.request import Request, TokenLogprob
+from agentcache.server.context import Context, context_of
+from agentcache.server.errors import WireError, wire_error
+from agentcache.server.reply import Completion
+from agentcache.server.stream import EventStream, UpdateStream, close, timed_out, until_disconnect
+from agentcache.serving.request import Request, Update
+
+Events = Iterable[bytes]
+
+
+class Writer(Protocol):
+    """One stream in a dialect: what is sent for what the engine says."""
+
+    def begin(self, first: Update | None) -> Events:
+        """The opening. `first` is the update that `write` gets next; None if it takes long."""
+
+    def write(self, update: Update) -> Events: ...
+
+    def keep_alive(self) -> bytes: ...
+
+    def end(self, completion: Completion) -> Events: ...
+
+    def fail(self, error: WireError) -> Events: ...
+
+
+class Reply(Protocol):
+    """An answer in a dialect."""
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
+
+    def writer(self) -> Writer: ...
 
 
 @dataclass(frozen=True)
@@ -25,110 +47,99 @@ class Job:
     """One call: a request per prompt, and how to answer.
 
     Args:
-        id: the answer's id; on every chunk of a stream.
-        model: the served model's id.
-        usage: whether a stream ends with a chunk of `usage` and `agentcache`.
+        timeout: seconds it may take; None leaves it to the server's settings.
     """
 
-    id: str
-    model: str
     requests: Sequence[Request]
-    shape: Shape
+    reply: Reply
     stream: bool
-    usage: bool
-    return_token_ids: bool
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+    timeout: float | None = None
 
 
 async def answer(request: HttpRequest, job: Job) -> Response:
-    engine = engine_of(request)
+    context = context_of(request)
+    deadline = _deadline(context, job.timeout)
     if job.stream:
-        return await _stream(request, engine, job)
-    completions = await until_disconnect(request.receive, _collect_all(engine, job))
-    return JSONResponse(_whole(job, completions))
+        return await _stream(request, context, job, deadline)
+    completions = await until_disconnect(request.receive, _collect_all(context, job.requests, deadline))
+    return JSONResponse(job.reply.whole(completions))
 
 
-async def collect(engine: Engine, request: Request) -> Completion:
+async def collect(context: Context, request: Request, timeout: float | None = None) -> Completion:
     """The whole completion; cancelling this cancels the generation."""
-    completion = Completion()
-    updates = engine.generate(request)
+    return await _collect(context, request, _deadline(context, timeout))
+
+
+def _deadline(context: Context, timeout: float | None) -> float | None:
+    """The loop's time at which a request that begins now must be done: `timeout`, but the server's limit at most."""
+    limits = [limit for limit in (context.config.request_timeout, timeout) if limit is not None]
+    return asyncio.get_running_loop().time() + min(limits) if limits else None
+
+
+async def _collect_all(context: Context, requests: Sequence[Request], deadline: float | None) -> list[Completion]:
+    """All completions, as many at a time as the engine runs. The first that fails ends the others."""
+    places = asyncio.Semaphore(context.config.max_concurrent_requests)
+
+    async def run(request: Request) -> Completion:
+        async with places:
+            return await _collect(context, request, deadline)
+
     try:
-        async for update in updates:
-            completion.add(update)
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(run(request)) for request in requests]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in running]
+
+
+async def _collect(context: Context, request: Request, deadline: float | None) -> Completion:
+    completion = Completion()
+    updates = context.metrics.watch(context.engine.generate(request))
+    try:
+        async with asyncio.timeout_at(deadline) as limit:
+            async for update in updates:
+                completion.add(update)
+    except TimeoutError:
+        if limit.expired():
+            raise timed_out() from None
+        raise
     finally:
         await close(updates)
     return completion
 
 
-async def _collect_all(engine: Engine, job: Job) -> list[Completion]:
-    return [await collect(engine, request) for request in job.requests]
-
-
-def _whole(job: Job, completions: Sequence[Completion]) -> dict[str, Any]:
-    choices = [
-        job.shape.choice(index, completion) | (completion.token_id_fields() if job.return_token_ids else {})
-        for index, completion in enumerate(completions)
-    ]
-    return job.envelope(job.shape.object, choices) | accounting([c.final_report for c in completions])
-
-
-async def _stream(request: HttpRequest, engine: Engine, job: Job) -> Response:
+async def _stream(request: HttpRequest, context: Context, job: Job, deadline: float | None) -> Response:
     """Waits for the first update before the response begins, so that a refusal still gets its own status.
 
     When the first update takes longer than the keep-alive interval, the stream begins without it.
     """
-    source = UpdateStream(engine.generate(job.requests[0]))
-    interval = context_of(request).keep_alive_seconds
+    updates = context.metrics.watch(context.engine.generate(job.requests[0]))
+    source = UpdateStream(updates, context.keep_alive_seconds, deadline)
     try:
-        await until_disconnect(request.receive, source.begin(interval))
+        first = await until_disconnect(request.receive, source.next())
     except BaseException:
         await source.close()
         raise
-    return EventStream(_events(job, source, interval), source)
+    return EventStream(_events(job.reply.writer(), source, first), source)
 
 
-async def _events(job: Job, source: UpdateStream, interval: float) -> AsyncGenerator[ServerSentEvent, None]:
+async def _events(writer: Writer, source: UpdateStream, first: Update | None) -> AsyncGenerator[bytes, None]:
     completion = Completion()
     try:
-        yield _chunk(job, job.shape.first())
-        async for piece in _pieces(job.shape, source, interval, completion):
-            yield _chunk(job, piece)
-        yield _chunk(job, _last_piece(job, completion))
-        if job.usage:
-            reports = [completion.final_report]
-            yield event(job.envelope(job.shape.chunk_object, []) | accounting(reports))
+        for event in writer.begin(first):
+            yield event
+        update = first
+        while completion.finish_reason is None:
+            if update is None:
+                yield writer.keep_alive()
+            else:
+                completion.add(update)
+                for event in writer.write(update):
+                    yield event
+            if completion.finish_reason is None:
+                update = await source.next()
+        for event in writer.end(completion):
+            yield event
     except Exception as error:
-        yield event(wire_error(error).body)
-    yield DONE
-
-
-async def _pieces(
-    shape: Shape, source: UpdateStream, interval: float, completion: Completion
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Choices with text or logprobs in them, and an empty one whenever the engine is silent for `interval`."""
-    offset = 0
-    waiting: list[TokenLogprob] = []  # logprobs of tokens whose text is not out yet
-    while completion.finish_reason is None:
-        if not await source.wait(interval):
-            yield shape.piece("", (), offset)
-            continue
-        update = source.take()
-        completion.add(update)
-        waiting += update.logprobs
-        if update.text or (waiting and update.finish_reason):
-            yield shape.piece(update.text, waiting, offset)
-            offset += sum(len(token.text) for token in waiting)
-            waiting = []
-
-
-def _last_piece(job: Job, completion: Completion) -> dict[str, Any]:
-    last = job.shape.piece("", (), 0) | {"finish_reason": completion.finish_reason}
-    return last | (completion.token_id_fields() if job.return_token_ids else {})
-
-
-def _chunk(job: Job, choice: dict[str, Any]) -> ServerSentEvent:
-    chunk = job.envelope(job.shape.chunk_object, [choice])
-    return event(chunk | {"usage": None} if job.usage else chunk)
+        for event in writer.fail(wire_error(error)):
+            yield event

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from agentcache.config import Config
 from agentcache.errors import EngineStopped, Overloaded
 from agentcache.server.engine import Engine
+from agentcache.server.metrics import ServerMetrics
 from agentcache.server.validate import Reader, parse_object
 
 SERVER_NAME = "agentcache"  # of the Server header, by which the command line knows its own kind
@@ -21,6 +22,7 @@ class Context:
     engine: Engine
     config: Config
     keep_alive_seconds: float
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
 
 
 def context_of(request: Request) -> Context:

@@ -27,6 +27,9 @@ class Engine(Protocol):
     def generate(self, request: Request) -> AsyncIterator[Update]:
         """Updates of one completion; closing the iterator cancels it."""
 
+    async def count_tokens(self, request: Request, /) -> int:
+        """Tokens of the request's prompt; nothing runs."""
+
     async def agents(self) -> list[AgentInfo]: ...
 
     async def agent(self, agent_id: str, /) -> AgentInfo: ...

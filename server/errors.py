@@ -1,4 +1,4 @@
-"""Errors as clients see them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as clients see them: OpenAI's `{"error": {"message", "type", "param", "code"}}`, or Anthropic's shape."""
 
 from __future__ import annotations
 
@@ -11,12 +11,25 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentcache.errors import EngineStopped, OutOfBlocks, Overloaded, RequestError, StoreError, Unauthorized
+from agentcache.errors import (
+    AgentCacheError,
+    BrokenInvariant,
+    ContextLengthExceeded,
+    EngineStopped,
+    OutOfBlocks,
+    Overloaded,
+    RequestError,
+    StoreError,
+    Unauthorized,
+)
 
 log = logging.getLogger("agentcache.server")
 
 RETRY_AFTER_SECONDS = 1
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+_ANTHROPIC_ROUTES = "/v1/messages"
+_ANTHROPIC_TYPES = {"server_error": "api_error"}
+_ANTHROPIC_TYPES_BY_STATUS = {403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 @dataclass(frozen=True)
@@ -34,18 +47,29 @@ class WireError:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property
-    def response(self) -> JSONResponse:
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES_BY_STATUS.get(self.status) or _ANTHROPIC_TYPES.get(self.type, self.type)
+        # By these words clients know that they must shorten the conversation.
+        too_long = "prompt is too long: " if self.code == ContextLengthExceeded.code else ""
+        return {"type": "error", "error": {"type": kind, "message": too_long + self.message}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The body in the dialect that is spoken at `path`."""
+        return self.anthropic_body if path.startswith(_ANTHROPIC_ROUTES) else self.body
+
+    def response(self, path: str) -> JSONResponse:
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status == 503 else {}
         if self.status == Unauthorized.status:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body, self.status, headers)
+        return JSONResponse(self.body_for(path), self.status, headers)
 
 
 def wire_error(error: Exception) -> WireError:
     """What the client is told; what it must not know (paths, tracebacks) goes to the log."""
     if isinstance(error, RequestError):
         return WireError(error.status, error.message, error.type, error.code, error.param)
-    log.error("request failed", exc_info=error)
+    expected = isinstance(error, AgentCacheError) and not isinstance(error, BrokenInvariant)
+    log.error("request failed: %s", error, exc_info=None if expected else error)
     if isinstance(error, EngineStopped):
         return WireError(503, "The engine has stopped; see the server's log.", "server_error", "engine_stopped")
     if isinstance(error, OutOfBlocks):
@@ -78,7 +102,7 @@ class ErrorResponses:
         except Exception as error:
             if started:
                 raise
-            await wire_error(error).response(scope, receive, send)
+            await wire_error(error).response(scope["path"])(scope, receive, send)
 
 
 async def http_error(request: Request, error: Exception) -> Response:
@@ -87,5 +111,5 @@ async def http_error(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path}"
     message = f"{what}: {error.detail}."
     code = _HTTP_CODES.get(error.status_code, "http_error")
-    body = WireError(error.status_code, message, "invalid_request_error", code).body
-    return JSONResponse(body, error.status_code, error.headers)
+    wire = WireError(error.status_code, message, "invalid_request_error", code)
+    return JSONResponse(wire.body_for(request.url.path), wire.status, error.headers)

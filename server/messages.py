@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from agentcache.server.validate import Reader
@@ -15,6 +16,8 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
 }
+
+_BILLING_HEADER = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE | re.MULTILINE)
 
 
 def read_messages(body: Reader) -> list[dict[str, Any]]:
@@ -50,7 +53,8 @@ def _read_message(message: Reader) -> dict[str, Any]:
     if calls and role != "assistant":
         message.fail("tool_calls", "belongs to assistant messages only")
     read = {name: value for name, value in message.value.items() if value is not None}
-    read |= {"role": ROLES[role], "content": _read_content(message, optional=bool(calls))}
+    content = _read_content(message, optional=bool(calls))
+    read |= {"role": ROLES[role], "content": without_billing_header(content) if ROLES[role] == "system" else content}
     return read | ({"tool_calls": calls} if calls else {})
 
 
@@ -61,15 +65,20 @@ def _read_content(message: Reader, *, optional: bool) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "".join(_read_part(part) for part in message.objects("content"))
+        return "".join(read_text_part(part) for part in message.objects("content"))
     message.fail("content", "must be a string or a list of text parts")
 
 
-def _read_part(part: Reader) -> str:
+def read_text_part(part: Reader) -> str:
     kind = part.required_string("type")
     if kind != "text":
         part.fail("type", f"is {kind!r}; only text parts are supported")
     return part.required_string("text")
+
+
+def without_billing_header(text: str) -> str:
+    """A system text without the line that some coding agents change in every request, which would match nothing."""
+    return _BILLING_HEADER.sub("", text)
 
 
 def _read_call(call: Reader) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentcache.errors import InvalidRequest, PayloadTooLarge, RequestError, Unauthorized
+from agentcache.errors import InvalidRequest, Overloaded, PayloadTooLarge, RequestError, Unauthorized
+
+OPEN_PATHS = ("/health", "/metrics")  # for supervisors and Prometheus, which have no key
 
 
 class Forbidden(RequestError):
@@ -60,15 +62,35 @@ class LoopbackGuard:
             raise Forbidden(f"Requests from the web page {origin!r} are refused; set an API key to allow them.")
 
 
+class RequestLimit:
+    """Refuses requests while `limit` of them are being answered; those that only look at something get through."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app = app
+        self._limit = limit
+        self._under_way = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+            return await self.app(scope, receive, send)
+        if self._under_way >= self._limit:
+            raise Overloaded("Too many requests are waiting; try again later.")
+        self._under_way += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._under_way -= 1
+
+
 class ApiKey:
-    """Lets in who presents the key as a bearer token or in `x-api-key`. /health is open."""
+    """Lets in who presents the key as a bearer token or in `x-api-key`. /health and /metrics are open."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             self._check(Headers(scope=scope))
         await self.app(scope, receive, send)
 

@@ -8,20 +8,21 @@ from typing import Any, NoReturn
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from agentcache.errors import InvalidRequest
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import engine_of, read_body
 from agentcache.server.messages import read_messages, read_tools
 from agentcache.server.options import (
     MAX_LOGPROBS,
     Options,
+    check_chat,
     check_model,
     read_max_tokens,
     read_options,
     read_sampling,
     refuse_unsupported,
 )
-from agentcache.server.shapes import ChatShape, Shape, TextShape
+from agentcache.server.shapes import ChatShape, OpenAIReply, Shape, TextShape
+from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader
 from agentcache.serving.request import ChatPrompt, ModelInfo, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
 
@@ -47,13 +48,13 @@ def read_chat(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
     logprobs = _read_chat_logprobs(body)
     max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=CHAT_MAX_TOKENS)
     sampling = read_sampling(body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
-    return _job(body, request, model, [prompt], sampling, ChatShape(logprobs is not None))
+    shape = ChatShape(logprobs is not None, tools_for(model, prompt.tools))
+    return _job(body, request, model, [prompt], sampling, shape)
 
 
 def read_chat_prompt(body: Reader, model: ModelInfo, *, add_generation_prompt: bool) -> ChatPrompt:
     messages = read_messages(body)
-    if not model.has_chat_template:
-        raise InvalidRequest(f"The model {model.id!r} has no chat template; use /v1/completions.", param="messages")
+    check_chat(model)
     template_kwargs = body.object("chat_template_kwargs").value
     return ChatPrompt(messages, read_tools(body), template_kwargs, add_generation_prompt)
 
@@ -124,14 +125,12 @@ def _job(
     stream = body.boolean("stream")
     _check_combination(body, len(prompts), options, stream)
     job_id = shape.id_prefix + uuid.uuid4().hex
+    usage = options.report or body.object("stream_options").boolean("include_usage")
     return Job(
-        id=job_id,
-        model=model.id,
         requests=[_request(job_id, index, prompt, sampling, options) for index, prompt in enumerate(prompts)],
-        shape=shape,
+        reply=OpenAIReply(job_id, model.id, shape, usage, options.return_token_ids),
         stream=stream,
-        usage=options.report or body.object("stream_options").boolean("include_usage"),
-        return_token_ids=options.return_token_ids,
+        timeout=options.timeout,
     )
 
 
@@ -146,4 +145,4 @@ def _check_combination(body: Reader, num_prompts: int, options: Options, stream:
 
 def _request(job_id: str, index: int, prompt: Prompt, sampling: SamplingParams, options: Options) -> Request:
     request_id = f"{job_id}-{index}" if index else job_id
-    return Request(request_id, prompt, sampling, options.agent, options.salt)
+    return Request(request_id, prompt, sampling, options.agent, options.salt, options.priority)

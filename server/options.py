@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.server.validate import Reader, check_agent_id
-from agentcache.serving.request import ModelInfo, SamplingParams
+from agentcache.serving.request import ModelInfo, Priority, SamplingParams
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_STOP_STRINGS = 16
@@ -43,17 +43,22 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "grammar": ("",),
     "json_schema": (),
+    "output_format": (),
+    "container": (),
+    "mcp_servers": ([],),
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    """The `agentcache` object of a request, and whose request it is."""
+    """The `agentcache` object of a request, whose request it is, its time limit in seconds and its priority."""
 
     agent: str | None
     salt: str
     report: bool
     return_token_ids: bool
+    timeout: float | None
+    priority: Priority | None
 
 
 def refuse_unsupported(body: Reader) -> None:
@@ -61,11 +66,18 @@ def refuse_unsupported(body: Reader) -> None:
         value = body.get(name)
         if value is not None and not any(_same(value, allowed) for allowed in neutral):
             body.fail(name, "is not supported", code="unsupported_parameter")
+    if (output := body.object("output_config")).get("format") is not None:
+        output.fail("format", "is not supported", code="unsupported_parameter")
 
 
 def _same(value: Any, allowed: Any) -> bool:
     """Equality of JSON values: true is not 1."""
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
+
+
+def check_chat(model: ModelInfo) -> None:
+    if not model.has_chat_template:
+        raise InvalidRequest(f"The model {model.id!r} has no chat template; use /v1/completions.", param="messages")
 
 
 def check_model(body: Reader, model: ModelInfo) -> None:
@@ -98,7 +110,27 @@ def read_options(body: Reader, headers: Headers) -> Options:
     salt = extras.string("salt") or ""
     if len(salt) > MAX_SALT_LENGTH:
         extras.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
-    return Options(read_agent(body, headers), salt, extras.boolean("report"), extras.boolean("return_token_ids"))
+    return Options(
+        agent=read_agent(body, headers),
+        salt=salt,
+        report=extras.boolean("report"),
+        return_token_ids=extras.boolean("return_token_ids"),
+        timeout=read_timeout(body),
+        priority=read_priority(body),
+    )
+
+
+def read_priority(body: Reader) -> Priority | None:
+    name = body.string("priority")
+    if name is not None and name not in list(Priority):
+        body.fail("priority", f"must be one of {', '.join(Priority)}")
+    return None if name is None else Priority(name)
+
+
+def read_timeout(body: Reader) -> float | None:
+    """Seconds that the request may take; the server's own limit holds beside it."""
+    value = body.get("request_timeout")
+    return None if value is None else body.as_number("request_timeout", value, minimum=0.001)
 
 
 def refuse_adapter(body: Reader) -> None:
@@ -140,9 +172,19 @@ def agent_of_cache_key(key: str) -> str:
 
 
 def read_sampling(
-    body: Reader, *, vocab_size: int, max_tokens: int, logprobs: int | None, prompt_logprobs: bool = False
+    body: Reader,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: bool = False,
+    stop: str = "stop",
 ) -> SamplingParams:
-    """Sampling parameters with OpenAI's defaults. top_k -1 switches it off, as in vLLM."""
+    """Sampling parameters with OpenAI's defaults. top_k -1 switches it off, as in vLLM.
+
+    Args:
+        stop: what the dialect calls the stop strings.
+    """
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=body.number("temperature", 1.0, minimum=0.0),
@@ -152,7 +194,7 @@ def read_sampling(
         repetition_penalty=body.number("repetition_penalty", 1.0, minimum=0.01, maximum=100.0),
         logit_bias=_read_logit_bias(body, vocab_size),
         seed=body.integer("seed", minimum=-(2**63)),
-        stop=_read_stop(body),
+        stop=_read_stop(body, stop),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         ignore_eos=body.boolean("ignore_eos"),
@@ -165,16 +207,16 @@ def read_max_tokens(body: Reader, *names: str, default: int) -> int:
     return next((value for value in list(given) if value is not None), default)
 
 
-def _read_stop(body: Reader) -> tuple[str, ...]:
-    stop = body.get("stop")
+def _read_stop(body: Reader, name: str) -> tuple[str, ...]:
+    stop = body.get(name)
     if stop is None:
         return ()
     strings = [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:
-        body.fail("stop", f"must be a string or a list of at most {MAX_STOP_STRINGS} strings")
+        body.fail(name, f"must be a string or a list of at most {MAX_STOP_STRINGS} strings")
     for index, string in enumerate(strings):
         if not isinstance(string, str) or not string:
-            body.fail("stop" if string is stop else f"stop[{index}]", "must be a string that is not empty")
+            body.fail(name if string is stop else f"{name}[{index}]", "must be a string that is not empty")
     return tuple(strings)
 
 

@@ -1,13 +1,23 @@
-"""The two OpenAI dialects: how a choice and a piece of a choice look."""
+"""The two OpenAI dialects: how an answer, its choices and the chunks of a stream look."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from agentcache.server.reply import Completion, chat_logprobs, text_logprobs
-from agentcache.serving.request import TokenLogprob
+from agentcache.models.tool_calls import ToolCall
+from agentcache.server.errors import WireError
+from agentcache.server.logprobs import chat_logprobs, text_logprobs
+from agentcache.server.reply import Completion, combine, report_object
+from agentcache.server.stream import event
+from agentcache.server.tool_calls import Part, Tools
+from agentcache.serving.request import FinishReason, Report, TokenLogprob, Update
+
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
@@ -15,28 +25,34 @@ class ChatShape:
     """`/v1/chat/completions`."""
 
     logprobs: bool
+    tools: Tools = Tools()
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        parts = self.tools.split(completion.text)
+        text = "".join(part for part in parts if isinstance(part, str))
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        called = {"tool_calls": [_call(call) for call in calls]} if calls else {}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": completion.text},
+            "message": {"role": "assistant", "content": text if text or not calls else None} | called,
             "logprobs": chat_logprobs(completion.logprobs) if self.logprobs else None,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": _finish_reason(completion, bool(calls)),
         }
 
     def first(self) -> dict[str, Any]:
-        return self._piece({"role": "assistant", "content": ""})
+        return chat_piece({"role": "assistant", "content": ""})
 
     def piece(self, text: str, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        return self._piece({"content": text} if text else {}, logprobs)
-
-    def _piece(self, delta: dict[str, Any], logprobs: Sequence[TokenLogprob] = ()) -> dict[str, Any]:
         shown = chat_logprobs(logprobs) if self.logprobs and logprobs else None
-        return {"index": 0, "delta": delta, "logprobs": shown, "finish_reason": None}
+        return chat_piece({"content": text} if text else {}) | {"logprobs": shown}
+
+
+def chat_piece(delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,7 @@ class TextShape:
     id_prefix = "cmpl-"
     object = "text_completion"
     chunk_object = "text_completion"
+    tools = Tools()
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         tokens = [*(completion.prompt_logprobs if self.echo else ()), *completion.logprobs]
@@ -79,3 +96,116 @@ class TextShape:
 
 
 Shape = ChatShape | TextShape
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def _finish_reason(completion: Completion, called: bool) -> str | None:
+    return "tool_calls" if called and completion.finish_reason is FinishReason.STOP else completion.finish_reason
+
+
+@dataclass(frozen=True)
+class OpenAIReply:
+    """An answer to either dialect.
+
+    Args:
+        id: the answer's; on every chunk of a stream.
+        model: the served model's id.
+        usage: whether a stream ends with a chunk of `usage` and `agentcache`.
+    """
+
+    id: str
+    model: str
+    shape: Shape
+    usage: bool
+    return_token_ids: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = [
+            self.shape.choice(index, completion) | self.token_ids(completion)
+            for index, completion in enumerate(completions)
+        ]
+        return self.envelope(self.shape.object, choices) | accounting([c.final_report for c in completions])
+
+    def writer(self) -> ChunkWriter:
+        return ChunkWriter(self)
+
+    def token_ids(self, completion: Completion) -> dict[str, Any]:
+        return completion.token_id_fields() if self.return_token_ids else {}
+
+    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        chunk = self.envelope(self.shape.chunk_object, [choice])
+        return event(chunk | {"usage": None} if self.usage else chunk)
+
+
+class ChunkWriter:
+    """A stream of chunks: those with text or logprobs in them, and an empty one to keep the connection alive."""
+
+    def __init__(self, reply: OpenAIReply) -> None:
+        self._reply = reply
+        self._shape = reply.shape
+        self._reader = reply.shape.tools.reader()
+        self._calls = 0
+        self._offset = 0
+        self._waiting: list[TokenLogprob] = []  # logprobs of tokens whose text is not out yet
+
+    def begin(self, first: Update | None) -> Iterator[bytes]:
+        yield self._reply.chunk(self._shape.first())
+
+    def write(self, update: Update) -> Iterator[bytes]:
+        self._waiting += update.logprobs
+        parts = self._reader.add(update.text)
+        yield from self._parts([*parts, *self._reader.finish()] if update.finish_reason else parts)
+        if self._waiting and update.finish_reason:
+            yield self._text("")
+
+    def _parts(self, parts: Sequence[Part]) -> Iterator[bytes]:
+        for part in parts:
+            if isinstance(part, ToolCall):
+                yield self._reply.chunk(chat_piece({"tool_calls": [{"index": self._calls} | _call(part)]}))
+                self._calls += 1
+            else:
+                yield self._text(part)
+
+    def _text(self, text: str) -> bytes:
+        """A piece of text, with the logprobs of all tokens that have come."""
+        waiting, offset = self._waiting, self._offset
+        self._offset += sum(len(token.text) for token in waiting)
+        self._waiting = []
+        return self._reply.chunk(self._shape.piece(text, waiting, offset))
+
+    def keep_alive(self) -> bytes:
+        return self._reply.chunk(self._shape.piece("", (), self._offset))
+
+    def end(self, completion: Completion) -> Iterator[bytes]:
+        last = self._shape.piece("", (), 0) | {"finish_reason": _finish_reason(completion, self._calls > 0)}
+        yield self._reply.chunk(last | self._reply.token_ids(completion))
+        if self._reply.usage:
+            yield event(self._reply.envelope(self._shape.chunk_object, []) | accounting([completion.final_report]))
+        yield DONE
+
+    def fail(self, error: WireError) -> Iterator[bytes]:
+        yield event(error.body)
+        yield DONE
+
+
+def accounting(reports: Sequence[Report]) -> dict[str, Any]:
+    """`usage` and `agentcache` of one answer, whatever number of prompts it had."""
+    report = combine(reports)
+    return {"usage": _usage(report), "agentcache": report_object(report)}
+
+
+def _usage(report: Report) -> dict[str, Any]:
+    return {
+        "prompt_tokens": report.prompt_tokens,
+        "completion_tokens": report.completion_tokens,
+        "total_tokens": report.prompt_tokens + report.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": report.reused_tokens},
+    }

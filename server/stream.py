@@ -7,26 +7,26 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-from sse_starlette.event import ServerSentEvent
-from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from agentcache.errors import BrokenInvariant
+from agentcache.errors import BrokenInvariant, RequestTimedOut
 from agentcache.serving.request import Update
 
 T = TypeVar("T")
 
 KEEP_ALIVE_SECONDS = 10.0
-DONE = ServerSentEvent("[DONE]", sep="\n")
-
-# At SIGTERM a running turn finishes and is saved (uvicorn waits for it); sse-starlette would cut it off.
-AppStatus.enable_automatic_graceful_drain = False
 
 
-def event(data: dict[str, Any]) -> ServerSentEvent:
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
     """One event. ASCII only, since some clients split lines at U+2028 and U+0085 too."""
-    return ServerSentEvent(json.dumps(data, allow_nan=False, separators=(",", ":")), sep="\n")
+    line = f"data: {json.dumps(data, allow_nan=False, separators=(',', ':'))}\n\n"
+    return (f"event: {name}\n{line}" if name else line).encode("ascii")
+
+
+def timed_out() -> RequestTimedOut:
+    return RequestTimedOut("The request was not done within its time limit.")
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -68,59 +68,78 @@ async def close(iterator: AsyncIterator[Any]) -> None:
 
 
 class UpdateStream:
-    """Updates of one completion, which can be waited for with a time limit.
+    """Updates of one completion, and what comes instead of them when they are late.
 
-    One `__anext__` of the engine may be under way across several waits; it is cancelled only by `close`.
+    A task of its own follows the engine, and one timer looks after silence and deadline, so that an update costs no
+    timer.
+
+    Args:
+        updates: the engine's; closed at the end, which cancels what is not done.
+        interval: seconds of silence after which `next` gives None.
+        deadline: the loop's time at which the completion must be done; None for no limit.
     """
 
-    def __init__(self, updates: AsyncIterator[Update]) -> None:
-        self._updates = updates
-        self._next: asyncio.Task[Update] | None = None
+    def __init__(self, updates: AsyncIterator[Update], interval: float, deadline: float | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Update | Exception | None] = asyncio.Queue()
+        self._interval = interval
+        self._deadline = deadline
+        self._last = self._loop.time()
+        self._timer = self._set_timer()
+        self._following = asyncio.ensure_future(self._follow(updates))
 
-    async def begin(self, seconds: float) -> None:
-        """Waits up to `seconds` for the first update and leaves it to be taken; raises at once if it is an error."""
-        if await self.wait(seconds):
-            assert self._next is not None
-            self._next.result()
+    async def next(self) -> Update | None:
+        """The next update; None after `interval` without one.
 
-    async def wait(self, seconds: float) -> bool:
-        """Whether the next update (or an error) is there within `seconds`."""
-        if self._next is None:
-            self._next = asyncio.ensure_future(self._advance())
-        done, _ = await asyncio.wait({self._next}, timeout=seconds)
-        return bool(done)
-
-    async def _advance(self) -> Update:
-        try:
-            return await anext(self._updates)
-        except StopAsyncIteration:
-            raise BrokenInvariant("a completion ended without its last update") from None
-
-    def take(self) -> Update:
-        """The update that `wait` announced; raises what the engine raised."""
-        assert self._next is not None
-        update, self._next = self._next, None
-        return update.result()
+        Raises:
+            RequestTimedOut: the deadline has passed.
+            Exception: what the engine raised.
+        """
+        update = await self._queue.get()
+        if isinstance(update, Exception):
+            raise update
+        return update
 
     async def close(self) -> None:
-        if self._next is not None:
-            await _end(self._next)
-        await close(self._updates)
+        self._timer.cancel()
+        await _end(self._following)
+
+    async def _follow(self, updates: AsyncIterator[Update]) -> None:
+        try:
+            async for update in updates:
+                self._last = self._loop.time()
+                self._queue.put_nowait(update)
+            self._queue.put_nowait(BrokenInvariant("a completion ended without its last update"))
+        except Exception as error:
+            self._queue.put_nowait(error)
+        finally:
+            await close(updates)
+
+    def _set_timer(self) -> asyncio.TimerHandle:
+        silent_at = self._last + self._interval
+        return self._loop.call_at(silent_at if self._deadline is None else min(silent_at, self._deadline), self._look)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self._deadline is not None and now >= self._deadline:
+            self._queue.put_nowait(timed_out())
+            return
+        if now >= self._last + self._interval:
+            self._queue.put_nowait(None)
+            self._last = now
+        self._timer = self._set_timer()
 
 
-class EventStream(EventSourceResponse):
-    """Sends events until they end or the client leaves; then closes their generator and `source`.
+class EventStream(StreamingResponse):
+    """Sends events until they end or the client leaves; then closes `source`, also when no event was ever asked for."""
 
-    `source` is closed here, since a generator that never began runs no `finally` of its own. sse-starlette's own pings
-    are comments, which some clients cannot parse: keep-alive is in the events themselves.
-    """
-
-    def __init__(self, events: AsyncGenerator[ServerSentEvent, None], source: UpdateStream) -> None:
-        super().__init__(events, ping=0, sep="\n")
+    def __init__(self, events: AsyncIterator[bytes], source: UpdateStream) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await until_disconnect(receive, self.stream_response(send))
         finally:
             await self._source.close()

@@ -100,3 +100,25 @@ def test_agents_that_are_asked_deleted_and_forked_at_once(live_server: ServerPro
     assert statuses <= {200, 201, 404}, statuses
     wait_until_idle(live_server)
     complete(live_server, make_ids(270, seed=44), 2, agent=agent)
+
+
+def test_two_agents_that_are_forked_into_each_other(live_server: ServerProcess, agent: str) -> None:
+    """Both forks begin when both agents have just finished a turn; neither may wait for what the other holds."""
+    first, second = f"{agent}-a", f"{agent}-b"
+    body = {"prompt": make_ids(30, seed=45), "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+
+    def turn(name: str) -> int:
+        with http_of(live_server) as http:
+            return http.post("/v1/completions", json=body | {"agent": name}).status_code
+
+    def fork(source: str, copy: str) -> int:
+        with http_of(live_server) as http:
+            return http.post(f"/v1/agents/{source}/fork", json={"id": copy}).status_code
+
+    computed = stats(live_server)["computed_tokens"]
+    with ThreadPoolExecutor(4) as pool:
+        turns = [pool.submit(turn, name) for name in (first, second)]
+        wait_until_computing(live_server, computed + 60)
+        forks = [pool.submit(fork, first, second), pool.submit(fork, second, first)]
+        assert [future.result() for future in turns] == [200, 200]
+        assert [future.result() for future in forks] == [409, 409]

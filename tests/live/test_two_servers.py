@@ -80,7 +80,7 @@ def test_sigterm_lets_a_stream_end_properly(live_model: Path, tmp_path: Path, ag
 
 
 def test_sigterm_while_the_model_loads(live_model: Path, tmp_path: Path) -> None:
-    with started(live_model, tmp_path / "cache") as process, httpx.Client(trust_env=False) as http:
+    with started(live_model, tmp_path / "cache") as process, httpx.Client(trust_env=False, timeout=PATIENCE) as http:
         port = process.args[process.args.index("--port") + 1]  # type: ignore[union-attr, arg-type, operator]
         statuses: list[int] = []
 

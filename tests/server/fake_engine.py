@@ -122,6 +122,10 @@ class FakeEngine:
         finally:
             (self.finished if ended else self.cancelled).append(request.request_id)
 
+    async def count_tokens(self, request: Request, /) -> int:
+        self.requests.append(request)
+        return 11
+
     def _known(self, agent_id: str) -> AgentInfo:
         if agent_id not in self.known:
             raise NotFound(f"The agent {agent_id!r} is unknown.", param="id")

@@ -82,6 +82,17 @@ def test_cache_routes() -> None:
         "computed_tokens": 7,
         "cached_tokens": 8,
         "save_failures": 9,
+        "running": 0,
+        "waiting": 0,
+        "preemptions": 0,
+        "cancelled": 0,
+        "generated_tokens": 0,
+        "decode_steps": 0,
+        "decode_rows": 0,
+        "decode_seconds": 0.0,
+        "prefill_tokens": 0,
+        "prefill_seconds": 0.0,
+        "copied_blocks": 0,
     }
     assert ask(engine, "DELETE", "/v1/cache").json() == {"cleared": True}
     assert engine.cleared == 1

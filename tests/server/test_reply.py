@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from agentcache.errors import BrokenInvariant
-from agentcache.server.reply import Completion, accounting, chat_logprobs, combine, text_logprobs
+from agentcache.server.logprobs import chat_logprobs, text_logprobs
+from agentcache.server.reply import Completion, combine
+from agentcache.server.shapes import accounting
 from agentcache.serving.request import CachedTokens, CacheState, TokenLogprob
 from tests.server.fake_engine import REPORT
 

@@ -1,0 +1,116 @@
+"""Whether everything in a cache folder is what it says it is. Only reads, needs no model, and may run beside a server.
+
+A second reader on purpose: it recomputes every key and checksum from the content, whichever model wrote the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import xxhash
+
+from agentcache.blocks.keys import BLOCK_SIZE, Namespace, block_key, chain_key
+from agentcache.errors import BlockRejected
+from agentcache.kv.atomic import read_file
+from agentcache.kv.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from agentcache.kv.transcript_log import Content, parse_log
+
+T = TypeVar("T")
+
+MAX_BLOCK_BYTES = 1 << 30
+MAX_LOG_BYTES = 1 << 32
+
+_CHECKSUM = '"checksum":"{}"'
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """What a cache folder holds.
+
+    Args:
+        blocks, agents: sound ones.
+        missing_blocks: named by an agent and not there; they went for want of room, and would be computed again.
+        unnamed_blocks: of no agent; a crash leaves them, and the next start removes them.
+        problems: one sentence for each file that is not what it should be.
+    """
+
+    blocks: int
+    agents: int
+    missing_blocks: int
+    unnamed_blocks: int
+    problems: tuple[str, ...]
+
+
+def verify_folder(cache_dir: Path) -> FolderReport:
+    """Read and recompute every block, manifest and transcript below `cache_dir`; what vanishes meanwhile counts not."""
+    problems: list[str] = []
+    blocks = sorted((cache_dir / "blocks").glob("??/*.safetensors"))
+    agents = sorted((cache_dir / "agents").glob("*/*.json"))
+    sound = set(_sound(blocks, _examine_block, problems))
+    named = list(_sound(agents, _examine_agent, problems))
+    keys = set().union(*named)
+    return FolderReport(len(sound), len(named), len(keys - sound), len(sound - keys), tuple(problems))
+
+
+def _sound(paths: Iterable[Path], examine: Callable[[Path], T], problems: list[str]) -> Iterator[T]:
+    """What `examine` finds in the files that are sound; of the others, what is wrong goes to `problems`."""
+    for path in paths:
+        try:
+            yield examine(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, BlockRejected) as error:
+            problems.append(f"{path.parent.name}/{path.name}: {error}")
+
+
+def _examine_block(path: Path) -> str:
+    """The key of the block in the file: it follows from the content, and has to be the file's name."""
+    data = read_file(path, MAX_BLOCK_BYTES)
+    head_size = 8 + int.from_bytes(data[:8], "little")
+    head, tensors = data[:head_size], data[head_size:]
+    try:
+        metadata = json.loads(head[8:])["__metadata__"]
+        token_ids = _unpack(metadata["token_ids"])
+        chain = chain_key(metadata["parent"], token_ids, metadata["producer"])
+        key, stated = block_key(chain, metadata["group"]), metadata["checksum"]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, zlib.error) as error:
+        raise BlockRejected(f"the header is unreadable: {error!r:.100}") from None
+    unsigned = head.replace(_CHECKSUM.format(stated).encode(), _CHECKSUM.format("0" * 32).encode())
+    if xxhash.xxh3_128_hexdigest(unsigned + tensors) != stated:
+        raise BlockRejected("the checksum does not match the content")
+    if key != path.stem:
+        raise BlockRejected(f"it holds the block {key}")
+    return key
+
+
+def _unpack(packed: str) -> array[int]:
+    return array("I", zlib.decompress(base64.b64decode(packed)))
+
+
+def _examine_agent(path: Path) -> frozenset[str]:
+    """The keys of the blocks that an agent names, once its chains are those of its tokens."""
+    manifest = decode_manifest(read_file(path, MAX_MANIFEST_BYTES))
+    if (manifest.id, manifest.model[:16]) != (path.stem, path.parent.name):
+        raise BlockRejected(f"it is the manifest of agent {manifest.id!r:.80} of model {manifest.model!r:.80}")
+    log = path.with_name(f"{manifest.id}.{manifest.log.generation}.log")
+    content = parse_log(read_file(log, MAX_LOG_BYTES), manifest.id, manifest.model, manifest.log)
+    _check_chains(manifest, content)
+    return frozenset(block_key(chain, group) for chain in content.chains for group in manifest.groups)
+
+
+def _check_chains(manifest: Manifest, content: Content) -> None:
+    saved = content.transcript.ids[: manifest.num_saved]
+    pieces = [saved[start : start + BLOCK_SIZE] for start in range(0, len(saved), BLOCK_SIZE)]
+    parent, chains = Namespace(manifest.model, manifest.cache, manifest.salt).root, []
+    for piece in pieces:
+        parent = chain_key(parent, piece)
+        chains.append(parent)
+    if tuple(chains) != content.chains:
+        raise BlockRejected("its blocks are not those of its tokens")

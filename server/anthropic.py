@@ -1,0 +1,159 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: from Anthropic's fields to requests."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from agentcache.server.anthropic_reply import AnthropicReply
+from agentcache.server.completion import Job, answer
+from agentcache.server.context import engine_of, read_body
+from agentcache.server.messages import read_text_part, without_billing_header
+from agentcache.server.options import (
+    MAX_TOKENS_LIMIT,
+    check_chat,
+    check_model,
+    read_agent,
+    read_options,
+    read_sampling,
+    refuse_unsupported,
+)
+from agentcache.server.tool_calls import tools_for
+from agentcache.server.validate import Reader
+from agentcache.serving.request import ChatPrompt, ModelInfo, Request
+
+_BETWEEN_BLOCKS = "\n"
+
+
+async def messages(request: HttpRequest) -> Response:
+    model = engine_of(request).model
+    return await answer(request, read_job(await read_body(request), request, model))
+
+
+async def count_tokens(request: HttpRequest) -> Response:
+    engine = engine_of(request)
+    body = await read_body(request)
+    prompt = read_prompt(body, engine.model)
+    counted = Request("count", prompt, agent=read_agent(body, request.headers))
+    return JSONResponse({"input_tokens": await engine.count_tokens(counted)})
+
+
+def read_job(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
+    prompt = read_prompt(body, model)
+    if prompt.messages[-1]["role"] == "assistant":
+        body.fail("messages", "must not end with the assistant: an answer that goes on from there is not supported")
+    max_tokens = body.integer("max_tokens", minimum=0, maximum=MAX_TOKENS_LIMIT)
+    if max_tokens is None:
+        body.fail("max_tokens", "is required")
+    sampling = read_sampling(
+        body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=None, stop="stop_sequences"
+    )
+    options = read_options(body, request.headers)
+    job_id = f"msg_{uuid.uuid4().hex}"
+    return Job(
+        requests=[Request(job_id, prompt, sampling, options.agent, options.salt, options.priority)],
+        reply=AnthropicReply(job_id, model.id, tools_for(model, prompt.tools), options.return_token_ids),
+        stream=body.boolean("stream"),
+        timeout=options.timeout,
+    )
+
+
+def read_prompt(body: Reader, model: ModelInfo) -> ChatPrompt:
+    check_model(body, model)
+    refuse_unsupported(body)
+    check_chat(model)
+    given = body.objects("messages")
+    if not given:
+        body.fail("messages", "must be a list of at least one message")
+    read = [part for message in given for part in _read_message(message)]
+    template_kwargs = body.object("chat_template_kwargs").value
+    return ChatPrompt([*_read_system(body, "system"), *read], _read_tools(body), template_kwargs)
+
+
+def _read_system(reader: Reader, name: str) -> list[dict[str, Any]]:
+    text = without_billing_header(_read_text(reader, name))
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _read_text(reader: Reader, name: str) -> str:
+    """A string, or text blocks."""
+    if not isinstance(reader.get(name), list):
+        return reader.string(name) or ""
+    return _BETWEEN_BLOCKS.join(read_text_part(block) for block in reader.objects(name))
+
+
+def _read_message(message: Reader) -> list[dict[str, Any]]:
+    """One message of theirs: several of ours where it holds tool results, which have a role of their own."""
+    role = message.required_string("role")
+    if role not in ("user", "assistant", "system"):
+        message.fail("role", 'must be "user", "assistant" or "system"')
+    if message.get("content") is None:
+        message.fail("content", "is required")
+    if role == "system":
+        return _read_system(message, "content")
+    if isinstance(message.get("content"), str):
+        return [{"role": role, "content": message.string("content")}]
+    blocks = message.objects("content")
+    return [_read_assistant(blocks)] if role == "assistant" else _read_user(blocks)
+
+
+def _read_assistant(blocks: list[Reader]) -> dict[str, Any]:
+    """Text and calls. Thinking of earlier turns is not shown to the model again."""
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        kind = block.required_string("type")
+        if kind == "tool_use":
+            calls.append(_read_call(block))
+        elif kind not in ("thinking", "redacted_thinking"):
+            texts.append(read_text_part(block))
+    message = {"role": "assistant", "content": _BETWEEN_BLOCKS.join(texts)}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _read_call(block: Reader) -> dict[str, Any]:
+    function = {"name": block.required_string("name"), "arguments": block.object("input").value}
+    return {"id": block.required_string("id"), "type": "function", "function": function}
+
+
+def _read_user(blocks: list[Reader]) -> list[dict[str, Any]]:
+    """Tool results, each a message, and the texts between them."""
+    messages: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.required_string("type") == "tool_result":
+            messages.append(_read_result(block))
+        elif messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += _BETWEEN_BLOCKS + read_text_part(block)
+        else:
+            messages.append({"role": "user", "content": read_text_part(block)})
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _read_result(block: Reader) -> dict[str, Any]:
+    return {
+        "role": "tool",
+        "tool_call_id": block.required_string("tool_use_id"),
+        "content": _read_text(block, "content"),
+    }
+
+
+def _read_tools(body: Reader) -> list[dict[str, Any]] | None:
+    choice = body.object("tool_choice").string("type")
+    if choice not in (None, "auto", "none"):
+        body.fail("tool_choice", 'must be of type "auto" or "none"; forcing a call is not supported')
+    tools = [_read_tool(tool) for tool in body.objects("tools")]
+    return tools if tools and choice != "none" else None
+
+
+def _read_tool(tool: Reader) -> dict[str, Any]:
+    if tool.string("type") not in (None, "custom"):
+        tool.fail("type", 'must be "custom": tools that the server runs are not supported')
+    function = {
+        "name": tool.required_string("name"),
+        "description": tool.string("description") or "",
+        "parameters": tool.object("input_schema").value,
+    }
+    return {"type": "function", "function": function}

@@ -1,0 +1,68 @@
+"""The engine's counters and gauges as Prometheus metrics, from the statistics of the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from agentcache.serving.request import CacheStats
+
+_GAUGES = {
+    "ram_budget": ("ram_budget_bytes", "RAM the cache may take"),
+    "disk_bytes": ("disk_bytes", "Bytes of all files in the cache folder"),
+    "disk_budget": ("disk_budget_bytes", "Bytes they may take"),
+    "agents": ("agents", "Agents, in RAM or on disk"),
+    "running": ("num_requests_running", "Requests in the batch"),
+    "waiting": ("num_requests_waiting", "Requests that wait for a place"),
+}
+_COUNTERS = {
+    "quarantined": ("quarantined", "Blocks and agents that failed verification"),
+    "written_bytes": ("disk_written_bytes", "Bytes written"),
+    "read_bytes": ("disk_read_bytes", "Bytes of blocks read"),
+    "computed_tokens": ("computed_tokens", "Tokens that went through the model"),
+    "cached_tokens": ("cached_tokens", "Prompt tokens that did not have to"),
+    "save_failures": ("save_failures", "Turns that could not be written"),
+    "preemptions": ("num_preemptions", "Requests that gave their blocks up for others"),
+    "cancelled": ("requests_cancelled", "Requests whose client left or whose time was up"),
+    "generated_tokens": ("generation_tokens", "Tokens generated"),
+    "decode_steps": ("decode_steps", "Steps that decoded"),
+    "decode_rows": ("decode_rows", "Rows in these steps; by steps, the mean batch"),
+    "decode_seconds": ("decode_seconds", "Time in these steps"),
+    "prefill_tokens": ("prefill_tokens", "Prompt tokens computed"),
+    "prefill_seconds": ("prefill_seconds", "Time in prefill chunks"),
+    "copied_blocks": ("copied_blocks", "Partly filled blocks copied when a second request went on from them"),
+}
+
+
+@dataclass(frozen=True)
+class EngineMetrics(Collector):
+    """One scrape's view of the engine; without statistics, only that it is down."""
+
+    stats: CacheStats | None
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("agentcache_up", "Whether the engine answers", value=self.stats is not None)
+        if self.stats is not None:
+            yield from _metrics_of(self.stats)
+
+
+def _metrics_of(stats: CacheStats) -> Iterator[Metric]:
+    for field, (name, what) in _GAUGES.items():
+        yield GaugeMetricFamily(f"agentcache_{name}", what, value=getattr(stats, field))
+    for field, (name, what) in _COUNTERS.items():
+        yield CounterMetricFamily(f"agentcache_{name}", what, value=getattr(stats, field))
+    ram = {"base": stats.ram_bytes, "residual": stats.residual_ram_bytes}
+    yield _labelled("ram_bytes", "RAM the cache takes", "cache", ram)
+    blocks = {"free": stats.blocks_free, "live": stats.blocks_live, "cached": stats.blocks_cached}
+    yield _labelled("kv_blocks", "Blocks in RAM", "state", blocks)
+
+
+def _labelled(name: str, what: str, label: str, values: Mapping[str, int]) -> Metric:
+    gauge = GaugeMetricFamily(f"agentcache_{name}", what, labels=(label,))
+    for value, number in values.items():
+        gauge.add_metric((value,), number)
+    return gauge

@@ -1,0 +1,109 @@
+"""What `/metrics` says in Prometheus' words. Names are vLLM's where it has one, with our prefix."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentcache.server.engine_metrics import EngineMetrics
+from agentcache.serving.request import CacheStats, FinishReason, Report, Update
+
+_FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+_BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+_REQUEST = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
+_CLIENT_LEFT = "499"  # as nginx counts them
+
+
+class ServerMetrics:
+    """What the server counts and measures itself. One per app, each with a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(namespace="agentcache", registry=registry)
+        tasks = Gauge("agentcache_asyncio_tasks", "Tasks of the event loop", registry=registry)
+        tasks.set_function(lambda: len(asyncio.all_tasks()))
+        self.in_flight = Gauge("agentcache_http_requests_in_flight", "Requests being answered", registry=registry)
+        self.http_seconds = Histogram(
+            "agentcache_http_request_duration_seconds",
+            "Time from a request's head to its answer's end; status 499: the client left before",
+            ("method", "route", "status"),
+            buckets=_REQUEST,
+            registry=registry,
+        )
+        self._first_token = Histogram(
+            "agentcache_time_to_first_token_seconds", "Waiting included", buckets=_FIRST_TOKEN, registry=registry
+        )
+        self._between_tokens = Histogram(
+            "agentcache_inter_token_latency_seconds", "Of each stream", buckets=_BETWEEN_TOKENS, registry=registry
+        )
+        self._whole = Histogram(
+            "agentcache_e2e_request_latency_seconds", "Finished completions", buckets=_REQUEST, registry=registry
+        )
+        self._finished = Counter(
+            "agentcache_request_success", "Finished completions", ("finished_reason", "cache_state"), registry=registry
+        )
+        self._prompt_tokens = Counter(
+            "agentcache_prompt_tokens", "Prompt tokens of finished completions", registry=registry
+        )
+        self._cached_tokens = Counter(
+            "agentcache_prompt_tokens_cached", "Those that were not computed", ("kind",), registry=registry
+        )
+
+    async def watch(self, updates: AsyncIterator[Update]) -> AsyncGenerator[Update, None]:
+        """The updates of one completion, measured on their way; closes `updates` at the end."""
+        before, first = time.perf_counter(), True
+        try:
+            async for update in updates:
+                if update.token_ids:
+                    now = time.perf_counter()
+                    (self._first_token if first else self._between_tokens).observe(now - before)
+                    before, first = now, False
+                if update.finish_reason is not None and update.report is not None:
+                    self._count(update.finish_reason, update.report)
+                yield update
+        finally:
+            if isinstance(updates, AsyncGenerator):
+                await updates.aclose()
+
+    def render(self, stats: CacheStats | None) -> bytes:
+        """The text that Prometheus reads (format 0.0.4); `stats` is None where the engine does not answer."""
+        return generate_latest(self.registry) + generate_latest(EngineMetrics(stats))
+
+    def _count(self, reason: FinishReason, report: Report) -> None:
+        self._finished.labels(reason, report.cache_state).inc()
+        self._whole.observe(report.total_ms / 1e3)
+        self._prompt_tokens.inc(report.prompt_tokens)
+        self._cached_tokens.labels("own").inc(report.cached_tokens.own)
+        self._cached_tokens.labels("shared").inc(report.cached_tokens.shared)
+        self._cached_tokens.labels("residual").inc(report.cached_tokens.residual)
+
+
+class Measure:
+    """Outermost middleware: counts and times requests by route, never by raw path, of which there is no end."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status, begun = _CLIENT_LEFT, time.perf_counter()
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        with self._metrics.in_flight.track_inprogress():
+            try:
+                await self.app(scope, receive, watched_send)
+            finally:
+                route = getattr(scope.get("route"), "path", "unknown")
+                seconds = time.perf_counter() - begun
+                self._metrics.http_seconds.labels(scope["method"], route, status).observe(seconds)

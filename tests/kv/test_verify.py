@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentcache.kv.verify import FolderReport, verify_folder
+from tests.kv.damage import DAMAGE, agents_folder, extend, grow_huge
+from tests.kv.store_cases import MODEL, make_block, make_record, make_transcript, make_turn, open_store
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    """Two agents of 600 tokens: three blocks of two groups each."""
+    folder = tmp_path / "cache"
+    with open_store(folder) as store:
+        for number, agent_id in enumerate(("alice", "bob")):
+            record = make_record(agent_id, make_transcript(600, seed=number))
+            store.write_blocks(make_turn(record))
+            store.save_agent(record)
+    return folder
+
+
+def block_paths(cache_dir: Path) -> list[Path]:
+    return sorted((cache_dir / "blocks").glob("??/*.safetensors"))
+
+
+def test_a_sound_folder(cache_dir: Path) -> None:
+    assert verify_folder(cache_dir) == FolderReport(12, 2, 0, 0, ())
+
+
+def test_nothing_at_all(tmp_path: Path) -> None:
+    assert verify_folder(tmp_path / "nowhere") == FolderReport(0, 0, 0, 0, ())
+
+
+def test_blocks_that_went_and_blocks_of_nobody_are_no_problems(cache_dir: Path) -> None:
+    block_paths(cache_dir)[0].unlink()
+    with open_store(cache_dir) as store:
+        store.write_blocks([make_block((7, 8, 9))])
+    (cache_dir / "blocks" / "ab").mkdir(exist_ok=True)
+    (cache_dir / "blocks" / "ab" / "half.safetensors.1234.tmp").write_bytes(b"cut")
+    assert verify_folder(cache_dir) == FolderReport(12, 2, 1, 1, ())
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_block(cache_dir: Path, damage: Callable[[Path], None]) -> None:
+    path = block_paths(cache_dir)[3]
+    damage(path)
+    report = verify_folder(cache_dir)
+    [problem] = report.problems
+    assert problem.startswith(f"{path.parent.name}/{path.name}: ")
+    assert (report.blocks, report.agents, report.missing_blocks) == (11, 2, 1)
+
+
+def test_every_flipped_byte_of_a_block_is_found(cache_dir: Path) -> None:
+    path = block_paths(cache_dir)[0]
+    data = path.read_bytes()
+    for position in range(0, len(data), 97):
+        path.write_bytes(data[:position] + bytes([data[position] ^ 0x10]) + data[position + 1 :])
+        assert len(verify_folder(cache_dir).problems) == 1, position
+
+
+def test_another_blocks_file(cache_dir: Path) -> None:
+    """It is sound, but not what it is called."""
+    first, second = block_paths(cache_dir)[:2]
+    shutil.copy(first, second)
+    assert "it holds the block" in verify_folder(cache_dir).problems[0]
+
+
+AGENT_DAMAGE = [("alice.json", damage) for damage in DAMAGE]
+# Bytes behind a log's end do not count.
+AGENT_DAMAGE += [("alice.1.log", damage) for damage in DAMAGE if damage not in (extend, grow_huge)]
+
+
+@pytest.mark.parametrize(("name", "damage"), AGENT_DAMAGE)
+def test_a_damaged_agent(cache_dir: Path, name: str, damage: Callable[[Path], None]) -> None:
+    damage(agents_folder(cache_dir) / name)
+    report = verify_folder(cache_dir)
+    assert len(report.problems) == 1 and report.problems[0].startswith(f"{MODEL[:16]}/alice.json: ")
+    assert report.agents == 1
+
+
+def test_another_agents_manifest(cache_dir: Path) -> None:
+    folder = agents_folder(cache_dir)
+    shutil.copy(folder / "alice.json", folder / "bob.json")
+    assert "it is the manifest of agent 'alice'" in verify_folder(cache_dir).problems[0]
+
+
+def test_chains_that_are_not_those_of_the_tokens(tmp_path: Path) -> None:
+    other = make_record("alice", make_transcript(600, seed=5))
+    with open_store(tmp_path) as store:
+        store.save_agent(make_record("alice", make_transcript(600), num_saved=0))
+        broken = make_record("alice", make_transcript(600))
+        store.save_agent(type(broken)(**(vars(broken) | {"chains": other.chains})))
+    assert "its blocks are not those of its tokens" in verify_folder(tmp_path).problems[0]

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import fields
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agentcache.config import Config
+from agentcache.errors import InvalidRequest
+from agentcache.server.app import create_app
+from agentcache.serving.request import CacheStats, FinishReason, Update
+from tests.server.driver import BASE_URL, LeavingClient
+from tests.server.fake_engine import REPORT, FakeEngine
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+class Numbered(FakeEngine):
+    """Statistics in which every field has a value of its own."""
+
+    async def stats(self) -> CacheStats:
+        return CacheStats(**{field.name: 1000 + index for index, field in enumerate(fields(CacheStats))})
+
+
+def scrape(engine: FakeEngine, *calls: tuple[str, str, Any], config: Config | None = None) -> dict[str, float]:
+    """Samples after `calls` to one app: name and labels to value."""
+
+    async def run() -> httpx.Response:
+        app = create_app(engine, config or Config())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE_URL) as client:
+            for method, path, body in calls:
+                await client.request(method, path, json=body)
+            return await client.get("/metrics")
+
+    answer = asyncio.run(run())
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = list(text_string_to_metric_families(answer.text))
+    assert all(family.name.startswith("agentcache_") and family.documentation for family in families)
+    samples = [sample for family in families for sample in family.samples]
+    return {sample.name + label_text(sample.labels): sample.value for sample in samples}
+
+
+def label_text(labels: dict[str, str]) -> str:
+    return "{" + ",".join(f"{name}={value}" for name, value in sorted(labels.items())) + "}" if labels else ""
+
+
+def test_every_statistic_of_the_engine_is_there() -> None:
+    values = set(scrape(Numbered()).values())
+    assert {1000.0 + index for index in range(len(fields(CacheStats)))} <= values
+
+
+def test_names_of_the_engines_numbers() -> None:
+    samples = scrape(FakeEngine())
+    assert samples["agentcache_up"] == 1
+    assert samples["agentcache_ram_bytes{cache=base}"] == 100
+    assert samples["agentcache_kv_blocks{state=live}"] == 2
+    assert samples["agentcache_disk_written_bytes_total"] == 5
+    assert samples["agentcache_num_requests_running"] == 0
+
+
+@pytest.mark.parametrize("engine", [FakeEngine(ready=False), FakeEngine(failure=RuntimeError("x"))])
+def test_an_engine_that_is_down_is_a_number_too(engine: FakeEngine) -> None:
+    samples = scrape(engine)
+    assert samples["agentcache_up"] == 0 and "agentcache_agents" not in samples
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_is_measured(stream: bool) -> None:
+    samples = scrape(FakeEngine(), ("POST", "/v1/chat/completions", HI | {"stream": stream}))
+    assert samples["agentcache_time_to_first_token_seconds_count"] == 1
+    assert samples["agentcache_inter_token_latency_seconds_count"] == 2
+    assert samples["agentcache_e2e_request_latency_seconds_sum"] == pytest.approx(0.02)
+    assert samples["agentcache_request_success_total{cache_state=cold,finished_reason=stop}"] == 1
+    assert samples["agentcache_prompt_tokens_total"] == 7
+    assert samples["agentcache_prompt_tokens_cached_total{kind=own}"] == 3
+
+
+def test_requests_by_route_and_status() -> None:
+    calls = [
+        ("POST", "/v1/chat/completions", {}),
+        ("GET", "/v1/agents/nobody", None),
+        ("GET", "/v1/agents/no-one", None),
+        ("GET", "/nothing/here", None),
+    ]
+    samples = scrape(FakeEngine(), *calls)
+    counted = {name: value for name, value in samples.items() if "http_request_duration_seconds_count" in name}
+    assert counted == {
+        "agentcache_http_request_duration_seconds_count{method=POST,route=/v1/chat/completions,status=400}": 1,
+        "agentcache_http_request_duration_seconds_count{method=GET,route=/v1/agents/{id},status=404}": 2,
+        "agentcache_http_request_duration_seconds_count{method=GET,route=unknown,status=404}": 1,
+    }
+    assert samples["agentcache_http_requests_in_flight"] == 1  # the scrape itself
+
+
+def test_refused_and_cancelled_requests_are_no_successes() -> None:
+    refused = FakeEngine(script=lambda request: [InvalidRequest("no")])
+    samples = scrape(refused, ("POST", "/v1/chat/completions", HI))
+    assert not any(name.startswith("agentcache_request_success_total") for name in samples)
+    assert samples["agentcache_time_to_first_token_seconds_count"] == 0
+
+
+def test_a_client_that_left_is_counted_as_such() -> None:
+    engine = FakeEngine(script=lambda request: [60.0, Update(finish_reason=FinishReason.STOP, report=REPORT)])
+
+    async def run() -> str:
+        app = create_app(engine, Config())
+        await LeavingClient(lambda sent: bool(engine.requests)).post(app, "/v1/chat/completions", HI)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE_URL) as client:
+            return (await client.get("/metrics")).text
+
+    assert 'route="/v1/chat/completions",status="499"} 1.0' in asyncio.run(run())
+
+
+def test_each_app_has_numbers_of_its_own() -> None:
+    scrape(FakeEngine(), ("POST", "/v1/chat/completions", HI))
+    assert scrape(FakeEngine())["agentcache_prompt_tokens_total"] == 0
+
+
+def test_no_key_is_needed() -> None:
+    assert scrape(FakeEngine(), config=Config(api_key="secret"))["agentcache_up"] == 1
