@@ -1,7 +1,7 @@
 """The offline face: the same engine without a server.
 
-    with LLM("path/to/model") as llm:
-        print(llm.chat([{"role": "user", "content": "Hi"}], agent="alice").text)
+with LLM("path/to/model") as llm:
+    print(llm.chat([{"role": "user", "content": "Hi"}], agent="alice").text)
 """
 
 from __future__ import annotations

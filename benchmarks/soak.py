@@ -1,7 +1,7 @@
 """Rude clients on one server, for as long as you like; ends by itself, with code 1 if anything did not hold.
 
-    python benchmarks/soak.py --minutes 30                       the embedded model
-    python benchmarks/soak.py --minutes 30 --model FOLDER        any model folder
+python benchmarks/soak.py --minutes 30                       the embedded model
+python benchmarks/soak.py --minutes 30 --model FOLDER        any model folder
 """
 
 from __future__ import annotations

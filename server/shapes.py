@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sse_starlette.event import ServerSentEvent
+
 from agentcache.models.tool_calls import ToolCall
 from agentcache.server.errors import WireError
 from agentcache.server.logprobs import chat_logprobs, text_logprobs
@@ -17,7 +19,7 @@ from agentcache.server.stream import event
 from agentcache.server.tool_calls import Part, Tools
 from agentcache.serving.request import FinishReason, Report, TokenLogprob, Update
 
-DONE = b"data: [DONE]\n\n"
+DONE = ServerSentEvent("[DONE]", sep="\n").encode()
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.requests import ClientDisconnect
-from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from agentcache.errors import BrokenInvariant, RequestTimedOut
@@ -18,11 +19,13 @@ T = TypeVar("T")
 
 KEEP_ALIVE_SECONDS = 10.0
 
+# At SIGTERM a running turn finishes and is saved (uvicorn waits for it); sse-starlette would cut it off.
+AppStatus.enable_automatic_graceful_drain = False
+
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """One event. ASCII only, since some clients split lines at U+2028 and U+0085 too."""
-    line = f"data: {json.dumps(data, allow_nan=False, separators=(',', ':'))}\n\n"
-    return (f"event: {name}\n{line}" if name else line).encode("ascii")
+    """One event, encoded. ASCII only, since some clients split lines at U+2028 and U+0085 too."""
+    return ServerSentEvent(json.dumps(data, allow_nan=False, separators=(",", ":")), event=name, sep="\n").encode()
 
 
 def timed_out() -> RequestTimedOut:
@@ -130,16 +133,18 @@ class UpdateStream:
         self._timer = self._set_timer()
 
 
-class EventStream(StreamingResponse):
-    """Sends events until they end or the client leaves; then closes `source`, also when no event was ever asked for."""
+class EventStream(EventSourceResponse):
+    """Sends events until they end or the client leaves; then closes `source`, also when no event was ever asked for.
+
+    sse-starlette's own pings are comments, which some clients cannot parse: keep-alive is in the events themselves.
+    """
 
     def __init__(self, events: AsyncIterator[bytes], source: UpdateStream) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, ping=0, sep="\n")
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self.stream_response(send))
+            await super().__call__(scope, receive, send)
         finally:
             await self._source.close()

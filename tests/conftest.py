@@ -20,6 +20,11 @@ settings.register_profile(
 settings.load_profile("agentcache")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test first: begun last, it would keep one process busy while the other has nothing left to do."""
+    items.sort(key=lambda item: item.path.name != "test_soak.py")
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     """`model_folder(architecture, tokenizer="byte_bpe", seed=0, **config)`: a tiny model's folder, made once a session.

@@ -2,6 +2,7 @@
 
 quiet      the agents decode, nothing else happens
 prefill    a long prompt comes in; from its sending to its first token
+after      quiet again: the agents have become longer meanwhile, so their steps cost more than before
 short      a request of a few tokens: alone on an idle server, among the decoding agents, and during the prefill
 """
 
@@ -60,7 +61,7 @@ class Arrivals:
     """What came out; times in milliseconds.
 
     Args:
-        quiet, prefill: the running agents before and during the long prompt.
+        quiet, prefill, after: the running agents before, during and after the long prompt.
         long_alone_ms, long_ttft_ms: the long prompt's time to first token on an idle server and among the others.
         short_alone_ms, short_among_ms, short_during_ms: the short request from sending to its last token.
         short_done_first: whether the short request was answered before the long one got its first token.
@@ -69,6 +70,7 @@ class Arrivals:
 
     quiet: Gaps
     prefill: Gaps
+    after: Gaps
     long_alone_ms: float
     long_ttft_ms: float
     short_alone_ms: float
@@ -79,8 +81,8 @@ class Arrivals:
 
     @property
     def kept_rate(self) -> float:
-        """The running agents' rate during the prefill, as a share of what it was."""
-        return self.prefill.tokens_per_s / self.quiet.tokens_per_s
+        """The running agents' rate during the prefill, as a share of the mean of before and after."""
+        return 2 * self.prefill.tokens_per_s / (self.quiet.tokens_per_s + self.after.tokens_per_s)
 
 
 def measure_arrivals(
@@ -115,9 +117,7 @@ class _Bench:
                 stream.cancel()
 
     def _among(self, running: Sequence[RunningStream], short_alone: float, long_alone: float) -> Arrivals:
-        quiet_since = time.perf_counter()
-        running[0].wait_for_more(self._plan.quiet_steps)
-        quiet = _gaps(running, quiet_since, time.perf_counter())
+        quiet = self._quiet(running)
         short_among = statistics.median(self._short().result().total_ms for _ in range(self._plan.shorts))
         self._progress(f"{len(running)} agents decode: {quiet}; short {short_among:.0f} ms")
         long = self._long()
@@ -126,9 +126,12 @@ class _Bench:
         begun, answered = long_stream.sent_at, long_stream.token_times[0]
         prefill = _gaps(running, begun, answered)
         self._progress(f"{self._plan.long_prompt} tokens arrive: {prefill}; short {short.total_ms:.0f} ms")
+        after = self._quiet(running)
+        self._progress(f"quiet again: {after}")
         return Arrivals(
             quiet=quiet,
             prefill=prefill,
+            after=after,
             long_alone_ms=long_alone,
             long_ttft_ms=long_stream.ttft_ms,
             short_alone_ms=short_alone,
@@ -137,6 +140,11 @@ class _Bench:
             short_done_first=short.ended_at < answered,
             timeline=_timeline(running[0].token_times, begun, answered),
         )
+
+    def _quiet(self, running: Sequence[RunningStream]) -> Gaps:
+        since = time.perf_counter()
+        running[0].wait_for_more(self._plan.quiet_steps)
+        return _gaps(running, since, time.perf_counter())
 
     def _running(self, index: int) -> RunningStream:
         stream = self._send(f"running-{index}", self._plan.context, _RUNNING_TOKENS)

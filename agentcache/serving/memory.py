@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from agentcache.blocks.keys import BLOCK_SIZE, Namespace
+from agentcache.blocks.keys import BLOCK_SIZE, Namespace, chain_key
 from agentcache.blocks.prefix_cache import CachedPrefix, PrefixCache, Sequence
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks
 from agentcache.kv.manifest import AgentRecord
@@ -73,7 +73,7 @@ class AgentMemory:
 
     def fork(self, agent_id: str, new_id: str, done: Callable[[Saved], None]) -> None:
         """Make an agent with the same memory, durably, sharing every block. Raises NotFound, Conflict."""
-        copy = self._agents.fork(agent_id, new_id)
+        copy = self._as_far_as_saved(self._agents.fork(agent_id, new_id))
         self._agents.set_busy(agent_id)
 
         def settle(saved: Saved) -> None:
@@ -81,6 +81,17 @@ class AgentMemory:
             done(saved)
 
         self._persistence.save_record(copy, settle)
+
+    def _as_far_as_saved(self, record: AgentRecord) -> AgentRecord:
+        """The record without blocks that are not of its transcript: a turn may have changed it and not been saved."""
+        chain, chains = self._namespace(record.salt).root, []
+        for start, saved in zip(range(0, record.num_saved, BLOCK_SIZE), record.chains, strict=False):
+            chain = chain_key(chain, record.transcript.ids[start : min(start + BLOCK_SIZE, record.num_saved)])
+            if chain != saved:
+                break
+            chains.append(chain)
+        num_saved = record.num_saved if len(chains) == len(record.chains) else len(chains) * BLOCK_SIZE
+        return replace(record, num_saved=num_saved, chains=tuple(chains))
 
     def delete(self, agent_id: str, done: Callable[[Saved], None]) -> None:
         """Forget an agent in RAM and on disk. Raises NotFound."""

@@ -16,9 +16,10 @@ import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
-from agentcache.training.dialogue import Dialogue, Writer, fact_talk, small_talk
+from agentcache.training.dialogue import Dialogue, Writer, fact_talk
 from agentcache.training.gossip import gossip, merging, records
 from agentcache.training.negotiation import negotiation
+from agentcache.training.small_talk import small_talk
 from agentcache.training.tools import tool_talk
 from agentcache.training.words import Words
 

@@ -22,4 +22,4 @@ def test_help(script: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(script), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "--json" in done.stdout
+    assert "--model" in done.stdout

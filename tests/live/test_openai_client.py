@@ -177,9 +177,7 @@ def test_token_ids_come_in_a_stream_too(client: openai.OpenAI, model_id: str) ->
     assert chunks[-1].choices[0].token_ids == whole.token_ids  # type: ignore[attr-defined]
 
 
-def test_max_tokens_0_caches_the_prompt_and_generates_nothing(
-    client: openai.OpenAI, model_id: str, agent: str
-) -> None:
+def test_max_tokens_0_caches_the_prompt_and_generates_nothing(client: openai.OpenAI, model_id: str, agent: str) -> None:
     prompt = make_ids(300, seed=1)
     body: dict[str, Any] = {"model": model_id, "prompt": prompt, "temperature": 0, "extra_body": {"agent": agent}}
     done = client.completions.create(max_tokens=0, **body)

@@ -1,6 +1,6 @@
 """Hundreds of rude clients on one server with too little memory, and a SIGKILL in between.
 
-    SOAK_SECONDS=1800 pytest tests/live/test_soak.py     half an hour of it
+SOAK_SECONDS=1800 pytest tests/live/test_soak.py     half an hour of it
 """
 
 from __future__ import annotations

@@ -86,9 +86,7 @@ def expected(case: Case, cache: BatchQuantizedKVCache, queries: mx.array) -> np.
     for index in range(len(case.lengths)):
         keys, values = (np.array(unpack(side)) for side in cache.row(index).values())
         q = np.array(queries[index].astype(mx.float32))
-        rows.append(
-            naive_attention(q, keys, values, scale=0.3, window=case.window, softcap=case.softcap, sinks=sinks)
-        )
+        rows.append(naive_attention(q, keys, values, scale=0.3, window=case.window, softcap=case.softcap, sinks=sinks))
     return np.stack(rows)
 
 

@@ -69,7 +69,9 @@ def test_local_pages_may_ask(origin: str) -> None:
     assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost.evil.example", "http://x@evil.example"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://localhost.evil.example", "http://x@evil.example"]
+)
 def test_other_pages_may_not(origin: str) -> None:
     refused(chat(FakeEngine(), headers={"Origin": origin}), 403)
 
