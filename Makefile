@@ -47,9 +47,9 @@ help: ## show this list
 demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a restart in between
 	$(RUN) $(BIN)/agentcache demo $(ARGS)
 
-# Two processes with one BLAS thread each: most tests are short and single-threaded.
+# Two processes with one BLAS thread each: most tests are short and single-threaded. The longest file goes first.
 test: $(DEV_STAMP) ## run the tests
-	OPENBLAS_NUM_THREADS=1 $(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	OPENBLAS_NUM_THREADS=1 $(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(DEV_STAMP) ## check style and that imports only go down the floors
 	$(BIN)/ruff check .

