@@ -42,7 +42,7 @@ def test_the_estimate_is_above_what_a_step_takes(
         taken = mx.get_peak_memory() - before
         row.length -= num_tokens
     assert taken <= estimate.step_bytes([context], num_tokens)
-    # How much lives at a time depends on how fast the device frees: a coarse bound, so that prompts are not cut for nothing.
+    # What lives at a time depends on how fast the device frees: a coarse bound, so that nothing is cut needlessly.
     assert estimate.step_bytes([context], num_tokens) < 32 * taken + (1 << 20)
 
 
