@@ -32,7 +32,7 @@ class Pace:
 
     Args:
         max_stall: seconds that a prefill chunk may take while anyone decodes.
-        decode_share: share of the time since the start of the last chunk that decoding gets before the next one.
+        decode_share: share of the time that decoding gets, counted from chunk to chunk.
         chunk: prompt tokens computed at once while anyone decodes, at most; above 0.
         idle_chunk: the same while nobody does.
     """
@@ -48,8 +48,13 @@ class Pace:
 
     @property
     def decoding_is_due(self) -> bool:
-        """Whether decoding will not have had its share since the last chunk when the step under way is done."""
+        """Whether decoding will not have had its share when the step under way is done."""
         return self._owed > self._step_seconds
+
+    @property
+    def may_borrow(self) -> bool:
+        """Whether a chunk may go before its turn: decoding is owed for one at most, and gets it afterwards."""
+        return self._owed <= self.max_stall * self._ratio
 
     def chunk_tokens(self, context: int, *, contended: bool) -> int:
         """Tokens for the next chunk of a prompt of which `context` tokens are computed.
@@ -81,7 +86,7 @@ class Pace:
         if known is not None:
             measured = _average(measured, known.at(middle))
         self._rates[depth] = _Rate(measured, middle)
-        self._owed = seconds * self._ratio if contended else 0.0
+        self._owed = self._owed + seconds * self._ratio if contended else 0.0
 
     def step_took(self, seconds: float) -> None:
         """A decode step is done."""

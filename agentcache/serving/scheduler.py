@@ -106,18 +106,29 @@ class Scheduler:
         """Tokens each generation computes in the next step; empty if all there is to do waits for the step under way.
 
         A step is one token of everyone who has just one to compute, or a chunk of one prompt. While anyone decodes, a
-        chunk follows a decode step, and only when decoding has had its share since the last chunk.
+        chunk follows a decode step, and only when decoding has had its share since the last chunk, or when it is all
+        that a short prompt needs.
         """
         decoding = [generation for generation in self.running if generation.can_decode]
         prompts = [generation for generation in self.running if generation.can_prefill]
-        decode_first = bool(decoding) and (self._chunk_under_way or self.pace.decoding_is_due)
-        self._chunk_under_way = bool(prompts) and not decode_first
-        if not self._chunk_under_way:
+        prompt = min(prompts, key=_prompt_rank, default=None)
+        if prompt is None or (decoding and self._decoding_goes_first(prompt)):
+            self._chunk_under_way = False
             return dict.fromkeys(decoding, 1)
-        prompt = min(prompts, key=_prompt_rank)
+        self._chunk_under_way = True
         _pass_over(other for other in prompts if other is not prompt)
         prompt.passed_over = 0
         return {prompt: self._chunk_for(prompt, contended=bool(decoding))}
+
+    def _decoding_goes_first(self, prompt: Generation) -> bool:
+        if self._chunk_under_way:
+            return True
+        return self.pace.decoding_is_due and not (self._is_short(prompt) and self.pace.may_borrow)
+
+    def _is_short(self, prompt: Generation) -> bool:
+        """Whether somebody waits for the prompt and one chunk is all it needs."""
+        largest = self.pace.chunk_tokens(prompt.num_launched, contended=True)
+        return not prompt.background and prompt.num_to_launch <= largest
 
     def _chunk_for(self, prompt: Generation, *, contended: bool) -> int:
         """Tokens of the prompt's next chunk, of which none crosses a block boundary unless it ends on one."""

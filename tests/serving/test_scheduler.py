@@ -244,6 +244,35 @@ def test_a_short_request_beside_a_16k_prompt_takes_about_twice_as_long_as_alone(
     assert run(long_prompt=True) < 2.5 * run(long_prompt=False)
 
 
+def test_a_prompt_of_one_chunk_waits_for_no_more_than_the_chunk_under_way() -> None:
+    simulation = Simulation()
+    for _ in range(3):
+        simulation.submit(100, 10**6)
+    simulation.run(1.0)
+    simulation.submit(16_384, 1)
+    simulation.run(1.0)
+    waits = []
+    for number in range(20):
+        simulation.run(0.31 + number * 0.01)
+        short = simulation.submit(64, 2)
+        while not short.token_times:
+            simulation.step()
+        waits.append(short.token_times[0] - short.arrived_at)
+    own, step = simulation.costs.prefill(64, 0), simulation.costs.decode(4)
+    assert max(waits) <= 1.2 * MAX_STALL + step + own
+
+
+def test_endless_prompts_of_one_chunk_leave_decoding_its_share() -> None:
+    simulation = Simulation()
+    for _ in range(3):
+        simulation.submit(100, 10**6)
+    simulation.run(1.0)
+    simulation.decoding_seconds = simulation.prefilling_seconds = 0.0
+    simulation.run(10.0, [(number * 0.02, partial(simulation.submit, 64, 1)) for number in range(500)])
+    total = simulation.decoding_seconds + simulation.prefilling_seconds
+    assert simulation.decoding_seconds >= 0.45 * total
+
+
 def test_prompts_take_turns_the_shortest_first() -> None:
     simulation = Simulation()
     long, short = simulation.submit(16_384, 1), simulation.submit(300, 1)
