@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import strategies as st
+
 from agentcache.workflow.chat import Question, Reply, Restored
 from agentcache.workflow.script import Agent, Phase, Script, Turn
 
@@ -58,3 +60,14 @@ def script_of(turns: Sequence[Turn], per_phase: int = 2, **options: Any) -> Scri
         phases=tuple(Phase(f"phase {number}", tuple(phase)) for number, phase in enumerate(phases)),
         **options,
     )
+
+
+def turns_of(max_size: int) -> st.SearchStrategy[list[Turn]]:
+    """One turn or more of anybody, seeing anybody else."""
+    turns = st.builds(
+        lambda speaker, sees, prompt: Turn(IDS[speaker], prompt, tuple(IDS[i] for i in sorted(sees) if i != speaker)),
+        st.integers(0, 2),
+        st.sets(st.integers(0, 2)),
+        st.text(min_size=1, max_size=8),
+    )
+    return st.lists(turns, min_size=1, max_size=max_size)

@@ -17,7 +17,7 @@ from agentcache.workflow.run import Settings, WorkflowRun, parse_phases, server_
 from agentcache.workflow.script import Agent, Phase, Script, Turn, steps_of
 from agentcache.workflow.tools import LookupTable, ToolCall
 from agentcache.workflow.transcript import ToolRound, TurnRecord
-from tests.workflow.fake_chat import IDS, FakeChat, script_of
+from tests.workflow.fake_chat import FakeChat, script_of, turns_of
 
 
 def run_all(script: Script, chat: FakeChat, **settings: Any) -> list[TurnRecord]:
@@ -71,19 +71,7 @@ def test_every_agent_has_its_own_history_and_server_id() -> None:
     assert chat.asked[-1].messages[2]["content"] == records[0].text
 
 
-turns_strategy = st.lists(
-    st.builds(
-        lambda speaker, sees, prompt: Turn(IDS[speaker], prompt, tuple(IDS[i] for i in sorted(sees) if i != speaker)),
-        st.integers(0, 2),
-        st.sets(st.integers(0, 2)),
-        st.text(min_size=1, max_size=8),
-    ),
-    min_size=1,
-    max_size=24,
-)
-
-
-@given(turns_strategy)
+@given(turns_of(max_size=24))
 def test_every_prompt_extends_the_agents_last_one(turns: list[Turn]) -> None:
     chat = FakeChat()
     records = run_all(script_of(turns), chat)
@@ -95,7 +83,7 @@ def test_every_prompt_extends_the_agents_last_one(turns: list[Turn]) -> None:
         seen[question.agent] = [*question.messages, {"role": "assistant", "content": record.text}]
 
 
-@given(turns_strategy)
+@given(turns_of(max_size=24))
 def test_a_message_holds_exactly_the_visible_words_since_the_agents_last_turn(turns: list[Turn]) -> None:
     records = run_all(script_of(turns), FakeChat())
     for index, turn in enumerate(turns):
@@ -107,7 +95,7 @@ def test_a_message_holds_exactly_the_visible_words_since_the_agents_last_turn(tu
         assert records[index].message == "\n\n".join([*heard, turn.prompt])
 
 
-@given(turns_strategy, st.data())
+@given(turns_of(max_size=24), st.data())
 def test_resuming_anywhere_sends_what_an_uninterrupted_run_sends(turns: list[Turn], data: st.DataObject) -> None:
     script, whole = script_of(turns), FakeChat()
     records = run_all(script, whole)

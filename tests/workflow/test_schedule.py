@@ -16,7 +16,7 @@ from agentcache.workflow.run import Settings, WorkflowRun
 from agentcache.workflow.schedule import ONE_BY_ONE, Pace, take_all
 from agentcache.workflow.script import Script, Turn
 from agentcache.workflow.transcript import TurnRecord
-from tests.workflow.fake_chat import IDS, FakeChat, script_of
+from tests.workflow.fake_chat import FakeChat, script_of, turns_of
 
 PATIENCE = 20.0
 
@@ -26,19 +26,7 @@ def take(script: Script, chat: Any, pace: Pace) -> list[TurnRecord]:
     return list(take_all(run, run.pending(), pace))
 
 
-turns_strategy = st.lists(
-    st.builds(
-        lambda speaker, sees, prompt: Turn(IDS[speaker], prompt, tuple(IDS[i] for i in sorted(sees) if i != speaker)),
-        st.integers(0, 2),
-        st.sets(st.integers(0, 2)),
-        st.text(min_size=1, max_size=8),
-    ),
-    min_size=1,
-    max_size=12,
-)
-
-
-@given(turns_strategy, st.integers(1, 6), st.integers(1, 4), st.booleans())
+@given(turns_of(max_size=12), st.integers(1, 6), st.integers(1, 4), st.booleans())
 def test_several_at_a_time_say_and_ask_what_one_after_the_other_does(
     turns: list[Turn], per_phase: int, parallel: int, prefetch: bool
 ) -> None:
