@@ -13,7 +13,7 @@ from agentcache.models.footprint import Footprint, free_memory
 from agentcache.serving import guard as guard_module
 from agentcache.serving.guard import MemoryGuard
 from tests.conftest import ModelFolder
-from tests.models.driver import Driver, random_ids
+from tests.models.driver import Driver, Row, random_ids
 from tests.serving.conversation import TokenTalk, cold_ids, engine_of, greedy, make_ids, open_llm
 from tests.serving.simulation import make_generation
 
@@ -35,15 +35,20 @@ def test_the_estimate_is_above_what_a_step_takes(
     row = driver.row()
     for start in range(0, context, 500):
         driver.step([row], random_ids(loaded, (1, 500), start), all_logits=False)
-    for _ in range(2):  # the first time, the arena may have to grow
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        driver.step([row], random_ids(loaded, (1, num_tokens)), all_logits=False)
-        taken = mx.get_peak_memory() - before
-        row.length -= num_tokens
+    _bytes_taken(driver, row, num_tokens)  # the arena may have to grow
+    taken = max(_bytes_taken(driver, row, num_tokens) for _ in range(5))
     assert taken <= estimate.step_bytes([context], num_tokens)
     # What lives at a time depends on how fast the device frees: a coarse bound, so that nothing is cut needlessly.
-    assert estimate.step_bytes([context], num_tokens) < 32 * taken + (1 << 20)
+    assert estimate.step_bytes([context], num_tokens) < 12 * taken + (1 << 20)
+
+
+def _bytes_taken(driver: Driver, row: Row, num_tokens: int) -> int:
+    """Most bytes that one step held beyond what was there, after which the row is as before."""
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    driver.step([row], random_ids(driver.loaded, (1, num_tokens)), all_logits=False)
+    row.length -= num_tokens
+    return mx.get_peak_memory() - before
 
 
 def test_more_of_anything_takes_more(guard: MemoryGuard) -> None:
