@@ -42,6 +42,11 @@ def weights(of: Trainer) -> dict[str, np.ndarray]:
     return {name: np.array(array) for name, array in tree_flatten(of.parameters)}
 
 
+def state_of(of: Trainer) -> dict[str, bytes]:
+    """Parameters and the optimizer's moments, bit by bit."""
+    return {name: np.array(array).tobytes() for name, array in tree_flatten([of.parameters, of.optimizer.state])}
+
+
 def distance(one: Trainer, other: Trainer) -> float:
     """Mean distance of the parameters."""
     theirs = weights(other)
@@ -72,6 +77,7 @@ def test_training_goes_on_from_a_checkpoint(trained: tuple[Trainer, list[Progres
     resumed = trainer()
     resumed.load(tmp_path)
     assert resumed.step == 7
+    assert state_of(resumed) == state_of(stopped)
     resumed.run()
     assert resumed.step == STEPS.steps
     # Sums may be taken in another order, and Adam makes a step of full size of the smallest gradient: so not bit-equal.
