@@ -21,6 +21,7 @@ from agentcache.kv.arena import Packed, SideArena, dequantise
 from agentcache.kv.batch_cache import BatchQuantizedKVCache, Step
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_plan import StepPlan
+from agentcache.models.packed_product import packed_product
 
 # Up to this many query tokens, multiplying with the packed data is faster than unpacking it first (CPU and GPU alike).
 MAX_PACKED_QUERIES = 8
@@ -92,13 +93,12 @@ def packed_attention(
     kv_heads = keys.data.shape[1]
     grouped = (kv_heads, num_heads // kv_heads, num_tokens)
     merged = (kv_heads, grouped[1] * num_tokens)
-    packing = {"group_size": side.quantisation.group_size, "bits": side.quantisation.bits}
-    blocks = plan.blocks
+    blocks, quantisation = plan.blocks, side.quantisation
 
     q = blocks.spread((queries.astype(mx.float32) * options.scale).reshape(batch, *merged, -1))
-    scores = mx.quantized_matmul(q, *keys, transpose=True, **packing).reshape(-1, *grouped, BLOCK_SIZE)
+    scores = packed_product(q, keys, quantisation, transpose=True).reshape(-1, *grouped, BLOCK_SIZE)
     weights, total = _softmax(scores, plan, options)
-    out = mx.quantized_matmul(weights.reshape(-1, *merged, BLOCK_SIZE), *values, transpose=False, **packing)
+    out = packed_product(weights.reshape(-1, *merged, BLOCK_SIZE), values, quantisation, transpose=False)
     out = blocks.sum(out).reshape(batch, *grouped, -1) / total[..., None]
     return out.reshape(batch, num_heads, num_tokens, -1).astype(queries.dtype)
 

@@ -1,0 +1,61 @@
+"""Products with packed blocks: the kernel where it is right, the definition where it is not."""
+
+from __future__ import annotations
+
+import logging
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from agentcache.kv.arena import Packed, dequantise, quantise
+from agentcache.kv.spec import Quantisation
+from agentcache.models import packed_product as module
+from agentcache.models.packed_product import agrees, by_definition, by_kernel, packed_product
+
+G64, G32 = Quantisation(4, 64), Quantisation(4, 32)
+SHAPES = [(32, G32), (64, G64), (96, G32), (128, G64), (256, G64), (576, G64)]
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize(("dim", "quantisation"), SHAPES)
+def test_kernel_and_definition_are_the_product_of_the_unpacked_values(
+    dim: int, quantisation: Quantisation, transpose: bool
+) -> None:
+    packed = quantise(mx.random.normal((3, 2, 256, dim), key=mx.random.key(1)), quantisation)
+    x = mx.random.normal((3, 2, 5, dim if transpose else 256), key=mx.random.key(2))
+    values = np.array(dequantise(packed, quantisation, mx.float32))
+    expected = np.array(x) @ (values.swapaxes(-1, -2) if transpose else values)
+    for product in (by_kernel, by_definition):
+        assert np.allclose(np.array(product(x, packed, quantisation, transpose)), expected, atol=2e-3)
+
+
+def wrong_for_one_row(x: mx.array, packed: Packed, quantisation: Quantisation, transpose: bool) -> mx.array:
+    out = by_kernel(x, packed, quantisation, transpose)
+    return out * 1.1 if x.shape[2] == 1 else out
+
+
+def full_of_nan(x: mx.array, packed: Packed, quantisation: Quantisation, transpose: bool) -> mx.array:
+    return by_kernel(x, packed, quantisation, transpose) * float("nan")
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_a_wrong_product_is_found_out(transpose: bool) -> None:
+    assert agrees(by_definition, 64, G64, transpose)
+    assert not agrees(wrong_for_one_row, 64, G64, transpose)
+    assert not agrees(full_of_nan, 64, G64, transpose)
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_where_the_kernel_is_wrong_the_definition_takes_over(
+    transpose: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed = quantise(mx.random.normal((3, 2, 256, 64), key=mx.random.key(1)), G64)
+    x = mx.random.normal((3, 2, 1, 64 if transpose else 256), key=mx.random.key(2))
+    module.kernel_is_right.cache_clear()
+    monkeypatch.setattr(module, "by_kernel", wrong_for_one_row)
+    with caplog.at_level(logging.WARNING, "agentcache.models"):
+        out = [packed_product(x, packed, G64, transpose=transpose) for _ in range(2)]
+    module.kernel_is_right.cache_clear()
+    assert all(mx.array_equal(o, by_definition(x, packed, G64, transpose)) for o in out)
+    assert len(caplog.messages) == 1 and "unpacked instead" in caplog.messages[0]
