@@ -54,7 +54,7 @@ def train(
     share: Annotated[float, typer.Option(help="Share of the recipe's steps, for a quick look.")] = 1.0,
     workers: Annotated[int, typer.Option(help="Processes that write documents.")] = 4,
 ) -> None:
-    """Train the model and write it to FOLDER. A quarter of an hour on a data-centre GPU; days on a CPU."""
+    """Train the model and write it to FOLDER. Half an hour on a data-centre GPU; days on a CPU."""
     mx.set_cache_limit(_CACHE_LIMIT)
     recipe = replace(RECIPE.scaled(share), seed=seed)
     dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
