@@ -12,7 +12,7 @@ import pytest
 
 from agentcache.bench.soak import Soak, SoakPlan
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "110"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "180"))
 
 
 @pytest.mark.slow
