@@ -1,0 +1,223 @@
+"""Time is shared: the scheduler, the pace and admission under whole loads, on a device that is only a formula."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.serving.pace import SMALLEST_CHUNK
+from agentcache.serving.request import Priority
+from tests.serving.simulation import MAX_STALL, Client, Costs, Simulation
+
+INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
+
+
+def run_staggered(simulation: Simulation, *, prompt: int = 16_384, decoders: int = 3) -> tuple[list[Client], Client]:
+    """Some that generate for long, and then a long prompt beside them."""
+    talkers = [simulation.submit(100, 10**6) for _ in range(decoders)]
+    simulation.run(2.0)
+    long = simulation.submit(prompt, 1)
+    while long.done_at is None:
+        simulation.step()
+    return talkers, long
+
+
+MACHINES = st.builds(
+    Costs,
+    step=st.floats(0.001, 0.2),
+    step_row=st.floats(0, 0.01),
+    chunk=st.floats(0, 0.03),
+    chunk_token=st.floats(1e-4, 3e-3),
+    chunk_token_context=st.floats(0, 3e-7),
+)
+
+
+@settings(max_examples=15)
+@given(costs=MACHINES, decode_share=st.sampled_from([0.3, 0.5, 0.7]))
+def test_a_long_prompt_keeps_nobody_waiting_longer_than_a_stall(costs: Costs, decode_share: float) -> None:
+    simulation = Simulation(costs=costs, decode_share=decode_share)
+    talkers, long = run_staggered(simulation, prompt=4000)
+    step = costs.decode(len(talkers))
+    most = 1.5 * MAX_STALL + step
+    smallest = max(costs.prefill(SMALLEST_CHUNK, context) for context in (0, 4000)) + step
+    for client in talkers:
+        gaps = sorted(client.gaps)
+        assert gaps[int(len(gaps) * 0.95)] <= max(most, smallest) + 1e-9
+    total = simulation.decoding_seconds + simulation.prefilling_seconds
+    assert simulation.decoding_seconds >= 0.9 * decode_share * total
+    assert long.done_at is not None
+
+
+def test_decoding_goes_at_half_its_rate_beside_a_16k_prompt() -> None:
+    simulation = Simulation()
+    talkers, long = run_staggered(simulation)
+    assert long.done_at is not None
+    before = [t for t in talkers[0].token_times if 0.5 < t < 2]
+    during = [t for t in talkers[0].token_times if long.arrived_at < t < long.done_at]
+    rate = len(during) / (long.done_at - long.arrived_at) / (len(before) / 1.5)
+    assert 0.45 < rate < 0.6
+    assert simulation.lookahead_rows > 0.9 * len(during)
+
+
+@pytest.mark.parametrize("decoders", [0, 3])
+def test_a_short_request_beside_a_16k_prompt_takes_about_twice_as_long_as_alone(decoders: int) -> None:
+    def run(long_prompt: bool) -> float:
+        simulation = Simulation()
+        for _ in range(decoders):
+            simulation.submit(100, 10**6)
+        simulation.run(1.0 if decoders else 0)
+        long = simulation.submit(16_384, 1) if long_prompt else None
+        simulation.run(1.0)
+        short = simulation.submit(400, 40)
+        while short.done_at is None:
+            simulation.step()
+        assert long is None or long.done_at is None
+        return short.done_at - short.arrived_at
+
+    assert run(long_prompt=True) < 2.5 * run(long_prompt=False)
+
+
+def test_a_prompt_of_one_chunk_waits_for_no_more_than_the_chunk_under_way() -> None:
+    simulation = Simulation()
+    for _ in range(3):
+        simulation.submit(100, 10**6)
+    simulation.run(1.0)
+    simulation.submit(16_384, 1)
+    simulation.run(1.0)
+    waits = []
+    for number in range(20):
+        simulation.run(0.31 + number * 0.01)
+        short = simulation.submit(64, 2)
+        while not short.token_times:
+            simulation.step()
+        waits.append(short.token_times[0] - short.arrived_at)
+    own, step = simulation.costs.prefill(64, 0), simulation.costs.decode(4)
+    assert max(waits) <= 1.2 * MAX_STALL + step + own
+
+
+def test_endless_prompts_of_one_chunk_leave_decoding_its_share() -> None:
+    simulation = Simulation()
+    for _ in range(3):
+        simulation.submit(100, 10**6)
+    simulation.run(1.0)
+    simulation.decoding_seconds = simulation.prefilling_seconds = 0.0
+    simulation.run(10.0, [(number * 0.02, partial(simulation.submit, 64, 1)) for number in range(500)])
+    total = simulation.decoding_seconds + simulation.prefilling_seconds
+    assert simulation.decoding_seconds >= 0.45 * total
+
+
+def test_prompts_take_turns_the_shortest_first() -> None:
+    simulation = Simulation()
+    long, short = simulation.submit(16_384, 1), simulation.submit(300, 1)
+    simulation.run()
+    assert short.done_at is not None and long.done_at is not None
+    assert short.done_at < 0.1 * long.done_at
+
+
+@pytest.mark.parametrize("priority", [INTERACTIVE, BACKGROUND])
+@pytest.mark.parametrize("every", [0.08, 0.25])  # more than the machine can do, and less
+def test_a_long_prompt_gets_on_under_endless_short_ones(priority: Priority, every: float) -> None:
+    simulation = Simulation()
+    long = simulation.submit(4096, 1, priority)
+    alone = simulation.costs.prefill(4096, 2048)
+    shorts = [(number * every, partial(simulation.submit, 200, 5)) for number in range(int(10 * alone / every))]
+    simulation.run(10 * alone, shorts)
+    assert long.done_at is not None
+    waits = [c.token_times[0] - c.arrived_at for c in simulation.clients.values() if c is not long and c.token_times]
+    assert every < 0.1 or statistics.median(waits) < 0.5
+
+
+def test_an_interactive_request_goes_before_background_prompts() -> None:
+    simulation = Simulation()
+    warms = [simulation.submit(4000, 1, BACKGROUND) for _ in range(6)]
+    simulation.run(0.5)
+    question = simulation.submit(600, 10)
+    simulation.run()
+    finished = sorted(simulation.clients.values(), key=lambda client: client.done_at or 0)
+    assert finished.index(simulation.clients[question.generation]) <= 1
+    assert all(warm.done_at for warm in warms)
+
+
+# -- traffic ----------------------------------------------------------------------------------------------------------
+
+
+REQUESTS = st.tuples(
+    st.sampled_from([1, 2, 40, 255, 256, 257, 700, 2000]),  # prompt tokens
+    st.integers(1, 60),  # tokens wanted
+    st.sampled_from(Priority),
+    st.integers(0, 3),  # token: prompts of the same one share blocks
+    st.floats(0, 3),  # arrival
+    st.sampled_from([None, None, None, 0.1, 1.0]),  # cancelled after
+)
+
+
+@settings(max_examples=40)
+@given(
+    requests=st.lists(REQUESTS, max_size=25),
+    num_blocks=st.sampled_from([9, 14, 40, 1000]),
+    max_running=st.sampled_from([1, 2, 4, 16]),
+    costs=MACHINES,
+)
+def test_in_any_traffic_everybody_gets_done_and_no_block_is_lost(
+    requests: list[tuple[int, int, Priority, int, float, float | None]],
+    num_blocks: int,
+    max_running: int,
+    costs: Costs,
+) -> None:
+    """Cancels included; the RAM budget is part of the cache's integrity."""
+    simulation = Simulation(num_blocks=num_blocks, max_running=max_running, costs=costs, check_integrity=True)
+    gone: set[int] = set()
+
+    def arrive(number: int) -> None:
+        prompt, wanted, priority, token, _, _ = requests[number]
+        client = simulation.submit(prompt, wanted, priority, token)
+        client.generation.submitted_at += number * 1e-9
+        clients[number] = client
+
+    def cancel(number: int) -> None:
+        client = clients[number]
+        if client.done_at is None and client.failed is None:
+            simulation.cancel(client)
+            gone.add(number)
+
+    clients: dict[int, Client] = {}
+    events = [(request[4], partial(arrive, number)) for number, request in enumerate(requests)]
+    events += [(r[4] + r[5], partial(cancel, number)) for number, r in enumerate(requests) if r[5] is not None]
+    simulation.run(arrivals=events)
+    assert not simulation.has_work
+    for number, client in clients.items():
+        assert client.failed is None
+        assert number in gone or len(client.token_times) == client.wanted
+    assert simulation.cache.count_blocks().live == 0
+
+
+@pytest.mark.parametrize("num_running", [2, 3, 4])
+def test_prompts_that_do_not_fit_together_get_done_one_after_the_other(num_running: int) -> None:
+    simulation = Simulation(num_blocks=10, max_running=num_running)
+    clients = [simulation.submit(8 * BLOCK_SIZE, 1) for _ in range(4)]
+    for number, client in enumerate(clients):
+        client.generation.submitted_at = number
+    simulation.run()
+    assert sorted(clients, key=lambda client: client.done_at or 0) == clients
+    assert simulation.scheduler.preemptions == 0, "they are admitted when there is room"
+
+
+def test_those_who_outgrow_the_blocks_are_preempted_and_get_done() -> None:
+    simulation = Simulation(num_blocks=8, max_running=4)
+    clients = [simulation.submit(200, 500) for _ in range(4)]
+    simulation.run()
+    assert simulation.scheduler.preemptions > 0
+    assert [len(client.token_times) for client in clients] == [500] * 4
+
+
+def test_a_prompt_that_never_fits_is_refused() -> None:
+    simulation = Simulation(num_blocks=4)
+    client = simulation.submit(5 * BLOCK_SIZE, 1)
+    simulation.run()
+    assert client.failed is not None
+    assert not simulation.has_work
