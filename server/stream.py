@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from agentcache.errors import BrokenInvariant, RequestTimedOut
 from agentcache.serving.request import Update
@@ -159,3 +159,10 @@ class EventStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._source.close()
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        """Without the cancel scope per event that sse-starlette opens also where no timeout is set.
+
+        It costs as much as everything else an event costs.
+        """
+        await send(message)

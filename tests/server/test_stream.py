@@ -5,7 +5,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
+from sse_starlette import sse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
@@ -232,6 +234,19 @@ def test_an_update_waits_for_nobody_on_its_way() -> None:
         return arrived
 
     assert asyncio.run(run())
+
+
+def test_an_event_opens_no_cancel_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[float | None] = []
+    move_on_after = sse.anyio.move_on_after
+
+    def counted(delay: float | None, **options: bool) -> anyio.CancelScope:
+        opened.append(delay)
+        return move_on_after(delay, **options)
+
+    monkeypatch.setattr(sse.anyio, "move_on_after", counted)
+    assert len(events(chat(FakeEngine(), {"stream": True}))) == 4
+    assert opened == []
 
 
 @pytest.mark.parametrize("text", ['"\\\n\r\x00\x7f', "é\u2028\U0001f642", "data: \n\n", ""])
