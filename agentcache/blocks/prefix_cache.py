@@ -105,6 +105,7 @@ class PrefixCache:
 
     def __init__(self, groups: TokenIds[Group], ram_budget: int) -> None:
         self.groups = tuple(groups)
+        self._windowed = [(index, group) for index, group in enumerate(self.groups) if group.window is not None]
         self.tree = RadixTree()
         self.slots = Slots(self.groups, self.tree, ram_budget)
         self._sequences: set[Sequence] = set()
@@ -239,6 +240,8 @@ class PrefixCache:
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Make room for `num_tokens` further tokens in every group. Raises OutOfBlocks; what was reserved stays."""
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
+        if end == -(-sequence.num_tokens // BLOCK_SIZE):
+            return  # in the block that is begun
         for index, table in enumerate(sequence.tables):
             while table.end_block < end:
                 table.block_ids.append(self.slots.allocate(index))
@@ -282,9 +285,7 @@ class PrefixCache:
 
     def leave_window(self, sequence: Sequence) -> None:
         """Drop the slots that no later token of the sequence attends to; from the tree too if nobody reads them."""
-        for index, group in enumerate(self.groups):
-            if group.window is None:
-                continue
+        for index, group in self._windowed:
             table = sequence.tables[index]
             start = table.first_block
             for offset, block_id in enumerate(table.drop_before(group.first_block_needed(sequence.num_tokens))):
