@@ -139,20 +139,27 @@ class PrefixCache:
 
     def _missing(self, prefix: CachedPrefix) -> int | None:
         """Number of the last block that some group needs and nobody has; None if all are there."""
+        firsts = self._first_blocks_needed(prefix)
         for node in reversed(prefix.all_nodes):
-            for index, group in enumerate(self.groups):
-                if node.position >= group.first_block_needed(prefix.num_tokens) and not node.available(index):
+            for index, first in enumerate(firsts):
+                if node.position >= first and not node.available(index):
                     return node.position
         return None
 
     def in_ram(self, prefix: CachedPrefix) -> bool:
         """Whether the prefix can be used without reading a file."""
+        firsts = self._first_blocks_needed(prefix)
         return all(
             index in node.block_ids
             for node in prefix.all_nodes
-            for index, group in enumerate(self.groups)
-            if node.position >= group.first_block_needed(prefix.num_tokens)
+            for index, first in enumerate(firsts)
+            if node.position >= first
         )
+
+    def _first_blocks_needed(self, prefix: CachedPrefix) -> list[int]:
+        """By group, the number of the first block that what follows the prefix attends to."""
+        num_tokens = prefix.num_tokens
+        return [group.first_block_needed(num_tokens) for group in self.groups]
 
     # -- a sequence's life ------------------------------------------------------------------------------------------
 
