@@ -31,6 +31,7 @@ from agentcache.serving.request import (
     TextPrompt,
     TokenLogprob,
     TokenPrompt,
+    Update,
 )
 
 T = TypeVar("T")
@@ -152,15 +153,18 @@ class LLM:
 
     def token_times(self, request: Request) -> list[float]:
         """Run a request and return when each token arrived (`time.perf_counter`); for benchmarks."""
+        times: list[float] = []
 
-        async def collect() -> list[float]:
-            updates = self._engine.generate(request)
-            return [time.perf_counter() async for update in updates if update.token_ids]
+        def take(update: Update) -> None:
+            if update.token_ids:
+                times.append(time.perf_counter())
 
-        return self._wait(collect())
+        self._wait(self._engine.generate(request, take))
+        return times
 
     async def _collect(self, request: Request) -> Completion:
-        updates = [update async for update in self._engine.generate(request)]
+        updates: list[Update] = []
+        await self._engine.generate(request, updates.append)
         last, first = updates[-1], next(u for u in updates if u.prompt_token_ids is not None)
         assert last.finish_reason is not None and last.report is not None and first.prompt_token_ids is not None
         return Completion(

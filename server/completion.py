@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from agentcache.server.context import Context, context_of
 from agentcache.server.errors import WireError, wire_error
 from agentcache.server.reply import Completion
-from agentcache.server.stream import EventStream, UpdateStream, close, timed_out, until_disconnect
+from agentcache.server.stream import EventStream, UpdateStream, timed_out, until_disconnect
 from agentcache.serving.request import Request, Update
 
 Events = Iterable[bytes]
@@ -94,17 +95,13 @@ async def _collect_all(context: Context, requests: Sequence[Request], deadline: 
 
 async def _collect(context: Context, request: Request, deadline: float | None) -> Completion:
     completion = Completion()
-    updates = context.metrics.watch(context.engine.generate(request))
     try:
         async with asyncio.timeout_at(deadline) as limit:
-            async for update in updates:
-                completion.add(update)
+            await context.engine.generate(request, context.metrics.measured(completion.add))
     except TimeoutError:
         if limit.expired():
             raise timed_out() from None
         raise
-    finally:
-        await close(updates)
     return completion
 
 
@@ -113,8 +110,8 @@ async def _stream(request: HttpRequest, context: Context, job: Job, deadline: fl
 
     When the first update takes longer than the keep-alive interval, the stream begins without it.
     """
-    updates = context.metrics.watch(context.engine.generate(job.requests[0]))
-    source = UpdateStream(updates, context.keep_alive_seconds, deadline)
+    generate = partial(context.engine.generate, job.requests[0])
+    source = UpdateStream(lambda take: generate(context.metrics.measured(take)), context.keep_alive_seconds, deadline)
     try:
         first = await until_disconnect(request.receive, source.next())
     except BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Protocol
 
 from agentcache.serving.request import AgentInfo, CacheStats, ModelInfo, Request, RestoreReport, Update
@@ -24,8 +24,8 @@ class Engine(Protocol):
 
     async def close(self) -> None: ...
 
-    def generate(self, request: Request) -> AsyncIterator[Update]:
-        """Updates of one completion; closing the iterator cancels it."""
+    async def generate(self, request: Request, take: Callable[[Update], None], /) -> None:
+        """Run one completion and call `take` with each of its updates; cancelling this cancels it."""
 
     async def count_tokens(self, request: Request, /) -> int:
         """Tokens of the request's prompt; nothing runs."""

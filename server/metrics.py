@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -53,21 +53,21 @@ class ServerMetrics:
             "agentcache_prompt_tokens_cached", "Those that were not computed", ("kind",), registry=registry
         )
 
-    async def watch(self, updates: AsyncIterator[Update]) -> AsyncGenerator[Update, None]:
-        """The updates of one completion, measured on their way; closes `updates` at the end."""
-        before, first = time.perf_counter(), True
-        try:
-            async for update in updates:
-                if update.token_ids:
-                    now = time.perf_counter()
-                    (self._first_token if first else self._between_tokens).observe(now - before)
-                    before, first = now, False
-                if update.finish_reason is not None and update.report is not None:
-                    self._count(update.finish_reason, update.report)
-                yield update
-        finally:
-            if isinstance(updates, AsyncGenerator):
-                await updates.aclose()
+    def measured(self, take: Callable[[Update], None]) -> Callable[[Update], None]:
+        """`take` for the updates of a completion that begins now, which are measured on their way."""
+        before, latency = time.perf_counter(), self._first_token
+
+        def measure(update: Update) -> None:
+            nonlocal before, latency
+            if update.token_ids:
+                now = time.perf_counter()
+                latency.observe(now - before)
+                before, latency = now, self._between_tokens
+            if update.finish_reason is not None and update.report is not None:
+                self._count(update.finish_reason, update.report)
+            take(update)
+
+        return measure
 
     def render(self, stats: CacheStats | None) -> bytes:
         """The text that Prometheus reads (format 0.0.4); `stats` is None where the engine does not answer."""

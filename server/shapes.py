@@ -9,17 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sse_starlette.event import ServerSentEvent
-
 from agentcache.models.tool_calls import ToolCall
 from agentcache.server.errors import WireError
 from agentcache.server.logprobs import chat_logprobs, text_logprobs
 from agentcache.server.reply import Completion, combine, report_object
-from agentcache.server.stream import event
+from agentcache.server.stream import TextEvents, event
 from agentcache.server.tool_calls import Part, Tools
 from agentcache.serving.request import FinishReason, Report, TokenLogprob, Update
 
-DONE = ServerSentEvent("[DONE]", sep="\n").encode()
+DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
@@ -153,6 +151,7 @@ class ChunkWriter:
     def __init__(self, reply: OpenAIReply) -> None:
         self._reply = reply
         self._shape = reply.shape
+        self._texts = TextEvents(lambda text: reply.chunk(reply.shape.piece(text, (), 0)))
         self._reader = reply.shape.tools.reader()
         self._calls = 0
         self._offset = 0
@@ -161,23 +160,24 @@ class ChunkWriter:
     def begin(self, first: Update | None) -> Iterator[bytes]:
         yield self._reply.chunk(self._shape.first())
 
-    def write(self, update: Update) -> Iterator[bytes]:
+    def write(self, update: Update) -> list[bytes]:
         self._waiting += update.logprobs
         parts = self._reader.add(update.text)
-        yield from self._parts([*parts, *self._reader.finish()] if update.finish_reason else parts)
-        if self._waiting and update.finish_reason:
-            yield self._text("")
+        if update.finish_reason is None:
+            return [self._part(part) for part in parts]
+        events = [self._part(part) for part in (*parts, *self._reader.finish())]
+        return [*events, self._text("")] if self._waiting else events
 
-    def _parts(self, parts: Sequence[Part]) -> Iterator[bytes]:
-        for part in parts:
-            if isinstance(part, ToolCall):
-                yield self._reply.chunk(chat_piece({"tool_calls": [{"index": self._calls} | _call(part)]}))
-                self._calls += 1
-            else:
-                yield self._text(part)
+    def _part(self, part: Part) -> bytes:
+        if isinstance(part, str):
+            return self._text(part)
+        self._calls += 1
+        return self._reply.chunk(chat_piece({"tool_calls": [{"index": self._calls - 1} | _call(part)]}))
 
     def _text(self, text: str) -> bytes:
         """A piece of text, with the logprobs of all tokens that have come."""
+        if not self._waiting:
+            return self._texts.event(text)
         waiting, offset = self._waiting, self._offset
         self._offset += sum(len(token.text) for token in waiting)
         self._waiting = []

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from agentcache.errors import BrokenInvariant, RequestTimedOut
 from agentcache.serving.request import Update
 
 T = TypeVar("T")
+Generate = Callable[[Callable[[Update], None]], Coroutine[Any, Any, None]]
 
 KEEP_ALIVE_SECONDS = 10.0
+
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps makes an encoder every time
+_ANY_TEXT = "\x00"
 
 # At SIGTERM a running turn finishes and is saved (uvicorn waits for it); sse-starlette would cut it off.
 AppStatus.enable_automatic_graceful_drain = False
@@ -25,7 +28,22 @@ AppStatus.enable_automatic_graceful_drain = False
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
     """One event, encoded. ASCII only, since some clients split lines at U+2028 and U+0085 too."""
-    return ServerSentEvent(json.dumps(data, allow_nan=False, separators=(",", ":")), event=name, sep="\n").encode()
+    line = f"data: {_encode(data)}\n\n"
+    return (line if name is None else f"event: {name}\n{line}").encode()
+
+
+class TextEvents:
+    """Events that differ in a text only: the rest is encoded once.
+
+    Args:
+        event_of: the event for a text. Nothing behind the text may look like `_ANY_TEXT`.
+    """
+
+    def __init__(self, event_of: Callable[[str], bytes]) -> None:
+        self._before, _, self._after = event_of(_ANY_TEXT).rpartition(_encode(_ANY_TEXT).encode())
+
+    def event(self, text: str) -> bytes:
+        return self._before + _encode(text).encode() + self._after
 
 
 def timed_out() -> RequestTimedOut:
@@ -64,32 +82,25 @@ async def _end(task: asyncio.Future[Any]) -> None:
         task.exception()  # seen, so that asyncio does not report it as never retrieved
 
 
-async def close(iterator: AsyncIterator[Any]) -> None:
-    """Closes an iterator if it can be closed, which cancels an engine's generation."""
-    if isinstance(iterator, AsyncGenerator):
-        await iterator.aclose()
-
-
 class UpdateStream:
     """Updates of one completion, and what comes instead of them when they are late.
 
-    A task of its own follows the engine, and one timer looks after silence and deadline, so that an update costs no
-    timer.
+    One timer looks after silence and deadline, so that an update costs no timer.
 
     Args:
-        updates: the engine's; closed at the end, which cancels what is not done.
+        generate: runs the completion and calls its argument with each update; cancelled by `close`.
         interval: seconds of silence after which `next` gives None.
         deadline: the loop's time at which the completion must be done; None for no limit.
     """
 
-    def __init__(self, updates: AsyncIterator[Update], interval: float, deadline: float | None = None) -> None:
+    def __init__(self, generate: Generate, interval: float, deadline: float | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Update | Exception | None] = asyncio.Queue()
         self._interval = interval
         self._deadline = deadline
         self._last = self._loop.time()
         self._timer = self._set_timer()
-        self._following = asyncio.ensure_future(self._follow(updates))
+        self._running = asyncio.ensure_future(self._run(generate))
 
     async def next(self) -> Update | None:
         """The next update; None after `interval` without one.
@@ -105,18 +116,18 @@ class UpdateStream:
 
     async def close(self) -> None:
         self._timer.cancel()
-        await _end(self._following)
+        await _end(self._running)
 
-    async def _follow(self, updates: AsyncIterator[Update]) -> None:
+    async def _run(self, generate: Generate) -> None:
         try:
-            async for update in updates:
-                self._last = self._loop.time()
-                self._queue.put_nowait(update)
+            await generate(self._take)
             self._queue.put_nowait(BrokenInvariant("a completion ended without its last update"))
         except Exception as error:
             self._queue.put_nowait(error)
-        finally:
-            await close(updates)
+
+    def _take(self, update: Update) -> None:
+        self._last = self._loop.time()
+        self._queue.put_nowait(update)
 
     def _set_timer(self) -> asyncio.TimerHandle:
         silent_at = self._last + self._interval
@@ -148,3 +159,10 @@ class EventStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._source.close()
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        """Without the cancel scope per event that sse-starlette opens also where no timeout is set.
+
+        It costs as much as everything else an event costs.
+        """
+        await send(message)

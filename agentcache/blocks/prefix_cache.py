@@ -105,6 +105,7 @@ class PrefixCache:
 
     def __init__(self, groups: TokenIds[Group], ram_budget: int) -> None:
         self.groups = tuple(groups)
+        self._windowed = [(index, group) for index, group in enumerate(self.groups) if group.window is not None]
         self.tree = RadixTree()
         self.slots = Slots(self.groups, self.tree, ram_budget)
         self._sequences: set[Sequence] = set()
@@ -138,20 +139,27 @@ class PrefixCache:
 
     def _missing(self, prefix: CachedPrefix) -> int | None:
         """Number of the last block that some group needs and nobody has; None if all are there."""
+        firsts = self._first_blocks_needed(prefix)
         for node in reversed(prefix.all_nodes):
-            for index, group in enumerate(self.groups):
-                if node.position >= group.first_block_needed(prefix.num_tokens) and not node.available(index):
+            for index, first in enumerate(firsts):
+                if node.position >= first and not node.available(index):
                     return node.position
         return None
 
     def in_ram(self, prefix: CachedPrefix) -> bool:
         """Whether the prefix can be used without reading a file."""
+        firsts = self._first_blocks_needed(prefix)
         return all(
             index in node.block_ids
             for node in prefix.all_nodes
-            for index, group in enumerate(self.groups)
-            if node.position >= group.first_block_needed(prefix.num_tokens)
+            for index, first in enumerate(firsts)
+            if node.position >= first
         )
+
+    def _first_blocks_needed(self, prefix: CachedPrefix) -> list[int]:
+        """By group, the number of the first block that what follows the prefix attends to."""
+        num_tokens = prefix.num_tokens
+        return [group.first_block_needed(num_tokens) for group in self.groups]
 
     # -- a sequence's life ------------------------------------------------------------------------------------------
 
@@ -239,6 +247,8 @@ class PrefixCache:
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Make room for `num_tokens` further tokens in every group. Raises OutOfBlocks; what was reserved stays."""
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
+        if end == -(-sequence.num_tokens // BLOCK_SIZE):
+            return  # in the block that is begun
         for index, table in enumerate(sequence.tables):
             while table.end_block < end:
                 table.block_ids.append(self.slots.allocate(index))
@@ -282,9 +292,7 @@ class PrefixCache:
 
     def leave_window(self, sequence: Sequence) -> None:
         """Drop the slots that no later token of the sequence attends to; from the tree too if nobody reads them."""
-        for index, group in enumerate(self.groups):
-            if group.window is None:
-                continue
+        for index, group in self._windowed:
             table = sequence.tables[index]
             start = table.first_block
             for offset, block_id in enumerate(table.drop_before(group.first_block_needed(sequence.num_tokens))):

@@ -87,9 +87,13 @@ class BatchQuantizedKVCache:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """mlx-lm's contract: the mask for the next `N` tokens, bool [B, 1, N, T]."""
+        self.check_window(window_size)
+        return self.rows.plan(self.lengths, N).mask[:, None]
+
+    def check_window(self, window_size: int | None) -> None:
+        """Raises BrokenInvariant if a model thinks of another window than this cache's."""
         if window_size not in (None, self.rows.window):
             raise BrokenInvariant(f"this cache's window is {self.rows.window}, the model asks for {window_size}")
-        return self.rows.plan(self.lengths, N).mask[:, None]
 
     @property
     def offset(self) -> int | mx.array:

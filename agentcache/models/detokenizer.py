@@ -55,6 +55,11 @@ class Detokenizer:
             self.ends.append(len(self.text))
             return new_text
         piece = self._without_dummy_space(self._bytes_of(token_id))
+        if piece and not self._num_open and piece.isascii():  # most tokens: whole characters, and none unfinished
+            new_text = piece.decode("ascii")
+            self.text += new_text
+            self.ends.append(len(self.text))
+            return new_text
         new_text = self._decoder.decode(piece)
         self.ends.append(len(self.text) + len(new_text))
         self._num_open += 1

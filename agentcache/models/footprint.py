@@ -4,7 +4,8 @@ ends the process, so a step that would not fit must not be started."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ class Footprint:
         rows = len(contexts)
         activations = rows * num_tokens * (_HIDDEN_COPIES * self.hidden + 3 * self.intermediate) * _FLOAT
         logits = rows * (num_tokens if all_logits else 1) * self.vocab * _LOGIT_COPIES * _FLOAT
-        layers = {layer for group in self.spec.groups for layer in group.layers}
-        return activations + logits + max(self._attention_bytes(layer, contexts, num_tokens) for layer in layers)
+        return activations + logits + max(self._attention_bytes(layer, contexts, num_tokens) for layer in self._kinds)
+
+    @cached_property
+    def _kinds(self) -> set[LayerSpec]:
+        """The layers, those that differ in nothing but their place taken as one."""
+        return {replace(layer, index=0) for group in self.spec.groups for layer in group.layers}
 
     def _attention_bytes(self, layer: LayerSpec, contexts: Sequence[int], num_tokens: int) -> int:
         keys = sum(context if layer.window is None else min(context, layer.window) for context in contexts)

@@ -15,6 +15,13 @@ from agentcache.kv.step_plan import RowBatch
 from agentcache.models.loader import LoadedModel
 
 
+class RehostedCache(BatchQuantizedKVCache):
+    """One layer's cache for re-hosted attention, which masks by the step's plan: mlx-lm's model gets no mask."""
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+        self.check_window(window_size)
+
+
 class ModelRunner:
     """Owns the arenas and the only calls into the model. All methods belong to the thread that loaded the model.
 
@@ -25,6 +32,7 @@ class ModelRunner:
         self._loaded = loaded
         self._pools = pools
         self.arenas: list[GroupArena] = make_arenas(loaded.spec)
+        self._is_busy = False
         self.forward_tokens = 0
         self.copied_blocks = 0
 
@@ -53,14 +61,12 @@ class ModelRunner:
         self.forward_tokens += token_ids.size
         return self._loaded.model(token_ids, cache=caches)
 
-    def _layer_caches(
-        self, tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int]
-    ) -> list[BatchQuantizedKVCache]:
-        caches: dict[int, BatchQuantizedKVCache] = {}
+    def _layer_caches(self, tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int]) -> list[RehostedCache]:
+        caches: dict[int, RehostedCache] = {}
         for index, arena in enumerate(self.arenas):
             rows = RowBatch([row[index] for row in tables], arena.spec.window)
             for layer in arena.layers:
-                caches[layer.layer.index] = BatchQuantizedKVCache(layer, rows, lengths)
+                caches[layer.layer.index] = RehostedCache(layer, rows, lengths)
         return [caches[index] for index in sorted(caches)]
 
     def fit(self) -> None:
@@ -79,12 +85,15 @@ class ModelRunner:
         What was started before is finished first: an arena that is still being read is not written in place but copied.
         """
         self.wait()
+        self._is_busy = True
         mx.async_eval(*outputs, *self._arena_arrays())
 
     def wait(self) -> None:
         """Return when the device has done what was started last."""
         # Not by evaluating what was started: an arena's array object stands for the writes of the next batch by now.
-        mx.synchronize()
+        if self._is_busy:
+            mx.synchronize()
+            self._is_busy = False
 
     def evaluate(self) -> None:
         """Finish every write into the arenas."""

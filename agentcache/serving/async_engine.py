@@ -19,7 +19,7 @@ from agentcache.config import Config
 from agentcache.errors import AgentCacheError, EngineStopped, NotFound, Overloaded, StoreError
 from agentcache.models.embedded import embedded_model_path
 from agentcache.serving.engine import Engine
-from agentcache.serving.engine_thread import EngineThread, Updates
+from agentcache.serving.engine_thread import EngineThread, Receive
 from agentcache.serving.generation import Generation, Saved
 from agentcache.serving.output import Output
 from agentcache.serving.prepare import prepare
@@ -32,7 +32,7 @@ _EMBEDDED_NAME = "agentcache-embedded"
 
 
 class AsyncEngine:
-    """Start it, then iterate over `generate`. All methods belong to one event loop."""
+    """Start it, then `generate`. All methods belong to one event loop."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -99,8 +99,8 @@ class AsyncEngine:
 
     # -- completions ------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncIterator[Update]:
-        """Run a request. Ending the iteration early cancels it.
+    async def generate(self, request: Request, take: Callable[[Update], None]) -> None:
+        """Run a request and call `take` with each of its updates. Cancelling this cancels the request.
 
         Raises:
             RequestError: before the first update, if the request cannot run.
@@ -110,23 +110,10 @@ class AsyncEngine:
         submitted_at = time.perf_counter()
         if self._active >= self.config.max_waiting_requests:
             raise Overloaded("too many requests are waiting; try again later")
-        updates: Updates = asyncio.Queue()
         self._active += 1
         try:
-            with self._thread.told_of_the_end(updates.put_nowait):
-                async with self._turn(request.agent):
-                    engine = self._thread.alive()
-                    generation = await self._submit(engine, request, updates, submitted_at)
-                    try:
-                        while True:
-                            update = await updates.get()
-                            if isinstance(update, BaseException):
-                                raise update
-                            yield update
-                            if update.report is not None:
-                                return
-                    finally:
-                        self._thread.post(lambda: engine.cancel(generation))
+            async with self._turn(request.agent):
+                await self._run(self._thread.alive(), request, _Receiver(take), submitted_at)
         finally:
             self._active -= 1
 
@@ -135,7 +122,15 @@ class AsyncEngine:
         match = await self._in_background(self._prepare, self._thread.alive(), request)
         return len(match.transcript.ids)
 
-    async def _submit(self, engine: Engine, request: Request, updates: Updates, submitted_at: float) -> Generation:
+    async def _run(self, engine: Engine, request: Request, receiver: _Receiver, submitted_at: float) -> None:
+        with self._thread.told_of_the_end(receiver):
+            generation = await self._submit(engine, request, receiver, submitted_at)
+            try:
+                await receiver.ended
+            finally:
+                self._thread.post(lambda: engine.cancel(generation))
+
+    async def _submit(self, engine: Engine, request: Request, receive: Receive, submitted_at: float) -> Generation:
         match = await self._in_background(self._prepare, engine, request)
         engine.check(len(match.transcript.ids), request.prompt_param)
 
@@ -144,7 +139,7 @@ class AsyncEngine:
             match=match,
             max_tokens=self._max_tokens(engine, request, len(match.transcript.ids)),
             output=Output(engine.loaded.tokenizer.detokenizer(after=match.transcript.ids[-1]), request.sampling.stop),
-            emit=partial(self._thread.send, updates),
+            emit=partial(self._thread.send, receive),
             submitted_at=submitted_at,
         )
 
@@ -258,6 +253,28 @@ def _describe(engine: Engine, config: Config) -> ModelInfo:
         has_chat_template=loaded.tokenizer.has_chat_template,
         tool_format=loaded.tokenizer.tool_format,
     )
+
+
+class _Receiver:
+    """Hands the updates of one request to `take`, up to the last one, an error, or the cancellation of `ended`."""
+
+    def __init__(self, take: Callable[[Update], None]) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._take = take
+
+    def __call__(self, update: Update | BaseException) -> None:
+        if self.ended.done():
+            return
+        if isinstance(update, BaseException):
+            self.ended.set_exception(update)
+            return
+        try:
+            self._take(update)
+        except Exception as error:  # the other requests' updates come behind this one
+            self.ended.set_exception(error)
+        else:
+            if update.report is not None:
+                self.ended.set_result(None)
 
 
 class _Turns:

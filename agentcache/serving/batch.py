@@ -142,12 +142,13 @@ class BatchBuilder:
         Args:
             before: the batch under way, whose tokens rows may go on from.
         """
-        inputs = self._inputs(rows, num_tokens, before)
         starts = [generation.num_launched for generation in rows]
+        left = [generation.num_to_launch for generation in rows]
+        inputs = self._inputs(rows, left, num_tokens, before)
         score_prompt = num_tokens > 1 and rows[0].wants_prompt_logprobs
         tables = [generation.place.tables for generation in rows]
         logits = self._runner.forward(inputs, tables, starts, all_logits=score_prompt)
-        complete = [generation.num_to_launch <= num_tokens for generation in rows]
+        complete = [count <= num_tokens for count in left]
         ends = [start + num_tokens for start in starts]
         tokens = self._choose(rows, ends, logits[:, -1], inputs[:, -1]) if any(complete) else None
         scored = [i for i, g in enumerate(rows) if complete[i] and g.request.sampling.logprobs is not None]
@@ -165,17 +166,19 @@ class BatchBuilder:
             generation.in_flight += num_tokens
         return batch
 
-    def _inputs(self, rows: Sequence[Generation], num_tokens: int, before: Batch | None) -> mx.array:
-        """Token ids [B, num_tokens]: known ones, or those that `before` chooses."""
-        if all(generation.num_to_launch for generation in rows):
+    def _inputs(
+        self, rows: Sequence[Generation], left: Sequence[int], num_tokens: int, before: Batch | None
+    ) -> mx.array:
+        """Token ids [B, num_tokens]: known ones, of which each row has `left`, or those that `before` chooses."""
+        if all(left):
             return mx.array([g.token_ids[g.num_launched : g.num_launched + num_tokens] for g in rows], mx.int32)
         assert before is not None and before.tokens is not None  # somebody chooses what is not known yet
         places = {row.generation: place for place, row in enumerate(before.rows)}
-        known = [generation.token_ids[-1] for generation in rows if generation.num_to_launch]
+        known = [generation.token_ids[-1] for generation, count in zip(rows, left, strict=True) if count]
         if not known and [places[generation] for generation in rows] == list(range(len(places))):
             return before.tokens[:, None]
         known_places = iter(range(len(places), len(places) + len(known)))
-        order = [next(known_places) if generation.num_to_launch else places[generation] for generation in rows]
+        order = [next(known_places) if count else places[row] for row, count in zip(rows, left, strict=True)]
         return mx.concatenate([before.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
 
     def _choose(self, rows: Sequence[Generation], ends: Sequence[int], logits: mx.array, last: mx.array) -> mx.array:

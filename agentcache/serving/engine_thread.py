@@ -20,7 +20,7 @@ log = logging.getLogger("agentcache.engine")
 
 T = TypeVar("T")
 Post = Callable[[Callable[[], None]], None]
-Updates = asyncio.Queue[Update | BaseException]
+Receive = Callable[[Update | BaseException], None]
 
 
 class EngineThread:
@@ -38,7 +38,7 @@ class EngineThread:
         self.engine: Engine | None = None
         self._open_engine = open_engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._outbox: list[tuple[Updates, Update | BaseException]] = []
+        self._outbox: list[tuple[Receive, Update | BaseException]] = []
         self._waiters: set[Callable[[BaseException], None]] = set()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -146,17 +146,17 @@ class EngineThread:
 
     # -- and back -----------------------------------------------------------------------------------------------------
 
-    def send(self, receiver: Updates, update: Update | BaseException) -> None:
-        """Hand an update over when the step is done. On the engine's thread only.
+    def send(self, receive: Receive, update: Update | BaseException) -> None:
+        """Have the event loop call `receive` with an update when the step is done. On the engine's thread only.
 
         All of a step at once: waking the event loop costs more than the updates themselves.
         """
-        self._outbox.append((receiver, update))
+        self._outbox.append((receive, update))
 
     def _hand_over(self) -> None:
         if self._outbox:
             updates, self._outbox = self._outbox, []
-            self._loop.call_soon_threadsafe(_put_all, updates)
+            self._loop.call_soon_threadsafe(_hand_out, updates)
 
     @contextmanager
     def told_of_the_end(self, tell: Callable[[BaseException], None]) -> Iterator[None]:
@@ -180,9 +180,9 @@ class EngineThread:
         self._loop.call_soon_threadsafe(settle)
 
 
-def _put_all(updates: list[tuple[Updates, Update | BaseException]]) -> None:
-    for receiver, update in updates:
-        receiver.put_nowait(update)
+def _hand_out(updates: list[tuple[Receive, Update | BaseException]]) -> None:
+    for receive, update in updates:
+        receive(update)
 
 
 def _shutting_down() -> Overloaded:

@@ -84,7 +84,7 @@ class Generation:
     @property
     def num_to_launch(self) -> int:
         """Known tokens that nobody has begun to compute."""
-        return len(self.token_ids) - self.num_launched
+        return len(self.token_ids) - self.num_computed - self.in_flight
 
     @property
     def can_prefill(self) -> bool:

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from agentcache.blocks.prefix_cache import Copy
+from agentcache.errors import BrokenInvariant
+from agentcache.kv.step_plan import StepPlan
 from agentcache.models import loader
 from agentcache.models.loader import LoadedModel
+from agentcache.models.runner import ModelRunner
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver, Row, random_ids
 
@@ -111,3 +114,40 @@ def test_a_window_needs_no_older_blocks(loaded: LoadedModel) -> None:
     assert [table.first_block for table in rows[1].tables] == [2 if g.window else 0 for g in loaded.spec.groups]
     ids = random_ids(loaded, (1, 5), seed=1)
     assert mx.array_equal(driver.step(rows[:1], ids), driver.step(rows[1:], ids))
+
+
+def test_a_step_makes_no_mask_for_the_model(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm's models ask their caches for masks, which re-hosted attention has no use for."""
+    driver = Driver(loaded)
+    rows = [driver.row(), driver.row()]
+    driver.step(rows, random_ids(loaded, (2, 7)))
+
+    def made(plan: StepPlan) -> None:
+        raise AssertionError("a mask of rows by keys was made")
+
+    monkeypatch.setattr(StepPlan, "mask", property(made))
+    driver.step(rows, random_ids(loaded, (2, 1)))
+
+
+def test_a_model_with_another_window_is_found_out(loaded: LoadedModel) -> None:
+    row = Driver(loaded).row()
+    caches = ModelRunner(loaded, Driver(loaded).pools)._layer_caches([row.tables], [0])
+    for cache in caches:
+        assert cache.make_mask(1, window_size=cache.rows.window) is None
+        with pytest.raises(BrokenInvariant):
+            cache.make_mask(1, window_size=77)
+
+
+def test_a_device_that_is_done_is_not_waited_for_again(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, waits, synchronize = Driver(loaded).runner, [], mx.synchronize
+    monkeypatch.setattr(mx, "synchronize", lambda: (waits.append(1), synchronize()))
+    runner.wait()
+    assert len(waits) == 0
+    for started in (1, 2):
+        runner.start(mx.ones(3) + started)
+        runner.wait()
+        runner.wait()
+        assert len(waits) == started
+    runner.start()
+    runner.start()  # what was started before is finished first
+    assert len(waits) == 3

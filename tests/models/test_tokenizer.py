@@ -317,6 +317,12 @@ class TestDetokenizer:
     def test_ids_beyond_the_vocabulary_have_no_text(self, tokenizer: Tokenizer) -> None:
         assert decoded(tokenizer, [tokenizer.vocab_size + 7]) == ""
 
+    def test_a_token_without_text_ends_with_the_next_character(self, chatml: Tokenizer) -> None:
+        detokenizer = chatml.detokenizer()
+        assert detokenizer.add(chatml.vocab_size + 7) == ""
+        assert detokenizer.add(*ids_of(chatml, "a")) == "a"
+        assert detokenizer.ends == [1, 1]
+
     @given(data=st.data())
     @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], deadline=None)
     def test_random_tokens(self, tokenizer: Tokenizer, data: st.DataObject) -> None:

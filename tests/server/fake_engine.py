@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentcache.blocks.prefix_match import Match
@@ -106,7 +106,7 @@ class FakeEngine:
     async def close(self) -> None:
         self.closed = True
 
-    async def generate(self, request: Request) -> AsyncIterator[Update]:
+    async def generate(self, request: Request, take: Callable[[Update], None], /) -> None:
         self.requests.append(request)
         ended = False
         try:
@@ -116,7 +116,7 @@ class FakeEngine:
                     raise step
                 if isinstance(step, Update):
                     ended = step.finish_reason is not None
-                    yield step
+                    take(step)
                 else:
                     await asyncio.sleep(step)
         finally:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ import pytest
 from agentcache.config import Config
 from agentcache.errors import Overloaded
 from agentcache.server.app import create_app
-from agentcache.serving.request import FinishReason, Update
+from agentcache.serving.request import FinishReason, Request, Update
 from tests.server.driver import BASE_URL, chat, complete, events, post, refused
 from tests.server.fake_engine import REPORT, FakeEngine
 
@@ -127,13 +128,12 @@ def test_prompts_of_one_call_run_at_the_same_time_but_not_more_than_the_engine_t
     running, most = 0, 0
 
     class Counting(FakeEngine):
-        async def generate(self, request: Any) -> Any:
+        async def generate(self, request: Request, take: Callable[[Update], None], /) -> None:
             nonlocal running, most
             running += 1
             most = max(most, running)
             try:
-                async for update in super().generate(request):
-                    yield update
+                await super().generate(request, take)
             finally:
                 running -= 1
 

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
+from sse_starlette import sse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from agentcache.config import Config
 from agentcache.errors import EngineStopped, InvalidRequest
 from agentcache.server.app import create_app
-from agentcache.server.stream import until_disconnect
+from agentcache.server.stream import TextEvents, UpdateStream, event, until_disconnect
 from agentcache.serving.request import FinishReason, Update
 from tests.server.driver import LeavingClient, chat, complete, events
 from tests.server.fake_engine import REPORT, FakeEngine, Script, logprob
@@ -209,6 +212,49 @@ def test_until_disconnect_ends_the_work_first() -> None:
     with pytest.raises(ClientDisconnect):
         asyncio.run(until_disconnect(receive, work()))
     assert ended == [True]
+
+
+def test_an_update_waits_for_nobody_on_its_way() -> None:
+    """Whoever waits for the next update goes on in the event loop's next turn: no task stands in between."""
+
+    async def run() -> bool:
+        takers: list[Callable[[Update], None]] = []
+
+        async def generate(take: Callable[[Update], None]) -> None:
+            takers.append(take)
+            await asyncio.Event().wait()
+
+        source = UpdateStream(generate, interval=10)
+        waiting = asyncio.ensure_future(source.next())
+        await asyncio.sleep(0)
+        takers[0](Update("a", (1,)))
+        await asyncio.sleep(0)
+        arrived = waiting.done()
+        await source.close()
+        return arrived
+
+    assert asyncio.run(run())
+
+
+def test_an_event_opens_no_cancel_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[float | None] = []
+    move_on_after = sse.anyio.move_on_after
+
+    def counted(delay: float | None, **options: bool) -> anyio.CancelScope:
+        opened.append(delay)
+        return move_on_after(delay, **options)
+
+    monkeypatch.setattr(sse.anyio, "move_on_after", counted)
+    assert len(events(chat(FakeEngine(), {"stream": True}))) == 4
+    assert opened == []
+
+
+@pytest.mark.parametrize("text", ['"\\\n\r\x00\x7f', "é\u2028\U0001f642", "data: \n\n", ""])
+def test_a_text_encoded_alone_is_the_same_event(text: str) -> None:
+    def event_of(text: str) -> bytes:
+        return event({"model": "\x00", "choices": [{"delta": {"content": text}, "finish_reason": None}]})
+
+    assert TextEvents(event_of).event(text) == event_of(text)
 
 
 def test_the_official_client_reads_the_stream() -> None:

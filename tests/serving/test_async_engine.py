@@ -7,8 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from agentcache.config import Config
 from agentcache.errors import Conflict, EngineStopped, Overloaded
+from agentcache.serving import engine_thread
 from agentcache.serving.async_engine import AsyncEngine
 from agentcache.serving.engine import Engine
 from agentcache.serving.request import Request, TokenPrompt, Update
@@ -35,7 +38,9 @@ async def opened(model: Path, cache_dir: Path, max_concurrent_requests: int = 16
 
 async def complete(engine: AsyncEngine, agent: str | None, max_tokens: int = 4, seed: int = 0) -> list[Update]:
     request = Request(f"{agent}{seed}", TokenPrompt(make_ids(300, seed=seed)), greedy(max_tokens), agent)
-    return [update async for update in engine.generate(request)]
+    updates: list[Update] = []
+    await engine.generate(request, updates.append)
+    return updates
 
 
 async def outcome_of(awaitable: Awaitable[object]) -> str:
@@ -124,5 +129,66 @@ def test_two_that_fork_into_each_others_place(model: Path, tmp_path: Path) -> No
             await complete(engine, agent)
         forks = [outcome_of(engine.fork_agent(*names)) for names in (("a", "b"), ("b", "a"), ("a", "a"))]
         assert await asyncio.gather(*forks) == ["Conflict"] * 3
+
+    run(test, model, tmp_path)
+
+
+def test_the_event_loop_wakes_once_a_step(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for every row: what a step has for all of them is handed over together."""
+    steps: list[int] = []
+    sizes: list[int] = []
+    hand_out = engine_thread._hand_out
+
+    def counted(updates: list[tuple[engine_thread.Receive, Update | BaseException]]) -> None:
+        sizes.append(len(updates))
+        hand_out(updates)
+
+    def count_steps(engine: Engine) -> None:
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda: (steps.append(1), step()))
+
+    monkeypatch.setattr(engine_thread, "_hand_out", counted)
+
+    async def test(engine: AsyncEngine) -> None:
+        await engine._call(count_steps)
+        await asyncio.gather(*(complete(engine, None, 100, seed) for seed in range(4)))
+        assert sum(sizes) == 4 * 102  # the prompt, the tokens, the report
+        assert max(sizes) >= 4
+        assert len(sizes) <= len(steps)
+
+    run(test, model, tmp_path)
+
+
+def test_who_cannot_take_its_updates_ends_alone(model: Path, tmp_path: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        def take(update: Update) -> None:
+            raise ValueError("cannot")
+
+        ids = make_ids(300, seed=1)
+        failing = asyncio.ensure_future(engine.generate(Request("1", TokenPrompt(ids), greedy(20)), take))
+        updates = await asyncio.wait_for(complete(engine, None, 20), 30)
+        assert updates[-1].report is not None
+        with pytest.raises(ValueError, match="cannot"):
+            await failing
+        await engine.check_integrity()
+        assert (await engine.stats()).blocks_live == 0
+
+    run(test, model, tmp_path)
+
+
+def test_nothing_comes_after_a_cancel(model: Path, tmp_path: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        updates: list[Update] = []
+        ids = make_ids(30, seed=1)
+        running = asyncio.ensure_future(engine.generate(Request("1", TokenPrompt(ids), greedy(500)), updates.append))
+        while len(updates) < 5:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.wait({running})
+        seen = len(updates)
+        assert len(await complete(engine, None, 20)) == 22
+        assert len(updates) == seen
+        stats = await engine.stats()
+        assert (stats.cancelled, stats.blocks_live) == (1, 0)
 
     run(test, model, tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,8 +38,18 @@ def run(llm: LLM, coroutine):
     return asyncio.run_coroutine_threadsafe(coroutine, llm._loop).result(60)
 
 
-def stream(llm: LLM, ids: list[int], agent: str | None = "alice", max_tokens: int = 200) -> AsyncIterator[Update]:
-    return llm._engine.generate(Request(f"request {time.time()}", TokenPrompt(ids), greedy(max_tokens), agent))
+class Stream:
+    """A request under way on the LLM's event loop; cancel its `task` to leave it."""
+
+    def __init__(self, llm: LLM, ids: list[int], agent: str | None = "alice", max_tokens: int = 200) -> None:
+        self.updates: asyncio.Queue[Update] = asyncio.Queue()
+        request = Request(f"request {time.time()}", TokenPrompt(ids), greedy(max_tokens), agent)
+        self.task = asyncio.ensure_future(llm._engine.generate(request, self.updates.put_nowait))
+
+    async def rest(self) -> list[Update]:
+        """The updates that nobody has taken yet, when all are there."""
+        await self.task
+        return [self.updates.get_nowait() for _ in range(self.updates.qsize())]
 
 
 def parallel(*calls: Callable[[], Completion]) -> list[Completion]:
@@ -59,10 +69,11 @@ def test_cancel_in_the_middle_of_decoding(known: bool, model: Path, tmp_path: Pa
         before = [info.tokens for info in llm.agents()]
 
         async def take_three() -> None:
-            updates = stream(llm, talk.ids + make_ids(50, seed=5))
+            stream = Stream(llm, talk.ids + make_ids(50, seed=5))
             for _ in range(3):
-                await anext(updates)
-            await updates.aclose()
+                await stream.updates.get()
+            stream.task.cancel()
+            await asyncio.wait({stream.task})
 
         run(llm, take_three())
         check_idle(llm)
@@ -79,7 +90,7 @@ def test_cancel_in_the_middle_of_a_prefill(model: Path, tmp_path: Path) -> None:
         talk.turn(llm, 300)
 
         async def start_and_cancel() -> None:
-            task = asyncio.ensure_future(anext(stream(llm, talk.ids + make_ids(5000, seed=5))))
+            task = Stream(llm, talk.ids + make_ids(5000, seed=5)).task
             while not (await llm._engine.stats()).blocks_live:
                 assert not task.done()
             task.cancel()
@@ -99,12 +110,12 @@ def test_cancel_while_waiting_for_the_agents_turn(model: Path, tmp_path: Path) -
     with open_llm(model, tmp_path) as llm:
 
         async def cancel_second() -> int:
-            first = stream(llm, make_ids(30), max_tokens=20)
-            await anext(first)
-            second = asyncio.ensure_future(anext(stream(llm, make_ids(30, seed=2))))
+            first = Stream(llm, make_ids(30), max_tokens=20)
+            await first.updates.get()
+            second = Stream(llm, make_ids(30, seed=2)).task
             await asyncio.sleep(0)
             second.cancel()
-            return len([update async for update in first])
+            return len(await first.rest())
 
         assert run(llm, cancel_second()) > 0
         assert llm.agent("alice").tokens == 50
@@ -266,8 +277,7 @@ def test_a_queue_for_one_agent_keeps_its_order(model: Path, tmp_path: Path) -> N
             ended: list[int] = []
 
             async def one(number: int) -> None:
-                async for _ in stream(llm, make_ids(40, seed=number), max_tokens=5):
-                    pass
+                await Stream(llm, make_ids(40, seed=number), max_tokens=5).rest()
                 ended.append(number)
 
             await asyncio.gather(*map(one, range(3)))
@@ -475,8 +485,8 @@ def test_a_request_that_loses_its_place_ends_with_the_same_tokens(model: Path, t
     with open_llm(model, tmp_path) as llm:
 
         async def collect(number: int) -> list[int]:
-            updates = stream(llm, prompts[number], agent=f"agent{number}", max_tokens=40)
-            return [token async for update in updates for token in update.token_ids]
+            stream = Stream(llm, prompts[number], agent=f"agent{number}", max_tokens=40)
+            return [token for update in await stream.rest() for token in update.token_ids]
 
         async def main() -> tuple[list[list[int]], int]:
             tasks, pushed = [asyncio.ensure_future(collect(number)) for number in range(3)], 0
