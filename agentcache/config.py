@@ -102,7 +102,15 @@ def parse_bytes(text: str | int, *, key: str) -> int:
 
 
 def parse_ram_budget(text: str | int) -> int:
-    return parse_size(text, key="ram_budget", whole=total_ram, auto=lambda: int(total_ram() * AUTO_RAM_SHARE))
+    """Bytes; raises ConfigError for more than there are: the cache would grow until the system ends the process."""
+    budget, whole = parse_size(text, key="ram_budget", whole=total_ram, auto=_auto_ram), total_ram()
+    if budget > whole:
+        raise ConfigError(f"ram_budget = {text!r} is more than the {whole / 1e9:.1f} GB of RAM that there are")
+    return budget
+
+
+def _auto_ram() -> int:
+    return int(total_ram() * AUTO_RAM_SHARE)
 
 
 def parse_disk_budget(text: str | int, cache_dir: Path) -> int:

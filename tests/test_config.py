@@ -69,6 +69,13 @@ def test_percentages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         parse_ram_budget("101%")
 
 
+def test_a_ram_budget_beyond_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "total_ram", lambda: 10**9)
+    assert parse_ram_budget("1GB") == 10**9
+    with pytest.raises(ConfigError, match="ram_budget = '2GB' is more than the 1.0 GB"):
+        load_config({"ram_budget": "2GB"}, environ={})
+
+
 def test_the_disk_share_counts_what_the_cache_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         free = 1000
