@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+if TYPE_CHECKING:
+    from agentcache.models.tokenizer import Tokenizer
+
 ModelFolder = Callable[..., Path]
+StyledTokenizer = Callable[[str], "Tokenizer"]
 
 # No deadlines: machines are shared and noisy. In CI the same examples every time, so that green stays green.
 settings.register_profile(
@@ -43,3 +48,24 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def styled_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> StyledTokenizer:
+    """`styled_tokenizer("gemma")`: a tokenizer of a kind that tokenizers_factory lists, made once a session."""
+
+    @cache
+    def load(style: str) -> Tokenizer:
+        from agentcache.models.tokenizer import Tokenizer  # imports mlx-lm, too
+        from tests.tokenizers_factory import STYLES, STYLES_WITHOUT_TEMPLATE
+
+        write = (STYLES | STYLES_WITHOUT_TEMPLATE)[style]
+        return Tokenizer.load(write(tmp_path_factory.mktemp(style)))
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def chatml(styled_tokenizer: StyledTokenizer) -> Tokenizer:
+    """Byte-level BPE with ChatML, for what does not depend on the kind."""
+    return styled_tokenizer("byte_bpe")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,6 +97,23 @@ def metaspace(
     tokenizer = _without_added(tokenizer, set(byte_tokens))
     tokenizer.post_processor = _adds_bos(tokenizer, "<s>")
     return _save(tokenizer, folder, chat_template, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+# Every kind, by the name under which tests ask for it.
+STYLES: dict[str, Callable[[Path], Path]] = {
+    "byte_bpe": byte_bpe,
+    "byte_bpe_bos": byte_bpe_bos,
+    "metaspace": metaspace,
+    "metaspace_always": partial(metaspace, style="always"),
+    "metaspace_never": partial(metaspace, style="never"),
+    "normalizer": partial(metaspace, style="normalizer"),
+    "gemma": partial(metaspace, style="gemma"),
+}
+STYLES_WITHOUT_TEMPLATE: dict[str, Callable[[Path], Path]] = {
+    "byte_bpe_no_template": partial(byte_bpe, chat_template=None),
+    "metaspace_no_template": partial(metaspace, chat_template=None),
+    "normalizer_no_template": partial(metaspace, chat_template=None, style="normalizer"),
+}
 
 
 def _latin_lines() -> list[str]:

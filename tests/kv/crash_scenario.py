@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from agentcache.kv.atomic import Fault
@@ -29,7 +30,8 @@ class Operation:
     state: State
 
 
-def make_operations() -> list[Operation]:
+@cache
+def make_operations() -> tuple[Operation, ...]:
     """Turns that extend, cut back (until the log is compacted) and diverge; a second agent that comes and goes."""
     operations: list[Operation] = []
     state: State = {}
@@ -38,7 +40,8 @@ def make_operations() -> list[Operation]:
         operations.append(Operation(run, dict(state)))
 
     def turn(record: AgentRecord) -> None:
-        add(lambda store: store.write_blocks(make_turn(record)))
+        blocks = make_turn(record)
+        add(lambda store: store.write_blocks(blocks))
         state[record.id] = record
         add(lambda store: store.save_agent(record))
 
@@ -49,9 +52,10 @@ def make_operations() -> list[Operation]:
     turn(make_record("a", make_transcript(30, seed=2)))  # most of the log is garbage now: a new generation
     gone = state.pop("b")
     add(lambda store: store.delete_agent("b"))
-    add(lambda store: store.delete_blocks([block.header.block_key for block in make_turn(gone)]))
+    keys = [block.header.block_key for block in make_turn(gone)]
+    add(lambda store: store.delete_blocks(keys))
     turn(make_record("b", make_transcript(10, seed=3)))
-    return operations
+    return tuple(operations)
 
 
 def run_operations(store: Store, folder: Path) -> None:

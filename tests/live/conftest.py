@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from agentcache.models.tokenizer import Tokenizer
 from agentcache.server_process import ServerProcess
 from tests.conftest import ModelFolder
 from tests.live.servers import http_of, openai_of, serving
@@ -41,6 +42,17 @@ def http(live_server: ServerProcess) -> Iterator[httpx.Client]:
 def client(live_server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai_of(live_server) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def model_id(client: openai.OpenAI) -> str:
+    [model] = client.models.list().data
+    return model.id
+
+
+@pytest.fixture(scope="session")
+def tokenizer(live_model: Path) -> Tokenizer:
+    return Tokenizer.load(live_model)
 
 
 @pytest.fixture

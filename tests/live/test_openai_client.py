@@ -1,4 +1,4 @@
-"""OpenAI's own client, sync and async, against the real server."""
+"""OpenAI's own client, sync and async, against the real server: models, chat, agents and errors."""
 
 from __future__ import annotations
 
@@ -13,33 +13,8 @@ import pytest
 
 from agentcache.models.tokenizer import Tokenizer
 from agentcache.server_process import ServerProcess
-from tests.live.servers import PATIENCE, make_ids, make_text
-
-MESSAGES: list[Any] = [{"role": "user", "content": "Tell me about the cat on the mat."}]
-GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def model_id(client: openai.OpenAI) -> str:
-    [model] = client.models.list().data
-    return model.id
-
-
-@pytest.fixture(scope="module")
-def tokenizer(live_model: Path) -> Tokenizer:
-    return Tokenizer.load(live_model)
-
-
-def extras(**fields: Any) -> dict[str, Any]:
-    """`extra_body` for a run to the end that shows its token ids."""
-    return {"ignore_eos": True, "agentcache": {"return_token_ids": True}} | fields
-
-
-def decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """Text of generated tokens; control tokens show none."""
-    shown = [tokenizer.token_bytes(i) for i in token_ids if i not in tokenizer.control_ids | tokenizer.eos_ids]
-    return b"".join(shown).decode(errors="replace")
-
+from tests.live.openai_bodies import GREEDY, MESSAGES, decode, extras
+from tests.live.servers import PATIENCE, make_text
 
 # -- models -----------------------------------------------------------------------------------------------------------
 
@@ -142,138 +117,6 @@ def test_seed_makes_sampling_repeatable(client: openai.OpenAI, model_id: str) ->
         for seed in (7, 7, 8)
     ]
     assert texts[0] == texts[1] != texts[2]
-
-
-# -- text completions -------------------------------------------------------------------------------------------------
-
-
-def test_text_completion_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, model_id: str) -> None:
-    body = {"model": model_id, "prompt": "def add(first, second):\n", "max_tokens": 24, "logprobs": 3, **GREEDY}
-    whole = client.completions.create(**body)
-    chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
-    choices = [chunk.choices[0] for chunk in chunks[:-1]]
-    assert "".join(choice.text for choice in choices) == whole.choices[0].text
-    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        pieces = [getattr(choice.logprobs, name) for choice in choices if choice.logprobs]
-        assert [value for piece in pieces for value in piece] == getattr(whole.choices[0].logprobs, name), name
-    assert choices[-1].finish_reason == "length"
-    assert chunks[-1].usage == whole.usage
-
-
-def test_a_prompt_of_token_ids_is_the_prompt_it_spells(client: openai.OpenAI, model_id: str) -> None:
-    body: dict[str, Any] = {"model": model_id, "max_tokens": 6, "temperature": 0, "extra_body": extras()}
-    [text] = client.completions.create(prompt="The capital of France", **body).choices
-    [tokens] = client.completions.create(prompt=text.prompt_token_ids, **body).choices  # type: ignore[attr-defined]
-    assert tokens.prompt_token_ids == text.prompt_token_ids  # type: ignore[attr-defined]
-    assert (tokens.token_ids, tokens.text) == (text.token_ids, text.text)  # type: ignore[attr-defined]
-
-
-def test_token_ids_come_in_a_stream_too(client: openai.OpenAI, model_id: str) -> None:
-    prompt = make_ids(20, seed=5)
-    body: dict[str, Any] = {"model": model_id, "prompt": prompt, "max_tokens": 6, "temperature": 0}
-    [whole] = client.completions.create(**body, extra_body=extras()).choices
-    chunks = list(client.completions.create(**body, extra_body=extras(), stream=True))
-    assert chunks[-1].choices[0].prompt_token_ids == prompt  # type: ignore[attr-defined]
-    assert chunks[-1].choices[0].token_ids == whole.token_ids  # type: ignore[attr-defined]
-
-
-def test_max_tokens_0_caches_the_prompt_and_generates_nothing(client: openai.OpenAI, model_id: str, agent: str) -> None:
-    prompt = make_ids(300, seed=1)
-    body: dict[str, Any] = {"model": model_id, "prompt": prompt, "temperature": 0, "extra_body": {"agent": agent}}
-    done = client.completions.create(max_tokens=0, **body)
-    assert done.choices[0].text == "" and done.choices[0].finish_reason == "length"
-    assert done.usage is not None and done.usage.completion_tokens == 0
-    assert done.agentcache["computed_tokens"] == 300  # type: ignore[attr-defined]
-    again = client.completions.create(max_tokens=1, **body)
-    assert again.agentcache["computed_tokens"] == 1  # type: ignore[attr-defined]
-    assert again.agentcache["cache_state"] == "hot"  # type: ignore[attr-defined]
-
-
-def test_echo_gives_the_logprobs_that_generating_gave(client: openai.OpenAI, model_id: str) -> None:
-    body: dict[str, Any] = {"model": model_id, "logprobs": 2, "temperature": 0}
-    [said] = client.completions.create(prompt=make_ids(40), max_tokens=8, extra_body=extras(), **body).choices
-    whole = [*said.prompt_token_ids, *said.token_ids]  # type: ignore[attr-defined]
-    [echo] = client.completions.create(prompt=whole, max_tokens=0, echo=True, **body).choices
-    assert echo.logprobs is not None and said.logprobs is not None
-    assert len(echo.logprobs.tokens) == len(whole)
-    assert echo.logprobs.token_logprobs[0] is None
-    assert echo.logprobs.token_logprobs[40:] == pytest.approx(said.logprobs.token_logprobs, abs=2e-3)
-    assert echo.logprobs.tokens[40:] == said.logprobs.tokens
-
-
-def test_echo_of_a_text_puts_it_in_front(client: openai.OpenAI, model_id: str) -> None:
-    body: dict[str, Any] = {"model": model_id, "prompt": "  Hello,\n\tworld", "max_tokens": 4, **GREEDY}
-    alone = client.completions.create(**body).choices[0]
-    echo = client.completions.create(**body, echo=True, logprobs=0).choices[0]
-    assert echo.text == "  Hello,\n\tworld" + alone.text
-    assert echo.logprobs is not None and len(echo.logprobs.tokens) > 4
-    assert "".join(echo.logprobs.tokens[:-4]) == "  Hello,\n\tworld"
-
-
-# -- where an answer ends ---------------------------------------------------------------------------------------------
-
-
-def test_eos_ends_and_ignore_eos_does_not(client: openai.OpenAI, model_id: str, tokenizer: Tokenizer) -> None:
-    bias = {str(min(tokenizer.eos_ids)): 100}
-    body: dict[str, Any] = {"model": model_id, "messages": MESSAGES, "max_tokens": 5, "logit_bias": bias}
-    ended = client.chat.completions.create(**body)
-    assert ended.choices[0].finish_reason == "stop" and ended.choices[0].message.content == ""
-    went_on = client.chat.completions.create(**body, extra_body={"ignore_eos": True})
-    assert went_on.choices[0].finish_reason == "length"
-    assert went_on.usage is not None and went_on.usage.completion_tokens == 5
-
-
-@pytest.fixture(scope="module")
-def ordinary(tokenizer: Tokenizer) -> dict[str, int]:
-    """A logit bias that lets only a few readable tokens through, none of which ends the text."""
-    texts = {i: tokenizer.token_text(i) for i in range(tokenizer.vocab_size) if i not in tokenizer.control_ids}
-    wanted = [i for i, text in texts.items() if text.isascii() and text.strip().isalpha() and len(text) > 1]
-    return {str(i): 100 for i in wanted[:60]}
-
-
-@pytest.mark.parametrize("as_list", [False, True])
-def test_a_stop_string_across_tokens_ends_the_text(
-    client: openai.OpenAI, model_id: str, ordinary: dict[str, int], as_list: bool
-) -> None:
-    body: dict[str, Any] = {"model": model_id, "prompt": "x", "max_tokens": 24, "temperature": 1, "seed": 3}
-    body |= {"logit_bias": ordinary, "extra_body": extras()}
-    free = client.completions.create(**body, logprobs=0).choices[0]
-    assert free.logprobs is not None and free.text == "".join(free.logprobs.tokens)
-    border = free.logprobs.text_offset[12]
-    ending = free.text[border - 1 : border + 1]
-    stop = ["never there", ending] if as_list else ending
-    stopped = client.completions.create(**body, stop=stop).choices[0]
-    assert stopped.text == free.text[: free.text.index(ending)]
-    assert stopped.finish_reason == "stop"
-    streamed = list(client.completions.create(**body, stop=stop, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in streamed) == stopped.text
-    assert streamed[-1].choices[0].finish_reason == "stop"
-
-
-def test_indentation_is_what_the_model_said(client: openai.OpenAI, model_id: str, tokenizer: Tokenizer) -> None:
-    spaces = [i for i in range(tokenizer.vocab_size) if (text := tokenizer.token_text(i)) and not text.strip()]
-    words = [i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i) in ("def", "print", " return", "x", ":")]
-    assert {"\n", " ", "\t"} <= {tokenizer.token_text(i) for i in spaces} and len(spaces) > 3
-    bias = {str(i): 100 for i in spaces + words}
-    body: dict[str, Any] = {"model": model_id, "messages": MESSAGES, "max_tokens": 60, "temperature": 1}
-    body |= {"logit_bias": bias, "extra_body": extras()}
-    for seed in range(3):
-        done = client.chat.completions.create(**body, seed=seed)
-        text = done.choices[0].message.content
-        assert text == decode(tokenizer, done.choices[0].token_ids)  # type: ignore[attr-defined]
-        assert "\n" in text and "  " in text
-        streamed = client.chat.completions.create(**body, seed=seed, stream=True)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
-
-
-@pytest.mark.parametrize("space", ["\n", " ", "\t", "    "])
-def test_an_answer_of_nothing_but_white_space(
-    client: openai.OpenAI, model_id: str, tokenizer: Tokenizer, space: str
-) -> None:
-    token = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i) == space)
-    body: dict[str, Any] = {"model": model_id, "messages": MESSAGES, "max_tokens": 4, "logit_bias": {str(token): 100}}
-    done = client.chat.completions.create(**body, temperature=0)
-    assert done.choices[0].message.content == 4 * space
 
 
 # -- agents -----------------------------------------------------------------------------------------------------------

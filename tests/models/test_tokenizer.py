@@ -1,9 +1,10 @@
+"""Chats and raw prompts to marked text, and what of a model's folder makes its tokenizer."""
+
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,85 +12,13 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import decoders, models
 
 from agentcache.blocks.prefix_match import Transcript, match_text
 from agentcache.errors import InvalidRequest, UnsupportedModel
-from agentcache.models.marks import Marks
 from agentcache.models.tokenizer import Tokenizer, fingerprint
+from tests.models.tokenizing import StandInWrapper, decoded, ids_of, specials, user
 from tests.tokenizers_factory import byte_bpe, byte_bpe_bos, metaspace
-
-STYLES = {
-    "byte_bpe": byte_bpe,
-    "byte_bpe_bos": byte_bpe_bos,
-    "metaspace": metaspace,
-    "metaspace_always": lambda folder: metaspace(folder, style="always"),
-    "metaspace_never": lambda folder: metaspace(folder, style="never"),
-    "normalizer": lambda folder: metaspace(folder, style="normalizer"),
-    "gemma": lambda folder: metaspace(folder, style="gemma"),
-}
-CODE = "def f(x):\n    if x:\n\t\treturn x  # é 東京 🙂\n\n    return   None\n"
-
-
-@pytest.fixture(scope="module", params=sorted(STYLES))
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(STYLES[request.param](tmp_path_factory.mktemp(request.param)))
-
-
-@pytest.fixture
-def chatml(tmp_path: Path) -> Tokenizer:
-    return Tokenizer.load(byte_bpe(tmp_path / "chatml"))
-
-
-def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    return list(tokenizer.encode(text).ids)
-
-
-def specials(tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.token_text(token_id) for token_id in sorted(tokenizer.control_ids)]
-
-
-def decoded(tokenizer: Tokenizer, token_ids: list[int], after: int | None = None) -> str:
-    detokenizer = tokenizer.detokenizer(after)
-    return "".join([*map(detokenizer.add, token_ids), detokenizer.finish()])
-
-
-def control(tokenizer: Tokenizer) -> int:
-    return ids_of(tokenizer, tokenizer.raw_prompt(""))[0] if tokenizer.raw_prompt("") else min(tokenizer.control_ids)
-
-
-def user(content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}]
-
-
-class TestMarks:
-    marks = Marks(["<|im|>", "<|im_end|>", "<s>"])
-
-    def test_there_and_back(self) -> None:
-        marked = self.marks.mark("a<|im_end|>b<s><|im|>")
-        assert marked == "a\U0010f801b\U0010f802\U0010f800"
-        assert self.marks.unmark(marked) == "a<|im_end|>b<s><|im|>"
-
-    def test_reserved_characters_of_a_user_become_replacement_characters(self) -> None:
-        assert self.marks.mark("a\U0010f800b\U0010fffd") == "a\ufffdb\ufffd"
-
-    def test_tokens_inside_a_mark_end_with_the_next_token_that_ends_outside(self) -> None:
-        found = self.marks.marked_ends("ab<s>cd", [1, 3, 4, 6, 6, 7])
-        assert found.text == "ab\U0010f802cd"
-        assert found.ends == [1, 4, 4, 4, 4, 5]
-
-    def test_tokens_that_end_with_a_mark_keep_to_it(self) -> None:
-        found = self.marks.marked_ends("<s><s>x", [1, 3, 4, 6, 7])
-        assert found.ends == [1, 1, 2, 2, 3]
-
-    def test_text_without_marks_stays(self) -> None:
-        found = self.marks.marked_ends("abc", [1, 3])
-        assert (found.text, found.ends) == ("abc", [1, 3])
-
-    def test_many_special_tokens_have_distinct_marks(self) -> None:
-        marks = Marks([f"<{index}>" for index in range(5000)])
-        assert marks.unmark(marks.mark("<0><4999>")) == "<0><4999>"
-        assert len(set(marks.mark_of.values())) == 5000
 
 
 class TestRenderChat:
@@ -186,156 +115,6 @@ class TestRawPrompt:
             chatml.raw_prompt("\udfff")
         with pytest.raises(InvalidRequest):
             chatml.encode("\udfff")
-
-
-class TestEncode:
-    @given(data=st.data())
-    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-    def test_ends_cover_the_text(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
-        pieces = ["a", " ", "\n", "é", "e\u0301", "東", "🙂", "<think>", "hello", "|>", *specials(tokenizer)]
-        plain = data.draw(st.lists(st.sampled_from(pieces), max_size=10).map("".join))
-        text = data.draw(st.sampled_from([plain, tokenizer.mark(plain), tokenizer.render_chat(user(plain))]))
-        encoding = tokenizer.encode(text)
-        assert len(encoding.ids) == len(encoding.ends)
-        assert list(encoding.ends) == sorted(encoding.ends)
-        assert (encoding.ends[-1] if encoding.ends else 0) == len(text)
-
-    @given(data=st.data())
-    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-    def test_tokens_spell_the_text_up_to_every_end(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
-        pieces = ["a", " ", "\n", "é", "東", "🙂", "hello", "|>", *specials(tokenizer)]
-        plain = data.draw(st.lists(st.sampled_from(pieces), max_size=10).map("".join))
-        text = data.draw(st.sampled_from([plain, tokenizer.mark(plain), tokenizer.render_chat(user(plain))]))
-        encoding = tokenizer.encode(text)
-        assert ids_of(tokenizer, tokenizer.spell(encoding.ids).text) == list(encoding.ids)
-        for index, end in enumerate(encoding.ends):
-            if encoding.ends[index + 1 : index + 2] != [end]:
-                spelling = tokenizer.spell(encoding.ids[: index + 1])
-                assert spelling.text.replace(" ", "") == text[:end].replace(" ", "")
-
-    def test_ends_count_white_space(self, chatml: Tokenizer) -> None:
-        """The tokenizer's own post-processor would trim it."""
-        encoding = chatml.encode("hello \n\n  x \t y")
-        assert list(encoding.ends) == list(accumulate(len(chatml.token_text(token_id)) for token_id in encoding.ids))
-
-    def test_marks_become_plain_pieces(self, tokenizer: Tokenizer) -> None:
-        for special in specials(tokenizer):
-            ids = ids_of(tokenizer, tokenizer.mark(special))
-            assert tokenizer.control_ids.isdisjoint(ids)
-            assert decoded(tokenizer, ids) == special
-
-    def test_marks_leave_the_rest_as_it_was(self, tokenizer: Tokenizer) -> None:
-        """Sections without marks, and what follows a control token in sections with marks, read as ever."""
-        special = specials(tokenizer)[-1]
-        plain = ids_of(tokenizer, f"hello there{special}hello there")
-        behind = ids_of(tokenizer, f"hello there{special}hello there\n{tokenizer.mark(special)}")
-        assert behind[: len(plain)] == plain
-
-    def test_vocabulary_that_holds_special_tokens_as_whole_words(self) -> None:
-        """A Unigram model finds its special pieces in plain text unless they are renamed."""
-        vocabulary = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -2.0) for letter in "</s>ab")]
-        backend = tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=0))
-        backend.decoder = decoders.Metaspace(prepend_scheme="never")
-        backend.add_special_tokens([AddedToken("</s>", normalized=False, special=True)])
-        tokenizer = Tokenizer(StandInWrapper(backend))  # type: ignore[arg-type]
-        assert ids_of(tokenizer, "</s>") == [1]
-        assert ids_of(tokenizer, tokenizer.mark("a</s>b")) == [6, 2, 3, 4, 5, 7]
-
-    def test_added_tokens_that_are_not_special_are_found_beside_marks(self, chatml: Tokenizer) -> None:
-        think = ids_of(chatml, "<think>")
-        assert len(think) == 1
-        assert think[0] in ids_of(chatml, chatml.mark("<|im_end|><think>"))
-        assert think[0] not in chatml.control_ids
-
-
-class StandInWrapper:
-    """What Tokenizer needs of mlx-lm's wrapper."""
-
-    has_chat_template = False
-    eos_token_ids = frozenset({1})
-
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self.backend_tokenizer = backend
-
-
-class TestDetokenizer:
-    @pytest.mark.parametrize("text", [CODE, "    return x", "  ", "\treturn x", "\n", "x\n    y", "x  ", "1 2"])
-    def test_text_survives(self, tokenizer: Tokenizer, text: str) -> None:
-        front = control(tokenizer)
-        ids = ids_of(tokenizer, tokenizer.token_text(front) + text)[1:]
-        assert decoded(tokenizer, ids, after=front) == text
-
-    def test_in_the_middle_of_a_text_a_leading_space_is_a_space(self, tokenizer: Tokenizer) -> None:
-        ids = ids_of(tokenizer, tokenizer.raw_prompt("The cat sat"))
-        text = [tokenizer.token_text(token_id) for token_id in ids]
-        cut = next(index for index in range(3, len(ids)) if text[index].startswith(" "))
-        assert decoded(tokenizer, ids[cut:], after=ids[cut - 1]) in (" cat sat", " sat")
-
-    def test_a_dummy_space_goes_only_where_the_tokenizer_puts_one(self, tmp_path: Path) -> None:
-        always = Tokenizer.load(metaspace(tmp_path / "always", style="always"))
-        first = Tokenizer.load(metaspace(tmp_path / "first", style="first"))
-        for tokenizer, expected in ((always, "hello"), (first, " hello")):
-            word = ids_of(tokenizer, "hello")
-            assert decoded(tokenizer, word, after=control(tokenizer)) == expected
-            assert decoded(tokenizer, word) == "hello"
-            assert decoded(tokenizer, word, after=word[0]) == " hello"
-            assert decoded(tokenizer, ids_of(tokenizer, " "), after=control(tokenizer)) == " "
-
-    def test_same_text_as_the_tokenizers_own_decoder(self, tokenizer: Tokenizer) -> None:
-        ids = ids_of(tokenizer, CODE)
-        assert decoded(tokenizer, ids) == tokenizer._wrapper.decode(ids) == CODE
-
-    def test_special_tokens_have_no_text_and_others_do(self, chatml: Tokenizer) -> None:
-        ids = ids_of(chatml, "<think>\nx</think><|im_end|>y")
-        assert decoded(chatml, ids) == "<think>\nx</think>y"
-        assert chatml.token_text(min(chatml.eos_ids)) == "<|im_end|>"
-
-    def test_characters_come_when_they_are_whole(self, tokenizer: Tokenizer) -> None:
-        ids = ids_of(tokenizer, "a🙂")[-4:]
-        detokenizer = tokenizer.detokenizer(ids[0])
-        pieces = [detokenizer.add(token_id) for token_id in ids]
-        assert "".join(pieces).endswith("🙂")
-        assert "\ufffd" not in "".join(pieces)
-        assert detokenizer.finish() == ""
-        assert detokenizer.ends[-1] == len(detokenizer.text)
-
-    def test_an_unfinished_character_is_replaced_at_the_end(self, chatml: Tokenizer) -> None:
-        ids = ids_of(chatml, "東")
-        detokenizer = chatml.detokenizer()
-        assert detokenizer.add(ids[0]) == ""
-        assert detokenizer.finish() == "\ufffd"
-        assert detokenizer.finish() == ""
-        assert (detokenizer.text, detokenizer.ends) == ("\ufffd", [1])
-
-    def test_a_control_token_ends_an_unfinished_character(self, chatml: Tokenizer) -> None:
-        ids = ids_of(chatml, "東")
-        detokenizer = chatml.detokenizer()
-        assert detokenizer.add(ids[0]) == ""
-        assert detokenizer.add(min(chatml.eos_ids)) == "\ufffd"
-        assert detokenizer.ends == [1, 1]
-
-    def test_ids_beyond_the_vocabulary_have_no_text(self, tokenizer: Tokenizer) -> None:
-        assert decoded(tokenizer, [tokenizer.vocab_size + 7]) == ""
-
-    def test_a_token_without_text_ends_with_the_next_character(self, chatml: Tokenizer) -> None:
-        detokenizer = chatml.detokenizer()
-        assert detokenizer.add(chatml.vocab_size + 7) == ""
-        assert detokenizer.add(*ids_of(chatml, "a")) == "a"
-        assert detokenizer.ends == [1, 1]
-
-    @given(data=st.data())
-    @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-    def test_random_tokens(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
-        ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
-        detokenizer = tokenizer.detokenizer(after=control(tokenizer))
-        streamed = "".join([*map(detokenizer.add, ids), detokenizer.finish()])
-        assert streamed == detokenizer.text
-        assert len(detokenizer.ends) == len(ids)
-        assert detokenizer.ends == sorted(detokenizer.ends)
-        assert (detokenizer.ends[-1] if ids else 0) == len(streamed)
-        for index, end in enumerate(detokenizer.ends[:-1]):
-            if end != detokenizer.ends[index + 1]:
-                assert decoded(tokenizer, ids[: index + 1], after=control(tokenizer)) == streamed[:end]
 
 
 class TestLoading:

@@ -17,7 +17,7 @@ from agentcache.serving.generation import Generation
 from agentcache.serving.output import Output
 from agentcache.serving.prepare import prepare
 from agentcache.serving.request import Request, SamplingParams, TokenPrompt, Update
-from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET
+from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, proving_once
 
 
 @dataclass
@@ -84,7 +84,8 @@ def by_hand(model: Path, cache_dir: Path, **settings: Any) -> Iterator[ByHand]:
     """At the end nobody may hold a block, and all are accounted for."""
     values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
     posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    engine = Engine(Config(cache_dir=cache_dir, **values), str(model), posted.put)
+    with proving_once(model):
+        engine = Engine(Config(cache_dir=cache_dir, **values), str(model), posted.put)
     hand = ByHand(engine, posted)
     try:
         yield hand

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,16 +27,28 @@ def guard(model: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryGuard:
     return MemoryGuard(Footprint.of(loaded.spec, loaded.config))
 
 
+@pytest.fixture(scope="module")
+def driver_at(model_folder: ModelFolder) -> Callable[[str, int], tuple[Driver, Row]]:
+    """A model, and a row with as many tokens of context; the same for whoever asks for the same."""
+
+    @cache
+    def make(architecture: str, context: int) -> tuple[Driver, Row]:
+        driver = Driver(loader.load(str(model_folder(architecture))))
+        row = driver.row()
+        for start in range(0, context, 500):
+            driver.step([row], random_ids(driver.loaded, (1, 500), start), all_logits=False)
+        return driver, row
+
+    return make
+
+
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v2"])
 @pytest.mark.parametrize(("num_tokens", "context"), [(1, 2000), (256, 2000), (1000, 0)])
 def test_the_estimate_is_above_what_a_step_takes(
-    architecture: str, num_tokens: int, context: int, model_folder: ModelFolder
+    architecture: str, num_tokens: int, context: int, driver_at: Callable[[str, int], tuple[Driver, Row]]
 ) -> None:
-    loaded = loader.load(str(model_folder(architecture)))
-    driver, estimate = Driver(loaded), Footprint.of(loaded.spec, loaded.config)
-    row = driver.row()
-    for start in range(0, context, 500):
-        driver.step([row], random_ids(loaded, (1, 500), start), all_logits=False)
+    driver, row = driver_at(architecture, context)
+    estimate = Footprint.of(driver.loaded.spec, driver.loaded.config)
     _bytes_taken(driver, row, num_tokens)  # the arena may have to grow
     taken = max(_bytes_taken(driver, row, num_tokens) for _ in range(5))
     assert taken <= estimate.step_bytes([context], num_tokens)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 
@@ -21,22 +23,32 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-def run(llm: LLM, script: str, seed: int) -> list[TurnRecord]:
-    workflow = WorkflowRun(read_script(script, seed), LLMChat(llm), Settings(f"{script}-{seed}"))
-    return list(take_all(workflow, workflow.pending(), Pace()))
+@pytest.fixture(scope="module")
+def turns_of(llm: LLM) -> Callable[[str, int], list[TurnRecord]]:
+    """`turns_of(script, seed)`: what was said, played once."""
+
+    @cache
+    def play(script: str, seed: int) -> list[TurnRecord]:
+        workflow = WorkflowRun(read_script(script, seed), LLMChat(llm), Settings(f"{script}-{seed}"))
+        return list(take_all(workflow, workflow.pending(), Pace()))
+
+    return play
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", shipped_scripts())
-def test_another_seed_gives_other_facts_and_the_answers_follow(llm: LLM, script: str) -> None:
-    runs = [run(llm, script, seed) for seed in (11, 12)]
+def test_another_seed_gives_other_facts_and_the_answers_follow(
+    turns_of: Callable[[str, int], list[TurnRecord]], script: str
+) -> None:
+    with ThreadPoolExecutor() as pool:  # side by side: a decode step for many costs little more than one for few
+        runs = list(pool.map(lambda seed: turns_of(script, seed), (11, 12)))
     assert recall_of([record for turns in runs for record in turns]).share >= 0.9
     assert [record.text for record in runs[0]] != [record.text for record in runs[1]]
 
 
 @pytest.mark.slow
-def test_calls_and_their_outcomes_extend_what_is_cached(llm: LLM) -> None:
-    turns = run(llm, "react", 13)
+def test_calls_and_their_outcomes_extend_what_is_cached(turns_of: Callable[[str, int], list[TurnRecord]]) -> None:
+    turns = turns_of("react", 11)
     called = [record for record in turns if record.tool_rounds and record.phase > 1]
     assert called
     for record in called:

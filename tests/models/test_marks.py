@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from agentcache.models.marks import Marks
+
+
+class TestMarks:
+    marks = Marks(["<|im|>", "<|im_end|>", "<s>"])
+
+    def test_there_and_back(self) -> None:
+        marked = self.marks.mark("a<|im_end|>b<s><|im|>")
+        assert marked == "a\U0010f801b\U0010f802\U0010f800"
+        assert self.marks.unmark(marked) == "a<|im_end|>b<s><|im|>"
+
+    def test_reserved_characters_of_a_user_become_replacement_characters(self) -> None:
+        assert self.marks.mark("a\U0010f800b\U0010fffd") == "a\ufffdb\ufffd"
+
+    def test_tokens_inside_a_mark_end_with_the_next_token_that_ends_outside(self) -> None:
+        found = self.marks.marked_ends("ab<s>cd", [1, 3, 4, 6, 6, 7])
+        assert found.text == "ab\U0010f802cd"
+        assert found.ends == [1, 4, 4, 4, 4, 5]
+
+    def test_tokens_that_end_with_a_mark_keep_to_it(self) -> None:
+        found = self.marks.marked_ends("<s><s>x", [1, 3, 4, 6, 7])
+        assert found.ends == [1, 1, 2, 2, 3]
+
+    def test_text_without_marks_stays(self) -> None:
+        found = self.marks.marked_ends("abc", [1, 3])
+        assert (found.text, found.ends) == ("abc", [1, 3])
+
+    def test_many_special_tokens_have_distinct_marks(self) -> None:
+        marks = Marks([f"<{index}>" for index in range(5000)])
+        assert marks.unmark(marks.mark("<0><4999>")) == "<0><4999>"
+        assert len(set(marks.mark_of.values())) == 5000
