@@ -4,6 +4,7 @@ AgentCacheError
 ├── RequestError                 the caller's fault; carries an HTTP status, a code and the parameter
 │   ├── InvalidRequest           400  malformed or contradictory input
 │   ├── ContextLengthExceeded    400  prompt longer than the model or the RAM budget can hold
+│   ├── UnsupportedAdapter       400  the adapter cannot be served as it was trained; says what it asks for
 │   ├── Unauthorized             401  missing or wrong API key
 │   ├── NotFound                 404  unknown agent, model or adapter
 │   ├── Conflict                 409  the name is taken
@@ -55,6 +56,10 @@ class InvalidRequest(RequestError):
 
 class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
+
+
+class UnsupportedAdapter(RequestError):
+    code = "adapter_unsupported"
 
 
 class Unauthorized(RequestError):

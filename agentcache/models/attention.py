@@ -146,14 +146,18 @@ class Attention(nn.Module):
     def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries, keys and values [B, H, n, D], normed where the model norms them, before rope."""
         if "qkv_proj" in self:
-            q_end = self._num_heads * self._spec.key_dim
-            k_end = q_end + self._spec.num_kv_heads * self._spec.key_dim
-            queries, keys, values = mx.split(self.qkv_proj(x), [q_end, k_end], axis=-1)
+            queries, keys, values = mx.split(self.qkv_proj(x), self.fused_ends, axis=-1)
         else:
             queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         queries = self._split(queries, self._num_heads, "q_norm")
         keys = self._split(keys, self._spec.num_kv_heads, "k_norm")
         return queries, keys, self._split(values, self._spec.num_kv_heads, "")
+
+    @property
+    def fused_ends(self) -> tuple[int, int]:
+        """Where queries and keys end among the columns of a fused projection; values come last."""
+        q_end = self._num_heads * self._spec.key_dim
+        return q_end, q_end + self._spec.num_kv_heads * self._spec.key_dim
 
     def _split(self, x: mx.array, num_heads: int, norm: str) -> mx.array:
         x = x.reshape(*x.shape[:2], num_heads, -1)
@@ -179,6 +183,12 @@ def softcap(module: nn.Module) -> float | None:
     """Cap on the scores (Gemma 2), or None."""
     value = getattr(module, "attn_logit_softcapping", None)
     return None if value is None else float(value)
+
+
+def activation_dtype(linear: nn.Module) -> mx.Dtype:
+    """What a linear module computes in: the dtype of its float parameters."""
+    dtype = linear.scales.dtype if "scales" in linear else linear.weight.dtype
+    return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # mxfp4's scales are uint8
 
 
 def _first_attribute(module: nn.Module, *names: str) -> Any:

@@ -42,14 +42,14 @@ def _weight_digests(folder: Path, memo: Path | None) -> list[str]:
     files = sorted(folder.glob("model*.safetensors"))
     known = _read_memo(memo)
     with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(lambda file: known.get(_identity(file)) or _digest(file), files))
+        digests = list(pool.map(lambda file: known.get(file_identity(file)) or _digest(file), files))
     if memo is not None and files:
-        _write_memo(memo, {_identity(file): digest for file, digest in zip(files, digests, strict=True)} | known)
+        _write_memo(memo, {file_identity(file): digest for file, digest in zip(files, digests, strict=True)} | known)
     return digests
 
 
-def _identity(file: Path) -> str:
-    """Changes whenever the file's content may have changed."""
+def file_identity(file: Path) -> str:
+    """Changes whenever the file's content may have changed: its path, size, times and inode."""
     stat = file.stat()
     return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
 

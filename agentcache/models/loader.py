@@ -14,6 +14,7 @@ from mlx_lm.utils import _download, load_model, maybe_set_recommended_wired_limi
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.fingerprint import model_fingerprint
+from agentcache.models.lora import ModelAdapters
 from agentcache.models.rehost import rehost
 from agentcache.models.tokenizer import Tokenizer
 
@@ -29,6 +30,7 @@ class LoadedModel:
     Args:
         model: the mlx-lm model with re-hosted attention; its cache argument is one `BatchQuantizedKVCache` a layer.
         last: selects the positions whose logits are computed.
+        adapters: selects the adapters that rows are computed with.
         spec: what it caches.
         fingerprint: digest of weights, config and tokenizer.
         max_context: tokens the model was made for.
@@ -36,6 +38,7 @@ class LoadedModel:
 
     model: nn.Module
     last: WantedPositions
+    adapters: ModelAdapters
     tokenizer: Tokenizer
     spec: CacheSpec
     fingerprint: str
@@ -60,6 +63,16 @@ class WantedPositions(nn.Module):
         return self.norm(x if self.all_positions else x[:, -1:])
 
 
+@dataclass(frozen=True)
+class ReadModel:
+    """A model folder as mlx-lm builds it: nothing is re-hosted yet."""
+
+    path: Path
+    model: nn.Module
+    config: dict[str, Any]
+    tokenizer: Tokenizer
+
+
 def load(path_or_hub_id: str, *, memo: Path | None = None, max_context: int | None = None) -> LoadedModel:
     """Load a model on the calling thread, which must be the one that runs it.
 
@@ -71,23 +84,31 @@ def load(path_or_hub_id: str, *, memo: Path | None = None, max_context: int | No
     Raises:
         UnsupportedModel: the folder is no model, or its architecture cannot be served exactly.
     """
-    folder = _folder(path_or_hub_id)
-    # Never with trust_remote_code: nothing in a model folder is executed.
-    model, config = _or_unsupported(folder, "model", lambda: load_model(folder))
-    tokenizer = _or_unsupported(folder, "tokenizer", lambda: Tokenizer.load(folder))
+    read = read_model(path_or_hub_id)
+    model, config, tokenizer = read.model, read.config, read.tokenizer
     maybe_set_recommended_wired_limit()  # on a Mac: weights stay resident; elsewhere nothing
-    last = _install_wanted_positions(model)
+    last = install_wanted_positions(model)
     spec = rehost(model, config["model_type"], config)
     return LoadedModel(
         model=model,
         last=last,
+        adapters=ModelAdapters(model),
         tokenizer=tokenizer,
         spec=spec,
-        fingerprint=model_fingerprint(folder, tokenizer.fingerprint, memo),
-        path=folder,
+        fingerprint=model_fingerprint(read.path, tokenizer.fingerprint, memo),
+        path=read.path,
         config=config,
         max_context=min(_context_length(config), max_context or 2**62),
     )
+
+
+def read_model(path_or_hub_id: str) -> ReadModel:
+    """The first half of `load`; raises the same."""
+    folder = _folder(path_or_hub_id)
+    # Never with trust_remote_code: nothing in a model folder is executed.
+    model, config = _or_unsupported(folder, "model", lambda: load_model(folder))
+    tokenizer = _or_unsupported(folder, "tokenizer", lambda: Tokenizer.load(folder))
+    return ReadModel(folder, model, config, tokenizer)
 
 
 def _folder(path_or_hub_id: str) -> Path:
@@ -116,7 +137,8 @@ def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
         raise UnsupportedModel(f"the {what} in {folder} cannot be loaded: {error}") from error
 
 
-def _install_wanted_positions(model: nn.Module) -> WantedPositions:
+def install_wanted_positions(model: nn.Module) -> WantedPositions:
+    """Put `WantedPositions` in front of a model's final norm."""
     first_layer = model.layers[0]
     for _, module in model.named_modules():
         holds_layers = any(layer is first_layer for layer in module.get("layers") or ())

@@ -19,7 +19,7 @@ from agentcache.errors import BrokenInvariant, UnsupportedModel
 from agentcache.kv.arena import LayerArena, dequantise, quantise
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, make_groups, quantisation_for
-from agentcache.models.attention import Attention, can_rehost, num_kv_heads, num_query_heads
+from agentcache.models.attention import Attention, activation_dtype, can_rehost, num_kv_heads, num_query_heads
 from agentcache.models.mla import LatentAttention, is_latent, latent_dim
 
 _CHECK_STEPS = (5, 20, 1)  # tokens a step: packed prefill, unpacked prefill, decode
@@ -157,7 +157,7 @@ class _LatentRoundTripCache(_RoundTripCache):
 
 def _check_equal(site: Site, replacement: nn.Module, quantisation: Quantisation) -> None:
     """Run both modules on the same random input over the same quantised values; raise if they disagree."""
-    dtype = _dtype(site.module)
+    dtype = activation_dtype(site.module.o_proj)
     window = site.spec.window and min(site.spec.window, _CHECK_WINDOW)
     arena = LayerArena(replace(site.spec, window=window), quantisation)
     ours = BatchQuantizedKVCache.standalone(arena, BlockPool())
@@ -189,10 +189,3 @@ def _check_runs(model: nn.Module, sites: list[Site], quantisation: Quantisation)
         mx.eval(model(mx.array([[0, 1]]), cache=caches))
     except (BrokenInvariant, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedModel(f"{type(model).__name__} does not run on the re-hosted attention: {error}") from error
-
-
-def _dtype(module: nn.Module) -> mx.Dtype:
-    """The dtype the module computes in: that of its float parameters."""
-    o_proj = module.o_proj
-    dtype = o_proj.scales.dtype if "scales" in o_proj else o_proj.weight.dtype
-    return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # mxfp4's scales are uint8

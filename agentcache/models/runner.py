@@ -8,11 +8,13 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
-from agentcache.blocks.prefix_cache import Copy
+from agentcache.blocks.sequence import Copy
 from agentcache.kv.arena import GroupArena, make_arenas
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.step_plan import RowBatch
+from agentcache.models.decoder import DecoderWeights
 from agentcache.models.loader import LoadedModel
+from agentcache.models.lora import RowAdapter
 
 
 class RehostedCache(BatchQuantizedKVCache):
@@ -43,6 +45,8 @@ class ModelRunner:
         lengths: Sequence[int],
         *,
         all_logits: bool = False,
+        adapters: Sequence[RowAdapter | None] = (),
+        decoder: DecoderWeights | None = None,
     ) -> mx.array:
         """Compute a step and write its keys and values; nothing is evaluated yet.
 
@@ -51,15 +55,19 @@ class ModelRunner:
             tables: per row one block table per group, with room for the step.
             lengths: tokens each row holds already.
             all_logits: logits of every position, not only of the last one.
+            adapters: per row the adapter it is computed with, or None; nothing for base alone.
+            decoder: computes the step in place of the base model, on the same cache.
 
         Returns:
             Logits [B, n or 1, vocabulary].
         """
         self.fit()
         caches = self._layer_caches(tables, lengths)
-        self._loaded.last.all_positions = all_logits
+        computes: LoadedModel | DecoderWeights = self._loaded if decoder is None else decoder
+        computes.last.all_positions = all_logits
         self.forward_tokens += token_ids.size
-        return self._loaded.model(token_ids, cache=caches)
+        with self._loaded.adapters.step(adapters, lengths, token_ids.shape[1]):
+            return computes.model(token_ids, cache=caches)
 
     def _layer_caches(self, tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int]) -> list[RehostedCache]:
         caches: dict[int, RehostedCache] = {}

@@ -10,6 +10,7 @@ import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.models.loader import LoadedModel
+from agentcache.models.lora import RowAdapter
 from agentcache.models.runner import ModelRunner
 
 
@@ -32,25 +33,35 @@ class Driver:
     def row(self) -> Row:
         return Row([BlockTable() for _ in self.pools])
 
-    def step(self, rows: Sequence[Row], token_ids: np.ndarray, *, all_logits: bool = True) -> mx.array:
+    def step(
+        self,
+        rows: Sequence[Row],
+        token_ids: np.ndarray,
+        *,
+        all_logits: bool = True,
+        adapters: Sequence[RowAdapter | None] = (),
+    ) -> mx.array:
         """Logits [B, n or 1, vocabulary] of the next tokens [B, n]."""
         for row in rows:
             self._reserve(row, token_ids.shape[1])
         tables, lengths = [row.tables for row in rows], [row.length for row in rows]
-        logits = self.runner.forward(mx.array(token_ids.astype(np.int32)), tables, lengths, all_logits=all_logits)
+        ids = mx.array(token_ids.astype(np.int32))
+        logits = self.runner.forward(ids, tables, lengths, all_logits=all_logits, adapters=adapters)
         mx.eval(logits)
         self.runner.evaluate()
         for row in rows:
             row.length += token_ids.shape[1]
         return logits
 
-    def logits(self, token_ids: np.ndarray, chunks: Sequence[int], row: Row | None = None) -> mx.array:
+    def logits(
+        self, token_ids: np.ndarray, chunks: Sequence[int], row: Row | None = None, adapter: RowAdapter | None = None
+    ) -> mx.array:
         """Logits [n, vocabulary] of one row's tokens [n], computed chunk by chunk."""
         row = row or self.row()
         ends = np.cumsum(chunks)
         assert ends[-1] == len(token_ids)
         pieces = [token_ids[end - size : end] for end, size in zip(ends, chunks, strict=True)]
-        return mx.concatenate([self.step([row], piece[None])[0] for piece in pieces])
+        return mx.concatenate([self.step([row], piece[None], adapters=[adapter])[0] for piece in pieces])
 
     def _reserve(self, row: Row, num_tokens: int) -> None:
         for table, pool in zip(row.tables, self.pools, strict=True):

@@ -159,7 +159,7 @@ def test_a_model_without_final_norm_is_refused() -> None:
     model = nn.Module()
     model.layers = [nn.Linear(2, 2)]
     with pytest.raises(UnsupportedModel, match="Module has no final norm beside its layers"):
-        loader._install_wanted_positions(model)
+        loader.install_wanted_positions(model)
 
 
 def test_positions_are_dropped_before_the_norm() -> None:

@@ -1,0 +1,215 @@
+"""Adapter folders as they lie on disk, written by mlx-lm or PEFT, read into one convention.
+
+Plain numpy: any thread may read a folder while another one runs the model. Only safetensors files are opened, never
+pickles; whatever is not plain LoRA of linear modules is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, deserialize
+
+from agentcache.errors import UnsupportedAdapter
+from agentcache.models.adapter_config import AdapterConfig, read_mlx_lm_config, read_peft_config
+from agentcache.models.plain_file import read_plain_file
+
+MAX_BYTES = 4 << 30
+
+Array = NDArray[np.float32]
+
+_LAYER = r"(?:(?:model|language_model)\.){0,3}layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>[A-Za-z0-9_.]{1,100})"
+_FLOATS = {"F32": "<f4", "F16": "<f2"}
+_EXPERTS = {"experts", "switch_mlp"}
+# What else trainers save, by a part of the tensor's name.
+_OTHER_TENSORS = {
+    "magnitude": "DoRA",
+    "embed": "adapters of embeddings",
+    "lm_head": "adapters of the output head",
+    "lora_B.bias": "biases in the adapter",
+    "modules_to_save": "whole modules saved beside the adapter",
+}
+
+
+class ModuleName(NamedTuple):
+    """A module by its layer and its path inside the layer, such as (3, "self_attn.q_proj")."""
+
+    layer: int
+    path: str
+
+    def __str__(self) -> str:
+        return f"layers.{self.layer}.{self.path}"
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to one linear module: x @ a @ b. numpy arrays in host memory, or MLX's on the device.
+
+    Args:
+        a: [in, r].
+        b: [r, out], the scale folded in.
+    """
+
+    a: Any
+    b: Any
+
+    @property
+    def rank(self) -> int:
+        return int(self.b.shape[0])
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """What a folder holds.
+
+    Args:
+        format: `mlx-lm` or `peft`.
+        matrices: float32 numpy arrays, by the names that the trainer knew.
+    """
+
+    path: Path
+    format: str
+    matrices: Mapping[ModuleName, LowRank]
+    config: AdapterConfig
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How one trainer writes.
+
+    Args:
+        tensor: its names of matrices: `module`, `layer`, `path`, and `side`, an a or b.
+        is_transposed: matrices are [r, in] and [out, r].
+    """
+
+    name: str
+    file: str
+    tensor: re.Pattern[str]
+    is_transposed: bool
+    read_config: Callable[[Path], AdapterConfig]
+
+
+_FORMATS = (
+    _Format(
+        "mlx-lm",
+        "adapters.safetensors",
+        re.compile(rf"(?P<module>{_LAYER})\.lora_(?P<side>[ab])"),
+        is_transposed=False,
+        read_config=read_mlx_lm_config,
+    ),
+    _Format(
+        "peft",
+        "adapter_model.safetensors",
+        re.compile(rf"base_model\.model\.(?P<module>{_LAYER})\.lora_(?P<side>[AB])\.weight"),
+        is_transposed=True,
+        read_config=read_peft_config,
+    ),
+)
+
+
+def read_folder(folder: Path, max_bytes: int = MAX_BYTES) -> AdapterFolder:
+    """Read and check everything that can be checked without the model.
+
+    Args:
+        max_bytes: size of the tensors' file at most.
+
+    Raises:
+        UnsupportedAdapter: says what is wrong, without the folder's name.
+    """
+    style = _format_of(folder)
+    config = style.read_config(folder)
+    tensors = _read_tensors(folder / style.file, max_bytes)
+    matrices = {name: _pair(name, sides, style, config) for name, sides in _by_module(tensors, style).items()}
+    return AdapterFolder(folder, style.name, matrices, config)
+
+
+def _format_of(folder: Path) -> _Format:
+    if not folder.is_dir():
+        raise UnsupportedAdapter("there is no such folder")
+    found = [style for style in _FORMATS if (folder / style.file).is_file()]
+    if len(found) == 2:
+        raise UnsupportedAdapter(f"it holds {found[0].file} and {found[1].file}; which one counts?")
+    if not found:
+        names = " or ".join(style.file for style in _FORMATS)
+        raise UnsupportedAdapter(f"it has no {names}; other formats, such as pickles (.bin), are never opened")
+    return found[0]
+
+
+def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
+    """All tensors as float32, by name, so that a broken file always gets the same sentence."""
+    try:
+        tensors = sorted(deserialize(read_plain_file(file, max_bytes)), key=itemgetter(0))
+    except SafetensorError as error:
+        raise UnsupportedAdapter(f"{file.name} is not a safetensors file: {error!s:.100}") from None
+    return {name: _float32(name, tensor["dtype"], tensor["data"], tensor["shape"]) for name, tensor in tensors}
+
+
+def _float32(name: str, dtype: str, data: bytes, shape: list[int]) -> Array:
+    if dtype == "BF16":  # the upper half of a float32
+        values = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    elif dtype in _FLOATS:
+        values = np.frombuffer(data, _FLOATS[dtype]).astype("<f4")
+    else:
+        raise UnsupportedAdapter(f"{_show(name)} holds {dtype}, not F32, F16 or BF16")
+    return values.reshape(shape)
+
+
+@dataclass
+class _Sides:
+    """The matrices of one module met so far."""
+
+    module: str
+    a: Array | None = None
+    b: Array | None = None
+
+
+def _by_module(tensors: Mapping[str, Array], style: _Format) -> dict[ModuleName, _Sides]:
+    modules: dict[ModuleName, _Sides] = {}
+    for tensor, values in tensors.items():
+        match = style.tensor.fullmatch(tensor)
+        if match is None:
+            raise UnsupportedAdapter(_unknown(tensor))
+        name = ModuleName(int(match["layer"]), match["path"])
+        if _EXPERTS & set(name.path.split(".")):
+            raise UnsupportedAdapter(f"{name}: adapters of experts are not supported")
+        sides = modules.setdefault(name, _Sides(match["module"]))
+        if sides.module != match["module"]:
+            raise UnsupportedAdapter(f"{_show(sides.module)} and {_show(match['module'])} would be the same module")
+        setattr(sides, match["side"].lower(), values.T if style.is_transposed else values)
+    if not modules:
+        raise UnsupportedAdapter(f"{style.file} holds no matrices")
+    return modules
+
+
+def _unknown(tensor: str) -> str:
+    what = next((what for part, what in _OTHER_TENSORS.items() if part in tensor), None)
+    if what is None and tensor.endswith(".m"):
+        what = "DoRA"  # as mlx-lm names it
+    if what is not None:
+        return f"{_show(tensor)}: {what} are not supported"
+    return f"{_show(tensor)} is no LoRA matrix of a module in a layer"
+
+
+def _pair(name: ModuleName, sides: _Sides, style: _Format, config: AdapterConfig) -> LowRank:
+    a, b = sides.a, sides.b
+    if a is None or b is None:
+        raise UnsupportedAdapter(f"{name} has only one of its two matrices")
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or not a.size or not b.size:
+        raise UnsupportedAdapter(f"{name}: shapes {a.shape} and {b.shape} (as [in, r] and [r, out]) do not fit")
+    factor = config.scale.of(sides.module, b.shape[0])
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = (b * np.float64(factor)).astype("<f4")
+    if not (np.isfinite(a).all() and np.isfinite(scaled).all()):
+        raise UnsupportedAdapter(f"{name} holds values that are not finite")
+    return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(scaled))
+
+
+def _show(name: str) -> str:
+    return f"{name!r:.100}"

@@ -1,0 +1,260 @@
+"""Adapters fitted to a model: what they touch, who they are, and what of the cache they change."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.nn as nn
+import numpy as np
+
+from agentcache.errors import UnsupportedAdapter
+from agentcache.kv.spec import CacheSpec
+from agentcache.models.adapter_files import MAX_BYTES, LowRank, ModuleName, read_folder
+from agentcache.models.attention import Attention, activation_dtype
+from agentcache.models.mla import LatentAttention
+
+# Inside attention, these change neither keys nor values of their own layer.
+_WITHOUT_KEYS_AND_VALUES = {"q_proj", "q_a_proj", "q_b_proj", "o_proj"}
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear module that adapters can act on; its activations take `item_bytes` a value."""
+
+    in_dim: int
+    out_dim: int
+    item_bytes: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where matrices of some name act: on columns `start` to `stop` of the output of `module`.
+
+    Args:
+        makes_kv: the layer's own keys or values are made of these columns.
+    """
+
+    module: ModuleName
+    start: int
+    stop: int
+    makes_kv: bool
+
+
+@dataclass(frozen=True)
+class TargetModules:
+    """What of a model adapters can act on. Plain data: any thread may read it.
+
+    Args:
+        linears: the modules that are called as linears.
+        places: by the names that an adapter may use; those of q, k, v (gate, up) also where the model has them fused.
+        absorbed: modules that are never called, because attention has taken their weights in.
+    """
+
+    num_layers: int
+    linears: Mapping[ModuleName, LinearShape]
+    places: Mapping[ModuleName, Place]
+    absorbed: frozenset[ModuleName]
+
+    def place(self, name: ModuleName) -> Place:
+        """Where matrices of that name act.
+
+        Raises:
+            UnsupportedAdapter: nowhere.
+        """
+        if name in self.absorbed:
+            raise UnsupportedAdapter(f"{name} cannot be adapted: attention has absorbed its weights")
+        if name.layer >= self.num_layers:
+            raise UnsupportedAdapter(f"{name} is not in the model, which has {self.num_layers} layers")
+        if name not in self.places:
+            raise UnsupportedAdapter(f"{name!s:.100} is no linear module of the model")
+        return self.places[name]
+
+
+def target_modules(layers: Sequence[nn.Module]) -> TargetModules:
+    """Look at a model's layers, whose attention is re-hosted already."""
+    linears: dict[ModuleName, LinearShape] = {}
+    places: dict[ModuleName, Place] = {}
+    absorbed = set()
+    for index, layer in enumerate(layers):
+        modules = dict(layer.named_modules())
+        for path, module in modules.items():
+            name, parent = ModuleName(index, path), modules[path.rpartition(".")[0]]
+            if not isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+                continue
+            if isinstance(parent, LatentAttention) and path.endswith("kv_b_proj"):
+                absorbed.add(name)
+                continue
+            linears[name] = _shape(module)
+            places |= _places(name, linears[name].out_dim, parent)
+    return TargetModules(len(layers), linears, places, frozenset(absorbed))
+
+
+def _shape(linear: nn.Module) -> LinearShape:
+    out_dim, in_dim = linear.weight.shape
+    if "scales" in linear:
+        in_dim = in_dim * 32 // linear.bits
+    return LinearShape(in_dim, out_dim, activation_dtype(linear).size)
+
+
+def _places(name: ModuleName, out_dim: int, parent: nn.Module) -> dict[ModuleName, Place]:
+    """The whole module's, and those of its parts where it is a fused one."""
+    before, _, leaf = name.path.rpartition(".")
+    in_attention = isinstance(parent, (Attention, LatentAttention))
+    spans = {leaf: (0, out_dim), **_fused_spans(leaf, out_dim, parent)}
+    return {
+        ModuleName(name.layer, f"{before}.{part}" if before else part): Place(
+            name, *span, makes_kv=in_attention and part not in _WITHOUT_KEYS_AND_VALUES
+        )
+        for part, span in spans.items()
+    }
+
+
+def _fused_spans(leaf: str, out_dim: int, parent: nn.Module) -> dict[str, tuple[int, int]]:
+    if leaf == "qkv_proj" and isinstance(parent, Attention):
+        q_end, k_end = parent.fused_ends
+        return {"q_proj": (0, q_end), "k_proj": (q_end, k_end), "v_proj": (k_end, out_dim)}
+    if leaf == "gate_up_proj":
+        return {"gate_proj": (0, out_dim // 2), "up_proj": (out_dim // 2, out_dim)}
+    return {}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Who an adapter is; its weights may come and go.
+
+    Args:
+        digest: of what it computes: modules, matrices and effective scale; 40 hex digits. Never of a name or a format.
+        path, format: where and how it is kept; `mlx-lm` or `peft`.
+        ranks: by module of the model.
+        first_layer: lowest adapted layer.
+        first_kv_layer: lowest layer whose keys or values can differ from base's; the number of layers if none can.
+        nbytes: of its weights on the device.
+        invocation_tokens: activated LoRA (arXiv 2504.12397): it acts from their last occurrence in the prompt on.
+        activation_shift: added to that position.
+    """
+
+    digest: str
+    path: Path
+    format: str
+    ranks: Mapping[ModuleName, int]
+    first_layer: int
+    first_kv_layer: int
+    nbytes: int
+    invocation_tokens: tuple[int, ...] | None
+    activation_shift: int
+
+
+@dataclass(frozen=True)
+class AdapterContent:
+    """An adapter and its matrices, float32 numpy arrays in host memory, by module of the model."""
+
+    adapter: Adapter
+    matrices: Mapping[ModuleName, LowRank]
+
+
+def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
+    """Read an adapter's folder and fit it to a model. Any thread; takes three to four times the file's size meanwhile.
+
+    Args:
+        max_bytes: size of its tensors' file at most.
+
+    Raises:
+        UnsupportedAdapter: the folder is broken, asks for more than LoRA, or is of another model.
+    """
+    try:
+        return _read_adapter(folder, modules, max_bytes)
+    except UnsupportedAdapter as error:
+        raise UnsupportedAdapter(f"the adapter in {folder} cannot be served: {error.message}") from None
+
+
+def read_again(adapter: Adapter, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
+    """The matrices of an adapter whose weights have been dropped.
+
+    Raises:
+        UnsupportedAdapter: the folder is gone, or holds something else by now.
+    """
+    content = read_adapter(adapter.path, modules, max_bytes)
+    if content.adapter.digest != adapter.digest:
+        raise UnsupportedAdapter(f"the adapter in {adapter.path} has changed since it was loaded; load it anew")
+    return content
+
+
+def _read_adapter(path: Path, modules: TargetModules, max_bytes: int) -> AdapterContent:
+    folder = read_folder(path, max_bytes)
+    places = {name: modules.place(name) for name in folder.matrices}
+    matrices = _fit(folder.matrices, places, modules)
+    adapter = Adapter(
+        digest=_digest(matrices),
+        path=path,
+        format=folder.format,
+        ranks={name: pair.rank for name, pair in matrices.items()},
+        first_layer=min(name.layer for name in places),
+        first_kv_layer=min(name.layer + (not place.makes_kv) for name, place in places.items()),
+        nbytes=sum(_nbytes(pair, modules.linears[name]) for name, pair in matrices.items()),
+        invocation_tokens=folder.config.invocation_tokens,
+        activation_shift=folder.config.activation_shift,
+    )
+    return AdapterContent(adapter, matrices)
+
+
+def _nbytes(pair: LowRank, linear: LinearShape) -> int:
+    return pair.rank * (linear.in_dim + linear.out_dim) * linear.item_bytes
+
+
+def _fit(
+    matrices: Mapping[ModuleName, LowRank], places: Mapping[ModuleName, Place], modules: TargetModules
+) -> dict[ModuleName, LowRank]:
+    """Matrices by module of the model, in the modules' order."""
+    parts: dict[ModuleName, list[tuple[Place, LowRank]]] = defaultdict(list)
+    for name, pair in sorted(matrices.items()):
+        place = places[name]
+        expected = (modules.linears[place.module].in_dim, place.stop - place.start)
+        if (pair.a.shape[0], pair.b.shape[1]) != expected:
+            raise UnsupportedAdapter(
+                f"{name} is made for {pair.a.shape[0]} inputs and {pair.b.shape[1]} outputs; the model's has "
+                f"{expected[0]} and {expected[1]}"
+            )
+        parts[place.module].append((place, pair))
+    return {module: _join(parts[module], modules.linears[module].out_dim) for module in sorted(parts)}
+
+
+def _join(parts: Sequence[tuple[Place, LowRank]], out_dim: int) -> LowRank:
+    """One pair for all columns of a module: ranks side by side, each with its own columns of b."""
+    if len(parts) == 1 and parts[0][1].b.shape[1] == out_dim:
+        return parts[0][1]
+    b = np.zeros((sum(pair.rank for _, pair in parts), out_dim), np.float32)
+    done = 0
+    for place, pair in parts:
+        b[done : done + pair.rank, place.start : place.stop] = pair.b
+        done += pair.rank
+    return LowRank(np.concatenate([pair.a for _, pair in parts], axis=1), b)
+
+
+def _digest(matrices: Mapping[ModuleName, LowRank]) -> str:
+    """Of names, shapes and float32 values in one order and layout, each preceded by its length."""
+    state = hashlib.blake2b(digest_size=20, person=b"agentcache.lora")
+    for field in _fields(matrices):
+        state.update(len(field).to_bytes(8, "little"))
+        state.update(field)
+    return state.hexdigest()
+
+
+def _fields(matrices: Mapping[ModuleName, LowRank]) -> Iterator[bytes]:
+    for name, pair in sorted(matrices.items()):
+        yield str(name).encode()
+        for matrix in (pair.a, pair.b):
+            yield repr(matrix.shape).encode()
+            yield np.ascontiguousarray(matrix, "<f4").tobytes()
+
+
+def producer_groups(adapter: Adapter, spec: CacheSpec) -> frozenset[int]:
+    """Indices of the cache groups in which some layer's keys or values can differ from base's."""
+    return frozenset(
+        index
+        for index, group in enumerate(spec.groups)
+        if any(layer.index >= adapter.first_kv_layer for layer in group.layers)
+    )

@@ -1,0 +1,147 @@
+"""Decoders with weights of their own: full fine-tunes of the base model that go on from its cache.
+
+PrefillShare (arXiv 2602.12029): base computes the prompt, such a decoder its last token and all that it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.nn as nn
+from mlx_lm.utils import load_model
+from safetensors import SafetensorError, safe_open
+
+from agentcache.errors import UnsupportedAdapter
+from agentcache.models.adapter_files import ModuleName
+from agentcache.models.fingerprint import file_identity, model_fingerprint
+from agentcache.models.loader import LoadedModel, WantedPositions, install_wanted_positions
+from agentcache.models.rehost import rehost
+
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Who a decoder is; its weights may come and go. To those who serve it, an adapter that changes every layer.
+
+    Args:
+        digest: of its config and weights, 32 hex digits.
+        path: its folder.
+        nbytes: of its weights' files.
+        files: what they were when the digest was taken (`file_identity`).
+    """
+
+    digest: str
+    path: Path
+    nbytes: int
+    files: tuple[str, ...]
+    format: str = "model"
+    ranks: Mapping[ModuleName, int] = field(default_factory=dict)
+    first_layer: int = 0
+    invocation_tokens: tuple[int, ...] | None = None
+    activation_shift: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderWeights:
+    """A decoder on the device. `last` is as in `LoadedModel`."""
+
+    decoder: Decoder
+    model: nn.Module
+    last: WantedPositions
+
+    @property
+    def nbytes(self) -> int:
+        return self.decoder.nbytes
+
+
+def is_decoder_folder(folder: Path) -> bool:
+    """Whether a folder holds a whole model, not an adapter."""
+    return (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
+
+
+def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
+    """Look at a decoder's files, which has to be a fine-tune of the model in folder `base`. Any thread.
+
+    Args:
+        memo: as in `model_fingerprint`.
+
+    Raises:
+        UnsupportedAdapter: its weights have other names or shapes, or its tokenizer another vocabulary.
+    """
+    try:
+        files = _identities(folder)
+        _check_weights(folder, base)
+        _check_vocabulary(folder, base)
+        digest = model_fingerprint(folder, "", memo)
+        nbytes = sum(file.stat().st_size for file in _weight_files(folder))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UnsupportedAdapter(f"the model in {folder} cannot be read: {error!s:.200}") from None
+    return Decoder(digest, folder, nbytes, files)
+
+
+def read_decoder_again(decoder: Decoder, base: Path, memo: Path | None = None) -> Decoder:
+    """The same decoder, whose weights have been dropped; raises UnsupportedAdapter if the folder has changed."""
+    again = read_decoder(decoder.path, base, memo)
+    if again.digest != decoder.digest:
+        raise UnsupportedAdapter(f"the model in {decoder.path} has changed since it was loaded; load it anew")
+    return again
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files or not all(file.is_file() for file in files):  # opening a pipe would wait for ever
+        raise ValueError("it has no model*.safetensors")
+    return files
+
+
+def _identities(folder: Path) -> tuple[str, ...]:
+    return tuple(file_identity(file) for file in (folder / "config.json", *_weight_files(folder)))
+
+
+def _check_weights(folder: Path, base: Path) -> None:
+    theirs, ours = _shapes(folder), _shapes(base)
+    different = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+    if different:
+        first = different[0]
+        raise UnsupportedAdapter(
+            f"the model in {folder} is no fine-tune of the base model: {first} has shape {theirs.get(first)}, base's "
+            f"has {ours.get(first)}"
+        )
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _weight_files(folder):
+        with safe_open(path, framework="numpy") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def _check_vocabulary(folder: Path, base: Path) -> None:
+    for name in _VOCABULARY_FILES:
+        theirs, ours = folder / name, base / name
+        if ours.is_file() and not (theirs.is_file() and theirs.read_bytes() == ours.read_bytes()):
+            raise UnsupportedAdapter(f"the model in {folder} has another vocabulary than base: {name} differs")
+
+
+def load_decoder(decoder: Decoder, base: LoadedModel) -> DecoderWeights:
+    """Put a decoder on the device. On the thread that loaded `base`.
+
+    Raises:
+        UnsupportedAdapter: it caches something else than base, or its files have changed since the digest was taken.
+    """
+    try:
+        model, config = load_model(decoder.path)
+        last = install_wanted_positions(model)
+        spec = rehost(model, config["model_type"], config)
+        changed = _identities(decoder.path) != decoder.files
+    except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm, in any way
+        raise UnsupportedAdapter(f"the model in {decoder.path} cannot be loaded: {error!s:.200}") from None
+    if changed:
+        raise UnsupportedAdapter(f"the model in {decoder.path} is being changed; load it anew")
+    if spec != base.spec:
+        raise UnsupportedAdapter(f"the model in {decoder.path} caches something else than base")
+    return DecoderWeights(decoder, model, last)
