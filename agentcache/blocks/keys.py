@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 BLOCK_SIZE = 256
 FORMAT_VERSION = 1
@@ -54,10 +55,33 @@ class Namespace:
         return _digest("agentcache.root", version, self.model.encode(), self.cache.encode(), self.salt.encode())
 
 
+@dataclass(frozen=True)
+class Producer:
+    """Who computes a sequence's keys and values; base does so before `start` and in all other groups.
+
+    Its blocks are of use only to a sequence with an equal producer: what it computes behind `start` attends to all that
+    it has computed since, so another start gives other keys and values (Activated LoRA, arXiv 2504.12397).
+
+    Args:
+        key: names what computes by its content, an adapter's digest over weights and effective scale.
+        start: first position it acts on; 0 for a plain LoRA, the invocation of an activated one.
+        groups: indices of the cache groups that hold a layer whose keys or values can differ from base's.
+    """
+
+    key: str
+    start: int
+    groups: frozenset[int]
+
+    @property
+    def text(self) -> str:
+        """How it stands in keys and files."""
+        return f"{self.key}@{self.start}"
+
+
 def chain_key(parent: str, token_ids: Sequence[int], producer: str = BASE_PRODUCER) -> str:
     """Address of the tokens that follow `parent`, as `producer` computed them; 40 hex digits.
 
-    A producer is `base` for the unadapted model, else it names an adapter's content digest, scale and activation index.
+    A producer is `base` for the unadapted model, else the text of a `Producer`.
     """
     return _digest("agentcache.chain", parent.encode(), pack_token_ids(token_ids), producer.encode())
 
@@ -65,3 +89,10 @@ def chain_key(parent: str, token_ids: Sequence[int], producer: str = BASE_PRODUC
 def block_key(chain: str, group: str) -> str:
     """Address of one cache group's layers of the block at `chain`; names its file; 40 hex digits."""
     return _digest("agentcache.block", chain.encode(), group.encode())
+
+
+class BlockName(NamedTuple):
+    """One cache group's layers of the block at `chain`, where the group is known by its index."""
+
+    chain: str
+    group: int

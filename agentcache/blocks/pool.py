@@ -90,6 +90,10 @@ class BlockTable:
         """Number of the block after the last one."""
         return self.first_block + len(self.block_ids)
 
+    def has(self, position: int) -> bool:
+        """Whether block number `position` is in the table."""
+        return self.first_block <= position < self.end_block
+
     def block_id(self, position: int) -> int:
         """Slot of block number `position`."""
         return self.block_ids[position - self.first_block]

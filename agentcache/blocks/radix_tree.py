@@ -1,42 +1,18 @@
 """A tree of token blocks over content addresses: which prefixes are cached, in RAM or on disk.
 
-One node is one block: 256 tokens, or fewer for the last block of some agent's context (a tail, always a leaf). A node
-holds one slot per cache group where its data is in RAM, and knows for which groups its file is on disk. The tree holds
-no data and counts no references; `prefix_cache` does that.
+One node is one block: 256 tokens, or fewer for the last block of some agent's context (a tail, always a leaf), as one
+producer computed them: the same tokens of another producer are another node. A node holds one slot per cache group
+where its data is in RAM, and knows for which groups its file is on disk. The tree holds no data and counts no
+references; `prefix_cache` does that.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
-from agentcache.blocks.keys import BLOCK_SIZE, chain_key
+from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, chain_key
+from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, Siblings, pack, unpack
 from agentcache.errors import BrokenInvariant
-
-_BYTES_PER_TOKEN = 4
-_NEIGHBOURS = 8  # candidates looked at when several tails share the longest prefix
-
-
-def _pack(token_ids: Sequence[int]) -> bytes:
-    """Big-endian, so that bytes sort as token sequences do."""
-    packed = array("I", token_ids)
-    packed.byteswap()
-    return packed.tobytes()
-
-
-def _common_tokens(left: bytes, right: bytes) -> int:
-    """Number of leading tokens two packed sequences share."""
-    low, high = 0, min(len(left), len(right)) // _BYTES_PER_TOKEN
-    while low < high:
-        middle = (low + high + 1) // 2
-        span = slice(low * _BYTES_PER_TOKEN, middle * _BYTES_PER_TOKEN)
-        if left[span] == right[span]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class Node:
@@ -44,52 +20,52 @@ class Node:
 
     Attributes:
         chain: its content address, group-independent.
+        producer: who computed its keys and values, as it stands in the address.
         position: number of the block in its sequence; -1 for a root.
         block_ids: slot in RAM per group index.
         stored: group indices whose file is on disk.
         pending: group indices whose file is being written.
-        readers: running sequences that go through it; it stays in the tree for them.
+        readers: lanes of running sequences that go through it; it stays in the tree for them.
     """
 
     __slots__ = (
-        "_children",
-        "_order",
+        "_families",
         "block_ids",
         "chain",
         "packed",
         "parent",
         "pending",
         "position",
+        "producer",
         "readers",
         "resident_children",
         "stored",
     )
 
-    def __init__(self, parent: Node | None, packed: bytes, chain: str) -> None:
+    def __init__(self, parent: Node | None, packed: bytes, chain: str, producer: str = BASE_PRODUCER) -> None:
         self.parent = parent
         self.packed = packed
         self.chain = chain
+        self.producer = producer
         self.position: int = -1 if parent is None else parent.position + 1
         self.block_ids: dict[int, int] = {}
         self.stored: set[int] = set()
         self.pending: set[int] = set()
         self.readers = 0
         self.resident_children = 0
-        self._children: dict[bytes, Node] = {}
-        self._order: list[bytes] = []
+        self._families: dict[str, Siblings[Node]] = {}
 
     def __repr__(self) -> str:
-        return f"Node({self.chain[:8]}, position={self.position}, tokens={self.num_tokens}, ram={self.block_ids})"
+        what = f"{self.chain[:8]}, position={self.position}, tokens={self.num_tokens}, producer={self.producer[:8]}"
+        return f"Node({what}, ram={self.block_ids})"
 
     @property
     def num_tokens(self) -> int:
-        return len(self.packed) // _BYTES_PER_TOKEN
+        return len(self.packed) // BYTES_PER_TOKEN
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        packed = array("I", self.packed)
-        packed.byteswap()
-        return tuple(packed)
+        return tuple(unpack(self.packed))
 
     @property
     def is_full(self) -> bool:
@@ -102,54 +78,41 @@ class Node:
 
     @property
     def children(self) -> Iterator[Node]:
-        return iter(self._children.values())
+        for family in self._families.values():
+            yield from family
 
     @property
     def is_leaf(self) -> bool:
-        return not self._children
+        return not self._families
 
     def available(self, group: int) -> bool:
         """Whether the data of `group` can be had without computing."""
         return group in self.block_ids or group in self.stored
 
-    def child(self, packed: bytes) -> Node | None:
-        return self._children.get(packed)
+    def all_available(self, groups: frozenset[int]) -> bool:
+        """Whether the data of all of `groups` can be had without computing."""
+        return groups <= self.block_ids.keys() or groups <= self.stored or all(map(self.available, groups))
 
-    def nearest(self, packed: bytes) -> list[tuple[int, Node]]:
-        """The children that share the longest prefix with `packed`, as (shared tokens, child); none share 0 tokens."""
-        start = bisect_left(self._order, packed)
-        best: list[tuple[int, Node]] = []
-        for indices in (range(start, len(self._order)), range(start - 1, -1, -1)):
-            for step, index in enumerate(indices):
-                shared = _common_tokens(self._order[index], packed)
-                if shared == 0 or step == _NEIGHBOURS or (best and shared < best[0][0]):
-                    break
-                if best and shared > best[0][0]:
-                    best.clear()
-                best.append((shared, self._children[self._order[index]]))
-        return best
+    def child(self, packed: bytes, producer: str = BASE_PRODUCER) -> Node | None:
+        """The child for exactly these tokens of this producer."""
+        family = self._families.get(producer)
+        return None if family is None else family.get(packed)
+
+    def nearest(
+        self, packed: bytes, usable: Callable[[Node], bool], *, least: int = 1, producer: str = BASE_PRODUCER
+    ) -> Nearest[Node]:
+        """The usable children of this producer that share the longest prefix, of `least` tokens or more."""
+        family = self._families.get(producer)
+        return Nearest([], 0) if family is None else family.nearest(packed, usable, least)
 
     def _attach(self, node: Node) -> None:
-        self._children[node.packed] = node
-        insort(self._order, node.packed)
+        self._families.setdefault(node.producer, Siblings()).add(node.packed, node)
 
     def _detach(self, node: Node) -> None:
-        del self._children[node.packed]
-        del self._order[bisect_left(self._order, node.packed)]
-
-
-@dataclass(frozen=True)
-class Path:
-    """The longest known prefix of some tokens. Valid until the tree is next changed.
-
-    Args:
-        nodes: full blocks from the start.
-        tails: further nodes that share `tail_tokens` tokens beyond the full blocks, any of which will do.
-    """
-
-    nodes: list[Node]
-    tails: list[Node]
-    tail_tokens: int
+        family = self._families[node.producer]
+        family.remove(node.packed)
+        if not family:
+            del self._families[node.producer]
 
 
 class RadixTree:
@@ -166,29 +129,39 @@ class RadixTree:
             self._roots[chain] = Node(None, b"", chain)
         return self._roots[chain]
 
-    def match_prefix(self, root: str, token_ids: Sequence[int]) -> Path:
-        """Longest prefix of `token_ids` that the tree knows. Changes nothing."""
-        packed = _pack(token_ids)
-        node, nodes = self._roots.get(root, Node(None, b"", root)), []
-        width = BLOCK_SIZE * _BYTES_PER_TOKEN
-        for start in range(0, len(packed), width):
-            following = node.child(packed[start : start + width])
-            if following is None or not following.is_full:
+    def peek(self, chain: str) -> Node:
+        """The root of a namespace; one that is not known stays so."""
+        return self._roots.get(chain) or Node(None, b"", chain)
+
+    def match_prefix(
+        self, root: str, packed: bytes, usable: Callable[[Node], bool], producer_of: Callable[[int], str]
+    ) -> list[Node]:
+        """The longest path of usable full blocks with these tokens. Changes nothing; valid until the tree is changed.
+
+        Args:
+            packed: of `pack`.
+            producer_of: producer of the block that ends in front of this token.
+        """
+        node, nodes = self.peek(root), []
+        width = BLOCK_SIZE * BYTES_PER_TOKEN
+        for start in range(0, len(packed) - width + 1, width):
+            following = node.child(packed[start : start + width], producer_of((start + width) // BYTES_PER_TOKEN))
+            if following is None or not usable(following):
                 break
             nodes.append(following)
             node = following
-        rest = packed[len(nodes) * width : (len(nodes) + 1) * width]
-        nearest = node.nearest(rest)
-        return Path(nodes, [child for _, child in nearest], nearest[0][0] if nearest else 0)
+        return nodes
 
-    def insert(self, parent: Node, token_ids: Sequence[int]) -> Node:
-        """The child of `parent` for these 1 … 256 tokens, made if it is not there."""
+    def insert(self, parent: Node, token_ids: Sequence[int], producer: str = BASE_PRODUCER) -> Node:
+        """The child of `parent` for these 1 … 256 tokens of this producer, made if it is not there."""
         if parent.position >= 0 and not parent.is_full:
             raise BrokenInvariant("a tail has no children")
-        packed = _pack(token_ids)
-        node = parent.child(packed)
+        if parent.producer not in (BASE_PRODUCER, producer):
+            raise BrokenInvariant(f"{producer} cannot go on behind {parent!r}")
+        packed = pack(token_ids)
+        node = parent.child(packed, producer)
         if node is None:
-            node = Node(parent, packed, chain_key(parent.chain, token_ids))
+            node = Node(parent, packed, chain_key(parent.chain, token_ids, producer), producer)
             parent._attach(node)
             self._by_chain[node.chain] = node
         return node
@@ -197,15 +170,11 @@ class RadixTree:
         """The node with this content address, if the tree has it."""
         return self._by_chain.get(chain)
 
-    def find(self, parent: Node, token_ids: Sequence[int]) -> Node | None:
-        """The child of `parent` for exactly these tokens, if the tree has it."""
-        return parent.child(_pack(token_ids))
-
     def remove(self, node: Node) -> None:
         """Forget a leaf without data, and every ancestor (the root too) that was kept only for it."""
         if not node.is_leaf or node.block_ids:
             raise BrokenInvariant(f"{node!r} is in use and cannot be removed")
-        if node.parent is not None and node.parent.child(node.packed) is not node:
+        if node.parent is not None and node.parent.child(node.packed, node.producer) is not node:
             return  # forgotten before
         while node.parent is not None and self._is_useless(node):
             parent = node.parent
@@ -262,11 +231,13 @@ class RadixTree:
         residents = set()
         for node in self.walk():
             parent = node.parent
-            if parent is None or parent.child(node.packed) is not node:
+            if parent is None or parent.child(node.packed, node.producer) is not node:
                 raise BrokenInvariant(f"{node!r} is not its parent's child")
-            if node._order != sorted(node._children):
+            if parent.producer not in (BASE_PRODUCER, node.producer):
+                raise BrokenInvariant(f"{node!r} goes on behind another producer")
+            if not all(family.is_sorted for family in node._families.values()):
                 raise BrokenInvariant(f"children of {node!r} are out of order")
-            if node.chain != chain_key(parent.chain, node.token_ids):
+            if node.chain != chain_key(parent.chain, node.token_ids, node.producer):
                 raise BrokenInvariant(f"{node!r} has a wrong address")
             if node.resident_children != sum(1 for child in node.children if child.block_ids):
                 raise BrokenInvariant(f"{node!r} miscounts its resident children")

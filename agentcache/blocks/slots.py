@@ -7,7 +7,7 @@ tail that it grew from, so listings are counted. What the references beyond thes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -123,6 +123,19 @@ class Slots:
         affordable = self.ram_budget - self.capacity_bytes - self._reserved(self.groups[index].window)
         return max(0, affordable // sum(self.groups[i].bytes_per_block for i in self._kin(index)))
 
+    def resize(self, ram_budget: int) -> bool:
+        """Keep within another budget from now on: slots that nobody reads are given up, the fullest pool's first.
+
+        False if running requests keep it from going that low; then the budget is what the slots take now.
+        """
+        while self.capacity_bytes > ram_budget:
+            donors = [index for index in range(len(self.pools)) if self._can_give_up_a_slot(index)]
+            if not donors:
+                break
+            self._give_up_a_slot(max(donors, key=lambda index: self.pools[index].capacity))
+        self.ram_budget = max(ram_budget, self.capacity_bytes)
+        return self.ram_budget == ram_budget
+
     def _kin(self, index: int) -> list[int]:
         return [i for i, group in enumerate(self.groups) if group.window == self.groups[index].window]
 
@@ -147,10 +160,12 @@ class Slots:
     def _evict_for(self, index: int) -> bool:
         """Free a slot of group `index`, least recently used leaves first; False if every one is read."""
         while not self.pools[index].num_free:
-            victim = self._victim(index)
-            if victim is None:
+            if (victim := self._victim(index)) is not None:
+                self._evict(victim, list(victim.block_ids))
+            elif (holder := self._unread_holder(index)) is not None:
+                self._evict(holder, [index])
+            else:
                 return False
-            self._evict(victim)
         return True
 
     def _victim(self, index: int) -> Node | None:
@@ -158,6 +173,11 @@ class Slots:
         settled = (node for node in self._candidates(index) if self._is_idle(node) and not node.pending)
         # A write in progress has its own copy of the bytes.
         return next(settled, None) or next(filter(self._is_idle, self._candidates(index)), None)
+
+    def _unread_holder(self, index: int) -> Node | None:
+        """A node whose slot of group `index` nobody reads, though its other groups or blocks behind it are read."""
+        holders = (node for node in self._tree.residents if index in node.block_ids)
+        return next((node for node in holders if not self.is_read(index, node.block_ids[index])), None)
 
     def _candidates(self, index: int) -> Iterator[Node]:
         """Nodes with a slot of group `index`, then leaves that are in the way of such nodes."""
@@ -172,15 +192,19 @@ class Slots:
         """Whether a sequence reads the slot, beside the nodes that list it."""
         return self.pools[index].ref_cnt(block_id) > self._listed[index][block_id]
 
-    def evict(self, node: Node) -> bool:
-        """Free the node's slots if nobody reads or writes them; False if somebody does. What is on disk stays known."""
-        if node.pending or not self._is_idle(node):
+    def evict(self, node: Node, groups: Collection[int] | None = None) -> bool:
+        """Free the node's slots (of `groups`) if nobody reads or writes them; False if somebody does.
+
+        What is on disk stays known. A node with blocks in RAM behind it stays: they are of no use without it.
+        """
+        held = [index for index in node.block_ids if groups is None or index in groups]
+        if node.pending or node.resident_children or any(self.is_read(i, node.block_ids[i]) for i in held):
             return False
-        self._evict(node)
+        self._evict(node, held)
         return True
 
-    def _evict(self, node: Node) -> None:
-        for index in list(node.block_ids):
+    def _evict(self, node: Node, groups: Collection[int]) -> None:
+        for index in groups:
             self.take_from(node, index)
             self.evicted_blocks += 1
         self.prune(node)
@@ -207,9 +231,9 @@ class Slots:
         growing = sum(g.bytes_per_block for g in self.groups if g.window is None)
         return 2**62 if not growing else max(0, (self.ram_budget - fixed) // growing) * BLOCK_SIZE
 
-    def drop(self, node: Node) -> None:
-        """Take a leaf's slots from the tree, whoever still reads them, and forget the node if it is not on disk."""
-        for index in list(node.block_ids):
+    def drop(self, node: Node, index: int) -> None:
+        """Take a leaf's slot of group `index` from the tree, whoever reads it; forget the node if it holds nothing."""
+        if index in node.block_ids:
             self.take_from(node, index)
         self.prune(node)
 

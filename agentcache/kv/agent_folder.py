@@ -10,10 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentcache.blocks.keys import block_key
+from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest
 from agentcache.kv.atomic import Fault, append_file, read_file, replace_file, sync_folder
 from agentcache.kv.disk_usage import DiskUsage
-from agentcache.kv.manifest import MAX_MANIFEST_BYTES, AgentRecord, Manifest, decode_manifest, encode_manifest, valid_id
+from agentcache.kv.manifest import (
+    MAX_MANIFEST_BYTES,
+    AgentRecord,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    save_producer,
+    valid_id,
+)
 from agentcache.kv.transcript_log import Content, LogEnd, extend_log, least_bytes, parse_log, start_log
 
 _LOG_NAME = re.compile(r"(.+)\.([0-9]+)\.log")
@@ -30,9 +39,9 @@ class SavedAgent:
 
     def block_keys(self) -> Iterator[str]:
         """The keys of the block files that the agent names."""
-        for chain in self.content.chains:
-            for group in self.manifest.groups:
-                yield block_key(chain, group)
+        for block in name_blocks(self.content.chains, self.manifest.spans()):
+            for name in block.names:
+                yield block_key(name.chain, self.manifest.groups[name.group])
 
     def record(self, cache: str) -> AgentRecord:
         """The agent as it was saved; only its transcript if the cache spec, whose digest is `cache`, is another now."""
@@ -47,9 +56,10 @@ class SavedAgent:
             adapter=manifest.adapter,
             policy=manifest.policy,
             system=content.system,
+            producer=manifest.named_producer() if fits else None,
             transcript=content.transcript,
             num_saved=manifest.num_saved if fits else 0,
-            chains=content.chains if fits else (),
+            blocks=name_blocks(content.chains, manifest.spans()) if fits else (),
         )
 
 
@@ -113,6 +123,8 @@ class AgentFolder:
         content = parse_log(log, agent_id, manifest.model, manifest.log)
         if not 0 <= manifest.num_saved <= len(content.transcript.ids):
             raise BlockRejected(f"{manifest.num_saved} of {len(content.transcript.ids)} tokens are named as saved")
+        if len(content.chains) != len(manifest.spans()):
+            raise BlockRejected(f"{len(content.chains)} blocks are named for {manifest.num_saved} tokens")
         return SavedAgent(manifest, content)
 
     def _reject(self, agent_id: str, reason: str) -> None:
@@ -131,7 +143,7 @@ class AgentFolder:
             DiskBudgetExceeded: it does not fit; nothing has changed.
             OSError: the disk is full, say; what is on disk is the agent as before or, whole, as in `record`.
         """
-        self._check(record)
+        self._check(record, len(groups))
         content = Content(record.transcript, record.chains, record.system)
         log = self._plan(record, content)
         manifest = _manifest_of(record, cache, groups, log.end)
@@ -160,13 +172,15 @@ class AgentFolder:
         sync_folder(self._folder)
         self._remove_logs(agent_id)
 
-    def _check(self, record: AgentRecord) -> None:
+    def _check(self, record: AgentRecord, num_groups: int) -> None:
         if not valid_id(record.id):
             raise InvalidRequest(f"{record.id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param="id")
         if record.id not in self._names and record.id.casefold() in map(str.casefold, self._names):
             raise Conflict(f"another agent's id differs from {record.id} only by case", param="id")
         if not 0 <= record.num_saved <= len(record.transcript.ids) == len(record.transcript.ends):
             raise BrokenInvariant(f"agent {record.id}: {record.num_saved} tokens saved of {len(record.transcript.ids)}")
+        if len(record.blocks) != len(spans(record.num_saved, record.producer, num_groups)):
+            raise BrokenInvariant(f"agent {record.id}: {len(record.blocks)} blocks for {record.num_saved} tokens")
 
     def _plan(self, record: AgentRecord, content: Content) -> _LogWrite:
         """How to bring the log up to `content`: append, or compact it once more than half of it is garbage."""
@@ -258,4 +272,5 @@ def _manifest_of(record: AgentRecord, cache: str, groups: tuple[str, ...], end: 
         policy=record.policy,
         num_saved=record.num_saved,
         log=end,
+        producer=save_producer(record.producer, groups),
     )

@@ -10,7 +10,8 @@ from typing import Any
 
 import xxhash
 
-from agentcache.blocks.keys import FORMAT_VERSION
+from agentcache.blocks.keys import FORMAT_VERSION, BlockName, Producer
+from agentcache.blocks.lanes import BlockSpan, NamedBlock, spans
 from agentcache.blocks.prefix_match import Transcript
 from agentcache.errors import BlockRejected
 from agentcache.kv.transcript_log import LogEnd
@@ -31,9 +32,10 @@ class AgentRecord:
         adapter: name of its adapter.
         policy: how it may share.
         system: text of its system message.
+        producer: who computed the keys and values of its transcript; None for base.
         transcript: text and tokens.
         num_saved: tokens whose keys and values are on disk, at most `len(transcript.ids)`.
-        chains: chain key of each block position; the last may be of a tail of ``num_saved % 256`` tokens.
+        blocks: the blocks of these, one for each of their `spans`.
     """
 
     id: str
@@ -44,9 +46,29 @@ class AgentRecord:
     adapter: str | None
     policy: str
     system: str | None
+    producer: Producer | None
     transcript: Transcript
     num_saved: int
-    chains: tuple[str, ...]
+    blocks: tuple[NamedBlock, ...]
+
+    @property
+    def chains(self) -> tuple[str, ...]:
+        """The chain keys of its blocks; those that two lanes share are there twice."""
+        return tuple(block.chain for block in self.blocks)
+
+    @property
+    def block_names(self) -> list[BlockName]:
+        """All that it needs on disk."""
+        return [name for block in self.blocks for name in block.names]
+
+
+@dataclass(frozen=True)
+class SavedProducer:
+    """A `Producer` in a manifest, whose groups are known by name."""
+
+    key: str
+    start: int
+    groups: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,7 @@ class Manifest:
         cache: digest of the cache spec that the chains were made with.
         groups: names of the cache groups; with the chains they name the agent's block files.
         log: valid end of the transcript log.
+        producer: who computed the blocks; None for base.
     """
 
     id: str
@@ -70,6 +93,25 @@ class Manifest:
     policy: str
     num_saved: int
     log: LogEnd
+    producer: SavedProducer | None = None
+
+    def named_producer(self) -> Producer | None:
+        """The producer with its groups by index."""
+        if self.producer is None:
+            return None
+        indices = frozenset(self.groups.index(name) for name in self.producer.groups)
+        return Producer(self.producer.key, self.producer.start, indices)
+
+    def spans(self) -> list[BlockSpan]:
+        """The blocks that it names, in the order of the log's chains."""
+        return spans(self.num_saved, self.named_producer(), len(self.groups))
+
+
+def save_producer(producer: Producer | None, groups: tuple[str, ...]) -> SavedProducer | None:
+    """The producer for a manifest with these names of groups."""
+    if producer is None:
+        return None
+    return SavedProducer(producer.key, producer.start, tuple(groups[index] for index in sorted(producer.groups)))
 
 
 def valid_id(agent_id: str) -> bool:
@@ -78,8 +120,11 @@ def valid_id(agent_id: str) -> bool:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as JSON, with a checksum over all other fields."""
+    """The manifest as JSON, with a checksum over all other fields. Base as the producer goes without saying."""
     fields = {**vars(manifest), "log": vars(manifest.log), "format_version": str(FORMAT_VERSION)}
+    del fields["producer"]
+    if manifest.producer is not None:
+        fields["producer"] = vars(manifest.producer)
     return _dump({"checksum": _checksum(fields), **fields})
 
 
@@ -102,12 +147,21 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def _from_fields(fields: Mapping[str, Any]) -> Manifest:
-    names = Manifest.__dataclass_fields__.keys() - {"log", "groups"}
+    names = Manifest.__dataclass_fields__.keys() - {"log", "groups", "producer"}
     plain = {name: fields[name] for name in names}
-    manifest = Manifest(**plain, groups=tuple(fields["groups"]), log=LogEnd(**fields["log"]))
+    producer = _producer_from(fields["producer"]) if "producer" in fields else None
+    manifest = Manifest(**plain, groups=tuple(fields["groups"]), log=LogEnd(**fields["log"]), producer=producer)
     if any(type(number) is not int for number in (manifest.num_saved, manifest.log.generation, manifest.log.num_bytes)):
         raise TypeError("a number is not an integer")
+    manifest.named_producer()  # a ValueError if a group is unknown
     return manifest
+
+
+def _producer_from(fields: Mapping[str, Any]) -> SavedProducer:
+    producer = SavedProducer(fields["key"], fields["start"], tuple(fields["groups"]))
+    if type(producer.key) is not str or type(producer.start) is not int or producer.start < 0:
+        raise TypeError("the producer is none")
+    return producer
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:

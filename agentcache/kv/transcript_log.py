@@ -31,7 +31,7 @@ class Content:
 
     Args:
         transcript: text, token ids, ends and spans.
-        chains: chain key of each block position.
+        chains: chain key of each of its blocks, lane by lane (`blocks.lanes.spans`).
         system: the agent's system text.
     """
 

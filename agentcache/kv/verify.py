@@ -16,7 +16,8 @@ from typing import TypeVar
 
 import xxhash
 
-from agentcache.blocks.keys import BLOCK_SIZE, Namespace, block_key, chain_key
+from agentcache.blocks.keys import Namespace, block_key, chain_key
+from agentcache.blocks.lanes import chain_keys, name_blocks
 from agentcache.errors import BlockRejected
 from agentcache.kv.atomic import read_file
 from agentcache.kv.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
@@ -56,7 +57,8 @@ def verify_folder(cache_dir: Path) -> FolderReport:
     sound = set(_sound(blocks, _examine_block, problems))
     named = list(_sound(agents, _examine_agent, problems))
     keys = set().union(*named)
-    return FolderReport(len(sound), len(named), len(keys - sound), len(sound - keys), tuple(problems))
+    missing = keys - {path.stem for path in blocks}
+    return FolderReport(len(sound), len(named), len(missing), len(sound - keys), tuple(problems))
 
 
 def _sound(paths: Iterable[Path], examine: Callable[[Path], T], problems: list[str]) -> Iterator[T]:
@@ -102,15 +104,13 @@ def _examine_agent(path: Path) -> frozenset[str]:
     log = path.with_name(f"{manifest.id}.{manifest.log.generation}.log")
     content = parse_log(read_file(log, MAX_LOG_BYTES), manifest.id, manifest.model, manifest.log)
     _check_chains(manifest, content)
-    return frozenset(block_key(chain, group) for chain in content.chains for group in manifest.groups)
+    names = [name for block in name_blocks(content.chains, manifest.spans()) for name in block.names]
+    return frozenset(block_key(name.chain, manifest.groups[name.group]) for name in names)
 
 
 def _check_chains(manifest: Manifest, content: Content) -> None:
-    saved = content.transcript.ids[: manifest.num_saved]
-    pieces = [saved[start : start + BLOCK_SIZE] for start in range(0, len(saved), BLOCK_SIZE)]
-    parent, chains = Namespace(manifest.model, manifest.cache, manifest.salt).root, []
-    for piece in pieces:
-        parent = chain_key(parent, piece)
-        chains.append(parent)
-    if tuple(chains) != content.chains:
+    if not 0 <= manifest.num_saved <= len(content.transcript.ids):
+        raise BlockRejected(f"{manifest.num_saved} of {len(content.transcript.ids)} tokens are named as saved")
+    root = Namespace(manifest.model, manifest.cache, manifest.salt).root
+    if tuple(chain_keys(root, content.transcript.ids, manifest.spans())) != content.chains:
         raise BlockRejected("its blocks are not those of its tokens")

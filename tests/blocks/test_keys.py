@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.blocks.keys import BASE_PRODUCER, Namespace, block_key, chain_key, pack_token_ids
+from agentcache.blocks.keys import BASE_PRODUCER, Namespace, Producer, block_key, chain_key, pack_token_ids
 
 ROOT = Namespace("model", "cache").root
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=8)
@@ -45,3 +45,11 @@ def test_roots_chains_and_blocks_share_no_addresses() -> None:
 
 def test_tokens_are_packed_little_endian() -> None:
     assert pack_token_ids([1, 2**24]) == b"\1\0\0\0\0\0\0\1"
+
+
+def test_a_producer_is_its_content_and_its_start() -> None:
+    """Which groups it changes follows from the content, and its name is not part of it."""
+    texts = {Producer(key, start, frozenset([1])).text for key in ("ab", "a") for start in (0, 1, 11)}
+    assert len(texts) == 6
+    assert BASE_PRODUCER not in texts
+    assert Producer("a", 1, frozenset([1])).text == Producer("a", 1, frozenset([2])).text == "a@1"

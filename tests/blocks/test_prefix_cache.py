@@ -6,9 +6,12 @@ import pytest
 from hypothesis import settings
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.prefix_cache import MIN_TAIL_TOKENS, PrefixCache, Sequence
+from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.sequence import Sequence
 from agentcache.errors import BrokenInvariant, OutOfBlocks
-from tests.blocks.cache_machine import CacheMachine, FakeGroup
+from tests.blocks.cache_machine import CacheMachine
+from tests.blocks.cache_model import FakeGroup
 
 
 class FullMachine(CacheMachine):
@@ -25,6 +28,13 @@ class WindowMachine(CacheMachine):
     groups = (FakeGroup("window512.0", 512, 1),)
 
 
+class WindowBelowMachine(CacheMachine):
+    """Adapters change the full-attention group only."""
+
+    groups = (FakeGroup("window300.0", 300, 1), FakeGroup("full.0", None, 1))
+    spare_bytes = 9
+
+
 class NarrowMachine(CacheMachine):
     """A window narrower than a block: only the last block or two of a sequence are in RAM."""
 
@@ -34,10 +44,10 @@ class NarrowMachine(CacheMachine):
 TestFull = FullMachine.TestCase
 TestMixed = MixedMachine.TestCase
 TestWindow = WindowMachine.TestCase
+TestWindowBelow = WindowBelowMachine.TestCase
 TestNarrow = NarrowMachine.TestCase
-TestFull.settings = TestMixed.settings = TestWindow.settings = TestNarrow.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFull.settings = TestMixed.settings = TestWindow.settings = TestWindowBelow.settings = TestNarrow.settings = SETTINGS
 
 FULL = FakeGroup("full.0", None, 1)
 WINDOW = FakeGroup("window512.0", 512, 1)
@@ -104,9 +114,8 @@ def test_a_chat_without_agent_leaves_nothing_that_cannot_be_evicted() -> None:
 def test_tokens_that_end_inside_a_published_block_are_found_again() -> None:
     cache = PrefixCache([FULL], 20)
     sequence = run(cache, [1] * 256 + [2] * 10)
-    tail = cache.close(sequence, keep=250)
-    assert tail is not None
-    assert tail.block_ids == sequence.nodes[0].block_ids
+    [tail] = cache.close(sequence, keep=250)
+    assert tail.node.block_ids == sequence.lanes[0].nodes[0].block_ids
     assert cache.in_ram(cache.match_prefix(ROOT, [1] * 250, 250))
 
 
@@ -190,6 +199,20 @@ def test_a_block_stays_known_to_be_on_disk_when_it_is_computed_again() -> None:
     assert cache.match_prefix(ROOT, [1] * 256, 256).num_tokens == 256
 
 
+def test_a_block_being_written_is_not_listed_when_it_is_computed_again() -> None:
+    """What is in RAM is what the file will hold, bit for bit."""
+    cache = PrefixCache([FULL], 20)
+    node = cache.tree.insert(cache.tree.root(ROOT), [1] * 256)
+    node.pending.add(0)
+    sequence = start(cache, [1] * 256)
+    grow(cache, sequence, [1] * 256)
+    assert not node.block_ids
+    cache.mark_stored(node, 0)
+    cache.close(sequence)
+    assert cache.match_prefix(ROOT, [1] * 256, 256).num_tokens == 256
+    cache.check_integrity()
+
+
 def test_blocks_being_written_are_evicted_last() -> None:
     cache = PrefixCache([FULL], 4)
     for token in (1, 2, 3, 4):
@@ -212,14 +235,14 @@ def test_want_of_one_group_does_not_cost_the_blocks_of_another() -> None:
     cache = PrefixCache([FULL, WINDOW], PrefixCache([FULL, WINDOW], 0).slots.min_ram_budget)
     sequence = run(cache, [1] * 512)
     cache.close(sequence)
-    for node in sequence.nodes:
+    for node in sequence.lanes[0].nodes:
         cache.slots.take_from(node, 1)
     greedy = start(cache, [2])
     with pytest.raises(OutOfBlocks):
         while True:
             greedy.tables[1].block_ids.append(cache.slots.allocate(1))
     assert cache.match_prefix(ROOT, [1] * 512, 512).num_tokens == 0
-    assert [node.block_ids.keys() for node in sequence.nodes] == [{0}, {0}]
+    assert [node.block_ids.keys() for node in sequence.lanes[0].nodes] == [{0}, {0}]
     cache.check_integrity()
 
 
@@ -257,17 +280,17 @@ def test_salts_leave_no_trace() -> None:
     sequence = cache.open("salt", cache.match_prefix("salt", [1] * 256, 256))
     grow(cache, sequence, [1] * 256)
     cache.close(sequence)
-    assert cache.slots.evict(sequence.nodes[0])
+    assert cache.slots.evict(sequence.lanes[0].nodes[0])
     assert cache.tree._roots == {}
 
 
 def test_integrity_notices_what_is_wrong() -> None:
     cache = PrefixCache([FULL], 20)
     sequence = run(cache, [1] * 300)
-    sequence.nodes[0].readers += 1
+    sequence.lanes[0].nodes[0].readers += 1
     with pytest.raises(BrokenInvariant, match="readers"):
         cache.check_integrity()
-    sequence.nodes[0].readers -= 1
+    sequence.lanes[0].nodes[0].readers -= 1
     cache.slots.pools[0].retain(sequence.tables[0].block_ids[0])
     with pytest.raises(BrokenInvariant, match="reference counts"):
         cache.check_integrity()

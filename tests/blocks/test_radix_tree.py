@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agentcache.blocks.keys import BLOCK_SIZE, chain_key
 from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.blocks.siblings import pack
 from agentcache.errors import BrokenInvariant
 
 ROOTS = ["one", "other"]
@@ -18,7 +21,9 @@ BLOCKS = st.tuples(TOKEN, st.sampled_from([0, 1, 100, 255, 256]), TOKEN).map(
     lambda t: (t[0],) * t[1] + (t[2],) * (BLOCK_SIZE - t[1])
 )
 TAILS = st.tuples(BLOCKS, st.sampled_from([1, 2, 100, 101, 255])).map(lambda t: t[0][: t[1]])
-Key = tuple[str, tuple[int, ...]]
+PRODUCERS = st.sampled_from(["base", "base", "a@0", "b@0"])
+Step = tuple[tuple[int, ...], str]  # a block's tokens, and its producer
+Key = tuple[str, tuple[Step, ...]]
 
 
 def common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
@@ -27,7 +32,7 @@ def common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """`known` maps root and all tokens from the start to the node; what is kept in RAM or on disk is the machine's."""
+    """`known` maps root and path to the node; what is kept in RAM or on disk is the machine's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,16 +46,30 @@ class TreeMachine(RuleBasedStateMachine):
     def key(self, node: Node) -> Key:
         return next(key for key, known in self.known.items() if known is node)
 
-    @rule(root=st.sampled_from(ROOTS), blocks=st.lists(BLOCKS, max_size=3), tail=st.none() | TAILS)
-    def insert(self, root: str, blocks: list[tuple[int, ...]], tail: tuple[int, ...] | None) -> None:
-        parent, tokens = self.tree.root(root), ()
-        for block in [*blocks, *([tail] if tail else [])]:
-            tokens += block
-            found = self.tree.find(parent, block)
-            node = self.tree.insert(parent, block)
-            assert found is self.known.get((root, tokens))
-            assert node is self.known.setdefault((root, tokens), node)
-            assert (node.token_ids, node.end) == (block, len(tokens))
+    @rule(
+        root=st.sampled_from(ROOTS),
+        blocks=st.lists(BLOCKS, max_size=3),
+        tail=st.none() | TAILS,
+        producer=PRODUCERS,
+        switch=st.integers(0, 3),
+    )
+    def insert(
+        self,
+        root: str,
+        blocks: list[tuple[int, ...]],
+        tail: tuple[int, ...] | None,
+        producer: str,
+        switch: int,
+    ) -> None:
+        """A path whose blocks from number `switch` on are the producer's."""
+        parent, path = self.tree.root(root), ()
+        for position, block in enumerate([*blocks, *([tail] if tail else [])]):
+            who = producer if position >= switch else "base"
+            path = (*path, (block, who))
+            node = self.tree.insert(parent, block, who)
+            assert node is self.known.setdefault((root, path), node)
+            assert (node.token_ids, node.producer) == (block, who)
+            assert node.end == sum(len(tokens) for tokens, _ in path)
             assert node.is_full is (len(block) == BLOCK_SIZE)
             parent = node
             node.stored.add(0)
@@ -106,27 +125,59 @@ class TreeMachine(RuleBasedStateMachine):
     def has_children(self, node: Node) -> bool:
         return any(other.parent is node for other in self.known.values())
 
-    @rule(root=st.sampled_from([*ROOTS, "unknown"]), blocks=st.lists(BLOCKS, max_size=3), tail=st.just(()) | TAILS)
-    def match_prefix(self, root: str, blocks: list[tuple[int, ...]], tail: tuple[int, ...]) -> None:
-        tokens = tuple(token for block in blocks for token in block) + tail
-        path = self.tree.match_prefix(root, tokens)
-        expected = []
-        for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE):
-            if (root, tokens[:end]) not in self.known:
+    @rule(
+        root=st.sampled_from([*ROOTS, "unknown"]),
+        blocks=st.lists(BLOCKS, max_size=3),
+        producer=PRODUCERS,
+        switch=st.integers(0, 3),
+        rest=TAILS | BLOCKS,
+        refused=PICK,
+        least=st.sampled_from([1, 2, 100]),
+    )
+    def match_prefix(
+        self,
+        root: str,
+        blocks: list[tuple[int, ...]],
+        producer: str,
+        switch: int,
+        rest: tuple[int, ...],
+        refused: int,
+        least: int,
+    ) -> None:
+        """The path that may be used, and of what lies behind its end the nearest to `rest`."""
+
+        def producer_of(end: int) -> str:
+            return producer if end > switch * BLOCK_SIZE else "base"
+
+        def usable(node: Node) -> bool:
+            return int(node.chain[:4], 16) % 4 != refused % 5  # all of them, or three in four
+
+        packed = pack([token for block in blocks for token in block])
+        expected, path = [], ()
+        for position, block in enumerate(blocks):
+            path = (*path, (block, producer_of((position + 1) * BLOCK_SIZE)))
+            node = self.known.get((root, path))
+            if node is None or not usable(node):
                 break
-            expected.append(self.known[root, tokens[:end]])
-        assert path.nodes == expected
-        covered = len(expected) * BLOCK_SIZE
+            expected.append(node)
+        found = self.tree.match_prefix(root, packed, usable, producer_of)
+        assert found == expected
+        self.check_nearest(found[-1] if found else self.tree.peek(root), rest, usable, least, producer)
+
+    def check_nearest(
+        self, parent: Node, rest: tuple[int, ...], usable: Callable[[Node], bool], least: int, producer: str
+    ) -> None:
+        nearest = parent.nearest(pack(rest), usable, least=least, producer=producer)
         shared = {
-            node: common(known[covered:], tokens[covered : covered + BLOCK_SIZE])
-            for (known_root, known), node in self.known.items()
-            if known_root == root and node.position == len(expected) and known[:covered] == tokens[:covered]
+            node: common(node.token_ids, rest)
+            for node in self.known.values()
+            if node.parent is parent and node.producer == producer and usable(node)
         }
-        most = max(shared.values(), default=0)
-        assert path.tail_tokens == most
+        most = max((count for count in shared.values() if count >= least), default=0)
+        assert nearest.num_tokens == most
         best = {node for node, count in shared.items() if count == most > 0}
-        assert set(path.tails) <= best
-        assert len(path.tails) == len(set(path.tails)) >= min(len(best), 8)
+        assert set(nearest.items) <= best
+        assert len(nearest.items) == len(set(nearest.items)) >= min(len(best), 8)
 
     @invariant()
     def agrees(self) -> None:
@@ -136,11 +187,11 @@ class TreeMachine(RuleBasedStateMachine):
         for node in self.known.values():
             assert self.tree.node(node.chain) is node
             assert node.parent is not None
-            assert node.chain == chain_key(node.parent.chain, node.token_ids)
+            assert node.chain == chain_key(node.parent.chain, node.token_ids, node.producer)
 
     @invariant()
     def roots_are_not_kept_for_nothing(self) -> None:
-        self.tree.match_prefix("unknown", [1])
+        self.tree.peek("unknown")
         assert "unknown" not in self.tree._roots
 
 
@@ -148,16 +199,16 @@ TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-@given(st.sets(TAILS, min_size=1, max_size=30), TAILS)
-def test_the_nearest_of_many_children(children: set[tuple[int, ...]], tokens: tuple[int, ...]) -> None:
+def test_the_same_tokens_of_another_producer_are_another_node() -> None:
     tree = RadixTree()
-    for child in children:
-        tree.insert(tree.root("r"), child)
-    path = tree.match_prefix("r", tokens)
-    most = max(common(child, tokens) for child in children)
-    assert path.tail_tokens == most
-    assert all(common(tail.token_ids, tokens) == most for tail in path.tails)
-    assert bool(path.tails) is (most > 0)
+    root = tree.root("r")
+    nodes = [tree.insert(root, [1, 2], producer) for producer in ("base", "a@0", "a@1")]
+    assert len({node.chain for node in nodes}) == 3
+    for node in nodes:
+        assert root.nearest(pack([1, 3]), lambda _: True, producer=node.producer).items == [node]
+        assert root.child(pack([1, 2]), node.producer) is node
+    tree.remove(nodes[1])
+    assert set(root.children) == {nodes[0], nodes[2]}
 
 
 def test_a_tail_has_no_children() -> None:
@@ -184,7 +235,7 @@ def test_a_root_leaves_with_its_last_block() -> None:
     assert tree._roots == {}
 
 
-@pytest.mark.parametrize("damage", ["chain", "resident_children", "order", "residents", "by_chain"])
+@pytest.mark.parametrize("damage", ["chain", "producer", "resident_children", "order", "residents", "by_chain"])
 def test_integrity_notices(damage: str) -> None:
     tree = RadixTree()
     node = tree.insert(tree.root("r"), [1] * BLOCK_SIZE)
@@ -193,7 +244,8 @@ def test_integrity_notices(damage: str) -> None:
     {
         "chain": lambda: setattr(node, "chain", "0" * 40),
         "resident_children": lambda: setattr(node, "resident_children", 1),
-        "order": lambda: node._order.reverse(),
+        "producer": lambda: setattr(next(node.children), "producer", "a@0"),
+        "order": lambda: node._families["base"]._order.reverse(),
         "residents": lambda: tree._residents.popitem(),
         "by_chain": lambda: tree._by_chain.clear(),
     }[damage]()

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from agentcache.blocks.keys import BLOCK_SIZE, Namespace, chain_key
+from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Namespace, Producer
+from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.prefix_match import Transcript
 from agentcache.kv.atomic import Fault
 from agentcache.kv.block_file import BlockHeader, make_header, tensor_layout
@@ -36,10 +37,16 @@ def make_arrays(spec: CacheSpec, header: BlockHeader, seed: int = 0) -> dict[str
 
 
 def make_block(
-    token_ids: Sequence[int] = (1, 2, 3), *, parent: str = ROOT, position: int = 0, group: str = "full.0", seed: int = 0
+    token_ids: Sequence[int] = (1, 2, 3),
+    *,
+    parent: str = ROOT,
+    position: int = 0,
+    group: str = "full.0",
+    seed: int = 0,
+    producer: str = BASE_PRODUCER,
 ) -> BlockWrite:
     """A block of `SPEC` with random tensors."""
-    header = make_header(parent, group, position, token_ids)
+    header = make_header(parent, group, position, token_ids, producer)
     return BlockWrite(header, make_arrays(SPEC, header, seed))
 
 
@@ -52,13 +59,10 @@ def make_transcript(num_tokens: int, *, seed: int = 0, stem: str = "") -> Transc
     return Transcript(stem + text, ids, array("I", (len(stem) + end for end in ends)), (("prompt", num_tokens),))
 
 
-def chains_of(transcript: Transcript, num_tokens: int) -> tuple[str, ...]:
-    """The chain keys of the first `num_tokens` tokens' blocks."""
-    chains: list[str] = []
-    for start in range(0, num_tokens, BLOCK_SIZE):
-        tokens = transcript.ids[start : min(start + BLOCK_SIZE, num_tokens)]
-        chains.append(chain_key(chains[-1] if chains else ROOT, tokens))
-    return tuple(chains)
+def blocks_of(transcript: Transcript, num_tokens: int, producer: Producer | None = None) -> tuple[NamedBlock, ...]:
+    """The blocks of the first `num_tokens` tokens."""
+    layout = spans(num_tokens, producer, len(SPEC.groups))
+    return name_blocks(chain_keys(ROOT, transcript.ids, layout), layout)
 
 
 def make_record(agent_id: str, transcript: Transcript, *, num_saved: int | None = None, **fields: Any) -> AgentRecord:
@@ -71,26 +75,28 @@ def make_record(agent_id: str, transcript: Transcript, *, num_saved: int | None 
         "adapter": None,
         "policy": "exact",
         "system": None,
+        "producer": None,
+        **fields,
     }
-    chains = chains_of(transcript, saved)
-    return AgentRecord(
-        id=agent_id, model=MODEL, transcript=transcript, num_saved=saved, chains=chains, **{**values, **fields}
-    )
+    blocks = blocks_of(transcript, saved, values["producer"])
+    return AgentRecord(id=agent_id, model=MODEL, transcript=transcript, num_saved=saved, blocks=blocks, **values)
 
 
 def make_turn(record: AgentRecord) -> list[BlockWrite]:
     """All blocks that the record names."""
-    blocks = []
-    parent = ROOT
-    for position, chain in enumerate(record.chains):
-        start = position * BLOCK_SIZE
-        tokens = record.transcript.ids[start : min(start + BLOCK_SIZE, record.num_saved)]
-        blocks += [
-            make_block(tokens, parent=parent, position=position, group=group.name, seed=position)
-            for group in SPEC.groups
-        ]
-        parent = chain
-    return blocks
+    layout = spans(record.num_saved, record.producer, len(SPEC.groups))
+    return [
+        make_block(
+            record.transcript.ids[span.begin : span.end],
+            parent=ROOT if span.parent is None else record.chains[span.parent],
+            position=span.begin // BLOCK_SIZE,
+            group=SPEC.groups[index].name,
+            seed=span.begin // BLOCK_SIZE,
+            producer=span.producer,
+        )
+        for span in layout
+        for index in span.groups
+    ]
 
 
 @contextmanager

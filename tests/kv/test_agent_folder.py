@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.blocks.keys import Producer
 from agentcache.errors import (
+    BrokenInvariant,
     Conflict,
     InvalidRequest,
 )
@@ -30,6 +32,29 @@ def test_an_agent_survives_a_restart(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert store.load_agents() == [record]
         assert store.disk_bytes == written
+
+
+@pytest.mark.parametrize("producer", [Producer("aa", 300, frozenset([1])), Producer("bb", 0, frozenset([0, 1]))])
+def test_an_agent_with_a_producer_survives_a_restart(tmp_path: Path, producer: Producer) -> None:
+    record = make_record("alice", make_transcript(700), num_saved=600, producer=producer)
+    assert len(record.blocks) == (7 if producer.start else 3)
+    with open_store(tmp_path) as store:
+        store.save_agent(record)
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [record]
+        newer = make_record("alice", make_transcript(700), producer=replace(producer, start=650))
+        store.save_agent(newer)
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [newer]
+        store.save_agent(replace(newer, producer=None, num_saved=0, blocks=()))
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [replace(newer, producer=None, num_saved=0, blocks=())]
+
+
+def test_blocks_that_are_not_those_of_the_producer_are_not_saved(tmp_path: Path) -> None:
+    record = make_record("alice", make_transcript(600))
+    with open_store(tmp_path) as store, pytest.raises(BrokenInvariant, match="3 blocks for 600 tokens"):
+        store.save_agent(replace(record, producer=Producer("aa", 300, frozenset([1]))))
 
 
 def test_a_turn_writes_what_it_adds_whatever_came_before(tmp_path: Path) -> None:

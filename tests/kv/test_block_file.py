@@ -173,8 +173,9 @@ def test_extra_bytes_are_rejected(extra: bytes) -> None:
         make_block((5, 6, 7, 151_000, 5), position=3, parent=Namespace("another model", SPEC.digest).root),
         make_block((5, 6, 7, 151_000, 5), position=3, parent=Namespace("model", SPEC.digest, salt="s").root),
         make_block((5, 6, 7, 151_000), position=3),
+        make_block((5, 6, 7, 151_000, 5), position=3, producer="a@3"),
     ],
-    ids=["tokens", "position", "group", "model", "salt", "length"],
+    ids=["tokens", "position", "group", "model", "salt", "length", "producer"],
 )
 def test_another_block_is_rejected_under_this_name(other: Any) -> None:
     with pytest.raises(BlockRejected):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.blocks.keys import Producer
 from agentcache.errors import (
     BlockRejected,
     CacheFolderInUse,
@@ -39,7 +40,7 @@ def test_agents_of_another_model_are_not_loaded_but_keep_their_blocks(tmp_path: 
     with open_store(tmp_path, model="f" * 32) as store:
         assert store.load_agents() == []
         assert store.collect_orphans() == 0
-        store.save_agent(replace(record, model="f" * 32, chains=()))
+        store.save_agent(replace(record, model="f" * 32, num_saved=0, blocks=()))
     with open_store(tmp_path) as store:
         assert store.load_agents() == [record]
         assert all(store.has(block.header.block_key) for block in make_turn(record))
@@ -59,11 +60,11 @@ def test_with_another_quantisation_only_the_transcript_is_left(tmp_path: Path) -
         store.write_blocks(make_turn(record))
         store.save_agent(record)
     with open_store(tmp_path, spec=eight_bits) as store:
-        assert store.load_agents() == [replace(record, num_saved=0, chains=())]
+        assert store.load_agents() == [replace(record, num_saved=0, blocks=())]
         assert store.collect_orphans() == len(make_turn(record))
-        store.save_agent(replace(record, num_saved=0, chains=()))
+        store.save_agent(replace(record, num_saved=0, blocks=()))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [replace(record, num_saved=0, chains=())]
+        assert store.load_agents() == [replace(record, num_saved=0, blocks=())]
 
 
 def test_orphans_are_collected_and_named_blocks_stay(tmp_path: Path) -> None:
@@ -77,6 +78,22 @@ def test_orphans_are_collected_and_named_blocks_stay(tmp_path: Path) -> None:
         assert not store.has(orphan.header.block_key)
         assert all(store.read_block(block.header) for block in make_turn(record))
         assert store.disk_bytes == size_on_disk(tmp_path)
+
+
+def test_of_a_shared_block_only_the_groups_that_are_named_stay(tmp_path: Path) -> None:
+    """An adapter needs the lower group of a base block behind its start; the upper one was another agent's."""
+    base = make_record("base", make_transcript(600))
+    own = make_record("own", make_transcript(600), producer=Producer("aa", 300, frozenset([1])))
+    with open_store(tmp_path) as store:
+        store.write_blocks([*make_turn(base), *make_turn(own)])
+        for record in (base, own):
+            store.save_agent(record)
+        store.delete_agent("base")
+    with open_store(tmp_path) as store:
+        assert store.collect_orphans() == 2
+        assert all(store.read_block(block.header) for block in make_turn(own))
+        gone = [block.header for block in make_turn(base) if not store.has(block.header.block_key)]
+        assert [(header.group, header.position) for header in gone] == [("full.1", 1), ("full.1", 2)]
 
 
 def test_blocks_of_other_models_can_be_evicted_oldest_first(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from agentcache.blocks.keys import Producer
 from agentcache.kv.verify import FolderReport, verify_folder
 from tests.kv.damage import DAMAGE, agents_folder, extend, grow_huge
 from tests.kv.store_cases import MODEL, make_block, make_record, make_transcript, make_turn, open_store
@@ -51,7 +53,7 @@ def test_a_damaged_block(cache_dir: Path, damage: Callable[[Path], None]) -> Non
     report = verify_folder(cache_dir)
     [problem] = report.problems
     assert problem.startswith(f"{path.parent.name}/{path.name}: ")
-    assert (report.blocks, report.agents, report.missing_blocks) == (11, 2, 1)
+    assert (report.blocks, report.agents, report.missing_blocks) == (11, 2, 0)
 
 
 def test_every_flipped_byte_of_a_block_is_found(cache_dir: Path) -> None:
@@ -82,6 +84,25 @@ def test_a_damaged_agent(cache_dir: Path, name: str, damage: Callable[[Path], No
     assert report.agents == 1
 
 
+def test_an_agent_with_a_producer(tmp_path: Path) -> None:
+    record = make_record("alice", make_transcript(600), producer=Producer("aa", 300, frozenset([1])))
+    with open_store(tmp_path) as store:
+        store.write_blocks(make_turn(record))
+        store.save_agent(record)
+    assert verify_folder(tmp_path) == FolderReport(3 + 3 + 2, 1, 0, 0, ())
+
+
+def test_chains_of_another_producer(tmp_path: Path) -> None:
+    """As many blocks, of the same tokens, but another start."""
+    record, other = (
+        make_record("alice", make_transcript(600), producer=Producer("aa", start, frozenset([1])))
+        for start in (300, 301)
+    )
+    with open_store(tmp_path) as store:
+        store.save_agent(replace(record, blocks=other.blocks))
+    assert "its blocks are not those of its tokens" in verify_folder(tmp_path).problems[0]
+
+
 def test_another_agents_manifest(cache_dir: Path) -> None:
     folder = agents_folder(cache_dir)
     shutil.copy(folder / "alice.json", folder / "bob.json")
@@ -93,5 +114,5 @@ def test_chains_that_are_not_those_of_the_tokens(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         store.save_agent(make_record("alice", make_transcript(600), num_saved=0))
         broken = make_record("alice", make_transcript(600))
-        store.save_agent(type(broken)(**(vars(broken) | {"chains": other.chains})))
+        store.save_agent(replace(broken, blocks=other.blocks))
     assert "its blocks are not those of its tokens" in verify_folder(tmp_path).problems[0]

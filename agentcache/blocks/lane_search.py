@@ -1,0 +1,170 @@
+"""The longest cached prefix of a prompt, lane by lane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from agentcache.blocks.keys import BLOCK_SIZE, Producer
+from agentcache.blocks.lanes import LaneLayout, Source, lay_out
+from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, pack
+from agentcache.blocks.slots import Group
+
+MIN_TAIL_TOKENS = 16  # copying fewer tokens of another block costs more than computing them
+
+
+@dataclass(frozen=True)
+class LanePrefix:
+    """Tokens of one lane that need not be computed.
+
+    Args:
+        nodes: full blocks, all of whose tokens are used.
+        tail: a further node of which the first `tail_tokens` tokens are used, or None.
+    """
+
+    layout: LaneLayout
+    nodes: tuple[Node, ...]
+    tail: Node | None = None
+    tail_tokens: int = 0
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return self.layout.groups
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.nodes) * BLOCK_SIZE + self.tail_tokens
+
+    @property
+    def all_nodes(self) -> tuple[Node, ...]:
+        """The nodes by block number."""
+        return self.nodes if self.tail is None else (*self.nodes, self.tail)
+
+    @property
+    def ends_with_a_block(self) -> bool:
+        """Whether its last node is used as a whole."""
+        return self.tail is None or self.tail_tokens == self.tail.num_tokens
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """Tokens that need not be computed, the same in every lane. Valid until the cache is next changed."""
+
+    producer: Producer | None
+    lanes: tuple[LanePrefix, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.lanes[0].num_tokens
+
+    def lane(self, group: int) -> LanePrefix:
+        """The lane that has this group."""
+        return next(lane for lane in self.lanes if group in lane.groups)
+
+
+def match_prefix(
+    tree: RadixTree,
+    groups: Sequence[Group],
+    root: str,
+    token_ids: Sequence[int],
+    limit: int,
+    producer: Producer | None,
+) -> CachedPrefix:
+    """The longest prefix of at most `limit` tokens that every lane has in RAM or on disk. Changes nothing."""
+    packed = pack(token_ids[:limit])
+    searches = [LaneSearch(tree, groups, root, packed, layout) for layout in lay_out(producer, len(groups))]
+    while True:
+        lanes = tuple(search.longest(limit) for search in searches)
+        shortest = min(lane.num_tokens for lane in lanes)
+        if all(lane.num_tokens == shortest for lane in lanes):
+            return CachedPrefix(producer, lanes)
+        # Cut to this a longer lane may lack something: a window's older blocks, or tokens worth a copy.
+        limit = shortest
+
+
+class LaneSearch:
+    """What the tree has of one lane of a prompt. Valid until the tree is next changed.
+
+    Args:
+        packed: the prompt's tokens (`siblings.pack`).
+    """
+
+    def __init__(self, tree: RadixTree, groups: Sequence[Group], root: str, packed: bytes, layout: LaneLayout) -> None:
+        self._root = tree.peek(root)
+        self._packed = packed
+        self._layout = layout
+        self._all = frozenset(layout.groups)
+        self._windows = {index: groups[index] for index in layout.groups if groups[index].window is not None}
+        # A block without the data of a full-attention group is a dead end: all that is behind it needs that.
+        unbounded = self._all - self._windows.keys()
+        usable = partial(_has, unbounded)
+        self._nodes = tree.match_prefix(root, packed, usable, layout.producer_of)
+
+    def longest(self, limit: int) -> LanePrefix:
+        """The longest usable prefix of at most `limit` tokens."""
+        count = min(len(self._nodes), limit // BLOCK_SIZE)
+        while True:
+            with_tail = self._with_tail(count, limit)
+            if with_tail is not None and self._missing(with_tail) is None:
+                return with_tail
+            prefix = LanePrefix(self._layout, tuple(self._nodes[:count]))
+            missing = self._missing(prefix)
+            if missing is None:
+                return prefix
+            count = missing  # nothing behind that block can do without it, but what is beside it may
+
+    def _missing(self, prefix: LanePrefix) -> int | None:
+        """Number of the last block that some window needs and nobody has; None if all are there."""
+        missing = (
+            position
+            for index, group in self._windows.items()
+            for position in range(group.first_block_needed(prefix.num_tokens), len(prefix.nodes))
+            if not prefix.nodes[position].available(index)
+        )
+        return max(missing, default=None)
+
+    def _with_tail(self, count: int, limit: int) -> LanePrefix | None:
+        """The first `count` blocks and what shares most tokens behind them; None if that is not worth a copy."""
+        nearest = [self._nearest(count, limit, source) for source in self._layout.sources(count)]
+        most = max(found.num_tokens for found in nearest)
+        tails = [node for found in nearest if found.num_tokens == most for node in found.items]
+        if not tails:
+            return None
+        tail = min(tails, key=self._loads_needed)
+        return LanePrefix(self._layout, tuple(self._nodes[:count]), tail, most)
+
+    def _nearest(self, count: int, limit: int, source: Source) -> Nearest[Node]:
+        """Not for the few tokens that most prompts of a template share; but a whole tail is some agent's memory."""
+        parent = self._nodes[count - 1] if count else self._root
+        rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : min(limit, source.end) * BYTES_PER_TOKEN]
+        usable = partial(_has, self._all)
+        nearest = parent.nearest(rest, usable, least=MIN_TAIL_TOKENS, producer=source.producer)
+        if nearest.items:
+            return nearest
+        short = min(MIN_TAIL_TOKENS - 1, len(rest) // BYTES_PER_TOKEN)
+        for num_tokens in range(short, 0, -1):
+            tail = parent.child(rest[: num_tokens * BYTES_PER_TOKEN], source.producer)
+            if tail is not None and usable(tail):
+                return Nearest([tail], num_tokens)
+        return nearest
+
+    def _loads_needed(self, node: Node) -> int:
+        return len(self._all - node.block_ids.keys())
+
+
+def in_ram(prefix: CachedPrefix, groups: Sequence[Group]) -> bool:
+    """Whether the prefix can be used without reading a file."""
+    return all(index in node.block_ids for index, node in _needed(prefix, groups))
+
+
+def _needed(prefix: CachedPrefix, groups: Sequence[Group]) -> Iterable[tuple[int, Node]]:
+    for lane in prefix.lanes:
+        for index in lane.groups:
+            for node in lane.all_nodes[groups[index].first_block_needed(prefix.num_tokens) :]:
+                yield index, node
+
+
+def _has(groups: frozenset[int], node: Node) -> bool:
+    return node.all_available(groups)

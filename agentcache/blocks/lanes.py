@@ -1,0 +1,130 @@
+"""Which blocks a sequence consists of, and who computes each: the layout that RAM, files and manifests share.
+
+A sequence has one lane for each of its producers. A lane is a path of blocks that hold some of the cache groups: base's
+for the groups that no adapter changes, the adapter's own for the others. The own lane goes through the same blocks as
+everybody's up to the producer's start; the block in which that lies is its own already:
+
+    tokens          0 .. 255    256 .. 511    512 .. 600          start = 300
+    base lane       base        base          base                lower groups
+    own lane        base        key@300       key@300             upper groups
+    base tail                   base, 256 .. 299                  all groups: how others share every token before 300
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, BlockName, Producer, chain_key
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kind of block that a lane may take tokens from: those of `producer`, up to token `end` of the sequence."""
+
+    producer: str
+    end: int
+
+
+@dataclass(frozen=True)
+class LaneLayout:
+    """A lane without its blocks.
+
+    Args:
+        groups: indices of the cache groups whose keys and values its blocks hold for it.
+        producer: who computes them; None for base.
+    """
+
+    groups: tuple[int, ...]
+    producer: Producer | None
+
+    def producer_of(self, end: int) -> str:
+        """Producer of the lane's block that ends in front of token `end`, as it stands in keys."""
+        return BASE_PRODUCER if self.producer is None or end <= self.producer.start else self.producer.text
+
+    def sources(self, position: int) -> list[Source]:
+        """Where tokens of block number `position` may come from."""
+        begin, end = position * BLOCK_SIZE, (position + 1) * BLOCK_SIZE
+        if self.producer is None or end <= self.producer.start:
+            return [Source(BASE_PRODUCER, end)]
+        own = Source(self.producer.text, end)
+        return [own] if self.producer.start <= begin else [Source(BASE_PRODUCER, self.producer.start), own]
+
+
+def lay_out(producer: Producer | None, num_groups: int) -> tuple[LaneLayout, ...]:
+    """The lanes of a sequence: base's unless the producer has all groups, then the producer's own, if there is one."""
+    own = frozenset[int]() if producer is None else producer.groups
+    base = LaneLayout(tuple(index for index in range(num_groups) if index not in own), None)
+    return tuple(lane for lane in (base, LaneLayout(tuple(sorted(own)), producer)) if lane.groups)
+
+
+def has_base_tail(producer: Producer | None, num_tokens: int) -> bool:
+    """Whether the own lane's blocks hide tokens that base has computed: some before the start, in the same block."""
+    if producer is None or not producer.groups:
+        return False
+    return producer.start % BLOCK_SIZE > 0 and producer.start < num_tokens
+
+
+def agreed_tokens(left: Producer | None, right: Producer | None, num_tokens: int) -> int:
+    """How many of a sequence's first `num_tokens` tokens have the same keys and values under both producers."""
+    if left == right:
+        return num_tokens
+    return min(num_tokens, *(producer.start for producer in (left, right) if producer is not None))
+
+
+@dataclass(frozen=True)
+class BlockSpan:
+    """One block of a lane: tokens ``begin … end - 1`` as `producer` computed them.
+
+    Args:
+        groups: the cache groups that the lane has in it.
+        parent: place of the block before it in the list of spans; None for a sequence's first.
+    """
+
+    begin: int
+    end: int
+    producer: str
+    groups: tuple[int, ...]
+    parent: int | None
+
+
+def spans(num_tokens: int, producer: Producer | None, num_groups: int) -> list[BlockSpan]:
+    """All blocks of a sequence: lane after lane, each from its start to its tail, and last the base tail."""
+    result: list[BlockSpan] = []
+    for lane in lay_out(producer, num_groups):
+        first = len(result)
+        for begin in range(0, num_tokens, BLOCK_SIZE):
+            end, parent = min(begin + BLOCK_SIZE, num_tokens), len(result) - 1 if begin else None
+            result.append(BlockSpan(begin, end, lane.producer_of(end), lane.groups, parent))
+    if producer is not None and has_base_tail(producer, num_tokens):
+        position = producer.start // BLOCK_SIZE
+        parent = first + position - 1 if position else None
+        groups = tuple(range(num_groups))
+        result.append(BlockSpan(position * BLOCK_SIZE, producer.start, BASE_PRODUCER, groups, parent))
+    return result
+
+
+def chain_keys(root: str, token_ids: Sequence[int], blocks: Iterable[BlockSpan]) -> list[str]:
+    """The chain key of each of the blocks, which are the spans of these tokens behind `root`."""
+    chains: list[str] = []
+    for span in blocks:
+        parent = root if span.parent is None else chains[span.parent]
+        chains.append(chain_key(parent, token_ids[span.begin : span.end], span.producer))
+    return chains
+
+
+@dataclass(frozen=True)
+class NamedBlock:
+    """A block by its address, and the cache groups of it that whoever names it has there."""
+
+    chain: str
+    groups: tuple[int, ...]
+
+    @property
+    def names(self) -> list[BlockName]:
+        return [BlockName(self.chain, group) for group in self.groups]
+
+
+def name_blocks(chains: Iterable[str], blocks: Iterable[BlockSpan]) -> tuple[NamedBlock, ...]:
+    """The spans with these chain keys, one each."""
+    return tuple(NamedBlock(chain, span.groups) for chain, span in zip(chains, blocks, strict=True))

@@ -1,0 +1,87 @@
+"""The slots that a new sequence starts with: those it shares, and new ones to load or copy blocks into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.lane_search import CachedPrefix, LanePrefix
+from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.sequence import Copy, Load, Sequence
+from agentcache.blocks.slots import Slots
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A slot of group `index` with a tail's data."""
+
+    index: int
+    block_id: int
+
+
+def place(sequence: Sequence, prefix: CachedPrefix, slots: Slots) -> None:
+    """Fill the sequence's empty tables with the slots of `prefix`; its `loads` and `copies` are then due.
+
+    Raises OutOfBlocks; then the tables hold a part, and idle blocks may have been evicted.
+    """
+    # Everything that is there is retained before anything is allocated: allocation may evict.
+    for lane in prefix.lanes:
+        _share(sequence, lane, slots)
+    sources = [source for lane in prefix.lanes for source in _sources(lane)]
+    for source in sources:
+        slots.pools[source.index].retain(source.block_id)
+    try:
+        for lane in prefix.lanes:
+            for index in lane.groups:
+                _allocate_absent(sequence, lane, index, slots)
+                if lane.tail is not None:
+                    _allocate_tail(sequence, lane, lane.tail, index, slots)
+    finally:
+        # The engine copies before it allocates again, so the sources need no reference until then.
+        for source in sources:
+            slots.pools[source.index].release(source.block_id)
+
+
+def _share(sequence: Sequence, lane: LanePrefix, slots: Slots) -> None:
+    """Put the slots that are in RAM into the tables, and -1 for the others."""
+    for index in lane.groups:
+        table = sequence.tables[index]
+        table.first_block = min(slots.groups[index].first_block_needed(lane.num_tokens), len(lane.nodes))
+        for node in lane.nodes[table.first_block :]:
+            block_id = node.block_ids.get(index, -1)
+            if block_id >= 0:
+                slots.pools[index].retain(block_id)
+            table.block_ids.append(block_id)
+
+
+def _sources(lane: LanePrefix) -> list[_Source]:
+    block_ids = {} if lane.tail is None else lane.tail.block_ids
+    return [_Source(index, block_ids[index]) for index in lane.groups if index in block_ids]
+
+
+def _allocate_absent(sequence: Sequence, lane: LanePrefix, index: int, slots: Slots) -> None:
+    table = sequence.tables[index]
+    for node in lane.nodes[table.first_block :]:
+        if table.block_id(node.position) < 0:
+            table.replace(node.position, slots.allocate(index))
+            sequence.loads.append(Load(node, index, table.block_id(node.position), BLOCK_SIZE))
+
+
+def _allocate_tail(sequence: Sequence, lane: LanePrefix, tail: Node, index: int, slots: Slots) -> None:
+    table, source = sequence.tables[index], tail.block_ids.get(index)
+    if source is not None and lane.ends_with_a_block and _is_read_by_nobody_else(slots, index, source):
+        # The node covers only the tokens before, which stay as they are.
+        slots.pools[index].retain(source)
+        table.block_ids.append(source)
+        return
+    target = slots.allocate(index)
+    table.block_ids.append(target)
+    if source is None:
+        sequence.loads.append(Load(tail, index, target, lane.tail_tokens))
+    else:
+        sequence.copies.append(Copy(index, source, target))
+
+
+def _is_read_by_nobody_else(slots: Slots, index: int, block_id: int) -> bool:
+    """One reference is the tree's, one is `place`'s."""
+    return slots.pools[index].ref_cnt(block_id) == 2

@@ -1,0 +1,96 @@
+"""One running request's place in the cache: its lanes, its block tables, and what is due before its first step."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from agentcache.blocks.keys import Producer
+from agentcache.blocks.lanes import LaneLayout, NamedBlock
+from agentcache.blocks.pool import BlockTable
+from agentcache.blocks.radix_tree import Node
+
+
+@dataclass(frozen=True)
+class Load:
+    """A block to bring from disk into slot `block_id`: the first `num_tokens` tokens of `node`'s data of `group`."""
+
+    node: Node
+    group: int
+    block_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A block to copy inside RAM (copy-on-write) from slot `source` to the private slot `target` of `group`."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class LaneBlock:
+    """A block of a sequence's lane: the node, and the cache groups that the lane has in it."""
+
+    node: Node
+    groups: tuple[int, ...]
+
+    @property
+    def named(self) -> NamedBlock:
+        return NamedBlock(self.node.chain, self.groups)
+
+
+@dataclass(eq=False)
+class Lane:
+    """The path of one lane of a sequence.
+
+    Attributes:
+        nodes: its published full blocks, from the start.
+        tail: the node that the first unfinished block was taken from, if any.
+    """
+
+    layout: LaneLayout
+    nodes: list[Node]
+    tail: Node | None = None
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return self.layout.groups
+
+    @property
+    def read_nodes(self) -> list[Node]:
+        """All nodes that it keeps in the tree, the last one first."""
+        return [*([] if self.tail is None else [self.tail]), *reversed(self.nodes)]
+
+    def parent_of(self, position: int, root: Node) -> Node:
+        """The node in front of its block number `position`."""
+        return self.nodes[position - 1] if position else root
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One running request's place in the cache.
+
+    Attributes:
+        root: chain key of its namespace.
+        producer: who computes its keys and values; None for base.
+        token_ids: the tokens whose keys and values are computed or cached.
+        tables: one block table per group.
+        lanes: one path of nodes per producer of its groups; each group is in one of them.
+        loads, copies: what has to be done before the first step; emptied by whoever does it.
+    """
+
+    root: str
+    producer: Producer | None
+    token_ids: array[int]
+    tables: list[BlockTable]
+    lanes: list[Lane]
+    loads: list[Load] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    closed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)

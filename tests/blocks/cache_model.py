@@ -1,0 +1,148 @@
+"""What every slot and file of a prefix cache really holds, and what may be taken from it: the rules, by brute force.
+
+Instead of keys and values a slot holds, for each of its 256 places, the number of the prefix that was computed there
+and of who computed it: two places are equal only if all tokens up to them are, and were computed by the same. So
+whatever is overwritten, mixed up, read too late or shared with whom it must not be shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass, field
+
+from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Producer
+from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
+from agentcache.blocks.radix_tree import Node
+
+Places = tuple[int, ...]
+Groups = tuple["FakeGroup", ...]
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    name: str
+    window: int | None
+    bytes_per_block: int
+
+    def first_block_needed(self, num_tokens: int) -> int:
+        return 0 if self.window is None else max(0, num_tokens - self.window + 1) // BLOCK_SIZE
+
+
+@dataclass
+class Arena:
+    """Contents of all slots, and the numbers of prefixes."""
+
+    slots: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    _numbers: dict[tuple[str | int, int, str], int] = field(default_factory=dict)
+    _of_chain: dict[str, Places] = field(default_factory=dict)
+
+    def slot(self, group: int, block_id: int) -> list[int]:
+        return self.slots.setdefault((group, block_id), [-1] * BLOCK_SIZE)
+
+    def numbers(self, root: str, token_ids: TokenIds[int], producer: str = BASE_PRODUCER) -> Places:
+        """The number of each prefix of `token_ids`, as a producer with this text has computed it."""
+        start = len(token_ids) if producer == BASE_PRODUCER else int(producer.partition("@")[2])
+        last: str | int = root
+        result = []
+        for position, token in enumerate(token_ids):
+            who = producer if position >= start else BASE_PRODUCER
+            last = self._numbers.setdefault((last, token, who), len(self._numbers))
+            result.append(last)
+        return tuple(result)
+
+    def of_node(self, node: Node) -> Places:
+        """What a slot of the node has to hold."""
+        if node.chain not in self._of_chain:
+            root, tokens = path_of(node)
+            self._of_chain[node.chain] = self.numbers(root, tokens, node.producer)[node.position * BLOCK_SIZE :]
+        return self._of_chain[node.chain]
+
+
+def text_in(producer: Producer | None, group: int) -> str:
+    """Who computes a group's keys and values, in the end."""
+    return producer.text if producer is not None and group in producer.groups else BASE_PRODUCER
+
+
+def path_of(node: Node) -> tuple[str, list[int]]:
+    """Root and all tokens of the node's path."""
+    pieces: list[TokenIds[int]] = []
+    while node.parent is not None:
+        pieces.append(node.token_ids)
+        node = node.parent
+    return node.chain, [token for piece in reversed(pieces) for token in piece]
+
+
+class Reference:
+    """The rules of reuse over all nodes of a tree, without any of its order.
+
+    Args:
+        files: chain key and group of each block on disk.
+    """
+
+    def __init__(self, nodes: Iterable[Node], groups: Groups, files: Iterable[tuple[str, int]]) -> None:
+        self._groups = groups
+        self._files = frozenset(files)
+        self._children: dict[str, list[Node]] = {}
+        for node in nodes:
+            assert node.parent is not None
+            self._children.setdefault(node.parent.chain, []).append(node)
+
+    def longest(self, root: str, tokens: list[int], producer: Producer | None) -> int:
+        """Number of leading tokens that need not be computed."""
+        lengths = {0, *self._ends(root, tokens)} | ({producer.start} if producer else set())
+        return next(n for n in sorted(lengths, reverse=True) if self._can_use(root, tokens, n, producer))
+
+    def _ends(self, chain: str, tokens: list[int], position: int = 0) -> Iterator[int]:
+        """Where a node stops to share tokens: no usable prefix ends elsewhere, but at the producer's start."""
+        rest = tokens[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
+        for node in self._children.get(chain, []):
+            shared = common(node.token_ids, rest)
+            yield position * BLOCK_SIZE + shared
+            if shared == BLOCK_SIZE:
+                yield from self._ends(node.chain, tokens, position + 1)
+
+    def _can_use(self, root: str, tokens: list[int], length: int, producer: Producer | None) -> bool:
+        own = frozenset() if producer is None else producer.groups
+        base = frozenset(range(len(self._groups))) - own
+        if length > len(tokens):
+            return False
+        return all(
+            not groups or any(self._has(path, groups, length) for path in self._paths(root, tokens[:length], who))
+            for groups, who in ((base, None), (own, producer))
+        )
+
+    def _paths(
+        self, chain: str, tokens: list[int], producer: Producer | None, position: int = 0
+    ) -> Iterator[list[Node]]:
+        """All ways to cover the tokens with nodes that hold what this producer would compute."""
+        rest = tokens[position * BLOCK_SIZE :]
+        if not rest:
+            yield []
+        for node in self._children.get(chain, []) if rest else []:
+            shared, end = common(node.token_ids, rest), min(node.end, len(tokens))
+            if not self._fits(node, end, producer):
+                continue
+            if shared == len(rest) and shared >= min(MIN_TAIL_TOKENS, node.num_tokens):
+                yield [node]
+            elif shared == BLOCK_SIZE:
+                yield from ([node, *path] for path in self._paths(node.chain, tokens, producer, position + 1))
+
+    @staticmethod
+    def _fits(node: Node, end: int, producer: Producer | None) -> bool:
+        """Whether the node's tokens in front of `end` are what the producer would compute: base's, or its own."""
+        if node.producer == BASE_PRODUCER:
+            return producer is None or end <= producer.start
+        return producer is not None and node.producer == producer.text
+
+    def _has(self, path: list[Node], groups: frozenset[int], length: int) -> bool:
+        return all(
+            index in node.block_ids or (node.chain, index) in self._files and index in node.stored
+            for index in groups
+            for node in path[self._groups[index].first_block_needed(length) :]
+        )
+
+
+def common(left: TokenIds[int], right: TokenIds[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

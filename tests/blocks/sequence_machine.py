@@ -1,0 +1,336 @@
+"""Sequences in the prefix cache, beside a model of what every slot and file really holds (`cache_model`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import chain
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from agentcache.blocks.keys import BLOCK_SIZE, Namespace, Producer
+from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.lanes import chain_keys, spans
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.sequence import LaneBlock, Load, Sequence
+from agentcache.errors import OutOfBlocks
+from tests.blocks.cache_model import Arena, Groups, Places, Reference, text_in
+
+ROOTS = [Namespace("model", "cache", salt).root for salt in ("", "other")]
+MAX_TOKENS = 6 * BLOCK_SIZE
+
+
+@dataclass(eq=False)
+class Running:
+    """A sequence of the cache, with what has still to be loaded for it: the load and the bytes that were read."""
+
+    sequence: Sequence
+    loads: list[tuple[Load, Places]]
+    failed: list[Load] = field(default_factory=list)
+    reserve_failed: bool = False
+
+
+@dataclass(frozen=True)
+class Write:
+    node: Node
+    group: int
+    places: Places
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A key of producers; it changes the last group only, or all."""
+
+    key: str
+    everywhere: bool
+
+    def producer(self, start: int, num_groups: int) -> Producer:
+        return Producer(self.key, start, frozenset(range(0 if self.everywhere else num_groups - 1, num_groups)))
+
+
+def repeated(pieces: list[tuple[int, int]]) -> list[int]:
+    return [token for token, count in pieces for _ in range(count)]
+
+
+PIECES = st.lists(
+    st.tuples(st.integers(1, 2), st.sampled_from([1, 5, 16, 60, 200, 255, 256, 256, 512])), min_size=1, max_size=3
+).map(repeated)
+PICK = st.integers(0, 2**16)
+SHARES = st.sampled_from([0.3, 0.9, 1, 1, 1])
+ADAPTERS = st.sampled_from([None, None, Adapter("a", False), Adapter("b", False), Adapter("c", True)])
+STARTS = st.sampled_from([0, 1, 5, 60, 255, 256, 260, 300, 300, 511, 512, 700, "last"])
+
+
+class SequenceMachine(RuleBasedStateMachine):
+    """Several sequences in any interleaving, as the engine and the persistence use the cache."""
+
+    groups: Groups
+    spare_bytes = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        budget = PrefixCache(self.groups, 0).slots.min_ram_budget + self.spare_bytes
+        self.cache = PrefixCache(self.groups, budget)
+        self.arena = Arena()
+        self.running: list[Running] = []
+        self.writes: list[Write] = []
+        self.files: dict[tuple[str, int], Places] = {}
+        self.histories: list[list[int]] = []
+
+    # -- a sequence's life ------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.running) < 4)
+    @rule(history=PICK, share=SHARES, more=PIECES, other_root=st.integers(0, 9), adapter=ADAPTERS, start=STARTS)
+    def open(
+        self, history: int, share: float, more: list[int], other_root: int, adapter: Adapter | None, start: int | str
+    ) -> None:
+        tokens = (self.recall(history, share) + more)[:MAX_TOKENS]
+        self.start(tokens, ROOTS[other_root == 0], self.producer(adapter, start, tokens))
+
+    @precondition(lambda self: len(self.running) < 4)
+    @rule(history=PICK, share=SHARES, more=PIECES, save=st.booleans(), adapter=ADAPTERS, start=STARTS)
+    def turn(
+        self, history: int, share: float, more: list[int], save: bool, adapter: Adapter | None, start: int | str
+    ) -> None:
+        """A whole turn, as far as there are blocks for it."""
+        tokens = (self.recall(history, share) + more)[:MAX_TOKENS]
+        running = self.start(tokens, ROOTS[0], self.producer(adapter, start, tokens))
+        while running in self.running and running.loads:
+            self.settle(running, 0, succeeds=True)
+        if running in self.running and self.advance(running, more, save):
+            self.finish(running, 0, save)
+            if save:
+                self.settle_writes(len(self.writes), succeeds=True)
+
+    def producer(self, adapter: Adapter | None, start: int | str, tokens: list[int]) -> Producer | None:
+        start = len(tokens) - 1 if isinstance(start, str) else start
+        return None if adapter is None else adapter.producer(start, len(self.groups))
+
+    def recall(self, history: int, share: float) -> list[int]:
+        """The beginning of what some sequence held or holds."""
+        known = [*self.histories[-8:], *(list(running.sequence.token_ids) for running in self.running)]
+        tokens = known[history % len(known)] if known else []
+        return tokens[: int(len(tokens) * share)]
+
+    def start(self, tokens: list[int], root: str, producer: Producer | None) -> Running | None:
+        prefix = self.match(root, tokens, len(tokens) - 1, producer)
+        before = self.snapshot()
+        try:
+            sequence = self.cache.open(root, prefix)
+        except OutOfBlocks:
+            assert self.snapshot() == before
+            return None
+        for copy in sequence.copies:
+            self.arena.slot(copy.group, copy.target)[:] = self.arena.slot(copy.group, copy.source)
+        assert list(sequence.token_ids) == tokens[: prefix.num_tokens]
+        loads = [(load, self.files[load.node.chain, load.group][: load.num_tokens]) for load in sequence.loads]
+        assert bool(loads) is not self.was_in_ram
+        self.running.append(Running(sequence, loads))
+        return self.running[-1]
+
+    def match(self, root: str, tokens: list[int], limit: int, producer: Producer | None) -> CachedPrefix:
+        prefix = self.cache.match_prefix(root, tokens, limit, producer)
+        assert prefix.num_tokens == Reference(self.nodes(), self.groups, self.files).longest(
+            root, tokens[:limit], producer
+        )
+        for lane in prefix.lanes:
+            tail = lane.tail.token_ids[: lane.tail_tokens] if lane.tail else ()
+            held = [*chain.from_iterable(node.token_ids for node in lane.nodes), *tail]
+            assert held == tokens[: prefix.num_tokens]
+        self.was_in_ram = self.cache.in_ram(prefix)
+        return prefix
+
+    def loading(self) -> list[Running]:
+        return [r for r in self.running if r.loads]
+
+    def ready(self) -> list[Running]:
+        return [r for r in self.running if not r.loads]
+
+    @precondition(lambda self: self.loading())
+    @rule(which=PICK, load=PICK, succeeds=st.sampled_from([True, True, True, False]))
+    def settle_load(self, which: int, load: int, succeeds: bool) -> None:
+        self.settle(self.loading()[which % len(self.loading())], load, succeeds)
+
+    def settle(self, running: Running, load: int, succeeds: bool) -> None:
+        done, places = running.loads.pop(load % len(running.loads))
+        if succeeds:
+            self.arena.slot(done.group, done.block_id)[: done.num_tokens] = places
+            self.cache.loaded(running.sequence, done)
+        else:
+            running.failed.append(done)
+            self.files.pop((done.node.chain, done.group), None)
+            self.cache.mark_missing(done.node, done.group)
+        if running.failed and not running.loads:
+            self.end(running)
+            self.cache.abandon(running.sequence)
+
+    @precondition(lambda self: self.ready())
+    @rule(which=PICK, more=PIECES, aligned=st.booleans(), save=st.booleans())
+    def step(self, which: int, more: list[int], aligned: bool, save: bool) -> None:
+        running = self.ready()[which % len(self.ready())]
+        end = running.sequence.num_tokens + len(more)
+        beyond = end % BLOCK_SIZE if aligned and end % BLOCK_SIZE < len(more) else 0
+        self.advance(running, more[: len(more) - beyond], save)
+
+    def advance(self, running: Running, tokens: list[int], save: bool) -> bool:
+        sequence = running.sequence
+        tokens = tokens[: MAX_TOKENS - sequence.num_tokens]
+        if not self.reserve(running, len(tokens)):
+            return False
+        self.compute(sequence, tokens)
+        published = self.cache.advance(sequence, tokens)
+        self.check_published(sequence, len(tokens), published)
+        if save:
+            self.save_blocks(published)
+        self.cache.leave_window(sequence)
+        self.check_window(running)
+        return True
+
+    def check_published(self, sequence: Sequence, added: int, published: list[LaneBlock]) -> None:
+        """Each group's part of every block that was filled, once; and the base tail with the producer's first token."""
+        end, producer = sequence.num_tokens, sequence.producer
+        filled = [n for n in range(BLOCK_SIZE, end + 1, BLOCK_SIZE) if n > end - added]
+        expected = Counter((n, index) for n in filled for index in range(len(self.groups)))
+        if producer and producer.start % BLOCK_SIZE and end - added <= producer.start < end:
+            expected.update((producer.start, index) for index in range(len(self.groups)))
+        assert Counter((block.node.end, index) for block in published for index in block.groups) == expected
+
+    def reserve(self, running: Running, num_tokens: int) -> bool:
+        before = list(running.sequence.token_ids)
+        try:
+            self.cache.reserve(running.sequence, num_tokens)
+            return True
+        except OutOfBlocks:
+            running.reserve_failed = True
+            assert list(running.sequence.token_ids) == before
+            assert any(self.is_exhausted(index) for index in range(len(self.groups)))
+            return False
+
+    def compute(self, sequence: Sequence, tokens: list[int]) -> None:
+        start = sequence.num_tokens
+        for index, table in enumerate(sequence.tables):
+            places = self.places(sequence, index, tokens)
+            for position in range(start, len(places)):
+                slot = self.arena.slot(index, table.block_id(position // BLOCK_SIZE))
+                slot[position % BLOCK_SIZE] = places[position]
+
+    def places(self, sequence: Sequence, group: int, more: list[int] | None = None) -> Places:
+        """What the group's slots of a sequence hold, and would hold with `more` tokens."""
+        tokens = [*sequence.token_ids, *(more or [])]
+        return self.arena.numbers(sequence.root, tokens, text_in(sequence.producer, group))
+
+    def check_window(self, running: Running) -> None:
+        for group, table in zip(self.groups, running.sequence.tables, strict=True):
+            if group.window is not None and not running.reserve_failed:
+                assert len(table.block_ids) <= -(-group.window // BLOCK_SIZE) + 1
+
+    @precondition(lambda self: self.ready())
+    @rule(which=PICK, back=st.sampled_from([0, 0, 0, 1, 7, 300]), save=st.booleans())
+    def close(self, which: int, back: int, save: bool) -> None:
+        self.finish(self.ready()[which % len(self.ready())], back, save)
+
+    def finish(self, running: Running, back: int, save: bool) -> None:
+        sequence = running.sequence
+        keep = max(0, sequence.num_tokens - back)
+        self.end(running)
+        self.histories.append(list(sequence.token_ids[:keep]))
+        blocks = self.cache.close(sequence, keep)
+        layout = spans(keep, sequence.producer, len(self.groups))
+        assert [block.node.chain for block in blocks] == chain_keys(sequence.root, sequence.token_ids, layout)
+        assert [block.groups for block in blocks] == [span.groups for span in layout]
+        assert sequence.closed
+        if save:
+            self.save_blocks(blocks)
+
+    @precondition(lambda self: self.running)
+    @rule(which=PICK)
+    def abandon(self, which: int) -> None:
+        running = self.running[which % len(self.running)]
+        self.end(running)
+        self.cache.abandon(running.sequence)
+
+    def end(self, running: Running) -> None:
+        self.running.remove(running)
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def save_blocks(self, blocks: list[LaneBlock]) -> None:
+        for block in blocks:
+            for index in block.node.block_ids.keys() & set(block.groups):
+                self.save_one(block.node, index)
+
+    def save_one(self, node: Node, index: int) -> None:
+        if index not in node.stored and index not in node.pending:
+            node.pending.add(index)
+            slot = self.arena.slot(index, node.block_ids[index])
+            self.writes.append(Write(node, index, tuple(slot[: node.num_tokens])))
+
+    @precondition(lambda self: self.writes)
+    @rule(count=st.integers(1, 9), succeeds=st.sampled_from([True, True, True, False]))
+    def settle_writes(self, count: int, succeeds: bool) -> None:
+        for write in self.writes[:count]:
+            if succeeds:
+                assert write.places == self.arena.of_node(write.node)
+                self.files[write.node.chain, write.group] = write.places
+                self.cache.mark_stored(write.node, write.group)
+            else:
+                self.cache.mark_unwritten(write.node, write.group)
+        del self.writes[:count]
+
+    # -- what has to hold -------------------------------------------------------------------------------------------
+
+    @invariant()
+    def sound(self) -> None:
+        self.cache.check_integrity()
+        counts = self.cache.count_blocks()
+        assert counts.free + counts.live + counts.cached == sum(pool.capacity for pool in self.cache.slots.pools)
+        assert min(counts.free, counts.live, counts.cached) >= 0
+        for node in self.nodes():
+            assert not node.is_leaf or node.block_ids or node.stored or node.pending or node.readers, "useless"
+
+    @invariant()
+    def nodes_hold_what_they_name(self) -> None:
+        for node in self.nodes():
+            for index, block_id in node.block_ids.items():
+                assert tuple(self.arena.slot(index, block_id)[: node.num_tokens]) == self.arena.of_node(node)
+            assert node.pending <= {write.group for write in self.writes if write.node is node}
+            for index in node.stored:
+                assert self.files[node.chain, index] == self.arena.of_node(node)
+
+    @invariant()
+    def groups_below_an_adapter_hold_nothing_of_its_own(self) -> None:
+        for node in self.nodes():
+            if node.producer.startswith(("a@", "b@")):
+                assert {*node.block_ids, *node.stored, *node.pending} <= {len(self.groups) - 1}
+
+    @invariant()
+    def sequences_hold_their_tokens(self) -> None:
+        for running in self.running:
+            sequence = running.sequence
+            absent = {(load.group, load.block_id) for load in (*running.failed, *(load for load, _ in running.loads))}
+            for index, table in enumerate(sequence.tables):
+                places = self.places(sequence, index)
+                assert table.first_block <= self.groups[index].first_block_needed(sequence.num_tokens)
+                assert table.end_block * BLOCK_SIZE >= sequence.num_tokens
+                for position, block_id in enumerate(table.block_ids, start=table.first_block):
+                    expected = places[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
+                    if (index, block_id) not in absent:
+                        assert tuple(self.arena.slot(index, block_id)[: len(expected)]) == expected
+
+    def nodes(self) -> list[Node]:
+        return list(self.cache.tree.walk())
+
+    def snapshot(self) -> object:
+        """What an operation that fails must leave alone."""
+        tables = [[(t.first_block, tuple(t.block_ids)) for t in r.sequence.tables] for r in self.running]
+        return tables, [r.sequence.num_tokens for r in self.running], self.cache.count_blocks().live
+
+    def is_read(self, index: int, block_id: int) -> bool:
+        return any(block_id in running.sequence.tables[index].block_ids for running in self.running)
+
+    def is_exhausted(self, index: int) -> bool:
+        """Whether group `index` has no slot to give: each one is read."""
+        read = {block_id for running in self.running for block_id in running.sequence.tables[index].block_ids}
+        return len(read) == self.cache.slots.pools[index].capacity

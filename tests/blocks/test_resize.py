@@ -1,0 +1,56 @@
+"""The cache keeps within another RAM budget from now on, as far as those who read let it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.sequence import Sequence
+from tests.blocks.cache_model import FakeGroup
+
+ROOT = "root"
+GROUPS = (FakeGroup("full", None, 100), FakeGroup("sliding", 300, 70))
+
+
+def run(cache: PrefixCache, num_blocks: int, seed: int) -> Sequence:
+    """A request that has computed so many blocks and is still there."""
+    ids = random.Random(seed).choices(range(1000), k=num_blocks * BLOCK_SIZE)
+    sequence = cache.open(ROOT, cache.match_prefix(ROOT, ids, len(ids)))
+    for begin in range(sequence.num_tokens, len(ids), BLOCK_SIZE):
+        cache.reserve(sequence, BLOCK_SIZE)
+        cache.advance(sequence, ids[begin : begin + BLOCK_SIZE])
+        cache.leave_window(sequence)
+    return sequence
+
+
+@given(st.lists(st.integers(0, 6), max_size=4), st.integers(0, 4), st.integers(0, 4000))
+def test_any_budget(idle: list[int], running: int, budget: int) -> None:
+    cache = PrefixCache(GROUPS, ram_budget=4000)
+    for seed, num_blocks in enumerate(idle):
+        cache.close(run(cache, num_blocks, seed))
+    sequence = run(cache, running, seed=9)
+    read = [list(table.block_ids) for table in sequence.tables]
+    fits = cache.slots.resize(budget)
+    cache.check_integrity()
+    assert fits == (cache.slots.ram_budget == budget)
+    assert cache.slots.capacity_bytes <= cache.slots.ram_budget <= max(budget, 4000)
+    assert [list(table.block_ids) for table in sequence.tables] == read, "nobody loses what he reads"
+    cache.close(sequence)
+    cache.slots.resize(4000)
+    cache.close(run(cache, 6, seed=1))
+    cache.check_integrity()
+
+
+def test_nothing_is_given_up_for_a_budget_that_suffices() -> None:
+    cache = PrefixCache(GROUPS, ram_budget=4000)
+    cache.close(run(cache, 5, seed=1))
+    before, cached = cache.slots.capacity_bytes, cache.count_blocks().cached
+    assert cache.slots.resize(before)
+    assert (cache.slots.capacity_bytes, cache.count_blocks().cached) == (before, cached)
+    assert cache.slots.resize(cache.slots.min_ram_budget)
+    assert cache.slots.capacity_bytes == pytest.approx(cache.slots.min_ram_budget)
