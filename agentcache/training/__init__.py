@@ -1,1 +1,1 @@
-"""How the embedded model was made: synthetic conversations from a seed, a tokenizer, training in MLX, recall."""
+"""How the embedded model was made (documents, tokenizer, training, recall), and LoRA decoders on a model's cache."""

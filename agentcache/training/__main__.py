@@ -9,10 +9,16 @@ from typing import Annotated
 import mlx.core as mx
 import typer
 
+from agentcache.config import load_config
 from agentcache.llm import LLM
-from agentcache.models.embedded import DATA
+from agentcache.models.embedded import DATA, embedded_model_path
+from agentcache.models.tokenizer import Tokenizer
 from agentcache.serving.request import SamplingParams
 from agentcache.training.corpus import Corpus
+from agentcache.training.decoder import DecoderRecipe, DecoderTrainer
+from agentcache.training.decoder_data import Example, make_examples, own_conversations, read_conversations
+from agentcache.training.decoder_files import CHECKPOINT_FILE
+from agentcache.training.decoder_model import load_base
 from agentcache.training.dialogue import Dialogue
 from agentcache.training.export import export
 from agentcache.training.model import CONFIG
@@ -21,6 +27,9 @@ from agentcache.training.tokenizer import train_tokenizer
 from agentcache.training.train import RECIPE, Progress, Trainer
 
 _CACHE_LIMIT = 8 << 30  # bytes; every length of documents has buffers of its own, and kept ones would fill the device
+
+_OWN_DOCUMENTS = 200
+DECODER = DecoderRecipe()
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 Folder = Annotated[Path, typer.Option(help="Holds tokenizer and chat template; gets the trained model.")]
@@ -73,6 +82,48 @@ def train(
 
     trainer.run(workers, report, every=100)
     typer.echo(f"wrote {folder}: {export(trainer, folder) / 1e6:.1f} MB of weights")
+
+
+@app.command()
+def decoder(
+    out: Annotated[Path, typer.Option(help="Gets adapter and checkpoint; an unfinished training goes on from there.")],
+    model: Annotated[str | None, typer.Option(help="Folder or hub id; the embedded model without it.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="JSONL, as mlx-lm's; the recipe's own documents without it.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Of the matrices.")] = DECODER.rank,
+    scale: Annotated[float, typer.Option(help="Factor on what the matrices add.")] = DECODER.scale,
+    layers: Annotated[int, typer.Option(min=1, help="Layers to adapt, from the last one down.")] = DECODER.num_layers,
+    steps: Annotated[int, typer.Option(min=1, help="Batches.")] = DECODER.steps,
+    rows: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = DECODER.rows,
+    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = DECODER.learning_rate,
+    longest: Annotated[int, typer.Option(min=2, help="Tokens; longer examples are left out.")] = 2048,
+    seed: Seed = DECODER.seed,
+) -> None:
+    """Train a LoRA decoder on a frozen model's cache, for `agentcache serve --adapter NAME=OUT:prefill-share`."""
+    mx.set_cache_limit(_CACHE_LIMIT)
+    base = load_base(model or str(embedded_model_path(Path(load_config().cache_dir).parent)))
+    examples = _examples(data, base.tokenizer, longest, seed)
+    trainer = DecoderTrainer(base, DecoderRecipe(rank, scale, layers, steps, rows, learning_rate, seed=seed), examples)
+    if (out / CHECKPOINT_FILE).exists():
+        trainer.load(out)
+        typer.echo(f"going on from step {trainer.step}")
+
+    def report(progress: Progress) -> None:
+        typer.echo(f"step {progress.step}/{steps}, loss {progress.loss:.4f}, {progress.tokens_a_second:.0f} tokens/s")
+        trainer.save(out)
+
+    trainer.run(report, every=20)
+    trainer.export(out)
+    typer.echo(f"wrote the adapter to {out}")
+
+
+def _examples(data: Path | None, tokenizer: Tokenizer, longest: int, seed: int) -> list[Example]:
+    conversations = read_conversations(data) if data else own_conversations(Corpus(DATA, seed), _OWN_DOCUMENTS)
+    examples = list(make_examples(conversations, tokenizer))
+    kept = [example for example in examples if len(example) <= longest]
+    typer.echo(f"{len(kept)} answers to learn, {len(examples) - len(kept)} left out for their length")
+    return kept
 
 
 @app.command()

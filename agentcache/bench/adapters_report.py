@@ -1,0 +1,184 @@
+"""The adapters benchmark's numbers for people and programs: tables, a JSON file, plots, where the other server wins."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from agentcache.bench.adapters import AdaptersPlan, AdaptersResult
+from agentcache.bench.adapters_pipeline import BASE_ONLY, CHAIN
+from agentcache.bench.adapters_plots import plot_pipelines, plot_switches
+from agentcache.bench.adapters_switch import HOT, SwitchSample
+from agentcache.bench.comparative import OURS, PEER
+from agentcache.machine import describe_run
+
+_CLOSE = 0.05  # differences below this share are not called a win
+CAVEATS = [
+    "The adapters are random: they show what sharing costs and saves, not what an adapter is good for.",
+    "Plain LoRA (exact) adapts the upper half of the layers, the others all of them. Only it gives an adapter that was "
+    "trained the usual way its own answers; activated and prefill-share need adapters trained for it.",
+    "mlx_lm.server runs with its defaults: keys and values in the model's type, in RAM only; for other adapters it "
+    "loads the whole model again, here from the operating system's page cache.",
+    "Every process, and on agentcache every adapter, has answered one tiny request before.",
+    "Times are the clients', over loopback HTTP; compare ratios within one run.",
+]
+
+
+def build_report(plan: AdaptersPlan, result: AdaptersResult) -> dict[str, Any]:
+    """All of a run as plain data, caveats first."""
+    switches = _summarise_switches(result.switches)
+    pipelines = [
+        {
+            **asdict(each),
+            "computed_after_first": each.computed_after_first,
+            "seconds_after_first": each.seconds_after_first,
+        }
+        for each in result.pipelines
+    ]
+    mixed = {**asdict(result.mixed), "speedup": result.mixed.speedup}
+    return {
+        "caveats": CAVEATS,
+        "peer_wins": peer_wins(switches, mixed),
+        **describe_run("adapters"),
+        "model": plan.model or "random, 84M parameters, float32",
+        "plan": asdict(plan),
+        "switches": switches,
+        "against_hot_base": _against_hot_base(switches),
+        "chain": CHAIN,
+        "pipelines": pipelines,
+        "mixed": mixed,
+        "adapter_bytes": dict(result.adapter_bytes),
+        "samples": [asdict(sample) for sample in result.switches],
+    }
+
+
+def _summarise_switches(samples: Sequence[SwitchSample]) -> list[dict[str, Any]]:
+    """Medians over the rounds, a line for each server and turn, in order."""
+    turns = dict.fromkeys((sample.server, sample.turn) for sample in samples)
+    return [_summarise([s for s in samples if (s.server, s.turn) == turn]) for turn in sorted(turns, key=_ours_first)]
+
+
+def _ours_first(turn: tuple[str, str]) -> bool:
+    return turn[0] != OURS
+
+
+def _summarise(samples: Sequence[SwitchSample]) -> dict[str, Any]:
+    names = ("ttft_ms", "prompt_tokens", "computed_tokens", "ram_bytes", "disk_bytes")
+    return {
+        "server": samples[0].server,
+        "turn": samples[0].turn,
+        **{name: _median([getattr(sample.cost, name) for sample in samples]) for name in names},
+    }
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _against_hot_base(switches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each of our turns the share of the prompt that is computed, and its time beside a hot turn of base."""
+    ours = [row for row in switches if row["server"] == OURS]
+    hot = next(row for row in ours if row["turn"] == HOT)
+    return [
+        {
+            "turn": row["turn"],
+            "computed_share": row["computed_tokens"] / row["prompt_tokens"],
+            "ttft_ratio": row["ttft_ms"] / hot["ttft_ms"],
+        }
+        for row in ours
+    ]
+
+
+def peer_wins(switches: Sequence[dict[str, Any]], mixed: dict[str, Any]) -> list[str]:
+    """A sentence for everything in which mlx_lm.server is better by more than a few percent."""
+    ours = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == OURS}
+    theirs = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == PEER}
+    wins = [
+        f"{turn}: first token after {theirs[turn]:.0f} ms, here {ours[turn]:.0f} ms"
+        for turn in theirs
+        if theirs[turn] < ours[turn] * (1 - _CLOSE)
+    ]
+    if mixed["peer_turns_seconds"] < mixed["turns_seconds"] * (1 - _CLOSE):
+        wins.append(
+            f"{mixed['rows']} requests: {mixed['peer_turns_seconds']:.1f} s one after the other, here "
+            f"{mixed['turns_seconds']:.1f} s at once"
+        )
+    return wins
+
+
+def switches_table(report: dict[str, Any]) -> Table:
+    """A line a turn of each server."""
+    context = report["plan"]["switch"]["context"]
+    table = Table(title=f"A change of adapter on a cached context of {context} tokens, medians")
+    for heading in ("", "turn", "first token", "beside hot base", "computed", "prompt", "RAM", "disk"):
+        table.add_column(heading, justify="right")
+    for row in report["switches"]:
+        hot = next(each for each in report["switches"] if each["server"] == row["server"] and each["turn"] == HOT)
+        table.add_row(
+            row["server"],
+            row["turn"],
+            f"{row['ttft_ms']:.0f} ms",
+            f"{row['ttft_ms'] / hot['ttft_ms']:.2f}x",
+            f"{row['computed_tokens']:.0f}",
+            f"{row['prompt_tokens']:.0f}",
+            _kilobytes(row["ram_bytes"]),
+            _kilobytes(row["disk_bytes"]),
+        )
+    return table
+
+
+def pipelines_table(report: dict[str, Any]) -> Table:
+    """A line a policy: tokens computed in each step of the chain."""
+    table = Table(title="Base and two adapters, a and b, in turns on one context: prompt tokens computed a step")
+    for heading in ("", *report["chain"], "after the first", "seconds", "beside base only"):
+        table.add_column(heading, justify="right")
+    floor = next(each for each in report["pipelines"] if each["policy"] == BASE_ONLY)["seconds_after_first"]
+    for each in report["pipelines"]:
+        table.add_row(
+            each["policy"],
+            *(str(step["computed_tokens"]) for step in each["steps"]),
+            str(each["computed_after_first"]),
+            f"{each['seconds_after_first']:.1f}",
+            f"{each['seconds_after_first'] / floor:.2f}x",
+        )
+    return table
+
+
+def mixed_table(report: dict[str, Any]) -> Table:
+    """At once, one after the other, and what the batch costs for being mixed."""
+    mixed = report["mixed"]
+    table = Table(title=f"Base and {mixed['rows'] - 1} adapters, one row each")
+    for heading in ("", "decoding", "whole requests"):
+        table.add_column(heading, justify="right")
+    table.add_row("at once", f"{mixed['system']:.1f} tokens/s", f"{mixed['turns_seconds']:.2f} s")
+    table.add_row("one after the other", f"{mixed['serial']:.1f} tokens/s", f"{mixed['serial_turns_seconds']:.2f} s")
+    table.add_row(f"{mixed['rows']} rows of base at once", f"{mixed['base_system']:.1f} tokens/s", "")
+    table.add_row(f"{PEER}, one after the other", "", f"{mixed['peer_turns_seconds']:.2f} s")
+    return table
+
+
+def _kilobytes(count: float | None) -> str:
+    return "-" if count is None else f"{count / 1000:,.0f} kB"
+
+
+def tables(report: dict[str, Any]) -> Sequence[Table]:
+    """All tables, in order."""
+    return (switches_table(report), pipelines_table(report), mixed_table(report))
+
+
+def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
+    """Write `adapters.json` and two PNG files; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "adapters.json"
+    data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    switches, pipelines = folder / "adapters_switches.png", folder / "adapters_pipelines.png"
+    plot_switches(report, switches)
+    plot_pipelines(report, pipelines)
+    return [data, switches, pipelines]

@@ -1,0 +1,192 @@
+"""Cache-conditioned fine-tuning (PrefillShare, arXiv 2602.12029): a LoRA decoder that reads the frozen base's cache.
+
+Served with the policy `prefill-share`, an adapter acts from the prompt's last token on: the keys and values before are
+the base model's, in 4 bits. An adapter that was trained on keys and values of its own does badly there. This one is
+trained as it is served: the base computes the prompt's cache, the decoder the prompt's last token and the answer, and
+the loss is that of the answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optimizers
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from agentcache.models.adapter_files import LowRank, ModuleName
+from agentcache.models.adapters import read_adapter
+from agentcache.models.lora import AdapterWeights
+from agentcache.training.decoder_cache import PromptCache
+from agentcache.training.decoder_data import Batches, DecoderBatch, Example
+from agentcache.training.decoder_files import Checkpoint, read_checkpoint, write_adapter
+from agentcache.training.decoder_model import FrozenBase
+from agentcache.training.train import Progress
+
+# Every projection of attention and MLP; neither routers nor experts.
+_TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
+_TARGETS |= {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
+
+
+@dataclass(frozen=True)
+class DecoderRecipe:
+    """Everything that decides the decoder, beside the base and the examples.
+
+    Args:
+        rank, scale: the decoder adds scale * x @ a @ b to each projection.
+        num_layers: how many layers it adapts, from the last one down.
+        rows: examples a step.
+        learning_rate: at its highest, after a tenth of the steps; falls to a twentieth along a cosine.
+        seed: of the matrices and of the batches' order.
+    """
+
+    rank: int = 16
+    scale: float = 2.0
+    num_layers: int = 16
+    steps: int = 500
+    rows: int = 4
+    learning_rate: float = 5e-4
+    max_norm: float = 1.0
+    seed: int = 1
+
+
+class DecoderTrainer:
+    """Trains one decoder.
+
+    Attributes:
+        parameters: float32 a [in, r] and b [r, out], by names such as `3.self_attn.q_proj.lora_a`.
+        step: steps done.
+
+    Raises:
+        UnsupportedAdapter: agentcache could not serve what would be trained.
+    """
+
+    def __init__(self, base: FrozenBase, recipe: DecoderRecipe, examples: Sequence[Example]) -> None:
+        self.base, self.recipe = base, recipe
+        self.batches = Batches(examples, recipe.rows, recipe.seed)
+        self.parameters: dict[str, mx.array] = _new_matrices(base, recipe)
+        self.optimizer = optimizers.Adam(_schedule(recipe), bias_correction=True)
+        self.optimizer.init(self.parameters)
+        self.step = 0
+        self._digest = _digest(examples)
+        self._served = self._load_fresh()
+
+    def _load_fresh(self) -> AdapterWeights:
+        """The untrained adapter as serving loads it: from then on the base's modules are wrapped."""
+        with tempfile.TemporaryDirectory(prefix="agentcache-decoder-") as folder:
+            self.export(Path(folder))
+            return self.base.adapters.load(read_adapter(Path(folder), self.base.adapters.modules))
+
+    def run(self, report: Callable[[Progress], None] = lambda progress: None, every: int = 10) -> None:
+        """Train to the end of the recipe, or go on from where `load` left off."""
+        losses, tokens, since = [], 0, time.perf_counter()
+        while self.step < self.recipe.steps:
+            batch = self.batches.batch(self.step)
+            losses.append(self.train_on(batch))
+            tokens += int(batch.lengths.sum() + batch.weights.sum())
+            if self.step % every == 0 or self.step == self.recipe.steps:
+                mean = sum(losses) / len(losses)
+                report(Progress(self.step, mean, tokens / (time.perf_counter() - since)))
+                losses, tokens, since = [], 0, time.perf_counter()
+
+    def train_on(self, batch: DecoderBatch) -> float:
+        """One step; its loss."""
+        prompt = self.prefill(batch)
+        loss, gradients = mx.value_and_grad(lambda parameters: self.loss(parameters, prompt, batch))(self.parameters)
+        gradients, _ = optimizers.clip_grad_norm(gradients, self.recipe.max_norm)
+        self.parameters = self.optimizer.apply_gradients(gradients, self.parameters)
+        mx.eval(loss, self.parameters, self.optimizer.state)
+        self.step += 1
+        return float(loss.item())
+
+    def prefill(self, batch: DecoderBatch) -> list[PromptCache]:
+        """The base's keys and values of a batch's prompts."""
+        prompt = self.base.prefill(mx.array(batch.prompts))
+        mx.eval([(layer.keys, layer.values) for layer in prompt])
+        return prompt
+
+    def loss(self, parameters: Mapping[str, mx.array], prompt: Sequence[PromptCache], batch: DecoderBatch) -> mx.array:
+        """Mean cross entropy of the answers' tokens."""
+        logits = self.logits(parameters, prompt, batch)
+        losses = nn.losses.cross_entropy(logits, mx.array(batch.targets), reduction="none")
+        weights = mx.array(batch.weights)
+        return (losses * weights).sum() / weights.sum()
+
+    def logits(
+        self, parameters: Mapping[str, mx.array], prompt: Sequence[PromptCache], batch: DecoderBatch
+    ) -> mx.array:
+        """Float32 [B, A, vocabulary], of the tokens behind each of `batch.inputs`."""
+        return self.base.decode(mx.array(batch.inputs), prompt, mx.array(batch.lengths), self._weights(parameters))
+
+    def _weights(self, parameters: Mapping[str, mx.array]) -> AdapterWeights:
+        """The matrices as serving has them, in each module's own dtype."""
+        pairs = {}
+        for name, served in self._served.matrices.items():
+            a, b = (parameters[_parameter(name, side)] for side in "ab")
+            pairs[name] = LowRank(a.astype(served.a.dtype), (self.recipe.scale * b).astype(served.b.dtype))
+        return AdapterWeights(self._served.adapter, pairs)
+
+    def export(self, folder: Path) -> None:
+        """Write the adapter."""
+        write_adapter(folder, self.base.model, self.parameters, self.recipe.scale)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint."""
+        Checkpoint(self._state(), self.step, self._identity()).write(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint of the same base, recipe and examples: bit for bit what was saved.
+
+        Raises:
+            ConfigError: it is of another training.
+        """
+        checkpoint = read_checkpoint(folder, self._identity())
+        self.step = checkpoint.step
+        self.parameters = tree_map_with_path(lambda name, _: checkpoint.arrays[f"model.{name}"], self.parameters)
+        self.optimizer.state = tree_map_with_path(
+            lambda name, _: checkpoint.arrays[f"optimizer.{name}"], self.optimizer.state
+        )
+
+    def _state(self) -> dict[str, mx.array]:
+        return dict(tree_flatten({"model": self.parameters, "optimizer": self.optimizer.state}))
+
+    def _identity(self) -> dict[str, Any]:
+        return {**asdict(self.recipe), "model": self.base.fingerprint, "examples": self._digest}
+
+
+def _parameter(name: ModuleName, side: str) -> str:
+    return f"{name.layer}.{name.path}.lora_{side}"
+
+
+def _new_matrices(base: FrozenBase, recipe: DecoderRecipe) -> dict[str, mx.array]:
+    """As mlx-lm draws them: a uniform, b zero, so that training begins with the base's own answers."""
+    first = len(base.model.layers) - recipe.num_layers
+    matrices = {}
+    key = mx.random.key(recipe.seed)
+    for name, linear in sorted(base.adapters.modules.linears.items()):
+        if name.layer >= first and name.path.rpartition(".")[2] in _TARGETS:
+            key, own = mx.random.split(key)
+            bound = 1 / math.sqrt(linear.in_dim)
+            matrices[_parameter(name, "a")] = mx.random.uniform(-bound, bound, (linear.in_dim, recipe.rank), key=own)
+            matrices[_parameter(name, "b")] = mx.zeros((recipe.rank, linear.out_dim))
+    return matrices
+
+
+def _schedule(recipe: DecoderRecipe) -> Callable[[mx.array], mx.array]:
+    highest, warmup = recipe.learning_rate, max(1, recipe.steps // 10)
+    rise = optimizers.linear_schedule(highest / warmup, highest, warmup)
+    fall = optimizers.cosine_decay(highest, max(1, recipe.steps - warmup), highest / 20)
+    schedule: Callable[[mx.array], mx.array] = optimizers.join_schedules([rise, fall], [warmup])
+    return schedule
+
+
+def _digest(examples: Sequence[Example]) -> str:
+    return hashlib.blake2b(repr(list(examples)).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,163 @@
+"""What a decoder learns from: prompts and answers as token ids, in batches that depend on nothing but the seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentcache.errors import AgentCacheError, ConfigError
+from agentcache.models.tokenizer import Tokenizer
+from agentcache.training.corpus import Corpus, random_for
+from agentcache.training.train import RECIPE
+
+_PAD_TO = 32  # few different shapes, so that buffers are used again
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids of a prompt, at least one, and of the answer, which ends with the token that ends a turn."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True)
+class DecoderBatch:
+    """Rows, padded at the end.
+
+    Args:
+        prompts: int32 [B, P], the prompts without their last token.
+        lengths: int32 [B], tokens of `prompts` that are not padding.
+        inputs: int32 [B, A], what the decoder reads: a prompt's last token, and the answer without its last.
+        targets: int32 [B, A], the answers.
+        weights: float32 [B, A], 1 for an answer's tokens, 0 for padding.
+    """
+
+    prompts: np.ndarray
+    lengths: np.ndarray
+    inputs: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+
+def read_conversations(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Lines of a JSONL file as mlx-lm takes them: `{"messages": […], "tools"?}` or `{"prompt": …, "completion": …}`.
+
+    Raises:
+        ConfigError: a line that is neither.
+    """
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                yield _conversation(json.loads(line))
+            except (ValueError, LookupError, TypeError):
+                raise ConfigError(
+                    f'{path}, line {number}: not {{"messages": [...]}} nor {{"prompt", "completion"}}'
+                ) from None
+
+
+def _conversation(entry: Any) -> Mapping[str, Any]:
+    if "messages" in entry:
+        for message in entry["messages"]:
+            if message["role"] == "assistant" and not isinstance(message["content"], str):
+                raise ValueError("an answer without text")
+        return {"messages": list(entry["messages"]), "tools": entry.get("tools")}
+    asked = {"role": "user", "content": entry["prompt"]}
+    return {"messages": [asked, {"role": "assistant", "content": entry["completion"]}], "tools": None}
+
+
+def own_conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Mapping[str, Any]]:
+    """Documents of the embedded model's recipe, of about `length` tokens."""
+    mixture = RECIPE.stages[-1].mixture
+    for index in range(count):
+        dialogue = corpus.write(mixture, length, "decoder", index)
+        yield {"messages": dialogue.rendered(), "tools": dialogue.tools or None}
+
+
+def make_examples(conversations: Iterable[Mapping[str, Any]], tokenizer: Tokenizer) -> Iterator[Example]:
+    """One example for each message of the assistant: what stands before it is the prompt, earlier answers included.
+
+    Served, the base model reads an earlier answer again before the decoder goes on: so it does here.
+
+    Raises:
+        ConfigError: messages that the model's chat template refuses.
+    """
+    for conversation in conversations:
+        messages, tools = conversation["messages"], conversation["tools"]
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                yield _example(messages[: index + 1], tools, tokenizer)
+
+
+def _example(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> Example:
+    try:
+        return _tokenise(messages, tools, tokenizer)
+    except AgentCacheError as error:
+        raise ConfigError(f"{messages!r:.200}: {error}") from error
+
+
+def _tokenise(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> Example:
+    prompt = tokenizer.render_chat(messages[:-1], tools)
+    read = tokenizer.encode(prompt).ids
+    answer = tokenizer.mark(messages[-1]["content"])
+    whole = tokenizer.encode(prompt + answer).ids
+    # Some tokenizers join the prompt's last letters with the answer's first; the prompt is served as its own tokens.
+    said = whole[len(read) :] if whole[: len(read)] == read else tokenizer.encode(answer).ids
+    return Example(tuple(read), (*said, _end_of_turn(messages, tools, tokenizer)))
+
+
+def _end_of_turn(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> int:
+    """The token that the chat template puts behind an answer; the tokenizer's own end if it puts none."""
+    whole = tokenizer.encode(tokenizer.render_chat(messages, tools, add_generation_prompt=False)).ids
+    return next((token for token in reversed(whole) if token in tokenizer.eos_ids), min(tokenizer.eos_ids))
+
+
+class Batches:
+    """Examples of about equal length together; batches in an order of each round's own.
+
+    Args:
+        rows: examples in a batch; the last of the longest may be fewer.
+    """
+
+    def __init__(self, examples: Sequence[Example], rows: int, seed: int) -> None:
+        if not examples:
+            raise ConfigError("there are no examples to learn from")
+        ordered = sorted(examples, key=len)
+        self._batches = [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
+        self._seed = seed
+
+    def batch(self, step: int) -> DecoderBatch:
+        """The batch of that step."""
+        turn, place = divmod(step, len(self._batches))
+        order = list(range(len(self._batches)))
+        random_for(self._seed, "batches", turn).shuffle(order)
+        return stack_examples(self._batches[order[place]])
+
+
+def stack_examples(examples: Sequence[Example]) -> DecoderBatch:
+    """One batch of these."""
+    answers = [example.answer for example in examples]
+    return DecoderBatch(
+        prompts=_padded([example.prompt[:-1] for example in examples]),
+        lengths=np.array([len(example.prompt) - 1 for example in examples], np.int32),
+        inputs=_padded([(example.prompt[-1], *example.answer[:-1]) for example in examples]),
+        targets=_padded(answers),
+        weights=_padded([[1] * len(answer) for answer in answers]).astype(np.float32),
+    )
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Rows of ids as int32 [B, n], n the next multiple of `_PAD_TO`."""
+    longest = max(1, *map(len, rows))
+    padded = np.zeros((len(rows), -(-longest // _PAD_TO) * _PAD_TO), np.int32)
+    for row, ids in zip(padded, rows, strict=True):
+        row[: len(ids)] = ids
+    return padded

@@ -1,0 +1,89 @@
+"""A decoder on disk: the adapter's folder, as mlx-lm writes it, and the checkpoint to go on from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from agentcache.errors import ConfigError
+from agentcache.models.adapter_config import CONFIG_FILE
+
+WEIGHTS_FILE, CHECKPOINT_FILE = "adapters.safetensors", "checkpoint.safetensors"
+
+
+def write_adapter(folder: Path, model: Any, matrices: Mapping[str, mx.array], scale: float) -> None:
+    """Write what `mlx_lm.lora` would have, so that `agentcache serve --adapter` and mlx-lm take it.
+
+    Args:
+        model: mlx-lm's, whose module names are the tensors'.
+        matrices: a [in, r] and b [r, out] without the scale, by names such as `3.self_attn.q_proj.lora_a`.
+        scale: factor on x @ a @ b.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = _layers_name(model)
+    modules = [name.rpartition(".")[0].partition(".") for name in matrices]
+    ranks = {matrix.shape[0] for name, matrix in matrices.items() if name.endswith("lora_b")}
+    (rank,) = ranks
+    config = {
+        "fine_tune_type": "lora",
+        "num_layers": len(model.layers) - min(int(layer) for layer, _, _ in modules),
+        "lora_parameters": {
+            "rank": rank,
+            "scale": scale,
+            "dropout": 0.0,
+            "keys": sorted({path for _, _, path in modules}),
+        },
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    _save(folder / WEIGHTS_FILE, {f"{prefix}.{name}": matrix for name, matrix in matrices.items()}, {})
+
+
+def _layers_name(model: Any) -> str:
+    """Where the layers hang: `model.layers`, or `language_model.model.layers` where text is only a part."""
+    first = next(name for name, module in model.named_modules() if module is model.layers[0])
+    return str(first.rpartition(".")[0])
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of a training.
+
+    Args:
+        identity: what has to be the same for going on to make sense; JSON.
+    """
+
+    arrays: Mapping[str, mx.array]
+    step: int
+    identity: Mapping[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """Write it; the checkpoint before stays whole until this one is."""
+        folder.mkdir(parents=True, exist_ok=True)
+        metadata = {"step": str(self.step), "identity": json.dumps(self.identity, sort_keys=True)}
+        _save(folder / CHECKPOINT_FILE, self.arrays, metadata)
+
+
+def read_checkpoint(folder: Path, identity: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint in a folder.
+
+    Raises:
+        ConfigError: it is of another training; says what differs.
+    """
+    arrays, metadata = mx.load(str(folder / CHECKPOINT_FILE), return_metadata=True)
+    theirs = json.loads(metadata["identity"])
+    ours = json.loads(json.dumps(identity))
+    if differences := [name for name in ours if ours[name] != theirs.get(name)]:
+        raise ConfigError(f"{folder / CHECKPOINT_FILE} is of another training: {', '.join(differences)} not the same")
+    return Checkpoint(arrays, int(metadata["step"]), ours)
+
+
+def _save(path: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
+    unfinished = path.with_name("next.safetensors")
+    mx.save_safetensors(str(unfinished), dict(arrays), metadata)
+    os.replace(unfinished, path)

@@ -1,0 +1,99 @@
+"""A frozen base model and a LoRA decoder on its cache (PrefillShare, arXiv 2602.12029).
+
+The modules are mlx-lm's own, through which gradients pass; LoRA is what serves it (`models/lora.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from agentcache.kv.spec import CacheSpec
+from agentcache.models.fingerprint import model_fingerprint
+from agentcache.models.loader import read_model
+from agentcache.models.lora import AdapterWeights, ModelAdapters, RowAdapter
+from agentcache.models.mla import is_latent
+from agentcache.models.rehost import rehost
+from agentcache.models.tokenizer import Tokenizer
+from agentcache.training.decoder_cache import DecoderCache, PromptCache, RoundedNorm, Rounding
+
+
+@dataclass(frozen=True)
+class FrozenBase:
+    """A model that is trained on, not trained.
+
+    Args:
+        model: mlx-lm's.
+        adapters: act on its modules; what serving refuses to adapt, they do.
+        roundings: one a layer.
+        fingerprint: of weights, config and tokenizer.
+    """
+
+    model: Any
+    adapters: ModelAdapters
+    roundings: tuple[Rounding, ...]
+    tokenizer: Tokenizer
+    fingerprint: str
+
+    def prefill(self, prompts: mx.array) -> list[PromptCache]:
+        """Keys and values that the base makes of prompts [B, P]; nothing of it takes gradients."""
+        caches = [PromptCache(rounding) for rounding in self.roundings]
+        self.model(prompts, cache=caches)  # the logits are never computed
+        return caches
+
+    def decode(
+        self, inputs: mx.array, prompt: Sequence[PromptCache], lengths: mx.array, decoder: AdapterWeights
+    ) -> mx.array:
+        """What a decoder says behind prompts.
+
+        Args:
+            inputs: int32 [B, A], the prompt's last token and the answer.
+            prompt: of `prefill`, without the prompt's last token.
+            lengths: int32 [B], tokens of `prompt` that are not padding.
+
+        Returns:
+            Logits float32 [B, A, vocabulary].
+        """
+        caches = [DecoderCache(layer, lengths) for layer in prompt]
+        rows, num_tokens = inputs.shape
+        with self.adapters.step([RowAdapter(decoder)] * rows, [0] * rows, num_tokens):
+            logits: mx.array = self.model(inputs, cache=caches)
+        return logits.astype(mx.float32)
+
+
+def load_base(path_or_hub_id: str) -> FrozenBase:
+    """Load a model to train decoders on.
+
+    Raises:
+        UnsupportedModel: agentcache could not serve it.
+    """
+    read = read_model(path_or_hub_id)
+    originals = [dict(layer.children()) for layer in read.model.layers]
+    spec = rehost(read.model, read.config["model_type"], read.config)
+    adapters = ModelAdapters(read.model)
+    modules = [_put_back(*pair) for pair in zip(read.model.layers, originals, strict=True)]
+    return FrozenBase(
+        model=read.model,
+        adapters=adapters,
+        roundings=tuple(_round(module, spec) for module in modules),
+        tokenizer=read.tokenizer,
+        fingerprint=model_fingerprint(read.path, read.tokenizer.fingerprint),
+    )
+
+
+def _put_back(layer: Any, children: dict[str, Any]) -> Any:
+    """Undo re-hosting; the layer's own attention module."""
+    (name,) = (name for name, child in children.items() if layer[name] is not child)
+    setattr(layer, name, children[name])
+    return children[name]
+
+
+def _round(module: Any, spec: CacheSpec) -> Rounding:
+    quantisation = spec.groups[0].quantisation
+    if not is_latent(module):
+        return Rounding(quantisation)
+    module.kv_a_layernorm = RoundedNorm(module.kv_a_layernorm, Rounding(quantisation))
+    return Rounding(quantisation, module.qk_nope_head_dim)
