@@ -137,6 +137,7 @@ class HttpChat:
         done = self._client.chat(
             question.messages,
             agent=question.agent,
+            adapter=question.adapter,
             tools=list(question.tools) or None,
             max_tokens=question.max_tokens,
             temperature=question.temperature,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from agentcache.adapter_settings import AdapterFolder, parse_adapters
 from agentcache.errors import ConfigError
 
 ENV_PREFIX = "AGENTCACHE_"
@@ -151,6 +152,7 @@ class Config:
         prefill_chunk: prompt tokens computed at once while others generate, at most.
         max_stall_ms: milliseconds that computing prompt tokens may keep others from generating.
         decode_share: share of the time that generating gets while prompts wait; above 0 and below 1.
+        adapters: loaded at start.
     """
 
     model: str | None = None
@@ -167,6 +169,7 @@ class Config:
     prefill_chunk: int = 256
     max_stall_ms: float = 100.0
     decode_share: float = 0.5
+    adapters: tuple[AdapterFolder, ...] = ()
 
     @property
     def max_waiting_requests(self) -> int:
@@ -256,7 +259,8 @@ def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> No
 
 def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Values as `Config` wants them, from strings and TOML values."""
-    settings: dict[str, Any] = {key: _plain(key, value) for key, value in raw.items()}
+    settings: dict[str, Any] = {key: _plain(key, value) for key, value in raw.items() if key != "adapters"}
+    settings["adapters"] = parse_adapters(raw.get("adapters", {}))
     cache_dir = Path(settings.get("cache_dir", default_cache_dir())).expanduser().absolute()
     settings["cache_dir"] = cache_dir
     settings["ram_budget"] = parse_ram_budget(settings.get("ram_budget", "auto"))

@@ -10,12 +10,14 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from agentcache.adapter_settings import AdapterFolder, Policy, parse_policy
 from agentcache.config import Config, load_config
+from agentcache.serving.adapters import AdapterInfo
 from agentcache.serving.async_engine import AsyncEngine
 from agentcache.serving.request import (
     AgentInfo,
@@ -67,6 +69,7 @@ class LLM:
     Args:
         model: folder or hub id; None for the embedded model.
         cache_dir: where agents are kept.
+        adapters: folders of LoRA adapters by name, as `PATH` or `PATH:POLICY`.
         settings: any other setting of `agentcache.config.Config`, such as `ram_budget="8GB"`.
 
     Raises:
@@ -74,10 +77,15 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, cache_dir: str | Path | None = None, **settings: Any
+        self,
+        model: str | Path | None = None,
+        *,
+        cache_dir: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        **settings: Any,
     ) -> None:
-        config = load_config({"model": None if model is None else str(model), "cache_dir": cache_dir, **settings})
-        self._start(config)
+        own = {"model": None if model is None else str(model), "cache_dir": cache_dir, "adapters": adapters}
+        self._start(load_config({**own, **settings}))
 
     @classmethod
     def from_config(cls, config: Config) -> LLM:
@@ -120,7 +128,10 @@ class LLM:
 
     @property
     def model(self) -> ModelInfo:
-        return self._engine.model
+        async def describe() -> ModelInfo:
+            return self._engine.model
+
+        return self._wait(describe())
 
     def generate(
         self,
@@ -129,10 +140,14 @@ class LLM:
         *,
         agent: str | None = None,
         salt: str = "",
+        adapter: str | None = None,
+        policy: Policy | str | None = None,
+        invocation_start: int | None = None,
     ) -> Completion:
-        """Continue raw text or token ids; raises RequestError."""
+        """Continue raw text or token ids; `serving.request.Request` describes the options. Raises RequestError."""
         wrapped = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(list(prompt))
-        return self._complete(wrapped, sampling, agent, salt)
+        options = {"agent": agent, "salt": salt, "adapter": adapter, "invocation_start": invocation_start}
+        return self._complete(wrapped, sampling, policy=_policy(policy), **options)
 
     def chat(
         self,
@@ -141,15 +156,18 @@ class LLM:
         *,
         agent: str | None = None,
         salt: str = "",
+        adapter: str | None = None,
+        policy: Policy | str | None = None,
         tools: list[dict[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> Completion:
         """Answer messages through the model's chat template; raises RequestError."""
-        return self._complete(ChatPrompt(messages, tools, template_kwargs), sampling, agent, salt)
+        prompt = ChatPrompt(messages, tools, template_kwargs)
+        return self._complete(prompt, sampling, agent=agent, salt=salt, adapter=adapter, policy=_policy(policy))
 
-    def _complete(self, prompt: Prompt, sampling: SamplingParams | None, agent: str | None, salt: str) -> Completion:
+    def _complete(self, prompt: Prompt, sampling: SamplingParams | None, **options: Any) -> Completion:
         sampling = sampling or SamplingParams(max_tokens=512)
-        return self._wait(self._collect(Request(uuid.uuid4().hex, prompt, sampling, agent, salt)))
+        return self._wait(self._collect(Request(uuid.uuid4().hex, prompt, sampling, **options)))
 
     def token_times(self, request: Request) -> list[float]:
         """Run a request and return when each token arrived (`time.perf_counter`); for benchmarks."""
@@ -176,6 +194,23 @@ class LLM:
             finish_reason=last.finish_reason,
             report=last.report,
         )
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """All adapters, by name."""
+        return self.model.adapters
+
+    def load_adapter(self, name: str, path: str | Path, policy: Policy | str = Policy.AUTO) -> AdapterInfo:
+        """Serve an adapter under a name, in place of what it meant before; raises RequestError."""
+        folder = AdapterFolder(name, str(path), parse_policy(policy))
+        return self._wait(self._engine.load_adapter(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter; raises NotFound."""
+
+        async def unload() -> None:
+            self._engine.unload_adapter(name)
+
+        self._wait(unload())
 
     def agents(self) -> list[AgentInfo]:
         """All agents, by id."""
@@ -207,3 +242,7 @@ class LLM:
     def check_integrity(self) -> None:
         """Raises BrokenInvariant unless every block is accounted for."""
         self._wait(self._engine.check_integrity())
+
+
+def _policy(policy: Policy | str | None) -> Policy | None:
+    return None if policy is None else parse_policy(policy)

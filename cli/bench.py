@@ -131,6 +131,32 @@ def compare(
 
 
 @bench.command()
+def adapters(
+    model: Annotated[str | None, typer.Option(help="Model folder. Default: a random model of 84M parameters.")] = None,
+    context: Annotated[str, typer.Option(help="Tokens that base has read before adapters change.")] = "4K",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Times everything is measured.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for adapters.json and the plots.")] = Path("agentcache-bench"),
+    quick: Annotated[bool, typer.Option("--quick", help="A context of 1K, once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON report.")] = False,
+) -> None:
+    """A change of adapter on a cached context, chains of adapters, mixed batches; against mlx_lm.server."""
+    from agentcache.bench.adapters import QUICK, AdaptersPlan, measure_adapters
+    from agentcache.bench.adapters_mixed import MixedPlan
+    from agentcache.bench.adapters_report import build_report, tables, write_report
+    from agentcache.bench.adapters_switch import SwitchPlan
+    from agentcache.server_process import ending_on_signals
+
+    (tokens,) = parse_sizes(context)
+    full = AdaptersPlan(SwitchPlan(tokens, rounds=rounds), mixed=MixedPlan(rounds=rounds), model=model, seed=seed)
+    plan = replace(QUICK, model=model, seed=seed) if quick else full
+    with ending_on_signals():
+        result = measure_adapters(plan, say)
+    report = build_report(plan, result)
+    hand_out(report, write_report(report, out), tables(report), as_json=as_json)
+
+
+@bench.command()
 def python(
     rows: Annotated[int, typer.Option(min=1, max=64, help="Requests that decode at once.")] = 16,
     agents: Annotated[int, typer.Option(min=1, max=10_000, help="Agents that a prompt is matched against.")] = 1000,

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError
 
 # Each is a module here with a function, or a Typer group, of the same name.
-COMMANDS = ("serve", "run", "warm", "restore", "agents", "bench", "demo", "doctor", "purge")
+COMMANDS = ("serve", "run", "warm", "restore", "agents", "adapters", "bench", "demo", "doctor", "purge")
 
 
 class Commands(TyperGroup):

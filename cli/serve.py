@@ -44,6 +44,9 @@ def serve(
     max_context: Annotated[int | None, typer.Option(help="Tokens a sequence may have (the model's limit).")] = None,
     max_stall_ms: Annotated[float | None, typer.Option(help="Milliseconds a prompt may hold up others (100).")] = None,
     decode_share: Annotated[float | None, typer.Option(help="Share of the time for decoding (0.5).")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH[:POLICY]", help="LoRA adapter to load; may be repeated.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")] = False,
 ) -> None:
     """Serve a model to OpenAI clients, with agents whose memory survives a restart."""
@@ -61,6 +64,7 @@ def serve(
             "max_context": max_context,
             "max_stall_ms": max_stall_ms,
             "decode_share": decode_share,
+            "adapters": adapter or None,
         }
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -18,6 +18,7 @@ def warm(
     agent: Annotated[str, typer.Argument(help="The agent; made if it is not there.")],
     prompt_file: Annotated[str | None, typer.Option(help="File of raw text; - for stdin.")] = None,
     messages_file: Annotated[str | None, typer.Option(help="JSON file of chat messages; - for stdin.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="Adapter of the agent, if it is made now.")] = None,
     url: Url = None,
     api_key: ApiKey = None,
     model: Model = None,
@@ -27,7 +28,7 @@ def warm(
     """Compute a prompt for an agent and keep its cache; generate nothing."""
     path, body = agent_path(agent, "warm"), read_body(prompt_file, messages_file)
     with connect(url, api_key, model, cache_dir) as cache:
-        make_agent(cache, agent)
+        make_agent(cache, agent, adapter)
         with progress(f"warming {agent}"):
             report = cache.request("POST", path, body)
     typer.echo(json.dumps(report) if as_json else describe(agent, report))
@@ -61,9 +62,9 @@ def _read(name: str) -> str:
         raise ConfigError(f"cannot read {name}: {error}") from error
 
 
-def make_agent(cache: Connection, agent: str) -> None:
+def make_agent(cache: Connection, agent: str, adapter: str | None) -> None:
     try:
-        cache.request("POST", "/v1/agents", {"id": agent})
+        cache.request("POST", "/v1/agents", {"id": agent} | ({"adapter": adapter} if adapter else {}))
     except ServerError as error:
         if error.status != 409:  # it is there
             raise

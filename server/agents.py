@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from agentcache.server.completion import collect
 from agentcache.server.context import context_of, engine_of, read_body, read_optional_body
 from agentcache.server.openai import read_chat_prompt, read_prompts
-from agentcache.server.options import MAX_SALT_LENGTH, check_policy, read_priority, read_timeout, refuse_adapter
+from agentcache.server.options import MAX_SALT_LENGTH, read_adapter, read_policy, read_priority, read_timeout
 from agentcache.server.reply import Completion
 from agentcache.server.stream import until_disconnect
 from agentcache.server.validate import Reader, check_agent_id
@@ -40,9 +40,8 @@ async def create_agent(request: HttpRequest) -> Response:
     body = await read_body(request)
     body.only("id", "adapter", "policy", "system")
     agent_id = check_agent_id(body.required_string("id"), "id")
-    refuse_adapter(body)
-    policy = check_policy(body)
-    agent = await engine.create_agent(agent_id, policy=policy, system=body.string("system"))
+    adapter, policy = read_adapter(body, engine.model), read_policy(body)
+    agent = await engine.create_agent(agent_id, adapter=adapter, policy=policy, system=body.string("system"))
     return JSONResponse(agent_object(agent), 201)
 
 
@@ -78,7 +77,7 @@ async def save_agent(request: HttpRequest) -> Response:
 
 
 async def warm_agent(request: HttpRequest) -> Response:
-    """Caches a prompt for an agent and generates nothing."""
+    """Caches a prompt for an agent and generates nothing. One that does not invoke the agent's adapter is base's."""
     engine, agent_id = engine_of(request), _agent_id(request)
     body = await read_optional_body(request)
     body.only(*_WARM_FIELDS)
@@ -87,7 +86,15 @@ async def warm_agent(request: HttpRequest) -> Response:
     if len(salt) > MAX_SALT_LENGTH:
         body.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
     await engine.agent(agent_id)
-    job = Request(f"warm-{uuid.uuid4().hex}", prompt, SamplingParams(max_tokens=0), agent_id, salt, read_priority(body))
+    job = Request(
+        f"warm-{uuid.uuid4().hex}",
+        prompt,
+        SamplingParams(max_tokens=0),
+        agent=agent_id,
+        salt=salt,
+        priority=read_priority(body),
+        invocation_optional=True,
+    )
     work = collect(context_of(request), job, read_timeout(body))
     return JSONResponse(_warm_object(await until_disconnect(request.receive, work)))
 

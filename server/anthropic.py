@@ -51,11 +51,13 @@ def read_job(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
     sampling = read_sampling(
         body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=None, stop="stop_sequences"
     )
-    options = read_options(body, request.headers)
+    options = read_options(body, request.headers, model)
     job_id = f"msg_{uuid.uuid4().hex}"
     return Job(
-        requests=[Request(job_id, prompt, sampling, options.agent, options.salt, options.priority)],
-        reply=AnthropicReply(job_id, model.id, tools_for(model, prompt.tools), options.return_token_ids),
+        requests=[options.request(job_id, prompt, sampling)],
+        reply=AnthropicReply(
+            job_id, options.adapter or model.id, tools_for(model, prompt.tools), options.return_token_ids
+        ),
         stream=body.boolean("stream"),
         timeout=options.timeout,
     )

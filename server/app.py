@@ -15,14 +15,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agentcache.config import Config
-from agentcache.server import agents, anthropic, cache, openai
+from agentcache.server import adapters, agents, anthropic, cache, openai
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.errors import ErrorResponses, http_error
 from agentcache.server.metrics import Measure
 from agentcache.server.middleware import ApiKey, BodyLimit, LoopbackGuard, RequestLimit, is_loopback
-from agentcache.server.options import is_served, unknown_model
+from agentcache.server.options import adapter_in
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
+from agentcache.serving.adapters import AdapterInfo
 from agentcache.serving.request import ModelInfo
 
 Started = Callable[[BaseException | None], None]
@@ -76,6 +77,14 @@ def _routes() -> list[Route]:
         Route("/v1/agents/{id}/restore", agents.restore_agent, methods=["POST"]),
         Route("/v1/agents/{id}/evict", agents.evict_agent, methods=["POST"]),
         Route("/v1/agents/{id}/fork", agents.fork_agent, methods=["POST"]),
+        Route(
+            "/v1/adapters", _by_method(GET=adapters.list_adapters, POST=adapters.load_adapter), methods=["GET", "POST"]
+        ),
+        Route(
+            "/v1/adapters/{name}",
+            _by_method(GET=adapters.show_adapter, DELETE=adapters.unload_adapter),
+            methods=["GET", "DELETE"],
+        ),
         Route("/v1/cache/stats", cache.cache_stats, methods=["GET"]),
         Route("/v1/cache", cache.clear_cache, methods=["DELETE"]),
     ]
@@ -142,14 +151,15 @@ async def metrics(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_model_object(engine_of(request).model)]})
+    model = engine_of(request).model
+    found = [_model_object(model), *(_adapter_object(model, adapter) for adapter in model.adapters)]
+    return JSONResponse({"object": "list", "data": found})
 
 
 async def show_model(request: Request) -> Response:
     model, name = engine_of(request).model, request.path_params["id"]
-    if not is_served(name, model):
-        raise unknown_model(name, model)
-    return JSONResponse(_model_object(model))
+    adapter = model.adapter(adapter_in(name, model) or "")
+    return JSONResponse(_model_object(model) if adapter is None else _adapter_object(model, adapter))
 
 
 def _model_object(model: ModelInfo) -> dict[str, Any]:
@@ -160,3 +170,9 @@ def _model_object(model: ModelInfo) -> dict[str, Any]:
         "owned_by": SERVER_NAME,
         "max_model_len": model.max_context,
     }
+
+
+def _adapter_object(model: ModelInfo, adapter: AdapterInfo) -> dict[str, Any]:
+    """An adapter as a model of its own, as vLLM lists it."""
+    own = {"id": adapter.name, "created": adapter.created, "root": adapter.path, "parent": model.id}
+    return _model_object(model) | own

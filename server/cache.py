@@ -24,6 +24,10 @@ async def clear_cache(request: Request) -> Response:
 def stats_object(stats: CacheStats) -> dict[str, Any]:
     """All numbers; RAM by kind of cache and blocks by state in objects of their own."""
     described = dataclasses.asdict(stats)
-    ram = {"base": described.pop("ram_bytes"), "residual": described.pop("residual_ram_bytes")}
+    ram = {
+        "base": described.pop("ram_bytes"),
+        "residual": described.pop("residual_ram_bytes"),
+        "adapters": described.pop("adapter_ram_bytes"),
+    }
     blocks = {state: described.pop(f"blocks_{state}") for state in ("free", "live", "cached")}
     return {"ram_bytes": ram, "blocks": blocks} | described

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from agentcache.adapter_settings import AdapterFolder, Policy
+from agentcache.serving.adapters import AdapterInfo
 from agentcache.serving.request import AgentInfo, CacheStats, ModelInfo, Request, RestoreReport, Update
 
 
@@ -35,7 +37,7 @@ class Engine(Protocol):
     async def agent(self, agent_id: str, /) -> AgentInfo: ...
 
     async def create_agent(
-        self, agent_id: str, /, *, adapter: str | None = None, policy: str = "exact", system: str | None = None
+        self, agent_id: str, /, *, adapter: str | None = None, policy: Policy | None = None, system: str | None = None
     ) -> AgentInfo: ...
 
     async def delete_agent(self, agent_id: str, /) -> None: ...
@@ -47,6 +49,10 @@ class Engine(Protocol):
     async def evict_agent(self, agent_id: str, /) -> AgentInfo: ...
 
     async def save_agent(self, agent_id: str, /) -> AgentInfo: ...
+
+    async def load_adapter(self, folder: AdapterFolder, /) -> AdapterInfo: ...
+
+    def unload_adapter(self, name: str, /) -> None: ...
 
     async def stats(self) -> CacheStats: ...
 

@@ -55,7 +55,7 @@ def _metrics_of(stats: CacheStats) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"agentcache_{name}", what, value=getattr(stats, field))
     for field, (name, what) in _COUNTERS.items():
         yield CounterMetricFamily(f"agentcache_{name}", what, value=getattr(stats, field))
-    ram = {"base": stats.ram_bytes, "residual": stats.residual_ram_bytes}
+    ram = {"base": stats.ram_bytes, "residual": stats.residual_ram_bytes, "adapters": stats.adapter_ram_bytes}
     yield _labelled("ram_bytes", "RAM the cache takes", "cache", ram)
     blocks = {"free": stats.blocks_free, "live": stats.blocks_live, "cached": stats.blocks_cached}
     yield _labelled("kv_blocks", "Blocks in RAM", "state", blocks)

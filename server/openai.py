@@ -121,14 +121,14 @@ def _job(
     sampling: SamplingParams,
     shape: Shape,
 ) -> Job:
-    options = read_options(body, request.headers)
+    options = read_options(body, request.headers, model)
     stream = body.boolean("stream")
     _check_combination(body, len(prompts), options, stream)
     job_id = shape.id_prefix + uuid.uuid4().hex
     usage = options.report or body.object("stream_options").boolean("include_usage")
     return Job(
         requests=[_request(job_id, index, prompt, sampling, options) for index, prompt in enumerate(prompts)],
-        reply=OpenAIReply(job_id, model.id, shape, usage, options.return_token_ids),
+        reply=OpenAIReply(job_id, options.adapter or model.id, shape, usage, options.return_token_ids),
         stream=stream,
         timeout=options.timeout,
     )
@@ -144,5 +144,4 @@ def _check_combination(body: Reader, num_prompts: int, options: Options, stream:
 
 
 def _request(job_id: str, index: int, prompt: Prompt, sampling: SamplingParams, options: Options) -> Request:
-    request_id = f"{job_id}-{index}" if index else job_id
-    return Request(request_id, prompt, sampling, options.agent, options.salt, options.priority)
+    return options.request(f"{job_id}-{index}" if index else job_id, prompt, sampling)

@@ -8,15 +8,16 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
+from agentcache.adapter_settings import Policy, parse_policy
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.server.validate import Reader, check_agent_id
-from agentcache.serving.request import ModelInfo, Priority, SamplingParams
+from agentcache.serving.adapters import AdapterInfo
+from agentcache.serving.request import ModelInfo, Priority, Prompt, Request, SamplingParams
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_SALT_LENGTH = 256
-NO_ADAPTERS = "no adapters are loaded"
 
 # Fields that would change the answer if they were ignored, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -51,7 +52,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """The `agentcache` object of a request, whose request it is, its time limit in seconds and its priority."""
+    """The `agentcache` object of a request, whose request it is, its adapter, time limit in seconds and priority."""
 
     agent: str | None
     salt: str
@@ -59,6 +60,25 @@ class Options:
     return_token_ids: bool
     timeout: float | None
     priority: Priority | None
+    adapter: str | None
+    policy: Policy | None
+    invocation_start: int | None
+    invocation_optional: bool
+
+    def request(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> Request:
+        """The internal request."""
+        return Request(
+            request_id,
+            prompt,
+            sampling,
+            agent=self.agent,
+            salt=self.salt,
+            priority=self.priority,
+            adapter=self.adapter,
+            policy=self.policy,
+            invocation_start=self.invocation_start,
+            invocation_optional=self.invocation_optional,
+        )
 
 
 def refuse_unsupported(body: Reader) -> None:
@@ -81,14 +101,46 @@ def check_chat(model: ModelInfo) -> None:
 
 
 def check_model(body: Reader, model: ModelInfo) -> None:
-    """Accepts the served model under each of its names; absent means it, too."""
-    name = body.string("model")
-    if name is None or is_served(name, model):
-        return
+    """Accepts the served model under each of its names, with or without an adapter; absent means it, too."""
+    if (name := body.string("model")) is not None:
+        adapter_in(name, model)
+
+
+def adapter_in(name: str, model: ModelInfo) -> str | None:
+    """The adapter that a model's name means: `<base>:<adapter>`, or the adapter's own name; None for base.
+
+    Raises:
+        NotFound: the name means nothing here.
+    """
+    if model.is_called(name):
+        return None
     base, _, adapter = name.rpartition(":")
-    if adapter and is_served(base, model):
-        raise NotFound(f"The adapter {adapter!r} is unknown; {NO_ADAPTERS}.", param="model", code="adapter_not_found")
+    if adapter and model.is_called(base):
+        return known_adapter(adapter, model, "model").name
+    if model.adapter(name) is not None:
+        return name
     raise unknown_model(name, model)
+
+
+def read_adapter(body: Reader, model: ModelInfo) -> str | None:
+    """The adapter that the request names, by `adapter` or by `model`."""
+    name, target = body.string("adapter"), body.string("model")
+    by_model = None if target is None else adapter_in(target, model)
+    if name is None:
+        return by_model
+    if by_model not in (None, name):
+        body.fail("adapter", f"is another one than that of the model {target!r}")
+    return known_adapter(name, model, body.param("adapter")).name
+
+
+def known_adapter(name: str, model: ModelInfo, param: str) -> AdapterInfo:
+    """The loaded adapter of that name. Raises NotFound."""
+    adapter = model.adapter(name)
+    if adapter is None:
+        known = ", ".join(adapter.name for adapter in model.adapters) or "none"
+        message = f"The adapter {name!r:.80} is unknown; loaded: {known}."
+        raise NotFound(message, param=param, code="adapter_not_found")
+    return adapter
 
 
 def unknown_model(name: str, model: ModelInfo) -> NotFound:
@@ -96,17 +148,9 @@ def unknown_model(name: str, model: ModelInfo) -> NotFound:
     return NotFound(message, param="model", code="model_not_found")
 
 
-def is_served(name: str, model: ModelInfo) -> bool:
-    return name in (model.id, model.name, "default")
-
-
-def read_options(body: Reader, headers: Headers) -> Options:
+def read_options(body: Reader, headers: Headers, model: ModelInfo) -> Options:
     extras = body.object("agentcache")
-    extras.only("report", "policy", "salt", "invocation_start", "return_token_ids")
-    refuse_adapter(body)
-    check_policy(extras)
-    if extras.get("invocation_start") is not None:
-        extras.fail("invocation_start", f"needs an adapter; {NO_ADAPTERS}")
+    extras.only("report", "policy", "salt", "invocation_start", "invocation", "return_token_ids")
     salt = extras.string("salt") or ""
     if len(salt) > MAX_SALT_LENGTH:
         extras.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
@@ -117,7 +161,19 @@ def read_options(body: Reader, headers: Headers) -> Options:
         return_token_ids=extras.boolean("return_token_ids"),
         timeout=read_timeout(body),
         priority=read_priority(body),
+        adapter=read_adapter(body, model),
+        policy=read_policy(extras),
+        invocation_start=extras.integer("invocation_start", minimum=0),
+        invocation_optional=_read_invocation(extras),
     )
+
+
+def _read_invocation(extras: Reader) -> bool:
+    """Whether base may answer where the prompt does not invoke its adapter."""
+    value = extras.string("invocation")
+    if value not in (None, "required", "optional"):
+        extras.fail("invocation", 'must be "required" or "optional"')
+    return value == "optional"
 
 
 def read_priority(body: Reader) -> Priority | None:
@@ -133,18 +189,9 @@ def read_timeout(body: Reader) -> float | None:
     return None if value is None else body.as_number("request_timeout", value, minimum=0.001)
 
 
-def refuse_adapter(body: Reader) -> None:
-    name = body.string("adapter")
-    if name is not None:
-        raise NotFound(f"The adapter {name!r} is unknown; {NO_ADAPTERS}.", param="adapter", code="adapter_not_found")
-
-
-def check_policy(reader: Reader) -> str:
-    """The policy in force: without adapters everything is exact."""
-    policy = reader.string("policy") or "exact"
-    if policy not in ("exact", "auto"):
-        reader.fail("policy", f'must be "exact" or "auto", since {NO_ADAPTERS}')
-    return "exact"
+def read_policy(reader: Reader) -> Policy | None:
+    policy = reader.string("policy")
+    return None if policy is None else parse_policy(policy, reader.param("policy"))
 
 
 def read_agent(body: Reader, headers: Headers) -> str | None:

@@ -14,11 +14,18 @@ ROOT = Path(__file__).parent.parent
 LINKED = ("cli", "metal_kernels", "server")
 PLAIN = (
     "agentcache",
+    "agentcache.adapter_settings",
     "agentcache.blocks.keys",
+    "agentcache.blocks.lane_search",
+    "agentcache.blocks.lanes",
+    "agentcache.blocks.placement",
     "agentcache.blocks.pool",
     "agentcache.blocks.prefix_cache",
     "agentcache.blocks.prefix_match",
     "agentcache.blocks.radix_tree",
+    "agentcache.blocks.sequence",
+    "agentcache.blocks.siblings",
+    "agentcache.blocks.slots",
     "agentcache.config",
     "agentcache.errors",
     "agentcache.kv.block_file",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from agentcache.blocks.keys import Namespace
-from agentcache.blocks.prefix_cache import CachedPrefix, PrefixCache, Sequence
+from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.sequence import Sequence
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, Overloaded
 from agentcache.models.runner import ModelRunner
 from agentcache.serving.generation import Generation
@@ -79,7 +81,7 @@ class Admission:
         limit = len(generation.token_ids) - 1
         if generation.request.sampling.prompt_logprobs and generation.num_generated == 0:
             limit = 0
-        return self._cache.match_prefix(root, generation.token_ids, limit)
+        return self._cache.match_prefix(root, generation.token_ids, limit, generation.producer)
 
     def _check_room(self, generation: Generation, prefix: CachedPrefix) -> None:
         """Raise OutOfBlocks if the known tokens of all who are admitted would not fit: one would preempt another."""

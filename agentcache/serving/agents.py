@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from agentcache.blocks.keys import BlockName
 from agentcache.blocks.prefix_match import Transcript
 from agentcache.errors import Conflict, InvalidRequest, NotFound
 from agentcache.kv.manifest import AgentRecord, valid_id
 
 
 class AgentTable:
-    """All agents of the served model, by id, and how many of them name each block on disk.
+    """All agents of the served model, by id, and how many of them name each group's part of a block on disk.
 
     Args:
         model: fingerprint of the served model.
@@ -23,7 +24,7 @@ class AgentTable:
     def __init__(self, model: str, records: Iterable[AgentRecord] = ()) -> None:
         self._model = model
         self._records: dict[str, AgentRecord] = {}
-        self._references: Counter[str] = Counter()
+        self._references: Counter[BlockName] = Counter()
         self._busy: Counter[str] = Counter()
         for record in records:
             self.put(record)
@@ -67,9 +68,10 @@ class AgentTable:
             adapter=None,
             policy=policy,
             system=system,
+            producer=None,
             transcript=Transcript.empty(),
             num_saved=0,
-            chains=(),
+            blocks=(),
         )
 
     def _clash(self, agent_id: str) -> str | None:
@@ -92,31 +94,31 @@ class AgentTable:
         if self._busy[agent_id] <= 0:
             del self._busy[agent_id]
 
-    def names(self, chain: str) -> bool:
-        """Whether some agent's memory on disk includes this block."""
-        return self._references[chain] > 0
+    def names(self, name: BlockName) -> bool:
+        """Whether some agent's memory on disk includes this."""
+        return self._references[name] > 0
 
-    def put(self, record: AgentRecord) -> set[str]:
-        """Add or replace an agent; returns the chains that nobody names any more."""
+    def put(self, record: AgentRecord) -> set[BlockName]:
+        """Add or replace an agent; returns what nobody names any more."""
         old = self._records.get(record.id)
         self._records[record.id] = record
-        self._references.update(record.chains)
-        return self._drop(old.chains if old else ())
+        self._references.update(record.block_names)
+        return self._drop(old.block_names if old else [])
 
-    def remove(self, agent_id: str) -> set[str]:
-        """Forget an agent; returns the chains that nobody names any more. Raises NotFound."""
-        chains = self.get(agent_id).chains
+    def remove(self, agent_id: str) -> set[BlockName]:
+        """Forget an agent; returns what nobody names any more. Raises NotFound."""
+        names = self.get(agent_id).block_names
         del self._records[agent_id]
-        return self._drop(chains)
+        return self._drop(names)
 
-    def _drop(self, chains: Iterable[str]) -> set[str]:
-        self._references.subtract(chains)
-        released = {chain for chain in chains if self._references[chain] <= 0}
-        for chain in released:
-            del self._references[chain]
+    def _drop(self, names: list[BlockName]) -> set[BlockName]:
+        self._references.subtract(names)
+        released = {name for name in names if self._references[name] <= 0}
+        for name in released:
+            del self._references[name]
         return released
 
     def least_recently_used(self) -> AgentRecord | None:
         """The idle agent with blocks on disk that was used longest ago."""
-        idle = [record for record in self if record.chains and record.id not in self._busy]
+        idle = [record for record in self if record.blocks and record.id not in self._busy]
         return min(idle, key=lambda record: record.last_used, default=None)

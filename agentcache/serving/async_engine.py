@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from agentcache.blocks.prefix_match import PromptMatch, Transcript
+from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.config import Config
-from agentcache.errors import AgentCacheError, EngineStopped, NotFound, Overloaded, StoreError
+from agentcache.errors import AgentCacheError, Conflict, EngineStopped, Overloaded, StoreError
 from agentcache.models.embedded import embedded_model_path
+from agentcache.serving.adapter_loader import AdapterLoader
+from agentcache.serving.adapters import AdapterInfo
+from agentcache.serving.agent_turns import AgentTurns
 from agentcache.serving.engine import Engine
 from agentcache.serving.engine_thread import EngineThread, Receive
 from agentcache.serving.generation import Generation, Saved
 from agentcache.serving.output import Output
-from agentcache.serving.prepare import prepare
+from agentcache.serving.prepare import Prepared, agent_policy, choose_adapter, match_prompt, prepare_request
 from agentcache.serving.request import AgentInfo, CacheStats, ModelInfo, Request, RestoreReport, Update
 
 T = TypeVar("T")
@@ -38,17 +41,25 @@ class AsyncEngine:
         self.config = config
         self._thread = EngineThread(lambda post: Engine(config, _model_path(config), post))
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="agentcache-prepare")
-        self._turns: dict[str, _Turns] = {}
+        self._turns = AgentTurns()
         self._active = 0
         self._is_open = False
         self._model: ModelInfo | None = None
+        self._adapters: AdapterLoader | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model and open the cache folder; raises whatever stands in the way."""
+        """Load the model and its adapters, and open the cache folder; raises whatever stands in the way."""
         await self._thread.start()
         self._model = _describe(self._thread.alive(), self.config)
+        self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
+        try:
+            for folder in self.config.adapters:
+                await self.load_adapter(folder)
+        except BaseException:
+            await self.close()
+            raise
         self._is_open = True
 
     async def close(self) -> None:
@@ -56,6 +67,8 @@ class AsyncEngine:
         self._is_open = False
         await self._thread.close()
         self._worker.shutdown()
+        if self._adapters is not None:
+            self._adapters.close()
 
     @property
     def ready(self) -> bool:
@@ -71,7 +84,13 @@ class AsyncEngine:
     def model(self) -> ModelInfo:
         if self._model is None:
             raise EngineStopped("the model is not loaded yet")
-        return self._model
+        return replace(self._model, adapters=self.adapters.list())
+
+    @property
+    def adapters(self) -> AdapterLoader:
+        if self._adapters is None:
+            raise EngineStopped("the model is not loaded yet")
+        return self._adapters
 
     async def _call(self, function: Callable[[Engine], T]) -> T:
         """Run `function` on the engine's thread and return what it returns."""
@@ -80,22 +99,6 @@ class AsyncEngine:
     async def _in_background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function` on the worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, partial(function, *args, **kwargs))
-
-    @asynccontextmanager
-    async def _turn(self, agent_id: str | None) -> AsyncIterator[None]:
-        """One at a time per agent, in order of arrival."""
-        if agent_id is None:
-            yield
-            return
-        turns = self._turns.setdefault(agent_id, _Turns())
-        turns.users += 1
-        try:
-            async with turns.lock:
-                yield
-        finally:
-            turns.users -= 1
-            if not turns.users:
-                self._turns.pop(agent_id, None)
 
     # -- completions ------------------------------------------------------------------------------------------------
 
@@ -112,26 +115,34 @@ class AsyncEngine:
             raise Overloaded("too many requests are waiting; try again later")
         self._active += 1
         try:
-            async with self._turn(request.agent):
+            async with self._turns.turn(request.agent):
                 await self._run(self._thread.alive(), request, _Receiver(take), submitted_at)
         finally:
             self._active -= 1
 
     async def count_tokens(self, request: Request) -> int:
         """Tokens that the request's prompt has, without running it; raises InvalidRequest."""
-        match = await self._in_background(self._prepare, self._thread.alive(), request)
+        engine = self._thread.alive()
+        match = await self._in_background(match_prompt, request, engine.agents, engine.loaded.tokenizer)
         return len(match.transcript.ids)
 
     async def _run(self, engine: Engine, request: Request, receiver: _Receiver, submitted_at: float) -> None:
+        """Have the engine work on the request once its adapter is there, until its end or a cancellation."""
+        choice = choose_adapter(engine.agents, request)
         with self._thread.told_of_the_end(receiver):
-            generation = await self._submit(engine, request, receiver, submitted_at)
-            try:
-                await receiver.ended
-            finally:
-                self._thread.post(lambda: engine.cancel(generation))
+            async with self.adapters.lease(choice.name) as adapter:
+                known = (engine.agents, engine.loaded.tokenizer)
+                prepared = await self._in_background(prepare_request, request, *known, adapter, choice.policy)
+                generation = self._submit(engine, request, prepared, receiver, submitted_at)
+                try:
+                    await receiver.ended
+                finally:
+                    self._thread.post(lambda: engine.cancel(generation))
 
-    async def _submit(self, engine: Engine, request: Request, receive: Receive, submitted_at: float) -> Generation:
-        match = await self._in_background(self._prepare, engine, request)
+    def _submit(
+        self, engine: Engine, request: Request, prepared: Prepared, receive: Receive, submitted_at: float
+    ) -> Generation:
+        match, use = prepared.match, prepared.adapter
         engine.check(len(match.transcript.ids), request.prompt_param)
 
         generation = Generation(
@@ -141,6 +152,8 @@ class AsyncEngine:
             output=Output(engine.loaded.tokenizer.detokenizer(after=match.transcript.ids[-1]), request.sampling.stop),
             emit=partial(self._thread.send, receive),
             submitted_at=submitted_at,
+            adapter=use,
+            producer=None if use is None else use.producer,
         )
 
         def add() -> None:
@@ -151,14 +164,6 @@ class AsyncEngine:
 
         self._thread.post(add)
         return generation
-
-    @staticmethod
-    def _prepare(engine: Engine, request: Request) -> PromptMatch:
-        agent = request.agent
-        record = engine.agents.get(agent) if agent is not None and agent in engine.agents else None
-        known = record.transcript if record else Transcript.empty()
-        transcript = None if agent is None else known
-        return prepare(request.prompt, transcript, record.system if record else None, engine.loaded.tokenizer)
 
     @staticmethod
     def _max_tokens(engine: Engine, request: Request, num_prompt_tokens: int) -> int:
@@ -176,42 +181,47 @@ class AsyncEngine:
         return await self._call(lambda engine: engine.memory.info(agent_id))
 
     async def create_agent(
-        self, agent_id: str, *, adapter: str | None = None, policy: str = "exact", system: str | None = None
+        self, agent_id: str, *, adapter: str | None = None, policy: Policy | None = None, system: str | None = None
     ) -> AgentInfo:
-        """Make an agent without memory, durably; raises Conflict."""
-        if adapter is not None:
-            raise NotFound(f"there is no adapter {adapter!r}", param="adapter")
-        async with self._turn(agent_id):
-            await self._save(lambda engine, done: engine.memory.create(agent_id, policy, system, done))
+        """Make an agent without memory, durably; its requests use the adapter unless they name another one.
+
+        Raises:
+            NotFound: there is no such adapter.
+            InvalidRequest: the adapter cannot be used under that policy.
+            Conflict: there is such an agent.
+        """
+        settled = agent_policy(self.adapters.get(adapter) if adapter is not None else None, policy)
+        async with self._turns.turn(agent_id):
+            await self._save(lambda engine, done: engine.memory.create(agent_id, adapter, settled, system, done))
             return await self.agent(agent_id)
 
     async def fork_agent(self, agent_id: str, new_id: str) -> AgentInfo:
         """A new agent with the same memory, sharing every block; raises NotFound, Conflict."""
         # In one order for all, or two that fork into each other's place would wait for ever.
         first, second = sorted((agent_id, new_id))
-        async with self._turn(first), self._turn(second if second != first else None):
+        async with self._turns.turn(first), self._turns.turn(second if second != first else None):
             await self._save(lambda engine, done: engine.memory.fork(agent_id, new_id, done))
             return await self.agent(new_id)
 
     async def delete_agent(self, agent_id: str) -> None:
         """Forget an agent in RAM and on disk; raises NotFound."""
-        async with self._turn(agent_id):
+        async with self._turns.turn(agent_id):
             await self._save(lambda engine, done: engine.memory.delete(agent_id, done))
 
     async def save_agent(self, agent_id: str) -> AgentInfo:
         """Return when everything the agent has is on disk; raises NotFound, StoreError."""
-        async with self._turn(agent_id):
+        async with self._turns.turn(agent_id):
             await self._save(lambda engine, done: engine.memory.save(agent_id, done))
             return await self.agent(agent_id)
 
     async def restore_agent(self, agent_id: str) -> RestoreReport:
         """Bring an agent's blocks from disk into RAM; raises NotFound."""
-        async with self._turn(agent_id):
+        async with self._turns.turn(agent_id):
             return await self._thread.callback(lambda engine, done: engine.memory.restore(agent_id, done))
 
     async def evict_agent(self, agent_id: str) -> AgentInfo:
         """Free the agent's RAM; it stays on disk; raises NotFound."""
-        async with self._turn(agent_id):
+        async with self._turns.turn(agent_id):
             await self._call(lambda engine: engine.memory.evict(agent_id))
             return await self.agent(agent_id)
 
@@ -219,6 +229,18 @@ class AsyncEngine:
         saved: Saved = await self._thread.callback(function)
         if saved.error is not None:
             raise StoreError(saved.error)
+
+    # -- adapters ---------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, folder: AdapterFolder) -> AdapterInfo:
+        """Serve an adapter from now on; raises InvalidRequest, UnsupportedAdapter, Conflict."""
+        if self.model.is_called(folder.name):
+            raise Conflict(f"{folder.name!r} is the model's own name", param="name")
+        return await self.adapters.load(folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter; those that run end as they began. Raises NotFound."""
+        self.adapters.unload(name)
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 
@@ -275,11 +297,3 @@ class _Receiver:
         else:
             if update.report is not None:
                 self.ended.set_result(None)
-
-
-class _Turns:
-    """The lock of one agent and how many wait for it or hold it."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.users = 0

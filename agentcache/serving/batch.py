@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from agentcache.blocks.prefix_cache import Sequence as CacheSequence
+from agentcache.blocks.sequence import Sequence as CacheSequence
 from agentcache.models.runner import ModelRunner
 from agentcache.models.sampler import REPETITION_CONTEXT, Row, Sampler, Scores, TokenScore, choose
+from agentcache.serving.adapter_weights import AdapterWeightSet
 from agentcache.serving.generation import Generation
 
 
@@ -112,8 +113,9 @@ class Batch:
 class BatchBuilder:
     """Makes batches of the scheduler's plans. Owns the samplers of the generations being worked on."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet) -> None:
         self._runner = runner
+        self._adapters = adapters
         self._samplers: dict[Generation, Sampler] = {}
 
     def __contains__(self, generation: Generation) -> bool:
@@ -145,9 +147,13 @@ class BatchBuilder:
         starts = [generation.num_launched for generation in rows]
         left = [generation.num_to_launch for generation in rows]
         inputs = self._inputs(rows, left, num_tokens, before)
-        score_prompt = num_tokens > 1 and rows[0].wants_prompt_logprobs
+        score_prompt = left[0] > 1 and rows[0].wants_prompt_logprobs
         tables = [generation.place.tables for generation in rows]
-        logits = self._runner.forward(inputs, tables, starts, all_logits=score_prompt)
+        adapters = [self._adapters.row(generation.adapter) for generation in rows]
+        decoder = self._adapters.decoder(rows[0].decoder)
+        logits = self._runner.forward(
+            inputs, tables, starts, all_logits=score_prompt, adapters=adapters, decoder=decoder
+        )
         complete = [count <= num_tokens for count in left]
         ends = [start + num_tokens for start in starts]
         tokens = self._choose(rows, ends, logits[:, -1], inputs[:, -1]) if any(complete) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from agentcache.blocks.keys import Namespace
 from agentcache.blocks.prefix_cache import PrefixCache
@@ -20,6 +21,7 @@ from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel, load
 from agentcache.models.runner import ModelRunner
+from agentcache.serving.adapter_weights import AdapterWeightSet
 from agentcache.serving.admission import Admission
 from agentcache.serving.agents import AgentTable
 from agentcache.serving.batch import Batch, BatchBuilder
@@ -65,6 +67,7 @@ class Engine:
         self.cache.slots.preallocate(min(config.ram_budget // 8, _PREALLOCATED_BYTES))
         self.runner.fit()
         self.restorer.warm_up(self.loaded.spec)
+        self._ram_budget = config.ram_budget
         self.scheduler = Scheduler(max_running=config.max_concurrent_requests, pace=self._pace(config))
         self.counters = Counters()
         self.turns = Turns(self.cache, self.loaded.tokenizer, self.agents, self.persistence, self._finished)
@@ -72,7 +75,8 @@ class Engine:
             self.cache, self.runner, self.agents, self.persistence, self.restorer, self._namespace
         )
         self.guard = MemoryGuard(Footprint.of(self.loaded.spec, self.loaded.config))
-        self._builder = BatchBuilder(self.runner)
+        self.adapters = AdapterWeightSet(self.loaded, self.runner, self.cache.slots)
+        self._builder = BatchBuilder(self.runner, self.adapters)
         self._under_way: Batch | None = None
         self._admission = Admission(
             self.scheduler,
@@ -226,4 +230,5 @@ class Engine:
             evicted = sum(self.cache.slots.evict(node) for node in list(self.cache.tree.residents)) > 0
 
     def stats(self) -> CacheStats:
-        return cache_stats(self.cache, self.runner, self.scheduler, self.persistence, self.counters, len(self.agents))
+        stats = cache_stats(self.cache, self.runner, self.scheduler, self.persistence, self.counters, len(self.agents))
+        return replace(stats, ram_budget=self._ram_budget, adapter_ram_bytes=self.adapters.nbytes)

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from agentcache.blocks.prefix_cache import Sequence
+from agentcache.adapter_settings import Policy
+from agentcache.blocks.keys import Producer
 from agentcache.blocks.prefix_match import PromptMatch
-from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.sequence import LaneBlock, Sequence
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.manifest import AgentRecord
+from agentcache.serving.activation import AdapterUse
 from agentcache.serving.output import Output
 from agentcache.serving.request import CachedTokens, CacheState, FinishReason, Report, Request, TokenLogprob, Update
 
@@ -34,7 +36,10 @@ class Generation:
         in_flight: tokens of it that the device is at work on.
         background: it lets others go first; the scheduler ends that when it has waited enough.
         passed_over: how often others went before it.
+        decoded_at: number of the last step that it decoded in.
         record: the request's agent before this turn.
+        producer: who computes the keys and values of its tokens; None for base.
+        adapter: what it is computed with, the whole way; None for base.
         own_tokens: leading prompt tokens that are the agent's already.
         saved_early: blocks that were sent to disk before the turn's end.
     """
@@ -56,10 +61,13 @@ class Generation:
     first_token_at: float | None = None
     own_tokens: int = 0
     written_bytes: int = 0
-    saved_early: list[Node] = field(default_factory=list)
+    saved_early: list[LaneBlock] = field(default_factory=list)
     record: AgentRecord | None = None
+    producer: Producer | None = None
+    adapter: AdapterUse | None = None
     in_flight: int = 0
     passed_over: int = 0
+    decoded_at: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.match.transcript.ids)
@@ -85,6 +93,25 @@ class Generation:
     def num_to_launch(self) -> int:
         """Known tokens that nobody has begun to compute."""
         return len(self.token_ids) - self.num_computed - self.in_flight
+
+    @property
+    def decoder(self) -> str | None:
+        """Digest of the model that computes its next tokens, where that is not base; base may work with a LoRA."""
+        use, start = self.adapter, self._decoder_start
+        return None if use is None or start is None or self.num_launched < start else use.digest
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Known tokens that the same model is to compute, one after the other."""
+        start = self._decoder_start
+        if start is None or self.num_launched >= start:
+            return self.num_to_launch
+        return min(self.num_to_launch, start - self.num_launched)
+
+    @property
+    def _decoder_start(self) -> int | None:
+        """First token that a model of its own computes, if one does."""
+        return self.adapter.start if self.adapter is not None and self.adapter.is_decoder else None
 
     @property
     def can_prefill(self) -> bool:
@@ -130,7 +157,7 @@ class Saved:
 
 def make_report(generation: Generation, saved: Saved | None) -> Report:
     """What a finished generation cost and reused; `saved` is None for one without an agent."""
-    cached, now = generation.cached, time.perf_counter()
+    cached, adapter, now = generation.cached, generation.adapter, time.perf_counter()
     found = CacheState.WARM if generation.restored_bytes else CacheState.HOT
     return Report(
         agent=generation.request.agent,
@@ -146,5 +173,8 @@ def make_report(generation: Generation, saved: Saved | None) -> Report:
         total_ms=(now - generation.submitted_at) * 1e3,
         saved=None if saved is None else saved.error is None,
         save_error=None if saved is None else saved.error,
+        policy=Policy.EXACT if adapter is None else adapter.policy,
+        adapter=None if adapter is None else adapter.name,
+        activated_at=None if adapter is None else adapter.activated_at,
         written_bytes=generation.written_bytes + (saved.written_bytes if saved else 0),
     )

@@ -11,10 +11,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agentcache.blocks.keys import BLOCK_SIZE, Namespace, block_key
+from agentcache.blocks.keys import BlockName, Namespace, block_key
+from agentcache.blocks.lanes import spans
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.prefix_cache import Sequence as CacheSequence
 from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.sequence import LaneBlock
+from agentcache.blocks.sequence import Sequence as CacheSequence
 from agentcache.errors import DiskBudgetExceeded, StoreError
 from agentcache.kv.manifest import AgentRecord
 from agentcache.kv.store import BlockWrite, Store
@@ -77,62 +79,57 @@ class Persistence:
             self.flush()
 
     def _index_agent(self, record: AgentRecord) -> None:
-        for node in self._path(record, record.num_saved, insert=True):
-            for index in range(len(self._cache.groups)):
-                if self._store.has(self._key(node, index)):
-                    node.stored.add(index)
-            if not node.stored:
-                self._cache.slots.prune(node)
-                break
+        blocks = self.blocks_of(record, record.num_saved)
+        for block in blocks:
+            block.node.stored.update(index for index in block.groups if self._store.has(self._key(block.node, index)))
+        for block in reversed(blocks):
+            self._cache.slots.prune(block.node)
 
-    def _path(self, record: AgentRecord, num_tokens: int, *, insert: bool = False) -> list[Node]:
-        """Nodes of an agent's first `num_tokens` tokens, as far as the tree has them (or made, with `insert`)."""
-        tree, nodes = self._cache.tree, []
-        parent = tree.root(self._namespace(record.salt).root)
-        for start in range(0, num_tokens, BLOCK_SIZE):
-            tokens = record.transcript.ids[start : min(start + BLOCK_SIZE, num_tokens)]
-            node = tree.insert(parent, tokens) if insert else tree.find(parent, tokens)
-            if node is None:
-                break
-            nodes.append(node)
-            parent = node
-        return nodes
+    def blocks_of(self, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
+        """The blocks of an agent's first `num_tokens` tokens, in the order of `spans`. What the tree lacks is made."""
+        tree, blocks = self._cache.tree, list[LaneBlock]()
+        root = tree.root(self._namespace(record.salt).root)
+        for span in spans(num_tokens, record.producer, len(self._cache.groups)):
+            parent = root if span.parent is None else blocks[span.parent].node
+            node = tree.insert(parent, record.transcript.ids[span.begin : span.end], span.producer)
+            blocks.append(LaneBlock(node, span.groups))
+        return blocks
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def save_blocks(self, sequence: CacheSequence, nodes: Iterable[Node], written: Callable[[int], None]) -> None:
+    def save_blocks(self, sequence: CacheSequence, blocks: Iterable[LaneBlock], written: Callable[[int], None]) -> None:
         """Write blocks that an agent's request has just filled, without waiting: its manifest will name them.
 
         Args:
             written: gets the number of bytes, some time before the turn is committed.
         """
         targets = [
-            _Target(node, index, table.block_id(node.position))
-            for node in nodes
-            for index, table in enumerate(sequence.tables)
-            if self._wanted(node, index) and table.first_block <= node.position < table.end_block
+            _Target(block.node, index, sequence.tables[index].block_id(block.node.position))
+            for block in blocks
+            for index in block.groups
+            if self._wanted(block.node, index) and sequence.tables[index].has(block.node.position)
         ]
         if targets:
             self._write(targets, lambda result: written(_count(result)))
 
-    def commit(self, record: AgentRecord, nodes: Sequence[Node], done: Callable[[Saved], None]) -> None:
+    def commit(self, record: AgentRecord, blocks: Sequence[LaneBlock], done: Callable[[Saved], None]) -> None:
         """Make a turn durable: its blocks, then the agent's manifest.
 
         Args:
-            record: the agent after the turn; its chains are those of `nodes`.
-            nodes: all blocks of the agent, the tail last.
+            record: the agent after the turn, which names `blocks`.
+            blocks: all blocks of the agent.
             done: gets the outcome, on the engine thread.
         """
         # The durable part of the record in memory changes only when the disk has changed.
-        durable = self._agents.get(record.id) if record.id in self._agents else replace(record, num_saved=0, chains=())
-        self._agents.put(replace(record, num_saved=durable.num_saved, chains=durable.chains))
+        durable = self._agents.get(record.id) if record.id in self._agents else replace(record, num_saved=0, blocks=())
+        self._agents.put(replace(record, num_saved=durable.num_saved, blocks=durable.blocks))
         targets = [
-            _Target(node, index, block_id)
-            for node in nodes
-            for index, block_id in node.block_ids.items()
-            if self._wanted(node, index)
+            _Target(block.node, index, block.node.block_ids[index])
+            for block in blocks
+            for index in block.groups
+            if index in block.node.block_ids and self._wanted(block.node, index)
         ]
-        self._write(targets, lambda result: self._save_record(record, nodes, result, done))
+        self._write(targets, lambda result: self._save_record(record, blocks, result, done))
 
     def _wanted(self, node: Node, index: int) -> bool:
         return index not in node.stored and index not in node.pending
@@ -163,26 +160,29 @@ class Persistence:
         return block_key(node.chain, self._cache.groups[index].name)
 
     def _save_record(
-        self, record: AgentRecord, nodes: Sequence[Node], result: int | StoreError, done: Callable[[Saved], None]
+        self, record: AgentRecord, blocks: Sequence[LaneBlock], result: int | StoreError, done: Callable[[Saved], None]
     ) -> None:
         """The turn's blocks are written, or not; in order, so all earlier ones are settled too."""
         if isinstance(result, StoreError):
             self._fail(record.id, result, done)
-        elif any(node.pending for node in nodes):
+        elif any(not block.node.pending.isdisjoint(block.groups) for block in blocks):
             # A block went back into the queue behind a removal that makes room for it.
-            self._submit(lambda: result, lambda _: self._save_record(record, nodes, result, done))
-        elif not self._restorable(nodes, record.num_saved):
+            self._submit(lambda: result, lambda _: self._save_record(record, blocks, result, done))
+        elif not self._restorable(blocks, record.num_saved):
             self._fail(record.id, StoreError("an earlier block of the agent could not be written"), done)
         else:
             save = partial(self._store.save_agent, record)
             self._submit(save, lambda outcome: self._saved(record, result, outcome, done))
 
-    def _restorable(self, nodes: Sequence[Node], num_tokens: int) -> bool:
+    def _restorable(self, blocks: Sequence[LaneBlock], num_tokens: int) -> bool:
+        """Whether the agent's tokens are on disk as far as they will be attended to."""
+        # A tail in front of others is base's, for those who go on from there; the agent can do without.
+        path = (block for block in blocks if block.node.is_full or block.node.end == num_tokens)
         return all(
-            index in node.stored
-            for node in nodes
-            for index, group in enumerate(self._cache.groups)
-            if node.position >= group.first_block_needed(num_tokens)
+            index in block.node.stored
+            for block in path
+            for index in block.groups
+            if block.node.position >= self._cache.groups[index].first_block_needed(num_tokens)
         )
 
     def _saved(
@@ -192,7 +192,7 @@ class Persistence:
             self._fail(record.id, outcome, done)
             return
         current = self._agents.get(record.id) if record.id in self._agents else record
-        released = self._agents.put(replace(current, num_saved=record.num_saved, chains=record.chains))
+        released = self._agents.put(replace(current, num_saved=record.num_saved, blocks=record.blocks))
         self._forget(released)
         done(Saved(block_bytes + outcome))
 
@@ -233,34 +233,35 @@ class Persistence:
             self.flush()
             return any(freed)
         log.info("dropping the blocks of agent %s to keep the disk budget", victim.id)
-        bare = replace(victim, num_saved=0, chains=())
+        bare = replace(victim, num_saved=0, blocks=())
         released = self._agents.put(bare)
         self._writer.submit(partial(self._store.save_agent, bare), lambda result: None)
         self._forget(released)
         return True
 
-    def _forget(self, chains: set[str]) -> None:
-        """Delete the files of blocks that no agent names any more, and the tails among them from RAM too."""
-        if not chains:
+    def _forget(self, names: set[BlockName]) -> None:
+        """Delete the files of what no agent names any more, and the tails among it from RAM too."""
+        if not names:
             return
-        self._note_missing(chains, still_there=lambda key: False)
-        for node in filter(None, map(self._cache.tree.node, chains)):
-            if not node.is_full:
-                self._cache.slots.drop(node)
-        keys = [block_key(chain, group.name) for chain in chains for group in self._cache.groups]
+        self._note_missing(names, still_there=lambda key: False)
+        for name in names:
+            node = self._cache.tree.node(name.chain)
+            if node is not None and not node.is_full:
+                self._cache.slots.drop(node, name.group)
+        keys = [block_key(name.chain, self._cache.groups[name.group].name) for name in names]
         # A write of such a block may be under way; the file it leaves is deleted after it, and known only until then.
-        settle = partial(self._note_missing, chains, still_there=self._store.has)
+        settle = partial(self._note_missing, names, still_there=self._store.has)
         self._writer.submit(partial(self._store.delete_blocks, keys), lambda result: self._post(settle))
 
-    def _note_missing(self, chains: set[str], still_there: Callable[[str], bool]) -> None:
-        for node in filter(None, map(self._cache.tree.node, chains)):
-            for index in [index for index in node.stored if not still_there(self._key(node, index))]:
-                self._cache.mark_missing(node, index)
+    def _note_missing(self, names: set[BlockName], still_there: Callable[[str], bool]) -> None:
+        for name in names:
+            node = self._cache.tree.node(name.chain)
+            if node is not None and name.group in node.stored and not still_there(self._key(node, name.group)):
+                self._cache.mark_missing(node, name.group)
 
-    def delete_agent(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Forget an agent on disk and in RAM; blocks that others name stay."""
+    def delete_agent(self, record: AgentRecord, done: Callable[[Saved], None]) -> set[BlockName]:
+        """Forget an agent on disk; blocks that others name stay. Returns what nobody names any more."""
         released = self._agents.remove(record.id)
-        path = [node for node in self._path(record, len(record.transcript.ids)) if node.chain in released]
 
         def delete() -> int:
             self._store.delete_agent(record.id)
@@ -268,19 +269,12 @@ class Persistence:
 
         self._submit(delete, lambda outcome: done(Saved(error=_error(outcome))))
         self._forget(released)
-        for node in reversed(path):
-            self._cache.slots.evict(node)
+        return released
 
-    def forget_unnamed(self, chains: Iterable[str]) -> None:
+    def forget_unnamed(self, blocks: Iterable[LaneBlock]) -> None:
         """Delete blocks that were written for a turn that did not happen, unless some agent's memory includes them."""
-        self._forget({chain for chain in chains if not self._agents.names(chain)})
-
-    def evict_agent(self, record: AgentRecord) -> None:
-        """Free the RAM of an agent's blocks, as far as they are on disk and nobody reads them."""
-        path = self._cache.tree.match_prefix(self._namespace(record.salt).root, record.transcript.ids)
-        for node in [*path.tails, *reversed(path.nodes)]:
-            if set(node.block_ids) <= node.stored:
-                self._cache.slots.evict(node)
+        names = {name for block in blocks for name in block.named.names}
+        self._forget({name for name in names if not self._agents.names(name)})
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 

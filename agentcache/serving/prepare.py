@@ -1,14 +1,19 @@
-"""From a request's prompt to token ids, against what its agent holds. Runs on a worker thread, beside the engine."""
+"""From a request to token ids and the use of an adapter, against what its agent holds. Runs on a worker thread."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from agentcache.adapter_settings import Policy
 from agentcache.blocks.prefix_match import PromptMatch, Spelling, Transcript, match_text, match_tokens
 from agentcache.errors import InvalidRequest
 from agentcache.models.tokenizer import Tokenizer
-from agentcache.serving.request import ChatPrompt, Prompt, TokenPrompt
+from agentcache.serving.activation import AdapterUse, refuse_without_adapter, use_adapter
+from agentcache.serving.adapters import ServedAdapter, settle_policy
+from agentcache.serving.agents import AgentTable
+from agentcache.serving.request import ChatPrompt, Prompt, Request, TokenPrompt
 
 
 def prepare(prompt: Prompt, transcript: Transcript | None, system: str | None, tokenizer: Tokenizer) -> PromptMatch:
@@ -50,3 +55,66 @@ def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dic
     if system is None or (messages and messages[0].get("role") == "system"):
         return messages
     return [{"role": "system", "content": system}, *messages]
+
+
+@dataclass(frozen=True)
+class AdapterChoice:
+    """The adapter that a request is to be answered with, by name, and the policy asked for; None leaves it open."""
+
+    name: str | None
+    policy: Policy | None
+
+
+def choose_adapter(agents: AgentTable, request: Request) -> AdapterChoice:
+    """The request's, or else its agent's. The agent's policy is for its own adapter only."""
+    agent = request.agent
+    record = agents.get(agent) if agent is not None and agent in agents else None
+    if record is None or record.adapter is None or request.adapter not in (None, record.adapter):
+        return AdapterChoice(request.adapter, request.policy)
+    own = Policy(record.policy)
+    return AdapterChoice(record.adapter, request.policy or (None if own is Policy.AUTO else own))
+
+
+def agent_policy(adapter: ServedAdapter | None, policy: Policy | None) -> Policy:
+    """What an agent with that adapter remembers; `auto` is the adapter's own. Raises InvalidRequest."""
+    if adapter is not None:
+        settle_policy(policy or Policy.AUTO, adapter.source)
+        return policy or Policy.AUTO
+    if policy not in (None, Policy.EXACT, Policy.AUTO):
+        raise InvalidRequest(f"the policy {policy.value!r} needs an adapter", param="policy")
+    return Policy.EXACT
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request's prompt as tokens, and how it uses its adapter; None for base."""
+
+    match: PromptMatch
+    adapter: AdapterUse | None
+
+
+def prepare_request(
+    request: Request, agents: AgentTable, tokenizer: Tokenizer, adapter: ServedAdapter | None, policy: Policy | None
+) -> Prepared:
+    """Everything about a request that must be known before it runs.
+
+    Args:
+        adapter, policy: what `choose_adapter` said.
+
+    Raises:
+        InvalidRequest: the prompt is none, or does not go with the adapter.
+    """
+    match = match_prompt(request, agents, tokenizer)
+    if adapter is None:
+        refuse_without_adapter(request)
+        return Prepared(match, None)
+    return Prepared(match, use_adapter(adapter, policy or adapter.policy, request, match.transcript.ids))
+
+
+def match_prompt(request: Request, agents: AgentTable, tokenizer: Tokenizer) -> PromptMatch:
+    """The request's prompt as tokens; raises InvalidRequest."""
+    agent = request.agent
+    record = agents.get(agent) if agent is not None and agent in agents else None
+    known = record.transcript if record else Transcript.empty()
+    transcript = None if agent is None else known
+    return prepare(request.prompt, transcript, record.system if record else None, tokenizer)

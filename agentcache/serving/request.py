@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from agentcache.adapter_settings import Policy
 from agentcache.blocks.prefix_match import Match
+from agentcache.serving.adapters import AdapterInfo
 
 
 class CacheState(StrEnum):
@@ -96,6 +98,10 @@ class Request:
         agent: the durable agent whose memory this extends; None for a request that leaves no memory on disk.
         salt: requests with different salts never share a block.
         priority: None for background where nothing is generated (a warm), interactive otherwise.
+        adapter: name of the adapter to answer with; None for the agent's, or base.
+        policy: how the adapter may share; None for the agent's or the adapter's own.
+        invocation_start: token from which an activated adapter acts; None for its invocation's last occurrence.
+        invocation_optional: base answers where the prompt does not invoke the adapter, instead of a refusal.
     """
 
     request_id: str
@@ -104,6 +110,10 @@ class Request:
     agent: str | None = None
     salt: str = ""
     priority: Priority | None = None
+    adapter: str | None = None
+    policy: Policy | None = None
+    invocation_start: int | None = None
+    invocation_optional: bool = False
 
     @property
     def is_background(self) -> bool:
@@ -149,6 +159,7 @@ class Report:
 
     `computed_tokens` counts the tokens that went through the model for the prompt (at least 1).
     `saved` is False when an agent's turn could not be written to disk; `save_error` then says why.
+    `activated_at` is the first token that an activated or prefill-share adapter acted on; None if it did not act.
     """
 
     agent: str | None
@@ -162,7 +173,7 @@ class Report:
     restore_ms: float
     restored_bytes: int
     total_ms: float = 0.0
-    policy: str = "exact"
+    policy: Policy = Policy.EXACT
     adapter: str | None = None
     activated_at: int | None = None
     divergence: float | None = None
@@ -226,7 +237,7 @@ class CacheStats:
     """Counters since start, and the state of RAM, disk and queues now.
 
     `decode_rows` is the sum over decode steps of their rows: divided by `decode_steps`, the average batch. Seconds are
-    the device's, from a batch's start to its end.
+    the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together.
     """
 
     ram_bytes: int
@@ -244,6 +255,7 @@ class CacheStats:
     cached_tokens: int
     save_failures: int
     residual_ram_bytes: int = 0
+    adapter_ram_bytes: int = 0
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
@@ -259,7 +271,7 @@ class CacheStats:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The served model. `tool_format` names how it writes tool calls, where it does."""
+    """The served model. `tool_format` names how it writes tool calls, where it does; `adapters` are by name."""
 
     id: str
     name: str
@@ -271,3 +283,12 @@ class ModelInfo:
     created: int
     has_chat_template: bool
     tool_format: str | None = None
+    adapters: tuple[AdapterInfo, ...] = ()
+
+    def is_called(self, name: str) -> bool:
+        """Whether `name` means this model, without an adapter."""
+        return name in (self.id, self.name, "default")
+
+    def adapter(self, name: str) -> AdapterInfo | None:
+        """The loaded adapter of that name."""
+        return next((adapter for adapter in self.adapters if adapter.name == name), None)

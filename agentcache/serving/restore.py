@@ -12,9 +12,10 @@ from itertools import groupby
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE, block_key
-from agentcache.blocks.prefix_cache import Load, PrefixCache
-from agentcache.blocks.prefix_cache import Sequence as CacheSequence
+from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.sequence import Load
+from agentcache.blocks.sequence import Sequence as CacheSequence
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.kv.block_file import Array, BlockHeader, decode_block, encode_block, make_header, tensor_layout
 from agentcache.kv.spec import CacheSpec
@@ -38,6 +39,7 @@ def header_of(node: Node, group: str) -> BlockHeader:
         group=group,
         position=node.position,
         token_ids=node.token_ids,
+        producer=node.producer,
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.pool import BlockTable
-from agentcache.blocks.prefix_cache import CachedPrefix
 from agentcache.blocks.slots import Group, Slots
 
 
@@ -31,7 +31,7 @@ def _fits(slots: Slots, index: int, running: Sequence[Growth], prefix: CachedPre
     group, read = slots.groups[index], {slot for growth in running for slot in growth.tables[index].block_ids}
     promised = sum(max(0, _most_blocks(group, g.num_tokens) - len(g.tables[index].block_ids)) for g in running)
     # What others read already costs the newcomer nothing.
-    shared = sum(node.block_ids.get(index) in read for node in prefix.nodes)
+    shared = sum(node.block_ids.get(index) in read for node in prefix.lane(index).nodes)
     needed = max(0, _most_blocks(group, num_tokens) - shared)
     room = slots.pools[index].capacity - len(read) + slots.affordable_growth(index)
     return promised + needed <= room

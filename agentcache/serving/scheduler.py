@@ -35,6 +35,7 @@ class Scheduler:
     def __init__(self, *, max_running: int, pace: Pace) -> None:
         self._max_running = max_running
         self._chunk_under_way = False
+        self._decode_steps = 0
         self.pace = pace
         self.waiting: list[Generation] = []
         self.loading: list[Generation] = []
@@ -107,14 +108,14 @@ class Scheduler:
 
         A step is one token of everyone who has just one to compute, or a chunk of one prompt. While anyone decodes, a
         chunk follows a decode step, and only when decoding has had its share since the last chunk, or when it is all
-        that a short prompt needs.
+        that a short prompt needs. Rows of different models decode in different steps.
         """
         decoding = [generation for generation in self.running if generation.can_decode]
         prompts = [generation for generation in self.running if generation.can_prefill]
         prompt = min(prompts, key=_prompt_rank, default=None)
         if prompt is None or (decoding and self._decoding_goes_first(prompt)):
             self._chunk_under_way = False
-            return dict.fromkeys(decoding, 1)
+            return dict.fromkeys(self._next_to_decode(decoding), 1)
         self._chunk_under_way = True
         _pass_over(other for other in prompts if other is not prompt)
         prompt.passed_over = 0
@@ -130,10 +131,21 @@ class Scheduler:
         largest = self.pace.chunk_tokens(prompt.num_launched, contended=True)
         return not prompt.background and prompt.num_to_launch <= largest
 
+    def _next_to_decode(self, decoding: Sequence[Generation]) -> list[Generation]:
+        """Those that one model can decode together: the rows of the model for which one has waited longest."""
+        if not decoding:
+            return []
+        decoder = min(decoding, key=lambda generation: generation.decoded_at).decoder
+        together = [generation for generation in decoding if generation.decoder == decoder]
+        self._decode_steps += 1
+        for generation in together:
+            generation.decoded_at = self._decode_steps
+        return together
+
     def _chunk_for(self, prompt: Generation, *, contended: bool) -> int:
         """Tokens of the prompt's next chunk, of which none crosses a block boundary unless it ends on one."""
         largest = self.pace.chunk_tokens(prompt.num_launched, contended=contended)
-        left, to_boundary = prompt.num_to_launch, BLOCK_SIZE - prompt.num_launched % BLOCK_SIZE
+        left, to_boundary = prompt.num_to_prefill, BLOCK_SIZE - prompt.num_launched % BLOCK_SIZE
         if left <= largest:
             return left
         if largest < to_boundary:

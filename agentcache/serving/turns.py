@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.lanes import agreed_tokens
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import Transcript, len_common_prefix
 from agentcache.models.sampler import TokenScore
@@ -49,12 +49,13 @@ class Turns:
             return
         generation.record = self._agents.get(agent) if agent in self._agents else self._agents.new(agent, param="agent")
         self._agents.set_busy(agent)
-        generation.own_tokens = len_common_prefix(generation.record.transcript.ids, generation.match.transcript.ids)
+        common = len_common_prefix(generation.record.transcript.ids, generation.match.transcript.ids)
+        generation.own_tokens = agreed_tokens(generation.record.producer, generation.producer, common)
 
     def drop(self, generation: Generation) -> None:
         """A turn that leaves no trace: the agent is as before, and what was written for it is deleted."""
         self._set_idle(generation)
-        self._persistence.forget_unnamed(node.chain for node in generation.saved_early)
+        self._persistence.forget_unnamed(generation.saved_early)
 
     def take(self, generation: Generation, token: int, score: TokenScore | None) -> None:
         """A row's known tokens are all computed: take the chosen one, or end.
@@ -128,19 +129,17 @@ class Turns:
         sequence, record = generation.place, generation.record
         assert record is not None  # `begin` has seen to that
         keep = min(sequence.num_tokens, len(transcript))
-        path = sequence.nodes[: keep // BLOCK_SIZE]
-        tail = self._cache.close(sequence, keep)
-        if tail is not None:
-            path.append(tail)
+        blocks = self._cache.close(sequence, keep)
         record = replace(
             record,
             salt=generation.request.salt,
             last_used=time.time(),
             transcript=transcript,
+            producer=generation.producer,
             num_saved=keep,
-            chains=tuple(node.chain for node in path),
+            blocks=tuple(block.named for block in blocks),
         )
-        self._persistence.commit(record, path, lambda saved: self._end(generation, saved))
+        self._persistence.commit(record, blocks, lambda saved: self._end(generation, saved))
 
     def _end(self, generation: Generation, saved: Saved | None) -> None:
         """The last update, when the turn is safe on disk or known not to be."""

@@ -25,6 +25,7 @@ class Question:
         messages: its whole history, and what is new.
         tools: what it may call, as chat templates take them.
         max_tokens, temperature, seed: how it answers; without a seed samples are free.
+        adapter: with which adapter; None for the agent's own, or base.
     """
 
     agent: str
@@ -33,6 +34,7 @@ class Question:
     temperature: float = 0.0
     seed: int | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class LLMChat:
         sampling = SamplingParams(max_tokens=question.max_tokens, temperature=question.temperature, seed=question.seed)
         started = time.perf_counter()
         tools = list(question.tools) or None
-        output = self._llm.chat(list(question.messages), sampling, agent=question.agent, tools=tools)
+        who = {"agent": question.agent, "adapter": question.adapter}
+        output = self._llm.chat(list(question.messages), sampling, tools=tools, **who)
         total_ms = (time.perf_counter() - started) * 1000
         report = asdict(output.report)
         ids = tuple(output.token_ids)

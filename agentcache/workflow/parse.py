@@ -5,7 +5,7 @@
     title = "A job interview"       name = "Ann"      # optional
     max_tokens = 64   # optional    system = "You are Ann."       [[phases.turns]]
     temperature = 0.0 # optional    max_tokens = 40   # optional  speaker = "ann"
-    seed = 1          # optional                                  prompt = "Greet Bob, who lives in {town}."
+    seed = 1          # optional    adapter = "poet"  # optional  prompt = "Greet Bob, who lives in {town}."
                                                                   sees = ["bob"]    # or "all"; nobody when left out
     [[tools]]         # see `tools`                               max_tokens = 20   # optional, as all that follow:
     name = "lookup"                                               expect = ["{town}"]         # words of the answer
@@ -162,10 +162,12 @@ def _temperature(about: Mapping[str, Any]) -> float:
 
 def _agent(entry: Any, number: int, known: _Known) -> Agent:
     where = place_of("agent", number, entry, "id")
-    values = read_table(entry, where, required={"id": str}, optional={"name": str, "system": str, "max_tokens": int})
+    optional: dict[str, Kind] = {"name": str, "system": str, "max_tokens": int, "adapter": str}
+    values = read_table(entry, where, required={"id": str}, optional=optional)
     check_id(values["id"], f'{where}: key "id"')
     system = known.text(values, "system", where) or None
-    return Agent(values["id"], values.get("name", values["id"]), system, read_count(values, "max_tokens", where))
+    max_tokens = read_count(values, "max_tokens", where)
+    return Agent(values["id"], values.get("name", values["id"]), system, max_tokens, values.get("adapter"))
 
 
 def _tool(entry: Any, number: int, known: _Known) -> LookupTable:

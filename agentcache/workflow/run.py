@@ -101,6 +101,7 @@ class WorkflowRun:
             temperature=self._script.temperature,
             seed=self._script.seed + step.index,
             tools=[table.definition() for table in self._script.tools_of(step.turn.speaker)],
+            adapter=self._script.agent(step.turn.speaker).adapter,
         )
         tables = tuple(table for table in self._script.tools if table.name in step.turn.tools)
         return OpenTurn(step, question, tables)

@@ -14,12 +14,14 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class Agent:
-    """One speaker. `id` names it in the script, `name` is what the others read before its words."""
+    """One speaker. `id` names it in the script, `name` is what the others read before its words; `adapter` is the
+    server's name of the adapter it answers with."""
 
     id: str
     name: str
     system: str | None = None
     max_tokens: int | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

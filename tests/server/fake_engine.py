@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.blocks.prefix_match import Match
-from agentcache.errors import Conflict, NotFound
+from agentcache.errors import Conflict, NotFound, UnsupportedAdapter
+from agentcache.serving.adapters import AdapterInfo
 from agentcache.serving.request import (
     AgentInfo,
     CachedTokens,
@@ -32,6 +34,21 @@ MODEL = ModelInfo(
     vocab_size=512,
     created=1700000000,
     has_chat_template=True,
+)
+
+POET = AdapterInfo(
+    name="poet",
+    path="/adapters/poet",
+    format="peft",
+    digest="d" * 40,
+    policy=Policy.ACTIVATED,
+    ram_bytes=1000,
+    resident=True,
+    running=0,
+    max_rank=8,
+    first_layer=2,
+    invocation_tokens=(7, 8),
+    created=1700000001,
 )
 
 REPORT = Report(
@@ -138,11 +155,11 @@ class FakeEngine:
         return self._known(agent_id)
 
     async def create_agent(
-        self, agent_id: str, /, *, adapter: str | None = None, policy: str = "exact", system: str | None = None
+        self, agent_id: str, /, *, adapter: str | None = None, policy: Policy | None = None, system: str | None = None
     ) -> AgentInfo:
         if agent_id in self.known:
             raise Conflict(f"The agent {agent_id!r} exists.", param="id")
-        self.known[agent_id] = AgentInfo(agent_id, 0, 0, CacheState.COLD, 0, 0, 1.0, 2.0, adapter, policy)
+        self.known[agent_id] = AgentInfo(agent_id, 0, 0, CacheState.COLD, 0, 0, 1.0, 2.0, adapter, policy or "exact")
         self.systems[agent_id] = system
         return self.known[agent_id]
 
@@ -162,6 +179,20 @@ class FakeEngine:
 
     async def save_agent(self, agent_id: str, /) -> AgentInfo:
         return self._known(agent_id)
+
+    async def load_adapter(self, folder: AdapterFolder, /) -> AdapterInfo:
+        if folder.path == "/nothing":
+            raise UnsupportedAdapter("there is no such folder", param="path")
+        loaded = replace(POET, name=folder.name, path=folder.path, policy=folder.policy)
+        kept = tuple(adapter for adapter in self.model.adapters if adapter.name != folder.name)
+        self.model = replace(self.model, adapters=(*kept, loaded))
+        return loaded
+
+    def unload_adapter(self, name: str, /) -> None:
+        gone = self.model.adapter(name)
+        if gone is None:
+            raise NotFound(f"there is no adapter {name!r}", param="name", code="adapter_not_found")
+        self.model = replace(self.model, adapters=tuple(each for each in self.model.adapters if each is not gone))
 
     async def stats(self) -> CacheStats:
         return CacheStats(100, 200, 300, 400, 1, 2, 3, len(self.known), 4, 5, 6, 7, 8, 9)

@@ -221,7 +221,10 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"agentcache": {"policy": "fast"}}, "agentcache.policy"),
     ({"agentcache": {"salt": 5}}, "agentcache.salt"),
     ({"agentcache": {"salt": "x" * 257}}, "agentcache.salt"),
-    ({"agentcache": {"invocation_start": 5}}, "agentcache.invocation_start"),
+    ({"agentcache": {"invocation_start": -1}}, "agentcache.invocation_start"),
+    ({"agentcache": {"invocation_start": "5"}}, "agentcache.invocation_start"),
+    ({"agentcache": {"invocation": "maybe"}}, "agentcache.invocation"),
+    ({"agentcache": {"policy": "residual"}}, "agentcache.policy"),
     ({"agentcache": {"return_token_ids": "yes"}}, "agentcache.return_token_ids"),
 ]
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentcache.blocks.keys import Producer
 from agentcache.blocks.prefix_match import Transcript
 from agentcache.config import Config
 from agentcache.serving.engine import Engine
 from agentcache.serving.generation import Generation
 from agentcache.serving.output import Output
 from agentcache.serving.prepare import prepare
-from agentcache.serving.request import Request, SamplingParams, TokenPrompt, Update
+from agentcache.serving.request import Report, Request, SamplingParams, TokenPrompt, Update
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, proving_once
 
 
@@ -32,6 +33,12 @@ class Receiver:
         return [token for update in self.updates if isinstance(update, Update) for token in update.token_ids]
 
     @property
+    def report(self) -> Report:
+        last = self.updates[-1]
+        assert isinstance(last, Update) and last.report is not None
+        return last.report
+
+    @property
     def is_done(self) -> bool:
         last = self.updates[-1] if self.updates else None
         return isinstance(last, BaseException) or (last is not None and last.report is not None)
@@ -44,7 +51,13 @@ class ByHand:
         self.engine = engine
         self.posted = posted
 
-    def submit(self, ids: Sequence[int], sampling: SamplingParams, agent: str | None = None) -> Receiver:
+    def submit(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        agent: str | None = None,
+        producer: Producer | None = None,
+    ) -> Receiver:
         engine, tokenizer = self.engine, self.engine.loaded.tokenizer
         known = engine.agents.get(agent).transcript if agent in engine.agents else Transcript.empty()
         request = Request(uuid.uuid4().hex, TokenPrompt(list(ids)), sampling, agent)
@@ -55,6 +68,7 @@ class ByHand:
                 max_tokens=sampling.max_tokens or 0,
                 output=Output(tokenizer.detokenizer(after=ids[-1]), sampling.stop),
                 emit=lambda update: receiver.updates.append(update),
+                producer=producer,
             )
         )
         engine.add(receiver.generation)

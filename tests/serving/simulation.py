@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from agentcache.blocks.prefix_cache import PrefixCache, Sequence
+from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import Match, PromptMatch, Transcript
+from agentcache.blocks.sequence import Sequence
 from agentcache.errors import AgentCacheError
 from agentcache.models.detokenizer import Detokenizer
 from agentcache.serving.admission import Admission

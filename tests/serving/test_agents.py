@@ -10,16 +10,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from agentcache.blocks.keys import BlockName
+from agentcache.blocks.lanes import NamedBlock
 from agentcache.errors import Conflict, InvalidRequest, NotFound
 from agentcache.kv.manifest import AgentRecord
 from agentcache.serving.agents import AgentTable
 
 IDS = st.sampled_from(["ada", "Ada", "bob", "carl"])
-CHAINS = st.lists(st.sampled_from("uvwxyz"), unique=True).map(tuple)
+BLOCKS = st.dictionaries(st.sampled_from("uvwxyz"), st.sampled_from([(0,), (1,), (0, 1), (1, 2)])).map(
+    lambda blocks: tuple(NamedBlock(chain, groups) for chain, groups in blocks.items())
+)
 
 
 class AgentMachine(RuleBasedStateMachine):
-    """`records` is what the table holds; a chain is released when its last agent lets go of it, and only then."""
+    """`records` is what the table holds; a group's part of a block is released when its last agent lets go of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,20 +31,21 @@ class AgentMachine(RuleBasedStateMachine):
         self.records: dict[str, AgentRecord] = {}
         self.busy: Counter[str] = Counter()
 
-    def named(self) -> set[str]:
-        return {chain for record in self.records.values() for chain in record.chains}
+    def named(self) -> Counter[tuple[str, int]]:
+        blocks = (block for record in self.records.values() for block in record.blocks)
+        return Counter((block.chain, group) for block in blocks for group in block.groups)
 
-    @rule(agent_id=IDS, chains=CHAINS, last_used=st.integers(0, 9))
-    def put(self, agent_id: str, chains: tuple[str, ...], last_used: int) -> None:
+    @rule(agent_id=IDS, blocks=BLOCKS, last_used=st.integers(0, 9))
+    def put(self, agent_id: str, blocks: tuple[NamedBlock, ...], last_used: int) -> None:
         if agent_id not in self.records and self.clashes(agent_id):
             with pytest.raises(Conflict):
                 self.table.new(agent_id)
             return
         record = self.table.get(agent_id) if agent_id in self.records else self.table.new(agent_id)
         assert record == self.records.get(agent_id, record)
-        before = self.named()
-        self.records[agent_id] = replace(record, chains=chains, last_used=float(last_used))
-        assert self.table.put(self.records[agent_id]) == before - self.named()
+        before = set(self.named())
+        self.records[agent_id] = replace(record, blocks=blocks, last_used=float(last_used))
+        assert self.table.put(self.records[agent_id]) == before - set(self.named())
 
     def clashes(self, agent_id: str) -> bool:
         others = {*self.records, *self.busy} - {agent_id}
@@ -69,9 +74,9 @@ class AgentMachine(RuleBasedStateMachine):
             with pytest.raises(NotFound):
                 self.table.remove(agent_id)
             return
-        before = self.named()
+        before = set(self.named())
         del self.records[agent_id]
-        assert self.table.remove(agent_id) == before - self.named()
+        assert self.table.remove(agent_id) == before - set(self.named())
 
     @rule(agent_id=IDS, busy=st.booleans())
     def work(self, agent_id: str, busy: bool) -> None:
@@ -88,11 +93,12 @@ class AgentMachine(RuleBasedStateMachine):
         assert {record.id: record for record in self.table} == self.records
         assert len(self.table) == len(self.records)
         assert all((agent_id in self.table) is (agent_id in self.records) for agent_id in ("ada", "Ada", "bob", "carl"))
-        assert self.table._references == Counter(c for record in self.records.values() for c in record.chains)
+        assert self.table._references == self.named()
+        assert all(self.table.names(BlockName(*name)) for name in self.named())
 
     @invariant()
     def the_oldest_idle_one_with_blocks_goes_first(self) -> None:
-        idle = [r for r in self.records.values() if r.chains and r.id not in self.busy]
+        idle = [r for r in self.records.values() if r.blocks and r.id not in self.busy]
         victim = self.table.least_recently_used()
         assert (victim is None) is (not idle)
         if victim is not None:
@@ -106,14 +112,15 @@ TestAgents.settings = settings(max_examples=50, stateful_step_count=40, deadline
 
 def test_what_the_store_held_is_counted() -> None:
     blank = AgentTable("model").new("a")
-    table = AgentTable("model", [replace(blank, chains=("x", "y")), replace(blank, id="b", chains=("x",))])
-    assert table.remove("a") == {"y"}
-    assert table.remove("b") == {"x"}
+    both, lower = NamedBlock("x", (0, 1)), NamedBlock("x", (0,))
+    table = AgentTable("model", [replace(blank, blocks=(both,)), replace(blank, id="b", blocks=(lower,))])
+    assert table.remove("a") == {("x", 1)}
+    assert table.remove("b") == {("x", 0)}
 
 
 def test_a_new_agent_has_no_memory() -> None:
     record = AgentTable("model").new("a", policy="exact", system="be kind")
-    assert (record.model, record.system, record.num_saved, record.chains) == ("model", "be kind", 0, ())
+    assert (record.model, record.system, record.num_saved, record.blocks) == ("model", "be kind", 0, ())
     assert len(record.transcript) == 0
 
 

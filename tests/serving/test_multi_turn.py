@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.blocks.prefix_cache import MIN_TAIL_TOKENS
+from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
 from agentcache.blocks.prefix_match import Match, Transcript
 from agentcache.llm import LLM, Completion
 from tests.conftest import ModelFolder

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.prefix_cache import PrefixCache, Sequence
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.sequence import Sequence
 from agentcache.serving.room import Growth, has_room
 
 

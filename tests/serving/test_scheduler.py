@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
-from agentcache.blocks.prefix_cache import Sequence
+from agentcache.blocks.sequence import Sequence
 from agentcache.serving.generation import Generation
 from agentcache.serving.pace import SMALLEST_CHUNK, Pace
 from agentcache.serving.request import Priority, Request, SamplingParams, TokenPrompt
@@ -21,7 +23,7 @@ def make_scheduler(max_running: int = 4, chunk: int = 256, tokens_per_second: fl
 
 
 def admit(scheduler: Scheduler, generation: Generation, cached: int = 0) -> Generation:
-    generation.sequence = Sequence("root", generation.token_ids[:cached], [], [])
+    generation.sequence = Sequence("root", None, array("I", generation.token_ids[:cached]), [], [])
     scheduler.add(generation)
     scheduler.admit(generation, loading=False)
     return generation

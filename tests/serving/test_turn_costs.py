@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace
+from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.blocks.prefix_match import Transcript
 from agentcache.kv.block_file import make_header, tensor_layout
 from agentcache.kv.store import BlockWrite, Store
@@ -52,7 +53,8 @@ def save_without_computing(model: Path, cache_dir: Path, chat: Chat) -> int:
     store.load_agents()
     store.write_blocks(writes)
     blank = AgentTable(loaded.fingerprint).new("alice")
-    store.save_agent(replace(blank, transcript=transcript, num_saved=len(transcript), chains=tuple(chains)))
+    blocks = name_blocks(chains, spans(len(transcript), None, len(loaded.spec.groups)))
+    store.save_agent(replace(blank, transcript=transcript, num_saved=len(transcript), blocks=blocks))
     store.close()
     return len(transcript)
 

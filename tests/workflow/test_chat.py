@@ -15,16 +15,17 @@ REPORT = Report("s.ann", CacheState.WARM, Match.EXTEND, 30, 2, CachedTokens(20, 
 def test_messages_sampling_and_tools_are_passed_on() -> None:
     asked: list[Any] = []
 
-    def chat(messages: list[Message], sampling: SamplingParams, *, agent: str, tools: Any) -> Any:
-        asked.append((messages, sampling, agent, tools))
+    def chat(messages: list[Message], sampling: SamplingParams, *, agent: str, adapter: str | None, tools: Any) -> Any:
+        asked.append((messages, sampling, agent, tools, adapter))
         return SimpleNamespace(text="hello", token_ids=[4, 5], report=REPORT)
 
     engine = LLMChat(SimpleNamespace(chat=chat))
     hello: Message = {"role": "user", "content": "Greet."}
     reply = engine.chat(Question("s.ann", [hello], 9, seed=1))
-    engine.chat(Question("s.ann", [hello], 9, tools=[{"type": "function"}]))
-    messages, sampling, agent, tools = asked[0]
-    assert (agent, messages, tools) == ("s.ann", [hello], None)
+    engine.chat(Question("s.ann", [hello], 9, tools=[{"type": "function"}], adapter="poet"))
+    messages, sampling, agent, tools, adapter = asked[0]
+    assert (agent, messages, tools, adapter) == ("s.ann", [hello], None, None)
+    assert asked[1][4] == "poet"
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (9, 0.0, 1)
     assert asked[1][3] == [{"type": "function"}]
     assert (reply.text, reply.token_ids, reply.completion_tokens, reply.ttft_ms) == ("hello", (4, 5), 2, 1.5)

@@ -18,7 +18,7 @@ GOOD: dict[str, Any] = {
     "agents": [
         {"id": "ann", "name": "Ann", "system": "You are Ann.", "max_tokens": 5},
         {"id": "bob", "name": "Bob"},
-        {"id": "cy"},
+        {"id": "cy", "adapter": "poet"},
     ],
     "phases": [
         {"name": "one", "turns": [{"speaker": "ann", "prompt": "Greet."}]},
@@ -32,6 +32,7 @@ def test_a_good_script() -> None:
     assert (script.name, script.title, script.temperature) == ("talk", "A talk", 0.0)
     assert [agent.name for agent in script.agents] == ["Ann", "Bob", "cy"]
     assert script.agent("ann").max_tokens == 5
+    assert [agent.adapter for agent in script.agents] == [None, None, "poet"]
     assert script.phases[1].turns[0].sees == ("ann", "cy")
     assert script.phases[0].turns[0].sees == ()
     assert [(step.phase_number, step.turn_number) for step in steps_of(script)] == [(1, 1), (2, 1)]

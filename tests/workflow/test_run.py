@@ -50,6 +50,13 @@ def test_what_others_said_arrives_in_the_next_user_message() -> None:
     )
 
 
+def test_each_agent_is_asked_with_its_adapter() -> None:
+    chat = FakeChat()
+    ann, *others = TALK.agents
+    run_all(replace(TALK, agents=(replace(ann, adapter="poet"), *others)), chat)
+    assert [question.adapter for question in chat.asked] == ["poet", None, "poet", None, "poet"]
+
+
 def test_what_was_not_visible_then_is_never_shown_later() -> None:
     records = run_all(TALK, FakeChat())
     assert records[2].message == "Go on."  # Bob had spoken, but this turn sees only Cy

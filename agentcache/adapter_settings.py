@@ -1,0 +1,84 @@
+"""What settings and requests say of adapters: which folder has which name, and how its requests share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from agentcache.errors import ConfigError, InvalidRequest
+
+
+class Policy(StrEnum):
+    """How an adapter's requests share keys and values; README, "Adapters"."""
+
+    AUTO = "auto"
+    EXACT = "exact"
+    ACTIVATED = "activated"
+    PREFILL_SHARE = "prefill-share"
+
+
+# Lossy ways to share, by their published names: a clear word beats "unknown".
+REFUSED_POLICIES = ("residual", "residual-shared-a", "full-reuse")
+
+
+def parse_policy(text: str, param: str = "policy") -> Policy:
+    """The policy of that name.
+
+    Raises:
+        InvalidRequest: there is none, or it is one of those that are not exact.
+    """
+    if text in REFUSED_POLICIES:
+        raise InvalidRequest(f"{param} {text!r} is not supported: only exact ways to share are", param=param)
+    if text not in list(Policy):
+        raise InvalidRequest(f"{param} must be one of {', '.join(Policy)}", param=param)
+    return Policy(text)
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter to load at start: what to call it, and where it lies."""
+
+    name: str
+    path: str
+    policy: Policy = Policy.AUTO
+
+
+def parse_adapters(value: Any) -> tuple[AdapterFolder, ...]:
+    """Adapters as a TOML table or a Python dict says them (name to `PATH[:POLICY]`), a list of `NAME=PATH[:POLICY]`, or
+    such a list in one text, separated by commas.
+
+    Raises:
+        ConfigError: an entry is none of these, or a name is there twice.
+    """
+    if isinstance(value, str):
+        value = [entry for entry in value.split(",") if entry.strip()]
+    if not isinstance(value, Mapping | list | tuple):
+        raise ConfigError(f"adapters = {value!r:.80} must be a table of names and folders")
+    pairs = value.items() if isinstance(value, Mapping) else [_name_and_path(entry) for entry in value]
+    adapters = tuple(_adapter(name, path) for name, path in pairs)
+    names = [adapter.name for adapter in adapters]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"adapters: {twice!r} is there twice")
+    return adapters
+
+
+def _name_and_path(entry: Any) -> tuple[str, str]:
+    name, separator, path = str(entry).partition("=")
+    if not (separator and name.strip() and path.strip()):
+        raise ConfigError(f"adapters: {entry!r} is not NAME=PATH or NAME=PATH:POLICY")
+    return name.strip(), path
+
+
+def _adapter(name: str, value: Any) -> AdapterFolder:
+    if not isinstance(value, str | Path):
+        raise ConfigError(f"adapters: {name}: {value!r:.80} is not a folder")
+    path = str(value).strip()
+    folder, _, last = path.rpartition(":")
+    if folder and last in REFUSED_POLICIES:
+        raise ConfigError(f"adapters: {name}: the policy {last!r} is not supported")
+    if folder and last in list(Policy):
+        return AdapterFolder(name, folder, Policy(last))
+    return AdapterFolder(name, path)

@@ -1,0 +1,93 @@
+"""`agentcache adapters`: list, load and unload a server's adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from agentcache.adapter_settings import parse_adapters
+from agentcache.cli.connection import ApiKey, AsJson, Connection, Url, connect, running_server
+from agentcache.config import load_config
+from agentcache.errors import ConfigError
+
+HEADINGS = ("adapter", "policy", "format", "rank", "MB", "running", "folder")
+
+
+class Action(StrEnum):
+    LIST = "list"
+    LOAD = "load"
+    UNLOAD = "unload"
+
+
+OPERANDS = {Action.LIST: (), Action.LOAD: ("NAME=PATH[:POLICY]",), Action.UNLOAD: ("NAME",)}
+
+
+def adapters(
+    action: Annotated[Action, typer.Argument(help="What to do.")] = Action.LIST,
+    names: Annotated[list[str] | None, typer.Argument(help="NAME=PATH[:POLICY] for load, NAME for unload.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the adapters of a server; load one from a folder on its machine, or unload one."""
+    check_operands(action, names or [])
+    if action is not Action.LIST:
+        check_server(url)
+    with connect(url, api_key) as server:
+        answer = ask(server, action, *(names or []))
+    typer.echo(json.dumps(answer) if as_json else describe(action, answer))
+
+
+def check_operands(action: Action, names: Sequence[str]) -> None:
+    operands = OPERANDS[action]
+    if len(names) != len(operands):
+        raise ConfigError(f"it is called like this: agentcache adapters {' '.join([action, *operands])}")
+
+
+def check_server(url: str | None) -> None:
+    """Raise ConfigError without a running server: what would be loaded into this process ends with it."""
+    if url is None and running_server(load_config()) is None:
+        raise ConfigError("no server is running; name adapters to `agentcache serve --adapter`, or in the config file")
+
+
+def ask(server: Connection, action: Action, operand: str = "") -> Any:
+    if action is Action.LIST:
+        return server.request("GET", "/v1/adapters")["data"]
+    if action is Action.UNLOAD:
+        return server.request("DELETE", f"/v1/adapters/{quote(operand, safe='')}")
+    [folder] = parse_adapters([operand])
+    path = str(Path(folder.path).expanduser().absolute())
+    return server.request("POST", "/v1/adapters", {"name": folder.name, "path": path, "policy": folder.policy})
+
+
+def describe(action: Action, answer: Any) -> str:
+    if action is Action.UNLOAD:
+        return f"{answer['name']}: unloaded"
+    return table(answer if action is Action.LIST else [answer])
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Aligned columns, one line an adapter."""
+    if not found:
+        return "no adapters"
+    lines = [HEADINGS, *(row(adapter) for adapter in found)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def row(adapter: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        adapter["name"],
+        adapter["policy"],
+        adapter["format"],
+        str(adapter["max_rank"] or ""),
+        f"{adapter['ram_bytes'] / 1e6:.1f}",
+        str(adapter["running"]),
+        adapter["path"],
+    )

@@ -1,0 +1,223 @@
+"""Adapters come, are replaced and go while requests run; their weights keep to the RAM budget."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentcache.adapter_settings import parse_adapters
+from agentcache.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnsupportedAdapter
+from agentcache.llm import LLM
+from agentcache.serving.request import Request, TokenPrompt, Update
+from tests.adapters_factory import make_adapter, random_matrices, write_mlx_lm, write_peft
+from tests.conftest import ModelFolder
+from tests.serving.adapter_cases import ask, check_differs, check_equal, cold, make_folders, open_adapters
+from tests.serving.conversation import check_idle, engine_of, greedy, make_ids
+
+PROMPT = make_ids(300)
+
+
+@pytest.fixture(scope="module")
+def base(model_folder: ModelFolder) -> Path:
+    return model_folder("qwen3")
+
+
+@pytest.fixture
+def folders(base: Path, tmp_path: Path) -> dict[str, Path]:
+    return make_folders(tmp_path / "adapters", base, ("plain", "upper"))
+
+
+def device_bytes(llm: LLM) -> int:
+    return llm.stats().adapter_ram_bytes
+
+
+def test_same_name_other_weights(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    with open_adapters(base, tmp_path / "cache", {"poet": folders["plain"]}) as llm:
+        before = ask(llm, PROMPT, "poet")
+        [old] = llm.adapters()
+        new = llm.load_adapter("poet", folders["upper"])
+        assert new.digest != old.digest and new.created >= old.created
+        after = ask(llm, PROMPT, "poet")
+        assert after.report.computed_tokens == len(PROMPT), "no stale hit"
+        check_differs(after, before)
+        assert [adapter.digest for adapter in llm.adapters()] == [new.digest]
+        assert device_bytes(llm) == new.ram_bytes, "the old weights are gone"
+
+
+def test_same_weights_other_name_or_format(base: Path, tmp_path: Path) -> None:
+    pairs = random_matrices(base, rank=3, seed=1)
+    one, two = write_mlx_lm(tmp_path / "one", pairs), write_peft(tmp_path / "two", pairs)
+    other = write_mlx_lm(tmp_path / "other", pairs, scale=1.0)
+    with open_adapters(base, tmp_path / "cache", {"one": one, "two": two, "other": other}) as llm:
+        first = ask(llm, PROMPT, "one")
+        second = ask(llm, PROMPT, "two")
+        assert (second.report.computed_tokens, second.report.cached_tokens.shared) == (1, len(PROMPT) - 1)
+        check_equal(second, first)
+        scaled = ask(llm, PROMPT, "other")
+        assert scaled.report.computed_tokens == len(PROMPT), "another scale is another adapter"
+        check_differs(scaled, first)
+        assert len({adapter.digest for adapter in llm.adapters()}) == 2
+        llm.unload_adapter("one")
+        check_equal(ask(llm, PROMPT, "two"), first)
+
+
+def test_weights_are_dropped_and_read_again(base: Path, tmp_path: Path) -> None:
+    """The least recently used ones, within half of what the cache can spare; and never those in use."""
+    folders = {name: make_adapter(tmp_path / name, base, rank=64, seed=seed) for seed, name in enumerate("abc")}
+    with open_adapters(base, tmp_path / "probe", folders) as llm:
+        size, least = llm.adapters()[0].ram_bytes, engine_of(llm).cache.slots.min_ram_budget
+        expected = {name: ask(llm, PROMPT, name) for name in folders}
+    with open_adapters(base, tmp_path / "cache", folders, ram_budget=least + 5 * size) as llm:
+        assert [adapter.resident for adapter in llm.adapters()] == [False, True, True], "two fit"
+        for name in ("a", "b", "c", "c", "a"):
+            check_equal(ask(llm, PROMPT, name, salt=name * 2), expected[name])
+            check_idle(llm)
+            stats = llm.stats()
+            assert stats.adapter_ram_bytes <= 2 * size
+            assert stats.ram_bytes + stats.adapter_ram_bytes <= stats.ram_budget == least + 5 * size
+        assert [adapter.resident for adapter in llm.adapters()] == [True, False, True]
+
+        # What three requests need at a time is not there: the third one waits for the first to end.
+        async def together() -> list[Any]:
+            requests = [Request(name, TokenPrompt(PROMPT), greedy(4), salt="x", adapter=name) for name in folders]
+            return await asyncio.gather(*(llm._collect(request) for request in requests))
+
+        for name, completion in zip(folders, llm._wait(together()), strict=True):
+            check_equal(completion, expected[name])
+        assert all(adapter.running == 0 for adapter in llm.adapters())
+
+
+def test_a_dropped_adapter_whose_folder_has_changed(base: Path, tmp_path: Path) -> None:
+    folders = {name: make_adapter(tmp_path / name, base, rank=64, seed=seed) for seed, name in enumerate("abc")}
+    with open_adapters(base, tmp_path / "probe", {}) as llm:
+        least = engine_of(llm).cache.slots.min_ram_budget
+    with open_adapters(base, tmp_path / "cache", folders, ram_budget=least + 11 * 10**6) as llm:
+        assert [adapter.resident for adapter in llm.adapters()] == [False, False, True], "one fits"
+        make_adapter(folders["a"], base, rank=64, seed=9)
+        with pytest.raises(UnsupportedAdapter, match="has changed since it was loaded; load it anew"):
+            ask(llm, PROMPT, "a")
+        shutil.rmtree(folders["a"])
+        with pytest.raises(UnsupportedAdapter, match="no such folder"):
+            ask(llm, PROMPT, "a")
+        make_adapter(folders["a"], base, rank=64, seed=9)
+        llm.load_adapter("a", folders["a"])
+        check_equal(again := ask(llm, PROMPT, "a"), cold(llm, again))
+
+
+def test_too_large_for_the_budget(base: Path, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "large", base, rank=64)
+    with open_adapters(base, tmp_path / "probe", {}) as llm:
+        least = engine_of(llm).cache.slots.min_ram_budget
+    with open_adapters(base, tmp_path / "cache", {}, ram_budget=least + 10**5) as llm:
+        with pytest.raises(InvalidRequest, match="of the RAM budget, adapters may take") as caught:
+            llm.load_adapter("large", folder)
+        assert caught.value.code == "insufficient_memory"
+        assert llm.adapters() == () and device_bytes(llm) == 0
+
+
+def test_no_room_beside_a_running_request(base: Path, tmp_path: Path) -> None:
+    """Nobody loses blocks that he reads: the adapter's request is told to come again."""
+    folder = make_adapter(tmp_path / "large", base, rank=8)
+    with open_adapters(base, tmp_path / "probe", {"large": folder}) as llm:
+        size, least = llm.adapters()[0].ram_bytes, engine_of(llm).cache.slots.min_ram_budget
+    with open_adapters(base, tmp_path / "cache", {}, ram_budget=least + 3 * size) as llm:
+        ids = make_ids(engine_of(llm).cache.slots.max_tokens() - 200)
+
+        async def run() -> None:
+            updates: list[Update] = []
+            running = asyncio.ensure_future(
+                llm._engine.generate(Request("base", TokenPrompt(ids), greedy(150)), updates.append)
+            )
+            while not updates:
+                await asyncio.sleep(0.01)
+            loaded = await llm._engine.load_adapter(parse_adapters({"large": folder})[0])
+            assert not loaded.resident, "it will be, once there is room"
+            with pytest.raises(Overloaded) as caught:
+                await llm._engine.generate(Request("large", TokenPrompt(PROMPT), greedy(1), adapter="large"), print)
+            assert caught.value.code == "insufficient_memory"
+            assert not running.done()
+            await running
+
+        llm._wait(run())
+        check_equal(said := ask(llm, PROMPT, "large"), cold(llm, said))
+        assert llm.adapters()[0].resident
+
+
+def test_replaced_and_unloaded_while_it_runs(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    """The running request keeps what its name meant; new ones are refused at once; then the weights go."""
+    with open_adapters(base, tmp_path / "cache", {"poet": folders["plain"]}) as llm:
+        expected = ask(llm, PROMPT, "poet", tokens=150)
+
+        async def run() -> list[int]:
+            request = Request("r", TokenPrompt(PROMPT), greedy(150), salt="again", adapter="poet")
+            said: list[int] = []
+            running = asyncio.ensure_future(llm._engine.generate(request, lambda update: said.extend(update.token_ids)))
+            while not said:
+                await asyncio.sleep(0.01)
+            await llm._engine.load_adapter(parse_adapters({"poet": folders["upper"]})[0])
+            llm._engine.unload_adapter("poet")
+            with pytest.raises(NotFound):
+                await llm._engine.generate(request, said.append)
+            assert not running.done()
+            await running
+            return said
+
+        assert tuple(llm._wait(run())) == expected.token_ids
+        assert llm.adapters() == () and device_bytes(llm) == 0
+
+
+def test_a_cancelled_request_gives_its_adapter_back(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    with open_adapters(base, tmp_path / "cache", {"poet": folders["plain"]}) as llm:
+
+        async def leave() -> None:
+            updates: list[Update] = []
+            request = Request("r", TokenPrompt(PROMPT), greedy(500), adapter="poet")
+            running = asyncio.ensure_future(llm._engine.generate(request, updates.append))
+            while not updates:
+                await asyncio.sleep(0.01)
+            assert llm._engine.model.adapters[0].running == 1
+            running.cancel()
+            await asyncio.wait({running})
+
+        llm._wait(leave())
+        assert llm.adapters()[0].running == 0
+        llm.unload_adapter("poet")
+        assert device_bytes(llm) == 0
+
+
+def test_refusals(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    broken = make_adapter(tmp_path / "dora", base, config={"fine_tune_type": "dora"})
+    with open_adapters(base, tmp_path / "cache", {}) as llm:
+        for name in ("../x", "", "a:b"):
+            with pytest.raises(InvalidRequest):
+                llm.load_adapter(name, folders["plain"])
+        for name in ("default", base.name):
+            with pytest.raises(Conflict):
+                llm.load_adapter(name, folders["plain"])
+        for path in (broken, tmp_path / "nothing", base / "config.json"):
+            with pytest.raises(UnsupportedAdapter) as caught:
+                llm.load_adapter("poet", path)
+            assert caught.value.param == "path"
+        with pytest.raises(InvalidRequest, match="not supported"):
+            llm.load_adapter("poet", folders["plain"], "residual")
+        assert llm.adapters() == ()
+
+
+def test_a_broken_adapter_keeps_the_engine_from_starting(base: Path, tmp_path: Path) -> None:
+    """And the cache folder is free again."""
+    for _ in range(2):
+        with pytest.raises(UnsupportedAdapter, match="no such folder"):
+            LLM(base, cache_dir=tmp_path / "cache", adapters={"poet": tmp_path / "nothing"}, ram_budget="64MB")
+
+
+def test_values_that_no_block_could_hold_do_not_matter(base: Path, tmp_path: Path) -> None:
+    """B = 0 is base in all but its name: its own blocks, the same tokens."""
+    pairs = random_matrices(base, rank=2)
+    nothing = {name: type(pair)(pair.a, np.zeros_like(pair.b)) for name, pair in pairs.items()}
+    with open_adapters(base, tmp_path / "cache", {"none": write_mlx_lm(tmp_path / "none", nothing)}) as llm:
+        check_equal(ask(llm, PROMPT, "none"), ask(llm, PROMPT))
