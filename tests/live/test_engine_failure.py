@@ -15,6 +15,7 @@ import pytest
 
 from agentcache.config import Config
 from agentcache.server.app import create_app
+from agentcache.serving import async_engine
 from agentcache.serving.async_engine import AsyncEngine
 from agentcache.serving.engine import Engine
 
@@ -37,7 +38,7 @@ class Trap:
 @pytest.fixture
 def trap(monkeypatch: pytest.MonkeyPatch) -> Trap:
     trap = Trap()
-    step, prepare = Engine.step, AsyncEngine._prepare
+    step, prepare = Engine.step, async_engine.prepare_request
 
     def step_or_fail(engine: Engine) -> None:
         trap.steps += 1
@@ -50,7 +51,7 @@ def trap(monkeypatch: pytest.MonkeyPatch) -> Trap:
         return prepare(*arguments)
 
     monkeypatch.setattr(Engine, "step", step_or_fail)
-    monkeypatch.setattr(AsyncEngine, "_prepare", staticmethod(prepare_behind_the_door))
+    monkeypatch.setattr(async_engine, "prepare_request", prepare_behind_the_door)
     return trap
 
 
