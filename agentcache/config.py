@@ -145,6 +145,7 @@ class Config:
         api_key: what clients must present; None lets every local client in.
         cache_dir: the folder that holds the agents' memory; one process at a time may use it.
         ram_budget, disk_budget: bytes the cache may take.
+        trunk_budget: bytes of RAM for hidden states that adapters go on from; 0 for none.
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
@@ -162,6 +163,7 @@ class Config:
     cache_dir: Path = field(default_factory=default_cache_dir)
     ram_budget: int = field(default_factory=lambda: parse_ram_budget("auto"))
     disk_budget: int = AUTO_DISK_CEILING
+    trunk_budget: int = 0
     max_concurrent_requests: int = 16
     request_timeout: float | None = None
     max_context: int | None = None
@@ -193,6 +195,7 @@ class Config:
 
 
 KEYS = tuple(setting.name for setting in fields(Config))
+_BYTES = frozenset({"max_body_bytes", "trunk_budget"})
 _INTEGERS = frozenset({"port", "max_concurrent_requests", "max_context", "prefill_chunk"})
 _NUMBERS = frozenset({"request_timeout", "max_stall_ms", "decode_share"})
 
@@ -265,8 +268,8 @@ def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     settings["cache_dir"] = cache_dir
     settings["ram_budget"] = parse_ram_budget(settings.get("ram_budget", "auto"))
     settings["disk_budget"] = parse_disk_budget(settings.get("disk_budget", "auto"), cache_dir)
-    if "max_body_bytes" in settings:
-        settings["max_body_bytes"] = parse_bytes(settings["max_body_bytes"], key="max_body_bytes")
+    for key in _BYTES & settings.keys():
+        settings[key] = parse_bytes(settings[key], key=key)
     for key in _INTEGERS & settings.keys():
         settings[key] = _integer(key, settings[key])
     for key in _NUMBERS & settings.keys():

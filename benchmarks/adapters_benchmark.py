@@ -4,10 +4,10 @@
     python benchmarks/adapters_benchmark.py --quick          about a minute
     python benchmarks/adapters_benchmark.py --model FOLDER   any model folder
 
-Both servers are real processes over the same model folder; mlx_lm.server is the one that is installed, with its
-defaults. The adapters are random, made for the model on the spot. Results go to agentcache-bench/: adapters.json
-(caveats, where the other server wins, machine, versions, commit, every sample), adapters_switches.png and
-adapters_pipelines.png.
+The servers are real processes over the same model folder: agentcache, agentcache with a trunk (plain LoRA goes on from
+base's hidden states), and the mlx_lm.server that is installed, with its defaults. The adapters are random, made for the
+model on the spot. Results go to agentcache-bench/: adapters.json (caveats, where the other server wins, machine,
+versions, commit, every sample), adapters_switches.png and adapters_pipelines.png.
 """
 
 from __future__ import annotations

@@ -39,6 +39,9 @@ def serve(
     api_key: Annotated[str | None, typer.Option(help="Key that clients must present.")] = None,
     ram_budget: Annotated[str | None, typer.Option(help="RAM for the cache: 8GB, 20%, auto (25% of RAM).")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="Disk for the cache: 100GB, 20%, auto.")] = None,
+    trunk_budget: Annotated[
+        str | None, typer.Option(help="RAM for hidden states that adapters go on from: 2GB (0: none).")
+    ] = None,
     max_concurrent_requests: Annotated[int | None, typer.Option(help="Requests in one batch (16); more wait.")] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds a completion may take (no limit).")] = None,
     max_context: Annotated[int | None, typer.Option(help="Tokens a sequence may have (the model's limit).")] = None,
@@ -59,6 +62,7 @@ def serve(
             "api_key": api_key,
             "ram_budget": ram_budget,
             "disk_budget": disk_budget,
+            "trunk_budget": trunk_budget,
             "max_concurrent_requests": max_concurrent_requests,
             "request_timeout": request_timeout,
             "max_context": max_context,

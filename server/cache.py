@@ -28,6 +28,7 @@ def stats_object(stats: CacheStats) -> dict[str, Any]:
         "base": described.pop("ram_bytes"),
         "residual": described.pop("residual_ram_bytes"),
         "adapters": described.pop("adapter_ram_bytes"),
+        "trunk": described.pop("trunk_ram_bytes"),
     }
     blocks = {state: described.pop(f"blocks_{state}") for state in ("free", "live", "cached")}
     return {"ram_bytes": ram, "blocks": blocks} | described

@@ -24,6 +24,7 @@ _COUNTERS = {
     "written_bytes": ("disk_written_bytes", "Bytes written"),
     "read_bytes": ("disk_read_bytes", "Bytes of blocks read"),
     "computed_tokens": ("computed_tokens", "Tokens that went through the model"),
+    "computed_layer_tokens": ("computed_layer_tokens", "The same, once for each layer that they went through"),
     "cached_tokens": ("cached_tokens", "Prompt tokens that did not have to"),
     "save_failures": ("save_failures", "Turns that could not be written"),
     "preemptions": ("num_preemptions", "Requests that gave their blocks up for others"),
@@ -55,7 +56,12 @@ def _metrics_of(stats: CacheStats) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"agentcache_{name}", what, value=getattr(stats, field))
     for field, (name, what) in _COUNTERS.items():
         yield CounterMetricFamily(f"agentcache_{name}", what, value=getattr(stats, field))
-    ram = {"base": stats.ram_bytes, "residual": stats.residual_ram_bytes, "adapters": stats.adapter_ram_bytes}
+    ram = {
+        "base": stats.ram_bytes,
+        "residual": stats.residual_ram_bytes,
+        "adapters": stats.adapter_ram_bytes,
+        "trunk": stats.trunk_ram_bytes,
+    }
     yield _labelled("ram_bytes", "RAM the cache takes", "cache", ram)
     blocks = {"free": stats.blocks_free, "live": stats.blocks_live, "cached": stats.blocks_cached}
     yield _labelled("kv_blocks", "Blocks in RAM", "state", blocks)

@@ -120,6 +120,8 @@ def test_unknown_keys_name_the_nearest(
         ({"decode_share": 1}, "decode_share"),
         ({"decode_share": 0.0}, "decode_share"),
         ({"max_body_bytes": "20%"}, "max_body_bytes"),
+        ({"trunk_budget": "auto"}, "trunk_budget"),
+        ({"trunk_budget": -1}, "trunk_budget"),
         ({"host": ""}, "host"),
         ({"api_key": ""}, "api_key"),
         ({"api_key": "a\nb"}, "api_key"),

@@ -26,6 +26,8 @@ PLAIN = (
     "agentcache.blocks.sequence",
     "agentcache.blocks.siblings",
     "agentcache.blocks.slots",
+    "agentcache.blocks.trunk",
+    "agentcache.blocks.trunk_match",
     "agentcache.config",
     "agentcache.errors",
     "agentcache.kv.block_file",

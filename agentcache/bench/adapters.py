@@ -1,10 +1,11 @@
 """Adapters on one server: what a change of adapter costs, what chains of adapters compute, and batches that mix them.
 
-    switch      turns of base and of adapters on one cached context, against `mlx_lm.server` (`adapters_switch.py`)
+    switch      turns of base and of adapters on one cached context, with and without a trunk, against `mlx_lm.server`
+                (`adapters_switch.py`)
     pipelines   base, adapter, base, … on one context, by each way to share (`adapters_pipeline.py`)
     mixed       base and three adapters in one batch, against one after the other (`adapters_mixed.py`)
 
-Both servers are real processes over the same model folder; while one works the other is idle.
+All servers are real processes over the same model folder; while one works the others are idle.
 """
 
 from __future__ import annotations
@@ -13,13 +14,24 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from agentcache.adapter_settings import Policy
 from agentcache.bench.adapters_made import MadeAdapter, PassageSource, make_adapters
 from agentcache.bench.adapters_mixed import Mixed, MixedBench, MixedPlan
 from agentcache.bench.adapters_pipeline import Pipeline, PipelinePlan, measure_pipelines
-from agentcache.bench.adapters_switch import OurSide, Peer, PeerSide, SwitchBench, SwitchPlan, SwitchSample, complete
+from agentcache.bench.adapters_switch import (
+    EXACT_TURNS,
+    TRUNK,
+    OurSide,
+    Peer,
+    PeerSide,
+    SwitchBench,
+    SwitchPlan,
+    SwitchSample,
+    complete,
+)
 from agentcache.bench.mlx_lm_server import COMMAND
 from agentcache.bench.workload import WEIGHTS_MODEL
 from agentcache.models.random_model import random_model_path
@@ -27,6 +39,7 @@ from agentcache.models.tokenizer import Tokenizer
 from agentcache.server_process import SERVE, ServerProcess
 
 _NEVER = -100.0  # bias that keeps a token from being chosen
+_TRUNK_BUDGET = "2GB"  # more than the plans fill; RAM is taken as it is needed
 
 
 @dataclass(frozen=True)
@@ -35,7 +48,7 @@ class AdaptersPlan:
 
     Args:
         model: folder; None for a random model of 84 million parameters.
-        command, peer: what to start as the two servers.
+        command, peer: what to start as agentcache, with and without a trunk, and as the other server.
     """
 
     switch: SwitchPlan = field(default_factory=SwitchPlan)
@@ -71,25 +84,33 @@ def measure_adapters(plan: AdaptersPlan, progress: Callable[[str], None]) -> Ada
         source = PassageSource(tokenizer, plan.seed)
         adapters = make_adapters(home / "adapters", model, source.invocation().ids, copies=2)
         bias = {str(token): _NEVER for token in tokenizer.eos_ids}
-        with _servers(plan, home, model, adapters) as (server, other):
-            peer = Peer(other, model, bias)
-            _warm_up(server, peer, adapters, source)
-            return _measure(plan, server, peer, adapters, source, progress)
+        with _servers(plan, home, model, adapters, bias) as servers:
+            _warm_up(servers, adapters, source)
+            return _measure(plan, servers, adapters, source, progress)
+
+
+@dataclass(frozen=True)
+class _Servers:
+    """Ours, with all adapters; ours with a trunk, for plain LoRA; and the other, which takes adapters by request."""
+
+    ours: ServerProcess
+    trunk: ServerProcess
+    peer: Peer
 
 
 def _measure(
     plan: AdaptersPlan,
-    server: ServerProcess,
-    peer: Peer,
+    servers: _Servers,
     adapters: Mapping[Policy, Sequence[MadeAdapter]],
     source: PassageSource,
     progress: Callable[[str], None],
 ) -> AdaptersResult:
-    sides = OurSide(server, source), PeerSide(peer)
+    ours, trunk = OurSide(servers.ours, source), OurSide(servers.trunk, source, TRUNK, EXACT_TURNS)
+    sides = ours, trunk, PeerSide(servers.peer)
     switches = SwitchBench(plan.switch, sides, adapters, source).measure(progress)
-    pipelines = measure_pipelines(plan.pipeline, server, adapters, source, progress)
+    pipelines = measure_pipelines(plan.pipeline, servers.ours, adapters, source, progress)
     firsts = [made[0] for made in adapters.values()]
-    mixed = MixedBench(plan.mixed, server, peer, firsts, source).measure(progress)
+    mixed = MixedBench(plan.mixed, servers.ours, servers.peer, firsts, source).measure(progress)
     sizes = {
         adapter.name: (adapter.path / "adapters.safetensors").stat().st_size
         for made in adapters.values()
@@ -100,23 +121,32 @@ def _measure(
 
 @contextmanager
 def _servers(
-    plan: AdaptersPlan, home: Path, model: Path, adapters: Mapping[Policy, Sequence[MadeAdapter]]
-) -> Iterator[tuple[ServerProcess, ServerProcess]]:
-    """Ours, with all adapters, and the other, which takes them by request."""
-    options = [part for made in adapters.values() for each in made for part in ("--adapter", each.option)]
-    name = str(model)
+    plan: AdaptersPlan,
+    home: Path,
+    model: Path,
+    adapters: Mapping[Policy, Sequence[MadeAdapter]],
+    bias: Mapping[str, float],
+) -> Iterator[_Servers]:
+    start = partial(ServerProcess, model=str(model))
+    every = [each for made in adapters.values() for each in made]
+    trunk_options = ["--trunk-budget", _TRUNK_BUDGET, *_options(adapters[Policy.EXACT])]
     with (
-        ServerProcess(home / "cache", home / "log", model=name, extra=options, command=plan.command) as server,
-        ServerProcess(home / "none", home / "peer-log", model=name, command=plan.peer) as other,
+        start(home / "cache", home / "log", extra=_options(every), command=plan.command) as ours,
+        start(home / "trunk", home / "trunk-log", extra=trunk_options, command=plan.command) as trunk,
+        start(home / "none", home / "peer-log", command=plan.peer) as other,
     ):
-        yield server, other
+        yield _Servers(ours, trunk, Peer(other, model, bias))
 
 
-def _warm_up(
-    server: ServerProcess, peer: Peer, adapters: Mapping[Policy, Sequence[MadeAdapter]], source: PassageSource
-) -> None:
+def _options(adapters: Sequence[MadeAdapter]) -> list[str]:
+    return [part for adapter in adapters for part in ("--adapter", adapter.option)]
+
+
+def _warm_up(servers: _Servers, adapters: Mapping[Policy, Sequence[MadeAdapter]], source: PassageSource) -> None:
     """A process's first request, and an adapter's, pay for more than their own work."""
     hello = source.take(8) + source.invocation() + source.take(2)
     for adapter in (None, *(each for made in adapters.values() for each in made)):
-        complete(server, hello, 2, adapter)
-    peer.send(hello, 2).result()
+        complete(servers.ours, hello, 2, adapter)
+    for adapter in (None, *adapters[Policy.EXACT]):
+        complete(servers.trunk, hello, 2, adapter)
+    servers.peer.send(hello, 2).result()

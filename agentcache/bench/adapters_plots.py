@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from agentcache.bench.adapters_switch import TRUNK
 from agentcache.bench.comparative import OURS, PEER
 from agentcache.bench.plots import COLOURS, new_figure, save_figure, token_label
 
+SERVER_COLOURS = {OURS: COLOURS[OURS], TRUNK: "#009E73", PEER: COLOURS[PEER]}
 POLICY_COLOURS = {"base only": "#999999", "exact": "#D55E00", "activated": "#0072B2", "prefill-share": "#009E73"}
 
 
@@ -15,12 +17,12 @@ def plot_switches(report: dict[str, Any], path: Path) -> None:
     """Time to first token of each turn, a bar for each server that has it; logarithmic: reloading is far off."""
     rows = report["switches"]
     turns = list(dict.fromkeys(row["turn"] for row in rows))
-    figure = new_figure(9, 4.5)
+    figure = new_figure(11, 4.5)
     axes = figure.add_subplot()
-    for offset, server in ((-0.2, OURS), (0.2, PEER)):
+    for offset, (server, colour) in zip((-0.28, 0, 0.28), SERVER_COLOURS.items(), strict=True):
         own = {row["turn"]: row["ttft_ms"] for row in rows if row["server"] == server}
         places = [turns.index(turn) + offset for turn in own]
-        bars = axes.bar(places, list(own.values()), 0.4, color=COLOURS[server], label=server)
+        bars = axes.bar(places, list(own.values()), 0.28, color=colour, label=server)
         axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
     axes.set_yscale("log")
     axes.margins(y=0.15)

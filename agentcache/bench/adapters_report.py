@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from agentcache.bench.adapters import AdaptersPlan, AdaptersResult
 from agentcache.bench.adapters_pipeline import BASE_ONLY, CHAIN
 from agentcache.bench.adapters_plots import plot_pipelines, plot_switches
-from agentcache.bench.adapters_switch import HOT, SwitchSample
+from agentcache.bench.adapters_switch import HOT, TRUNK, Cost, SwitchSample
 from agentcache.bench.comparative import OURS, PEER
 from agentcache.machine import describe_run
 
@@ -23,6 +23,10 @@ CAVEATS = [
     "The adapters are random: they show what sharing costs and saves, not what an adapter is good for.",
     "Plain LoRA (exact) adapts the upper half of the layers, the others all of them. Only it gives an adapter that was "
     "trained the usual way its own answers; activated and prefill-share need adapters trained for it.",
+    f"{TRUNK} is a server of its own with --trunk-budget: base also keeps the hidden states at the layer where those "
+    "adapters begin, from which they go on, so that the layers below are spared. The RAM for that grows by blocks of "
+    "256 tokens, of which one may count for the turn before: a block that was not filled is used again.",
+    "Computed are tokens of the prompt; layers x tokens are the answer's too.",
     "mlx_lm.server runs with its defaults: keys and values in the model's type, in RAM only; for other adapters it "
     "loads the whole model again, here from the operating system's page cache.",
     "Every process, and on agentcache every adapter, has answered one tiny request before.",
@@ -69,7 +73,7 @@ def _ours_first(turn: tuple[str, str]) -> bool:
 
 
 def _summarise(samples: Sequence[SwitchSample]) -> dict[str, Any]:
-    names = ("ttft_ms", "prompt_tokens", "computed_tokens", "ram_bytes", "disk_bytes")
+    names = [field.name for field in fields(Cost)]
     return {
         "server": samples[0].server,
         "turn": samples[0].turn,
@@ -84,16 +88,22 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 def _against_hot_base(switches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each of our turns the share of the prompt that is computed, and its time beside a hot turn of base."""
-    ours = [row for row in switches if row["server"] == OURS]
-    hot = next(row for row in ours if row["turn"] == HOT)
     return [
         {
+            "server": row["server"],
             "turn": row["turn"],
             "computed_share": row["computed_tokens"] / row["prompt_tokens"],
-            "ttft_ratio": row["ttft_ms"] / hot["ttft_ms"],
+            "ttft_ratio": row["ttft_ms"] / _hot_ms(switches, row["server"]),
         }
-        for row in ours
+        for row in switches
+        if row["server"] != PEER
     ]
+
+
+def _hot_ms(switches: Sequence[dict[str, Any]], server: str) -> float:
+    """Time to first token of the server's hot turn of base."""
+    ms: float = next(row["ttft_ms"] for row in switches if (row["server"], row["turn"]) == (server, HOT))
+    return ms
 
 
 def peer_wins(switches: Sequence[dict[str, Any]], mixed: dict[str, Any]) -> list[str]:
@@ -117,18 +127,20 @@ def switches_table(report: dict[str, Any]) -> Table:
     """A line a turn of each server."""
     context = report["plan"]["switch"]["context"]
     table = Table(title=f"A change of adapter on a cached context of {context} tokens, medians")
-    for heading in ("", "turn", "first token", "beside hot base", "computed", "prompt", "RAM", "disk"):
+    headings = ("", "turn", "first token", "beside hot base", "computed", "prompt", "layers x tokens")
+    for heading in (*headings, "RAM", "trunk", "disk"):
         table.add_column(heading, justify="right")
     for row in report["switches"]:
-        hot = next(each for each in report["switches"] if each["server"] == row["server"] and each["turn"] == HOT)
         table.add_row(
             row["server"],
             row["turn"],
             f"{row['ttft_ms']:.0f} ms",
-            f"{row['ttft_ms'] / hot['ttft_ms']:.2f}x",
+            f"{row['ttft_ms'] / _hot_ms(report['switches'], row['server']):.2f}x",
             f"{row['computed_tokens']:.0f}",
             f"{row['prompt_tokens']:.0f}",
+            "-" if row["computed_layer_tokens"] is None else f"{row['computed_layer_tokens']:.0f}",
             _kilobytes(row["ram_bytes"]),
+            _kilobytes(row["trunk_bytes"]),
             _kilobytes(row["disk_bytes"]),
         )
     return table

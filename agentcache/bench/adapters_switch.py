@@ -1,7 +1,8 @@
 """A change of adapter on a cached context, on agentcache and on `mlx_lm.server`, turn by turn.
 
 Every turn continues what base has read and said. `mlx_lm.server` gets its adapter as `adapters` in the request, for
-which it loads the whole model again.
+which it loads the whole model again. Plain LoRA is also measured on an agentcache with a trunk: its adapter goes on
+from the hidden states that base has left at the adapter's first layer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from agentcache.client import Completion
 from agentcache.server_process import ServerProcess
 
 COLD, HOT = "base, cold", "base, hot"
+TRUNK = f"{OURS}, trunk"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ TURNS = (
     Turn("prefill-share, switch", Policy.PREFILL_SHARE),
     Turn("back to base"),
 )
+EXACT_TURNS = tuple(turn for turn in TURNS if turn.policy in (None, Policy.EXACT))
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Cost:
         ttft_ms: by the client's clock.
         computed_tokens: tokens of the prompt that went through the model.
         ram_bytes, disk_bytes: by which the cache has grown; None where the server does not say.
+        computed_layer_tokens: tokens, the answer's too, each once for each layer that it went through; else as above.
+        trunk_bytes: by which the cached hidden states have grown, which are not in `ram_bytes`; else as above.
     """
 
     ttft_ms: float
@@ -72,6 +77,8 @@ class Cost:
     computed_tokens: int
     ram_bytes: int | None = None
     disk_bytes: int | None = None
+    computed_layer_tokens: int | None = None
+    trunk_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -125,10 +132,10 @@ def complete(
 class OurSide:
     """Turns on agentcache, by an agent for each round and policy."""
 
-    name = OURS
-    turns = TURNS
-
-    def __init__(self, server: ServerProcess, source: PassageSource) -> None:
+    def __init__(
+        self, server: ServerProcess, source: PassageSource, name: str = OURS, turns: Sequence[Turn] = TURNS
+    ) -> None:
+        self.name, self.turns = name, turns
         self._server, self._source = server, source
 
     def answer(self, number: int, prompt: Passage, max_tokens: int, adapter: MadeAdapter | None) -> Answer:
@@ -142,6 +149,8 @@ class OurSide:
             computed_tokens=done.report["computed_tokens"],
             ram_bytes=_held_bytes(after) - _held_bytes(before),
             disk_bytes=after["disk_bytes"] - before["disk_bytes"],
+            computed_layer_tokens=after["computed_layer_tokens"] - before["computed_layer_tokens"],
+            trunk_bytes=after["ram_bytes"]["trunk"] - before["ram_bytes"]["trunk"],
         )
         return Answer(self._source.of_ids(done.token_ids), cost)
 
@@ -161,7 +170,7 @@ class PeerSide:
     """Turns on `mlx_lm.server`, which has one way to use an adapter."""
 
     name = PEER
-    turns = tuple(turn for turn in TURNS if turn.policy in (None, Policy.EXACT))
+    turns: Sequence[Turn] = EXACT_TURNS
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -174,19 +183,19 @@ class PeerSide:
 
 
 class SwitchBench:
-    """Both servers and the adapters on them."""
+    """The servers and the adapters on them."""
 
     def __init__(
         self,
         plan: SwitchPlan,
-        sides: tuple[OurSide, PeerSide],
+        sides: Sequence[OurSide | PeerSide],
         adapters: Mapping[Policy, Sequence[MadeAdapter]],
         source: PassageSource,
     ) -> None:
         self._plan, self._sides, self._adapters, self._source = plan, sides, adapters, source
 
     def measure(self, progress: Callable[[str], None]) -> list[SwitchSample]:
-        """All rounds; the servers take them in turns, each in turn the first."""
+        """All rounds; in each the servers take turns, every other time from the last to the first."""
         samples: list[SwitchSample] = []
         for number in range(self._plan.rounds):
             context = self._source.take(self._plan.context)
@@ -216,6 +225,6 @@ class SwitchBench:
 def _line(sample: SwitchSample) -> str:
     cost = sample.cost
     return (
-        f"{sample.server:<14} {sample.turn:<22} {cost.ttft_ms:8.1f} ms to the first token, "
+        f"{sample.server:<17} {sample.turn:<22} {cost.ttft_ms:8.1f} ms to the first token, "
         f"{cost.computed_tokens} of {cost.prompt_tokens} tokens computed"
     )

@@ -50,14 +50,17 @@ class LanePrefix:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """Tokens that need not be computed, the same in every lane. Valid until the cache is next changed."""
+    """Tokens that need not be computed, the same in every lane. Valid until the cache is next changed.
+
+    The base lane of a prompt that goes on from the trunk reaches further, in whole blocks (`trunk_match`).
+    """
 
     producer: Producer | None
     lanes: tuple[LanePrefix, ...]
 
     @property
     def num_tokens(self) -> int:
-        return self.lanes[0].num_tokens
+        return min(lane.num_tokens for lane in self.lanes)
 
     def lane(self, group: int) -> LanePrefix:
         """The lane that has this group."""
@@ -162,7 +165,7 @@ def in_ram(prefix: CachedPrefix, groups: Sequence[Group]) -> bool:
 def _needed(prefix: CachedPrefix, groups: Sequence[Group]) -> Iterable[tuple[int, Node]]:
     for lane in prefix.lanes:
         for index in lane.groups:
-            for node in lane.all_nodes[groups[index].first_block_needed(prefix.num_tokens) :]:
+            for node in lane.all_nodes[groups[index].first_block_needed(lane.num_tokens) :]:
                 yield index, node
 
 

@@ -86,9 +86,12 @@ class PrefixCache:
     def _enter(self, root: str, prefix: CachedPrefix) -> Sequence:
         """The sequence without slots; from here on the prefix's nodes stay in the tree."""
         # All at once: a prompt of 16K tokens has 64 blocks, and every row that joins a batch comes by here.
-        token_ids = unpack(b"".join(node.packed for node in prefix.lanes[0].all_nodes))[: prefix.num_tokens]
+        token_ids = unpack(b"".join(node.packed for node in prefix.lanes[-1].all_nodes))[: prefix.num_tokens]
         tables = [BlockTable() for _ in self.groups]
-        lanes = [Lane(lane.layout, list(lane.nodes), lane.tail) for lane in prefix.lanes]
+        count = prefix.num_tokens // BLOCK_SIZE
+        lanes = [
+            Lane(lane.layout, list(lane.nodes[:count]), lane.tail, list(lane.nodes[count:])) for lane in prefix.lanes
+        ]
         sequence = Sequence(root, prefix.producer, token_ids, tables, lanes)
         self._sequences.add(sequence)
         for lane in lanes:
@@ -130,6 +133,8 @@ class PrefixCache:
             node = self._publish(sequence, lane, (len(lane.nodes) + 1) * BLOCK_SIZE)
             node.readers += 1
             lane.nodes.append(node)
+            if lane.ahead:
+                lane.ahead.pop(0).readers -= 1  # the same node
             published.append(LaneBlock(node, lane.groups))
         return published
 

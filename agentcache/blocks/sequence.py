@@ -49,11 +49,13 @@ class Lane:
     Attributes:
         nodes: its published full blocks, from the start.
         tail: the node that the first unfinished block was taken from, if any.
+        ahead: further full blocks that are there already, which the sequence has still to go through.
     """
 
     layout: LaneLayout
     nodes: list[Node]
     tail: Node | None = None
+    ahead: list[Node] = field(default_factory=list)
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -62,7 +64,7 @@ class Lane:
     @property
     def read_nodes(self) -> list[Node]:
         """All nodes that it keeps in the tree, the last one first."""
-        return [*([] if self.tail is None else [self.tail]), *reversed(self.nodes)]
+        return [*([] if self.tail is None else [self.tail]), *reversed(self.ahead), *reversed(self.nodes)]
 
     def parent_of(self, position: int, root: Node) -> Node:
         """The node in front of its block number `position`."""

@@ -251,6 +251,17 @@ def _fields(matrices: Mapping[ModuleName, LowRank]) -> Iterator[bytes]:
             yield np.ascontiguousarray(matrix, "<f4").tobytes()
 
 
+def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
+    """First layer of the adapter's groups, where all that goes into it is base's, and all above is the adapter's.
+
+    0 where that is not so: then the adapter has no trunk to go on from.
+    """
+    own = producer_groups(adapter, spec)
+    cut = min((layer.index for index in own for layer in spec.groups[index].layers), default=0)
+    others = [layer.index for index, group in enumerate(spec.groups) if index not in own for layer in group.layers]
+    return cut if cut <= adapter.first_layer and max(others, default=-1) < cut else 0
+
+
 def producer_groups(adapter: Adapter, spec: CacheSpec) -> frozenset[int]:
     """Indices of the cache groups in which some layer's keys or values can differ from base's."""
     return frozenset(

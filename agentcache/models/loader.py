@@ -17,6 +17,7 @@ from agentcache.models.fingerprint import model_fingerprint
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.rehost import rehost
 from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.trunk import ModelTrunk
 
 _DEFAULT_CONTEXT = 8192
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -31,6 +32,7 @@ class LoadedModel:
         model: the mlx-lm model with re-hosted attention; its cache argument is one `BatchQuantizedKVCache` a layer.
         last: selects the positions whose logits are computed.
         adapters: selects the adapters that rows are computed with.
+        trunk: selects the layers that are computed, and keeps what goes in between them.
         spec: what it caches.
         fingerprint: digest of weights, config and tokenizer.
         max_context: tokens the model was made for.
@@ -39,6 +41,7 @@ class LoadedModel:
     model: nn.Module
     last: WantedPositions
     adapters: ModelAdapters
+    trunk: ModelTrunk
     tokenizer: Tokenizer
     spec: CacheSpec
     fingerprint: str
@@ -93,6 +96,7 @@ def load(path_or_hub_id: str, *, memo: Path | None = None, max_context: int | No
         model=model,
         last=last,
         adapters=ModelAdapters(model),
+        trunk=ModelTrunk(model, spec),
         tokenizer=tokenizer,
         spec=spec,
         fingerprint=model_fingerprint(read.path, tokenizer.fingerprint, memo),

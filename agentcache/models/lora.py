@@ -155,7 +155,7 @@ class ModelAdapters:
     def __init__(self, model: nn.Module) -> None:
         self.modules = target_modules(model.layers)
         self.stacks = Stacks()
-        self._layers = model.layers
+        self._layers = list(model.layers)  # whatever stands in their places later
         self._wrapped: dict[ModuleName, AdaptedLinear] = {}
         self._step: StepRows | None = None
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
+from agentcache.blocks.trunk import TrunkPlan
 from agentcache.kv.arena import GroupArena, make_arenas
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.step_plan import RowBatch
@@ -47,6 +48,7 @@ class ModelRunner:
         all_logits: bool = False,
         adapters: Sequence[RowAdapter | None] = (),
         decoder: DecoderWeights | None = None,
+        trunk: TrunkPlan | None = None,
     ) -> mx.array:
         """Compute a step and write its keys and values; nothing is evaluated yet.
 
@@ -57,6 +59,8 @@ class ModelRunner:
             all_logits: logits of every position, not only of the last one.
             adapters: per row the adapter it is computed with, or None; nothing for base alone.
             decoder: computes the step in place of the base model, on the same cache.
+            trunk: for a step of one row without decoder, the hidden states to go on from and to keep. The cache holds
+                keys and values below its cut already.
 
         Returns:
             Logits [B, n or 1, vocabulary].
@@ -66,7 +70,10 @@ class ModelRunner:
         computes: LoadedModel | DecoderWeights = self._loaded if decoder is None else decoder
         computes.last.all_positions = all_logits
         self.forward_tokens += token_ids.size
-        with self._loaded.adapters.step(adapters, lengths, token_ids.shape[1]):
+        with (
+            self._loaded.adapters.step(adapters, lengths, token_ids.shape[1]),
+            self._loaded.trunk.step(trunk, token_ids.size),
+        ):
             return computes.model(token_ids, cache=caches)
 
     def _layer_caches(self, tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int]) -> list[RehostedCache]:
@@ -94,7 +101,7 @@ class ModelRunner:
         """
         self.wait()
         self._is_busy = True
-        mx.async_eval(*outputs, *self._arena_arrays())
+        mx.async_eval(*outputs, *self._arena_arrays(), *self._loaded.trunk.blocks.written())
 
     def wait(self) -> None:
         """Return when the device has done what was started last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentcache.blocks.slots import Slots
 from agentcache.errors import OutOfBlocks
-from agentcache.models.adapters import AdapterContent
+from agentcache.models.adapters import AdapterContent, trunk_cut
 from agentcache.models.decoder import Decoder, DecoderWeights, load_decoder
 from agentcache.models.loader import LoadedModel
 from agentcache.models.lora import AdapterWeights, RowAdapter
@@ -84,6 +84,17 @@ class AdapterWeightSet:
         if use is None or use.start is None or use.is_decoder:
             return None
         return RowAdapter(self._weights[use.digest], use.start)
+
+    def cut(self, use: AdapterUse | None) -> int:
+        """Layer below which all that a request computes is base's, at any token; 0 for none, or for base itself."""
+        row = self.row(use)
+        return 0 if row is None else trunk_cut(row.weights.adapter, self._loaded.spec)
+
+    @property
+    def cuts(self) -> list[int]:
+        """Layers at which adapters on the device can go on from the trunk, lowest first."""
+        cuts = {trunk_cut(weights.adapter, self._loaded.spec) for weights in self._weights.values()}
+        return sorted(cuts - {0})
 
     def decoder(self, digest: str | None) -> DecoderWeights | None:
         """The model that computes a step; None for base."""

@@ -15,6 +15,7 @@ from agentcache.serving.request import CachedTokens, FinishReason
 from agentcache.serving.restore import Restored, Restorer
 from agentcache.serving.room import Growth, has_room
 from agentcache.serving.scheduler import Scheduler
+from agentcache.serving.trunk import Trunk
 
 
 class Admission:
@@ -31,6 +32,7 @@ class Admission:
         cache: PrefixCache,
         runner: ModelRunner,
         restorer: Restorer,
+        trunk: Trunk,
         namespace: Callable[[str], Namespace],
         *,
         finish: Callable[[Generation, FinishReason], None],
@@ -40,6 +42,7 @@ class Admission:
         self._cache = cache
         self._runner = runner
         self._restorer = restorer
+        self._trunk = trunk
         self._namespace = namespace
         self._finish = finish
         self._fail = fail
@@ -64,11 +67,16 @@ class Admission:
         if not busy:
             self._cache.slots.make_room(len(generation.token_ids) + 1)
         prefix = self._usable_prefix(generation, root)
+        ahead = self._trunk.match(generation, root, prefix)
+        if ahead is not None:
+            prefix = ahead.prefix
         if busy:
             self._check_room(generation, prefix)
         in_ram = self._cache.in_ram(prefix)
         generation.sequence = sequence = self._cache.open(root, prefix)
         self._runner.copy_blocks(sequence.copies)
+        if ahead is not None:
+            self._trunk.begin(generation, ahead)
         if generation.num_generated == 0:
             generation.prompt_logprobs.clear()  # after a preemption the prompt is computed again
             _note_cached(generation, prefix)

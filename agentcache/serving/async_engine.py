@@ -249,7 +249,7 @@ class AsyncEngine:
 
     async def check_integrity(self) -> None:
         """Raises BrokenInvariant unless every block is accounted for."""
-        await self._call(lambda engine: engine.cache.check_integrity())
+        await self._call(lambda engine: engine.check_integrity())
 
     async def clear_cache(self) -> None:
         """Free all RAM that nobody is reading; agents stay on disk."""

@@ -17,6 +17,7 @@ from agentcache.models.runner import ModelRunner
 from agentcache.models.sampler import REPETITION_CONTEXT, Row, Sampler, Scores, TokenScore, choose
 from agentcache.serving.adapter_weights import AdapterWeightSet
 from agentcache.serving.generation import Generation
+from agentcache.serving.trunk import Trunk
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,10 @@ class Batch:
 class BatchBuilder:
     """Makes batches of the scheduler's plans. Owns the samplers of the generations being worked on."""
 
-    def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet) -> None:
+    def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet, trunk: Trunk) -> None:
         self._runner = runner
         self._adapters = adapters
+        self._trunk = trunk
         self._samplers: dict[Generation, Sampler] = {}
 
     def __contains__(self, generation: Generation) -> bool:
@@ -152,7 +154,13 @@ class BatchBuilder:
         adapters = [self._adapters.row(generation.adapter) for generation in rows]
         decoder = self._adapters.decoder(rows[0].decoder)
         logits = self._runner.forward(
-            inputs, tables, starts, all_logits=score_prompt, adapters=adapters, decoder=decoder
+            inputs,
+            tables,
+            starts,
+            all_logits=score_prompt,
+            adapters=adapters,
+            decoder=decoder,
+            trunk=self._trunk.plan(rows, num_tokens),
         )
         complete = [count <= num_tokens for count in left]
         ends = [start + num_tokens for start in starts]

@@ -34,6 +34,7 @@ from agentcache.serving.persistence import Persistence
 from agentcache.serving.request import CacheStats
 from agentcache.serving.restore import Restorer
 from agentcache.serving.scheduler import Scheduler
+from agentcache.serving.trunk import Trunk
 from agentcache.serving.turns import Turns
 
 _PREALLOCATED_BYTES = 32 << 20
@@ -76,17 +77,22 @@ class Engine:
         )
         self.guard = MemoryGuard(Footprint.of(self.loaded.spec, self.loaded.config))
         self.adapters = AdapterWeightSet(self.loaded, self.runner, self.cache.slots)
-        self._builder = BatchBuilder(self.runner, self.adapters)
+        self.trunk = Trunk(self.cache, self.adapters, self._trunk_slots(config))
+        self._builder = BatchBuilder(self.runner, self.adapters, self.trunk)
         self._under_way: Batch | None = None
         self._admission = Admission(
             self.scheduler,
             self.cache,
             self.runner,
             self.restorer,
+            self.trunk,
             self._namespace,
             finish=self.turns.finish,
             fail=self._fail,
         )
+
+    def _trunk_slots(self, config: Config) -> int:
+        return config.trunk_budget // self.loaded.trunk.block_bytes() if config.trunk_budget else 0
 
     def _pace(self, config: Config) -> Pace:
         windowed = any(group.window is not None for group in self.loaded.spec.groups)
@@ -170,6 +176,7 @@ class Engine:
 
     def step(self) -> None:
         """Build the next batch while the device computes the last one; start it; hand out what the last one gave."""
+        self.trunk.sweep()
         self._admission.admit()
         following = self._build(self.scheduler.schedule())
         done, self._under_way = self._under_way, following
@@ -216,6 +223,7 @@ class Engine:
     def _advance(self, generation: Generation, token_ids: list[int]) -> None:
         sequence = generation.place
         published = self.cache.advance(sequence, token_ids)
+        self.trunk.advance(sequence)
         if generation.request.agent is not None:
             generation.saved_early += published
             self.persistence.save_blocks(sequence, published, generation.note_written)
@@ -225,10 +233,22 @@ class Engine:
 
     def clear(self) -> None:
         """Evict every block from RAM that nobody is reading; agents come back warm."""
+        self.trunk.blocks.clear()
         evicted = True
         while evicted:  # leaves first: each round makes new ones
             evicted = sum(self.cache.slots.evict(node) for node in list(self.cache.tree.residents)) > 0
 
+    def check_integrity(self) -> None:
+        """Raise BrokenInvariant unless every block of cache and trunk is accounted for."""
+        self.cache.check_integrity()
+        self.trunk.check_integrity()
+
     def stats(self) -> CacheStats:
         stats = cache_stats(self.cache, self.runner, self.scheduler, self.persistence, self.counters, len(self.agents))
-        return replace(stats, ram_budget=self._ram_budget, adapter_ram_bytes=self.adapters.nbytes)
+        return replace(
+            stats,
+            ram_budget=self._ram_budget,
+            adapter_ram_bytes=self.adapters.nbytes,
+            trunk_ram_bytes=self.loaded.trunk.blocks.nbytes,
+            computed_layer_tokens=self.loaded.trunk.layer_tokens,
+        )

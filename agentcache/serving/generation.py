@@ -34,6 +34,7 @@ class Generation:
         token_ids: prompt, then what was generated.
         sequence: its place in the cache; None while waiting.
         in_flight: tokens of it that the device is at work on.
+        trunk_end: its tokens before this one are computed from the trunk on; 0 for none.
         background: it lets others go first; the scheduler ends that when it has waited enough.
         passed_over: how often others went before it.
         decoded_at: number of the last step that it decoded in.
@@ -66,6 +67,7 @@ class Generation:
     producer: Producer | None = None
     adapter: AdapterUse | None = None
     in_flight: int = 0
+    trunk_end: int = 0
     passed_over: int = 0
     decoded_at: int = 0
 
@@ -102,8 +104,10 @@ class Generation:
 
     @property
     def num_to_prefill(self) -> int:
-        """Known tokens that the same model is to compute, one after the other."""
+        """Known tokens that the same layers of the same model are to compute, one after the other."""
         start = self._decoder_start
+        if self.num_launched < self.trunk_end:
+            return self.trunk_end - self.num_launched
         if start is None or self.num_launched >= start:
             return self.num_to_launch
         return min(self.num_to_launch, start - self.num_launched)
@@ -132,6 +136,7 @@ class Generation:
         """Its sequence has been given up; what the device computes for it has no meaning any more."""
         self.sequence = None
         self.in_flight = 0
+        self.trunk_end = 0
 
     @property
     def num_generated(self) -> int:

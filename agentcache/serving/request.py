@@ -237,7 +237,8 @@ class CacheStats:
     """Counters since start, and the state of RAM, disk and queues now.
 
     `decode_rows` is the sum over decode steps of their rows: divided by `decode_steps`, the average batch. Seconds are
-    the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together.
+    the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together;
+    `trunk_ram_bytes` have their own. `computed_layer_tokens` counts each of `computed_tokens` once a layer.
     """
 
     ram_bytes: int
@@ -256,6 +257,7 @@ class CacheStats:
     save_failures: int
     residual_ram_bytes: int = 0
     adapter_ram_bytes: int = 0
+    trunk_ram_bytes: int = 0
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
@@ -267,6 +269,7 @@ class CacheStats:
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     copied_blocks: int = 0
+    computed_layer_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,16 @@ from agentcache.bench.adapters_made import POLICIES, PassageSource, make_adapter
 from agentcache.bench.adapters_mixed import MixedPlan
 from agentcache.bench.adapters_pipeline import BASE_ONLY, CHAIN, PipelinePlan
 from agentcache.bench.adapters_report import build_report, peer_wins, tables, write_report
-from agentcache.bench.adapters_switch import COLD, HOT, Cost, SwitchPlan
+from agentcache.bench.adapters_switch import COLD, EXACT_TURNS, HOT, TRUNK, Cost, SwitchPlan
 from agentcache.bench.comparative import OURS, PEER
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.models.adapters import read_adapter
 from agentcache.models.loader import load
 from agentcache.models.tokenizer import Tokenizer
 from tests.conftest import ModelFolder
 
 SWITCH = SwitchPlan(context=1100, turn_tokens=10, answer_tokens=3, rounds=1)
+LAYERS, HIDDEN, FLOAT32 = 4, 128, 4  # of the model; the last in bytes
 PIPELINE = PipelinePlan(context=300, turn_tokens=6, answer_tokens=5)
 
 
@@ -35,7 +37,7 @@ def model(model_folder: ModelFolder) -> Path:
 
 @pytest.fixture(scope="module")
 def plan(model: Path) -> AdaptersPlan:
-    return AdaptersPlan(SWITCH, PIPELINE, MixedPlan(context=40, new_tokens=16, rounds=1), model=str(model))
+    return AdaptersPlan(SWITCH, PIPELINE, MixedPlan(context=40, new_tokens=64, rounds=1), model=str(model))
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,26 @@ def test_a_switch_computes_what_its_policy_cannot_share(ours: dict[str, Cost]) -
     assert ours["activated, switch"].computed_tokens <= new + 12  # with the invocation
     for name in ("ram_bytes", "disk_bytes"):
         assert 0 < getattr(ours["activated, switch"], name) < getattr(exact, name) < getattr(ours[COLD], name)
+
+
+def test_a_trunk_spares_a_switch_the_layers_below_the_adapter(result: AdaptersResult, ours: dict[str, Cost]) -> None:
+    trunk = costs(result, TRUNK)
+    assert list(trunk) == [COLD, *(turn.name for turn in EXACT_TURNS)]
+    whole = SWITCH.context // BLOCK_SIZE * BLOCK_SIZE
+    spared = {turn: layer_tokens_spared(cost) for turn, cost in trunk.items() if layer_tokens_spared(cost)}
+    assert spared == {"exact, switch": whole * LAYERS // 2}
+    assert {turn: cost.trunk_bytes for turn, cost in trunk.items() if cost.trunk_bytes} == {
+        COLD: whole * HIDDEN * FLOAT32
+    }
+    for cost in ours.values():
+        assert layer_tokens_spared(cost) == cost.trunk_bytes == 0
+    assert trunk["exact, switch"].computed_tokens == ours["exact, switch"].computed_tokens
+
+
+def layer_tokens_spared(cost: Cost) -> int:
+    """By how much the turn's prompt and answer, but for the token said last, took less than all layers."""
+    assert cost.computed_layer_tokens is not None
+    return (cost.computed_tokens + SWITCH.answer_tokens - 1) * LAYERS - cost.computed_layer_tokens
 
 
 def test_the_other_server_reads_everything_again_for_an_adapter(result: AdaptersResult) -> None:
@@ -132,9 +154,9 @@ def test_what_the_other_server_is_better_at_is_said() -> None:
 def test_the_report_begins_with_caveats_and_says_where_it_ran(report: dict[str, Any]) -> None:
     assert next(iter(report)) == "caveats"
     assert {"machine", "versions", "commit", "command", "finished"} <= set(report)
-    hot = next(row for row in report["against_hot_base"] if row["turn"] == HOT)
-    assert hot["ttft_ratio"] == 1
-    assert {row["server"] for row in report["switches"]} == {OURS, PEER}
+    hot = [row for row in report["against_hot_base"] if row["turn"] == HOT]
+    assert [(row["server"], row["ttft_ratio"]) for row in hot] == [(OURS, 1), (TRUNK, 1)]
+    assert {row["server"] for row in report["switches"]} == {OURS, TRUNK, PEER}
 
 
 def test_tables_and_files(report: dict[str, Any], tmp_path: Path) -> None:
@@ -143,7 +165,7 @@ def test_tables_and_files(report: dict[str, Any], tmp_path: Path) -> None:
         for table in tables(report):
             console.print(table)
         text = console.export_text()
-    assert "activated, switch" in text and "prefill-share" in text and "one after the other" in text
+    assert "activated, switch" in text and "prefill-share" in text and "one after the other" in text and TRUNK in text
     data, *plots = write_report(report, tmp_path / "results")
     assert json.loads(data.read_text())["mixed"]["rows"] == 4
     for plot in plots:

@@ -312,12 +312,16 @@ class SequenceMachine(RuleBasedStateMachine):
             absent = {(load.group, load.block_id) for load in (*running.failed, *(load for load, _ in running.loads))}
             for index, table in enumerate(sequence.tables):
                 places = self.places(sequence, index)
-                assert table.first_block <= self.groups[index].first_block_needed(sequence.num_tokens)
+                assert table.first_block <= self.groups[index].first_block_needed(self.next_computed(running, index))
                 assert table.end_block * BLOCK_SIZE >= sequence.num_tokens
                 for position, block_id in enumerate(table.block_ids, start=table.first_block):
                     expected = places[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
                     if (index, block_id) not in absent:
                         assert tuple(self.arena.slot(index, block_id)[: len(expected)]) == expected
+
+    def next_computed(self, running: Running, index: int) -> int:
+        """First token whose keys and values of group `index` the sequence is to compute."""
+        return running.sequence.num_tokens
 
     def nodes(self) -> list[Node]:
         return list(self.cache.tree.walk())

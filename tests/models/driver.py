@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.trunk import TrunkPlan
 from agentcache.models.loader import LoadedModel
 from agentcache.models.lora import RowAdapter
 from agentcache.models.runner import ModelRunner
@@ -40,13 +41,14 @@ class Driver:
         *,
         all_logits: bool = True,
         adapters: Sequence[RowAdapter | None] = (),
+        trunk: TrunkPlan | None = None,
     ) -> mx.array:
         """Logits [B, n or 1, vocabulary] of the next tokens [B, n]."""
         for row in rows:
             self._reserve(row, token_ids.shape[1])
         tables, lengths = [row.tables for row in rows], [row.length for row in rows]
         ids = mx.array(token_ids.astype(np.int32))
-        logits = self.runner.forward(ids, tables, lengths, all_logits=all_logits, adapters=adapters)
+        logits = self.runner.forward(ids, tables, lengths, all_logits=all_logits, adapters=adapters, trunk=trunk)
         mx.eval(logits)
         self.runner.evaluate()
         for row in rows:

@@ -70,7 +70,7 @@ def test_bodies_that_are_no_object(path: str, content: bytes) -> None:
 def test_cache_routes() -> None:
     engine = FakeEngine()
     assert ask(engine, "GET", "/v1/cache/stats").json() == {
-        "ram_bytes": {"base": 100, "residual": 0, "adapters": 0},
+        "ram_bytes": {"base": 100, "residual": 0, "adapters": 0, "trunk": 0},
         "disk_bytes": 200,
         "ram_budget": 300,
         "disk_budget": 400,
@@ -93,6 +93,7 @@ def test_cache_routes() -> None:
         "prefill_tokens": 0,
         "prefill_seconds": 0.0,
         "copied_blocks": 0,
+        "computed_layer_tokens": 0,
     }
     assert ask(engine, "DELETE", "/v1/cache").json() == {"cleared": True}
     assert engine.cleared == 1

@@ -13,6 +13,7 @@ from typing import Any
 from agentcache.blocks.keys import Producer
 from agentcache.blocks.prefix_match import Transcript
 from agentcache.config import Config
+from agentcache.serving.activation import AdapterUse
 from agentcache.serving.engine import Engine
 from agentcache.serving.generation import Generation
 from agentcache.serving.output import Output
@@ -57,6 +58,7 @@ class ByHand:
         sampling: SamplingParams,
         agent: str | None = None,
         producer: Producer | None = None,
+        adapter: AdapterUse | None = None,
     ) -> Receiver:
         engine, tokenizer = self.engine, self.engine.loaded.tokenizer
         known = engine.agents.get(agent).transcript if agent in engine.agents else Transcript.empty()
@@ -68,7 +70,8 @@ class ByHand:
                 max_tokens=sampling.max_tokens or 0,
                 output=Output(tokenizer.detokenizer(after=ids[-1]), sampling.stop),
                 emit=lambda update: receiver.updates.append(update),
-                producer=producer,
+                producer=adapter.producer if adapter else producer,
+                adapter=adapter,
             )
         )
         engine.add(receiver.generation)
@@ -105,7 +108,7 @@ def by_hand(model: Path, cache_dir: Path, **settings: Any) -> Iterator[ByHand]:
         yield hand
         while engine.has_work:
             hand.step()
-        engine.cache.check_integrity()
+        engine.check_integrity()
         assert hand.live_blocks == 0
     finally:
         engine.close()

@@ -124,6 +124,7 @@ class Simulation:
             self.cache,
             SimpleNamespace(copy_blocks=lambda copies: None, evaluate=lambda: None),  # type: ignore[arg-type]
             SimpleNamespace(restore=self._restore),  # type: ignore[arg-type]
+            SimpleNamespace(match=lambda *arguments: None),  # type: ignore[arg-type]
             lambda salt: SimpleNamespace(root="root"),  # type: ignore[arg-type, return-value]
             finish=self._finish,
             fail=self._fail,

@@ -1,0 +1,52 @@
+"""How far a prompt whose own lane is short can go on from base's blocks and the trunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.lane_search import CachedPrefix, LanePrefix, LaneSearch
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.siblings import pack
+from agentcache.blocks.trunk import TrunkCache, TrunkName
+
+
+@dataclass(frozen=True)
+class TrunkMatch:
+    """Tokens of which only the layers from a cut on have to be computed. Valid until cache or trunk is next changed.
+
+    Args:
+        prefix: of which the base lane reaches further than the own one.
+        first: number of the block in which the own lane ends.
+        names: the trunk's blocks from there to the end of the base lane.
+    """
+
+    prefix: CachedPrefix
+    first: int
+    names: tuple[TrunkName, ...]
+
+
+def match_trunk(
+    cache: PrefixCache, trunk: TrunkCache, root: str, token_ids: TokenIds[int], prefix: CachedPrefix, cut: int
+) -> TrunkMatch | None:
+    """What there is for `prefix` of `token_ids`, whose lanes are base's below layer `cut` and its own above; else None.
+
+    Changes nothing.
+    """
+    base, *own = prefix.lanes
+    search = LaneSearch(cache.tree, cache.groups, root, pack(token_ids), base.layout)
+    first = prefix.num_tokens // BLOCK_SIZE
+    lane = _whole_blocks(search, len(token_ids))
+    count = trunk.match(TrunkName(node.chain, cut) for node in lane.nodes[first:])
+    lane = _whole_blocks(search, (first + count) * BLOCK_SIZE)
+    names = tuple(TrunkName(node.chain, cut) for node in lane.nodes[first:])
+    longer = CachedPrefix(prefix.producer, (lane, *own))
+    return TrunkMatch(longer, first, names) if names else None
+
+
+def _whole_blocks(search: LaneSearch, limit: int) -> LanePrefix:
+    """The longest usable prefix of at most `limit` tokens that ends with a block."""
+    while (lane := search.longest(limit)).tail is not None:
+        limit = len(lane.nodes) * BLOCK_SIZE
+    return lane

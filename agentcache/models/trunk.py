@@ -1,0 +1,147 @@
+"""Hidden states between the layers of a model: taken out on their way, and put in so that the layers below are skipped.
+
+The entries of the model's list of layers are wrapped when a step first needs it; the layers themselves stay as they
+are. What is put in was computed by the same layers from the same tokens, so nothing changes but the time it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockPool
+from agentcache.blocks.trunk import Piece, TrunkPlan
+from agentcache.errors import BrokenInvariant
+from agentcache.kv.arena import LayerArena
+from agentcache.kv.batch_cache import BatchQuantizedKVCache
+from agentcache.kv.spec import CacheSpec
+
+
+class HiddenBlocks:
+    """The slots' content: each [256, hidden] in the dtype that the model computes in, made when first written."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, mx.array] = {}
+        self._written: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks.values())
+
+    def write(self, pieces: Sequence[Piece], hidden: mx.array) -> None:
+        """Keep the pieces of `hidden` [1, n, hidden]; lazily, see `written`."""
+        for piece in pieces:
+            if piece.slot not in self._blocks:
+                self._blocks[piece.slot] = mx.zeros((BLOCK_SIZE, hidden.shape[2]), hidden.dtype)
+            block, count = self._blocks[piece.slot], piece.stop - piece.start
+            if block.dtype != hidden.dtype:
+                raise BrokenInvariant(f"hidden states of {block.dtype} and of {hidden.dtype} in one model")
+            block[piece.offset : piece.offset + count] = hidden[0, piece.start : piece.stop]
+            self._written.add(piece.slot)
+
+    def read(self, pieces: Sequence[Piece]) -> mx.array:
+        """The pieces one after the other, [1, n, hidden]."""
+        parts = [self._blocks[p.slot][p.offset : p.offset + p.stop - p.start] for p in pieces]
+        return mx.concatenate(parts)[None]
+
+    def written(self) -> list[mx.array]:
+        """What has been written since the last call, to be evaluated."""
+        arrays = [self._blocks[slot] for slot in sorted(self._written)]
+        self._written.clear()
+        return arrays
+
+
+class ModelTrunk:
+    """The trunk of one model: owns the hidden states, and what the step under way does with them.
+
+    Counter: `layer_tokens` is the sum over steps of tokens times layers that they went through.
+    """
+
+    def __init__(self, model: nn.Module, spec: CacheSpec) -> None:
+        self._model = model
+        self._layers = layers_of(model)
+        self._spec = spec
+        self._plan = TrunkPlan()
+        self.blocks = HiddenBlocks()
+        self.layer_tokens = 0
+
+    @contextmanager
+    def step(self, plan: TrunkPlan | None, num_tokens: int) -> Iterator[None]:
+        """Inside, the model runs by `plan`, with `num_tokens` tokens over all rows; None for as it is."""
+        self._plan = plan or TrunkPlan()
+        self._wrap(max([self._plan.cut, *self._plan.writes]) if plan is not None else -1)
+        self.layer_tokens += num_tokens * (self._spec.num_layers - self._plan.cut)
+        try:
+            yield
+        finally:
+            self._plan = TrunkPlan()
+
+    def block_bytes(self) -> int:
+        """Size of a block, from the shape that hidden states have; computes nothing."""
+        plan, last = TrunkPlan(writes={self._spec.num_layers - 1: [Piece(-1, 0, 0, 1)]}), HiddenBlocks()
+        caches = {
+            layer.index: BatchQuantizedKVCache.standalone(LayerArena(layer, group.quantisation), BlockPool())
+            for group in self._spec.groups
+            for layer in group.layers
+        }
+        kept, self.blocks = self.blocks, last
+        try:
+            with self.step(plan, 0):
+                self._model(mx.array([[0]]), cache=[caches[index] for index in sorted(caches)])
+        finally:
+            self.blocks = kept
+        return last.nbytes
+
+    def _wrap(self, last: int) -> None:
+        """See to it that the layers up to `last` can be passed by."""
+        for index in range(last + 1):
+            if not isinstance(self._layers[index], TrunkLayer):
+                self._layers[index] = TrunkLayer(self._layers[index], index, self)
+
+    def skips(self, index: int) -> bool:
+        return index < self._plan.cut
+
+    def enter(self, index: int, x: mx.array) -> mx.array:
+        """The input of a layer that is computed, given what comes from below."""
+        if 0 < index == self._plan.cut:
+            x = self.blocks.read(self._plan.reads)
+        if index in self._plan.writes:
+            self.blocks.write(self._plan.writes[index], x)
+        return x
+
+
+class TrunkLayer(nn.Module):
+    """A layer that steps may pass by. Attributes of the original can be read here too."""
+
+    def __init__(self, original: nn.Module, index: int, trunk: ModelTrunk) -> None:
+        super().__init__()
+        self.layer = original
+        self._index = index
+        self._trunk = trunk
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        if self._trunk.skips(self._index):
+            return x
+        return self.layer(self._trunk.enter(self._index, x), *args, **kwargs)
+
+    def __getattr__(self, key: str) -> Any:
+        if key in self:
+            return self[key]
+        if "layer" in self:
+            return getattr(self["layer"], key)
+        raise AttributeError(key)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The list that the model runs through, itself: `model.layers` may be a copy. Raises BrokenInvariant."""
+    first = model.layers[0]
+    for module in model.modules():
+        layers = module.get("layers")
+        if isinstance(layers, list) and layers and layers[0] is first:
+            return layers
+    raise BrokenInvariant(f"{type(model).__name__} has no list of layers")

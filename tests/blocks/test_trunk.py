@@ -1,0 +1,248 @@
+"""The trunk beside the prefix cache: what its slots really hold, who keeps them, and what goes when there are too many.
+
+As in `cache_model`, a slot holds for each place the number of the prefix that was computed there, here always by base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from agentcache.blocks.keys import BLOCK_SIZE, Producer
+from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.trunk import Piece, TrunkCache, TrunkFiller, TrunkName, TrunkReader
+from agentcache.blocks.trunk_match import TrunkMatch, match_trunk
+from agentcache.errors import BrokenInvariant
+from tests.blocks.cache_machine import CacheMachine
+from tests.blocks.cache_model import FakeGroup, Places
+from tests.blocks.sequence_machine import PICK, Running
+
+CUT = 3
+
+
+@dataclass
+class Use:
+    """A running sequence's use of the trunk, and the prompt that it has to go through."""
+
+    tokens: list[int]
+    filler: TrunkFiller
+    reader: TrunkReader | None = None
+
+
+@dataclass
+class Contents:
+    """What lies in the trunk's slots, and what has to lie in them by name."""
+
+    slots: dict[int, list[int]] = field(default_factory=dict)
+    named: dict[TrunkName, Places] = field(default_factory=dict)
+
+
+class TrunkMachine(CacheMachine):
+    """Sequences that fill the trunk and go on from it, in any interleaving, while blocks leave RAM."""
+
+    groups = (FakeGroup("full.0", None, 1), FakeGroup("full.1", None, 2))
+    spare_bytes = 12
+    num_slots = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = TrunkCache(self.num_slots)
+        self.contents = Contents()
+        self.uses: dict[Sequence, Use] = {}
+        self.ahead: TrunkMatch | None = None
+
+    # -- a sequence's life ------------------------------------------------------------------------------------------
+
+    def match(self, root: str, tokens: list[int], limit: int, producer: Producer | None) -> CachedPrefix:
+        prefix = super().match(root, tokens, limit, producer)
+        self.ahead = None
+        if len(prefix.lanes) > 1:
+            self.ahead = match_trunk(self.cache, self.trunk, root, tokens[:limit], prefix, CUT)
+        if self.ahead is None:
+            return prefix
+        self.was_in_ram = self.cache.in_ram(self.ahead.prefix)
+        assert self.ahead.prefix.num_tokens == prefix.num_tokens
+        assert prefix.num_tokens < self.ahead.prefix.lanes[0].num_tokens <= limit
+        return self.ahead.prefix
+
+    def start(self, tokens: list[int], root: str, producer: Producer | None) -> Running | None:
+        running = super().start(tokens, root, producer)
+        if running is not None:
+            use = self.uses[running.sequence] = Use(tokens, TrunkFiller(self.trunk, CUT))
+            if self.ahead is not None:
+                use.reader = TrunkReader(CUT, self.ahead.first, self.trunk.lock(self.ahead.names))
+        return running
+
+    def advance(self, running: Running, tokens: list[int], save: bool) -> bool:
+        sequence, use = running.sequence, self.uses[running.sequence]
+        if use.reader is not None:
+            stop = min(sequence.num_tokens + len(tokens), use.reader.end)
+            tokens = use.tokens[sequence.num_tokens : stop]
+        done = super().advance(running, tokens, save)
+        if done:
+            use.filler.publish(self.name_blocks(sequence))
+        if use.reader is not None and sequence.num_tokens == use.reader.end:
+            self.trunk.release(use.reader.slots)
+            use.reader = None
+        return done
+
+    def name_blocks(self, sequence: Sequence) -> list[Node]:
+        """The nodes of the first lane, with what is to lie in the trunk for each that is base's."""
+        nodes, places = sequence.lanes[0].nodes, self.arena.numbers(sequence.root, list(sequence.token_ids))
+        for node in nodes:
+            self.contents.named[TrunkName(node.chain, CUT)] = places[node.position * BLOCK_SIZE : node.end]
+        return nodes
+
+    def compute(self, sequence: Sequence, tokens: list[int]) -> None:
+        use, start = self.uses[sequence], sequence.num_tokens
+        base = self.arena.numbers(sequence.root, [*sequence.token_ids, *tokens])[start:]
+        if use.reader is None:
+            super().compute(sequence, tokens)
+            self.fill(use.filler.pieces(start, self.base_end(sequence, start + len(tokens))), base)
+            return
+        assert self.read(use.reader.pieces(start, start + len(tokens))) == base
+        kept = {(0, slot): list(self.arena.slot(0, slot)) for slot in sequence.tables[0].block_ids}
+        super().compute(sequence, tokens)
+        self.arena.slots.update(kept)  # the lower layers are not computed
+
+    def base_end(self, sequence: Sequence, end: int) -> int:
+        everywhere = sequence.producer is not None and len(sequence.producer.groups) == len(self.groups)
+        start = sequence.producer.start if everywhere and sequence.producer else end
+        return max(sequence.num_tokens, min(start, end))
+
+    def fill(self, pieces: list[Piece], places: Places) -> None:
+        for piece in pieces:
+            slot = self.contents.slots.setdefault(piece.slot, [-1] * BLOCK_SIZE)
+            slot[piece.offset : piece.offset + piece.stop - piece.start] = places[piece.start : piece.stop]
+
+    def read(self, pieces: list[Piece]) -> Places:
+        parts = [self.contents.slots[p.slot][p.offset : p.offset + p.stop - p.start] for p in pieces]
+        return tuple(place for part in parts for place in part)
+
+    def end(self, running: Running) -> None:
+        super().end(running)
+        use = self.uses.pop(running.sequence)
+        self.trunk.release([*use.filler.slots, *(use.reader.slots if use.reader else ())])
+
+    def next_computed(self, running: Running, index: int) -> int:
+        reader = self.uses[running.sequence].reader
+        return reader.end if reader is not None and index == 0 else running.sequence.num_tokens
+
+    # -- what happens to the trunk ------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.trunk))
+    @rule(count=PICK)
+    def evict_trunk(self, count: int) -> None:
+        taken = []
+        for _ in range(count % self.num_slots):
+            slot = self.trunk.allocate()
+            if slot is not None:
+                self.contents.slots[slot] = [-1] * BLOCK_SIZE
+                taken.append(slot)
+        self.trunk.release(taken)
+
+    # -- what has to hold -------------------------------------------------------------------------------------------
+
+    @invariant()
+    def trunk_is_sound(self) -> None:
+        readers = [use.reader for use in self.uses.values() if use.reader is not None]
+        held = [slot for reader in readers for slot in reader.slots]
+        self.trunk.check_integrity([*held, *(slot for use in self.uses.values() for slot in use.filler.slots)])
+        assert len(self.trunk) <= self.num_slots
+
+    @invariant()
+    def trunk_holds_what_it_names(self) -> None:
+        for name, slot in self.trunk._slots.items():
+            assert tuple(self.contents.slots[slot]) == self.contents.named[name]
+
+
+class WindowedTrunkMachine(TrunkMachine):
+    """Below the cut a window, so that most of base's blocks have left RAM."""
+
+    groups = (FakeGroup("window300.0", 300, 1), FakeGroup("full.0", None, 1))
+    spare_bytes = 16
+
+
+TestTrunk = TrunkMachine.TestCase
+TestWindowedTrunk = WindowedTrunkMachine.TestCase
+TestTrunk.settings = TestWindowedTrunk.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def fill(cache: TrunkCache, *names: TrunkName) -> None:
+    for name in names:
+        slot = cache.allocate()
+        assert slot is not None
+        cache.publish(name, slot)
+
+
+A, B, C, D = (TrunkName(letter, CUT) for letter in "abcd")
+
+
+def test_the_least_recently_used_goes_first_and_the_end_of_a_path_before_its_beginning() -> None:
+    cache = TrunkCache(3)
+    fill(cache, A, B, C)
+    cache.touch([A, B])
+    fill(cache, D)
+    assert [cache.match([name]) for name in (A, B, C, D)] == [1, 1, 0, 1]
+    fill(cache, C)
+    assert cache.match([A, B]) == 1
+    assert cache.match([B, A]) == 0, "without a gap"
+
+
+def test_what_is_read_or_needed_by_the_new_one_stays() -> None:
+    cache = TrunkCache(2)
+    fill(cache, A, B)
+    locked = cache.lock([A])
+    assert cache.allocate(spare=[B]) is None
+    fill(cache, C)
+    assert (cache.match([A, C]), cache.match([B])) == (2, 0)
+    cache.check_integrity(locked)
+    with pytest.raises(BrokenInvariant):
+        cache.check_integrity([])
+    cache.clear()
+    assert len(cache) == 1
+    cache.release(locked)
+    cache.clear()
+    assert len(cache) == 0
+    cache.check_integrity([])
+
+
+def test_a_block_that_is_there_already_is_not_kept_twice() -> None:
+    cache = TrunkCache(2)
+    fill(cache, A)
+    fill(cache, A)
+    cache.check_integrity([])
+    fill(cache, B)
+    assert cache.match([A, B]) == 2
+
+
+def test_a_filler_keeps_whole_blocks_only() -> None:
+    """What it has no beginning of, or no continuation, goes nowhere."""
+    cache = TrunkCache(9)
+    filler = TrunkFiller(cache, CUT)
+    assert filler.pieces(300, 400) == []
+    assert [(p.offset, p.start, p.stop) for p in filler.pieces(400, 600)] == [(0, 112, 200)]
+    first = filler.slots
+    assert filler.pieces(601, 700) == [], "token 600 is missing"
+    assert filler.slots == []
+    assert [(p.slot, p.offset, p.start, p.stop) for p in filler.pieces(700, 800)] == [(first[0], 0, 68, 100)]
+    cache.check_integrity(filler.slots)
+
+
+@given(st.integers(0, 600), st.integers(1, 600))
+def test_pieces_cover_a_step(start: int, count: int) -> None:
+    first = start // BLOCK_SIZE
+    reader = TrunkReader(CUT, first, range(100, 106))
+    assert reader.end == (first + 6) * BLOCK_SIZE
+    covered = [
+        (piece.slot - 100 + first) * BLOCK_SIZE + piece.offset + place
+        for piece in reader.pieces(start, start + count)
+        for place in range(piece.stop - piece.start)
+    ]
+    assert covered == list(range(start, start + count))
