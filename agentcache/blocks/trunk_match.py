@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
+from itertools import takewhile
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.lane_search import CachedPrefix, LanePrefix, LaneSearch
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.siblings import pack
 from agentcache.blocks.trunk import TrunkCache, TrunkName
 
@@ -28,9 +31,19 @@ class TrunkMatch:
 
 
 def match_trunk(
-    cache: PrefixCache, trunk: TrunkCache, root: str, token_ids: TokenIds[int], prefix: CachedPrefix, cut: int
+    cache: PrefixCache,
+    trunk: TrunkCache,
+    root: str,
+    token_ids: TokenIds[int],
+    prefix: CachedPrefix,
+    cut: int,
+    *,
+    durable: bool = False,
 ) -> TrunkMatch | None:
     """What there is for `prefix` of `token_ids`, whose lanes are base's below layer `cut` and its own above; else None.
+
+    Args:
+        durable: an agent is to keep all blocks, so those in front of a window have to be there too.
 
     Changes nothing.
     """
@@ -38,7 +51,11 @@ def match_trunk(
     search = LaneSearch(cache.tree, cache.groups, root, pack(token_ids), base.layout)
     first = prefix.num_tokens // BLOCK_SIZE
     lane = _whole_blocks(search, len(token_ids))
-    count = trunk.match(TrunkName(node.chain, cut) for node in lane.nodes[first:])
+    ahead: Iterable[Node] = lane.nodes[first:]
+    if durable:
+        groups = frozenset(base.groups)
+        ahead = takewhile(lambda node: node.all_available(groups), ahead)
+    count = trunk.match(TrunkName(node.chain, cut) for node in ahead)
     lane = _whole_blocks(search, (first + count) * BLOCK_SIZE)
     names = tuple(TrunkName(node.chain, cut) for node in lane.nodes[first:])
     longer = CachedPrefix(prefix.producer, (lane, *own))

@@ -60,7 +60,8 @@ class Trunk:
         cut = self._adapters.cut(generation.adapter)
         if not cut or not self.blocks.capacity:
             return None
-        return match_trunk(self._cache, self.blocks, root, generation.token_ids[:-1], prefix, cut)
+        durable, known = generation.request.agent is not None, generation.token_ids[:-1]
+        return match_trunk(self._cache, self.blocks, root, known, prefix, cut, durable=durable)
 
     def begin(self, generation: Generation, match: TrunkMatch) -> None:
         """The request has its place, with the blocks of `match`."""

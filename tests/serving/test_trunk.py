@@ -202,6 +202,19 @@ def test_without_the_blocks_in_front_of_a_window(model_folder: ModelFolder, tmp_
         check_equal(adapted, cold(llm, adapted))
 
 
+def test_an_agent_keeps_the_blocks_in_front_of_a_window(model_folder: ModelFolder, tmp_path: Path) -> None:
+    """Where nobody has them any more they are computed; a request without an agent can do without."""
+    model = model_folder("gemma3_text_wide")
+    folders = {"upper": make_adapter(tmp_path / "upper", model, layers=[6, 7], strength=1.0)}
+    with open_adapters(model, tmp_path / "cache", folders, trunk_budget=BUDGET, prefill_chunk=256) as llm:
+        ask(llm, make_ids(800), tokens=1)
+        _, computed = layer_tokens(llm, make_ids(800), "upper", tokens=1, agent="alice")
+        assert computed == 800 * LAYERS
+        ask(llm, make_ids(800, seed=1), tokens=1)
+        _, computed = layer_tokens(llm, make_ids(800, seed=1), "upper", tokens=1)
+        assert computed == 768 * 2 + 32 * LAYERS
+
+
 def load(hand: ByHand, folder: Path, name: str) -> AdapterUse:
     """A plain LoRA on an engine without a loader."""
     loaded = hand.engine.loaded
