@@ -207,12 +207,12 @@ class Soak:
         self._report.require(_is_quiet(now, before), f"something is left: {now}, before the load: {before}")
 
     def _check_memory(self, numbers: Sequence[Numbers]) -> None:
-        """Resident memory has stopped growing: the last fifth against the second."""
+        """Resident memory has stopped growing: the last fifth against the third; a server warms up for a minute."""
         fifth = len(numbers) // 5
         if len(numbers) * SAMPLE_EVERY < WARM_SECONDS:
             return
         early, late = (
-            statistics.median(n.rss for n in part) for part in (numbers[fifth : 2 * fifth], numbers[-fifth:])
+            statistics.median(n.rss for n in part) for part in (numbers[2 * fifth : 3 * fifth], numbers[-fifth:])
         )
         grown = f"resident memory grew from {early / 1e6:.0f} to {late / 1e6:.0f} MB"
         self._report.require(late <= early * GROWTH + SLACK_BYTES, grown)
