@@ -81,8 +81,12 @@ class Arrivals:
 
     @property
     def kept_rate(self) -> float:
-        """The running agents' rate during the prefill, as a share of the mean of before and after."""
-        return 2 * self.prefill.tokens_per_s / (self.quiet.tokens_per_s + self.after.tokens_per_s)
+        """The running agents' rate during the prefill, as a share of what it was.
+
+        Their steps take longer the more they have said: what it was is taken from the mean time a token took before and
+        after, which is the rates' harmonic mean.
+        """
+        return self.prefill.tokens_per_s / statistics.harmonic_mean([self.quiet.tokens_per_s, self.after.tokens_per_s])
 
 
 def measure_arrivals(
