@@ -2,7 +2,8 @@
 
 quiet      the agents decode, nothing else happens
 prefill    a long prompt comes in; from its sending to its first token
-after      quiet again: the agents have become longer meanwhile, so their steps cost more than before
+same       other agents like them decode the same tokens, by their places in the answer, with no long prompt: contexts
+           grow meanwhile, and steps with them, so that only these say what the long prompt costs
 short      a request of a few tokens: alone on an idle server, among the decoding agents, and during the prefill
 """
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from agentcache.bench.streams import RunningStream, gaps_ms, percentile
@@ -61,7 +64,8 @@ class Arrivals:
     """What came out; times in milliseconds.
 
     Args:
-        quiet, prefill, after: the running agents before, during and after the long prompt.
+        quiet, prefill: the running agents before and during the long prompt.
+        same: other agents at the same tokens, without the long prompt.
         long_alone_ms, long_ttft_ms: the long prompt's time to first token on an idle server and among the others.
         short_alone_ms, short_among_ms, short_during_ms: the short request from sending to its last token.
         short_done_first: whether the short request was answered before the long one got its first token.
@@ -70,7 +74,7 @@ class Arrivals:
 
     quiet: Gaps
     prefill: Gaps
-    after: Gaps
+    same: Gaps
     long_alone_ms: float
     long_ttft_ms: float
     short_alone_ms: float
@@ -81,12 +85,8 @@ class Arrivals:
 
     @property
     def kept_rate(self) -> float:
-        """The running agents' rate during the prefill, as a share of what it was.
-
-        Their steps take longer the more they have said: what it was is taken from the mean time a token took before and
-        after, which is the rates' harmonic mean.
-        """
-        return self.prefill.tokens_per_s / statistics.harmonic_mean([self.quiet.tokens_per_s, self.after.tokens_per_s])
+        """The running agents' rate during the prefill, as a share of what it is for the same tokens without it."""
+        return self.prefill.tokens_per_s / self.same.tokens_per_s
 
 
 def measure_arrivals(
@@ -113,45 +113,55 @@ class _Bench:
         short_alone = statistics.median(self._short().result().total_ms for _ in range(plan.shorts))
         long_alone = self._long().result().ttft_ms
         self._progress(f"alone: short {short_alone:.0f} ms, {plan.long_prompt} tokens {long_alone:.0f} ms")
-        running = [self._running(index) for index in range(plan.running)]
-        try:
-            return self._among(running, short_alone, long_alone)
-        finally:
-            for stream in running:
-                stream.cancel()
-
-    def _among(self, running: Sequence[RunningStream], short_alone: float, long_alone: float) -> Arrivals:
-        quiet = self._quiet(running)
-        short_among = statistics.median(self._short().result().total_ms for _ in range(self._plan.shorts))
-        self._progress(f"{len(running)} agents decode: {quiet}; short {short_among:.0f} ms")
-        long = self._long()
-        threading.Event().wait(_HEAD_START_SECONDS)
-        short, long_stream = self._short().result(), long.result()
+        with self._decoding("running") as running:
+            quiet = self._quiet(running)
+            short_among = statistics.median(self._short().result().total_ms for _ in range(plan.shorts))
+            self._progress(f"{len(running)} agents decode: {quiet}; short {short_among:.0f} ms")
+            long = self._long()
+            threading.Event().wait(_HEAD_START_SECONDS)
+            short, long_stream = self._short().result(), long.result()
         begun, answered = long_stream.sent_at, long_stream.token_times[0]
         prefill = _gaps(running, begun, answered)
-        self._progress(f"{self._plan.long_prompt} tokens arrive: {prefill}; short {short.total_ms:.0f} ms")
-        after = self._quiet(running)
-        self._progress(f"quiet again: {after}")
+        self._progress(f"{plan.long_prompt} tokens arrive: {prefill}; short {short.total_ms:.0f} ms")
+        times = running[0].token_times
+        same = self._same_tokens(bisect(times, begun), bisect(times, answered))
+        self._progress(f"the same tokens without it: {same}")
         return Arrivals(
             quiet=quiet,
             prefill=prefill,
-            after=after,
+            same=same,
             long_alone_ms=long_alone,
             long_ttft_ms=long_stream.ttft_ms,
             short_alone_ms=short_alone,
             short_among_ms=short_among,
             short_during_ms=short.total_ms,
             short_done_first=short.ended_at < answered,
-            timeline=_timeline(running[0].token_times, begun, answered),
+            timeline=_timeline(times, begun, answered),
         )
+
+    @contextmanager
+    def _decoding(self, name: str) -> Iterator[list[RunningStream]]:
+        running = [self._running(f"{name}-{index}") for index in range(self._plan.running)]
+        try:
+            yield running
+        finally:
+            for stream in running:
+                stream.cancel()
+
+    def _same_tokens(self, first: int, last: int) -> Gaps:
+        """Of agents of their own, from their `first` to their `last` token."""
+        with self._decoding("again") as running:
+            running[0].wait_for_tokens(last + 1)
+        times = running[0].token_times
+        return _gaps(running, times[first], times[last])
 
     def _quiet(self, running: Sequence[RunningStream]) -> Gaps:
         since = time.perf_counter()
         running[0].wait_for_more(self._plan.quiet_steps)
         return _gaps(running, since, time.perf_counter())
 
-    def _running(self, index: int) -> RunningStream:
-        stream = self._send(f"running-{index}", self._plan.context, _RUNNING_TOKENS)
+    def _running(self, agent: str) -> RunningStream:
+        stream = self._send(agent, self._plan.context, _RUNNING_TOKENS)
         stream.wait_for_tokens(1)
         return stream
 
