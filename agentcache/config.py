@@ -110,6 +110,18 @@ def parse_ram_budget(text: str | int) -> int:
     return budget
 
 
+def parse_trunk_budget(text: str | int, ram_budget: int) -> int:
+    """Bytes; raises ConfigError for more than `ram_budget` leaves of the machine, and for `auto`, which it has not."""
+
+    def no_auto() -> int:
+        raise ConfigError(f"trunk_budget = {text!r} is not a size; write it like 2GB or 5%")
+
+    budget, left = parse_size(text, key="trunk_budget", whole=total_ram, auto=no_auto), total_ram() - ram_budget
+    if budget > left:
+        raise ConfigError(f"trunk_budget = {text!r} is more than the {left / 1e9:.1f} GB that ram_budget leaves")
+    return budget
+
+
 def _auto_ram() -> int:
     return int(total_ram() * AUTO_RAM_SHARE)
 
@@ -195,7 +207,6 @@ class Config:
 
 
 KEYS = tuple(setting.name for setting in fields(Config))
-_BYTES = frozenset({"max_body_bytes", "trunk_budget"})
 _INTEGERS = frozenset({"port", "max_concurrent_requests", "max_context", "prefill_chunk"})
 _NUMBERS = frozenset({"request_timeout", "max_stall_ms", "decode_share"})
 
@@ -268,8 +279,9 @@ def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     settings["cache_dir"] = cache_dir
     settings["ram_budget"] = parse_ram_budget(settings.get("ram_budget", "auto"))
     settings["disk_budget"] = parse_disk_budget(settings.get("disk_budget", "auto"), cache_dir)
-    for key in _BYTES & settings.keys():
-        settings[key] = parse_bytes(settings[key], key=key)
+    settings["trunk_budget"] = parse_trunk_budget(settings.get("trunk_budget", 0), settings["ram_budget"])
+    if "max_body_bytes" in settings:
+        settings["max_body_bytes"] = parse_bytes(settings["max_body_bytes"], key="max_body_bytes")
     for key in _INTEGERS & settings.keys():
         settings[key] = _integer(key, settings[key])
     for key in _NUMBERS & settings.keys():

@@ -40,7 +40,7 @@ def serve(
     ram_budget: Annotated[str | None, typer.Option(help="RAM for the cache: 8GB, 20%, auto (25% of RAM).")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="Disk for the cache: 100GB, 20%, auto.")] = None,
     trunk_budget: Annotated[
-        str | None, typer.Option(help="RAM for hidden states that adapters go on from: 2GB (0: none).")
+        str | None, typer.Option(help="RAM for hidden states that adapters go on from: 2GB, 5% (0: none).")
     ] = None,
     max_concurrent_requests: Annotated[int | None, typer.Option(help="Requests in one batch (16); more wait.")] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds a completion may take (no limit).")] = None,

@@ -76,6 +76,13 @@ def test_a_ram_budget_beyond_the_machine(monkeypatch: pytest.MonkeyPatch) -> Non
         load_config({"ram_budget": "2GB"}, environ={})
 
 
+def test_ram_and_trunk_budget_together_beyond_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "total_ram", lambda: 10**9)
+    assert load_config({"ram_budget": "800MB", "trunk_budget": "20%"}, environ={}).trunk_budget == 200 * 10**6
+    with pytest.raises(ConfigError, match="trunk_budget = '201MB' is more than the 0.2 GB that ram_budget leaves"):
+        load_config({"ram_budget": "800MB", "trunk_budget": "201MB"}, environ={})
+
+
 def test_the_disk_share_counts_what_the_cache_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         free = 1000
