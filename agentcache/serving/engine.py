@@ -204,7 +204,10 @@ class Engine:
         self.counters.note(batch)
         if batch.is_chunk:
             self.runner.release_buffers()
-            self.scheduler.pace.chunk_took(batch.seconds, batch.num_tokens, batch.context, contended=batch.contended)
+            whole = batch.context >= batch.rows[0].generation.trunk_end
+            self.scheduler.pace.chunk_took(
+                batch.seconds, batch.num_tokens, batch.context, contended=batch.contended, whole=whole
+            )
         else:
             self.scheduler.pace.step_took(batch.seconds)
 

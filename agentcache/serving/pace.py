@@ -78,15 +78,24 @@ class Pace:
         shallower = [known for known in self._rates if known <= depth]
         return self._rates[max(shallower) if shallower else min(self._rates)].at(context)
 
-    def chunk_took(self, seconds: float, num_tokens: int, context: int, *, contended: bool) -> None:
-        """A chunk of `num_tokens` behind `context` tokens is done."""
+    def chunk_took(self, seconds: float, num_tokens: int, context: int, *, contended: bool, whole: bool = True) -> None:
+        """A chunk of `num_tokens` behind `context` tokens is done.
+
+        Args:
+            contended: it kept someone from decoding.
+            whole: it went through all layers; else it tells no rate.
+        """
+        if whole:
+            self._note_rate(seconds, num_tokens, context)
+        self._owed = self._owed + seconds * self._ratio if contended else 0.0
+
+    def _note_rate(self, seconds: float, num_tokens: int, context: int) -> None:
         middle = context + num_tokens // 2
         depth, measured = _depth(middle), seconds / num_tokens
         known = self._rates.get(depth)
         if known is not None:
             measured = _average(measured, known.at(middle))
         self._rates[depth] = _Rate(measured, middle)
-        self._owed = self._owed + seconds * self._ratio if contended else 0.0
 
     def step_took(self, seconds: float) -> None:
         """A decode step is done."""

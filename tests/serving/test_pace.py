@@ -105,3 +105,12 @@ def test_a_chunk_that_kept_nobody_waiting_is_not_owed_for() -> None:
     assert not pace.decoding_is_due
     pace.chunk_took(5.0, 2048, 0, contended=True)
     assert pace.decoding_is_due
+
+
+def test_a_chunk_that_skipped_layers_is_owed_for_but_tells_no_rate() -> None:
+    pace = make_pace()
+    pace.chunk_took(0.1, 100, 0, contended=False)
+    before = pace.chunk_tokens(0, contended=True)
+    pace.chunk_took(0.01, 100, 0, contended=True, whole=False)
+    assert pace.chunk_tokens(0, contended=True) == before
+    assert pace.decoding_is_due

@@ -272,6 +272,22 @@ def test_cancelled_on_the_way(qwen3: Path, folders: dict[str, Path], tmp_path: P
         assert len(hand.engine.trunk.blocks) == 0
 
 
+def test_chunks_from_the_trunk_tell_no_rate(
+    qwen3: Path, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are cheaper: chunks of the whole model that were sized by them would stall the others."""
+    told: list[tuple[int, bool]] = []
+    with by_hand(qwen3, tmp_path / "cache", trunk_budget=BUDGET, prefill_chunk=256) as hand:
+        use, pace = load(hand, folders["a"], "a"), hand.engine.scheduler.pace
+        hand.run(hand.submit(make_ids(700), greedy(1)))
+        tell = pace.chunk_took
+        monkeypatch.setattr(pace, "chunk_took", lambda *at, **kw: (told.append((at[2], kw["whole"])), tell(*at, **kw)))
+        hand.run(hand.submit(make_ids(700), greedy(1), adapter=use))
+    from_trunk = [whole for context, whole in told if context < 512]
+    assert from_trunk and not any(from_trunk)
+    assert dict(told)[512], "behind the trunk the whole model computes"
+
+
 def said_together(hand: ByHand, folders: dict[str, Path]) -> list[list[int]]:
     """What base says to prompts that begin alike, then three adapters side by side, and all of it once more."""
     users = [load(hand, folders[name], name) for name in ("a", "b", "top")]
