@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -16,6 +16,8 @@ from agentcache.errors import ConfigError
 
 bench = typer.Typer(add_completion=False, rich_markup_mode=None)
 QUICK_SIZES = (512, 1024)
+PlanT = TypeVar("PlanT")
+ResultT = TypeVar("ResultT")
 
 
 @bench.callback(invoke_without_command=True)
@@ -38,14 +40,12 @@ def ttft(
     """Time to first token: cold, warm (from disk, after SIGKILL), warm after evict, hot; on real server processes."""
     from agentcache.bench.report import build_report, cache_table, ttft_table, write_report
     from agentcache.bench.ttft import Plan, measure
-    from agentcache.server_process import ending_on_signals
 
     if quick:
         plan = Plan(QUICK_SIZES, repeats=1, model=model, seed=seed)
     else:
         plan = Plan(parse_sizes(sizes), repeats, model, seed)
-    with ending_on_signals():
-        results = measure(plan, say)
+    results = measured(measure, plan)
     report = build_report(plan, results)
     paths = write_report(report, results, out)
     hand_out(report, paths, (ttft_table(report), cache_table(report)), as_json=as_json)
@@ -60,19 +60,14 @@ def overhead(
 ) -> None:
     """What the engine costs beside the bare mlx-lm model: a decode step, and a turn after a long context."""
     from agentcache.bench.overhead import OverheadPlan, measure_overhead, overhead_rows
-    from agentcache.machine import describe_machine, describe_versions, git_commit
 
     short, long = parse_sizes(context)
     plan = OverheadPlan(model=model, contexts=(short, long), rounds=rounds)
     rows = overhead_rows(measure_overhead(plan, say))
-    if as_json:
-        versions = {"machine": describe_machine(), "versions": describe_versions(), "commit": git_commit()}
-        typer.echo(json.dumps({**versions, "rows": rows}))
-        return
     table = Table("", "bare mlx-lm", "agentcache", "ratio")
     for row in rows:
         table.add_row(row["what"], f"{row['bare_ms']:.1f} ms", f"{row['engine_ms']:.1f} ms", f"{row['ratio']:.3f}")
-    Console().print(table)
+    hand_out_rows(rows, table, as_json=as_json)
 
 
 @bench.command()
@@ -91,7 +86,6 @@ def batched(
     from agentcache.bench.batched_report import build_report, tables, write_report
     from agentcache.bench.join import JoinPlan
     from agentcache.bench.throughput import ThroughputPlan
-    from agentcache.server_process import ending_on_signals
 
     if quick:
         plan = replace(QUICK, model=model, seed=seed)
@@ -99,9 +93,7 @@ def batched(
         short, long = parse_sizes(context)
         throughput, joins = ThroughputPlan(rounds=rounds), JoinPlan(contexts=(short, long))
         plan = BatchedPlan(throughput, joins, ArrivalsPlan(long_prompt=long), model, seed)
-    with ending_on_signals():
-        result = measure_batched(plan, say)
-    report = build_report(plan, result)
+    report = build_report(plan, measured(measure_batched, plan))
     hand_out(report, write_report(report, out), tables(report), as_json=as_json)
 
 
@@ -119,14 +111,11 @@ def compare(
     """Conversations with a restart in the middle, against mlx_lm.server on the same model, machine and run."""
     from agentcache.bench.comparative import QUICK, ComparePlan, measure_comparison
     from agentcache.bench.comparative_report import build_report, tables, write_report
-    from agentcache.server_process import ending_on_signals
 
     (first_tokens,) = parse_sizes(context)
     full = ComparePlan(agents=agents, turns=turns, first_tokens=first_tokens, model=model, seed=seed)
     plan = replace(QUICK, model=model, seed=seed) if quick else full
-    with ending_on_signals():
-        result = measure_comparison(plan, say)
-    report = build_report(plan, result)
+    report = build_report(plan, measured(measure_comparison, plan))
     hand_out(report, write_report(report, out), tables(report), as_json=as_json)
 
 
@@ -145,14 +134,11 @@ def adapters(
     from agentcache.bench.adapters_mixed import MixedPlan
     from agentcache.bench.adapters_report import build_report, tables, write_report
     from agentcache.bench.adapters_switch import SwitchPlan
-    from agentcache.server_process import ending_on_signals
 
     (tokens,) = parse_sizes(context)
     full = AdaptersPlan(SwitchPlan(tokens, rounds=rounds), mixed=MixedPlan(rounds=rounds), model=model, seed=seed)
     plan = replace(QUICK, model=model, seed=seed) if quick else full
-    with ending_on_signals():
-        result = measure_adapters(plan, say)
-    report = build_report(plan, result)
+    report = build_report(plan, measured(measure_adapters, plan))
     hand_out(report, write_report(report, out), tables(report), as_json=as_json)
 
 
@@ -168,22 +154,16 @@ def python(
     from agentcache.bench.python_cost import PythonPlan, measure_python, python_rows
     from agentcache.bench.python_match import MatchPlan
     from agentcache.bench.python_step import StepPlan
-    from agentcache.machine import describe_machine, describe_versions, git_commit
     from agentcache.server.app import create_app
 
     (prompt_tokens,) = parse_sizes(prompt)
     step, match = StepPlan(rows, rounds=1 if quick else 5), MatchPlan(agents, prompt_tokens, repeats=5 if quick else 50)
     plan = PythonPlan(step, match)
-    cost = measure_python(plan, create_app, say)
-    measured = python_rows(plan, cost)
-    if as_json:
-        versions = {"machine": describe_machine(), "versions": describe_versions(), "commit": git_commit()}
-        typer.echo(json.dumps({**versions, "rows": measured}))
-        return
+    costs = python_rows(plan, measure_python(plan, create_app, say))
     table = Table("", "ms", "limit")
-    for row in measured:
+    for row in costs:
         table.add_row(row["what"], f"{row['ms']:.3f}", "" if row["limit_ms"] is None else f"{row['limit_ms']:g}")
-    Console().print(table)
+    hand_out_rows(costs, table, as_json=as_json)
 
 
 @bench.command()
@@ -198,11 +178,9 @@ def memory(
     """What agents still know phases later, and its cost: cache restored after SIGKILL, text re-sent, no memory."""
     from agentcache.bench.memory import MemoryPlan, measure_memory
     from agentcache.bench.memory_report import build_memory_report, memory_table, write_memory_report
-    from agentcache.server_process import ending_on_signals
 
     plan = MemoryPlan(script, tuple(range(1, seeds + 1)), model, max_tokens)
-    with ending_on_signals():
-        results = measure_memory(plan, say)
+    results = measured(measure_memory, plan)
     report = build_memory_report(plan, results)
     hand_out(report, write_memory_report(report, out), (memory_table(report),), as_json=as_json)
 
@@ -210,6 +188,14 @@ def memory(
 def say(line: str) -> None:
     """Progress, to stderr."""
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def measured(measure: Callable[[PlanT, Callable[[str], None]], ResultT], plan: PlanT) -> ResultT:
+    """The result of a plan that runs on server processes; signals end them, too."""
+    from agentcache.server_process import ending_on_signals
+
+    with ending_on_signals():
+        return measure(plan, say)
 
 
 def hand_out(report: dict[str, Any], paths: Iterable[Path], tables: Iterable[Table], *, as_json: bool) -> None:
@@ -224,6 +210,17 @@ def hand_out(report: dict[str, Any], paths: Iterable[Path], tables: Iterable[Tab
     wide = Console(width=max(Console().width, 140))
     for table in tables:
         wide.print(table)
+
+
+def hand_out_rows(rows: Sequence[dict[str, Any]], table: Table, *, as_json: bool) -> None:
+    """The rows' table, or the rows as JSON beside what they were measured on, to stdout."""
+    from agentcache.machine import describe_machine, describe_versions, git_commit
+
+    if as_json:
+        versions = {"machine": describe_machine(), "versions": describe_versions(), "commit": git_commit()}
+        typer.echo(json.dumps({**versions, "rows": rows}))
+    else:
+        Console().print(table)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from agentcache.bench.memory import summarise
 from agentcache.bench.memory_plots import Panel, count, milliseconds, plot_by_phase
+from agentcache.bench.reporting import write_json
 from agentcache.bench.ways import first_difference, from_disk
 from agentcache.machine import describe_run
 from agentcache.workflow.checks import pattern_of
@@ -138,7 +138,7 @@ def write_demo_report(report: dict[str, Any], runs: Mapping[str, WorkflowTranscr
     for run in ("hot", "cold"):
         write_transcript(runs[run], folder / run)
     data, text, plot = (folder / f"demo.{ending}" for ending in ("json", "txt", "png"))
-    data.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(report, data, ensure_ascii=False)
     with text.open("w", encoding="utf-8") as file:
         _print_all(report, runs["warm"], Console(file=file, width=120))
     plot_by_phase(*_plot(report["rows"]), "The same conversation in three runs", plot)

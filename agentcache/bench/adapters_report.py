@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -16,9 +15,9 @@ from agentcache.bench.adapters_pipeline import BASE_ONLY, CHAIN
 from agentcache.bench.adapters_plots import plot_pipelines, plot_switches
 from agentcache.bench.adapters_switch import HOT, TRUNK, Cost, SwitchSample
 from agentcache.bench.comparative import OURS, PEER
+from agentcache.bench.reporting import CLOSE, kilobytes, number_table, write_json
 from agentcache.machine import describe_run
 
-_CLOSE = 0.05  # differences below this share are not called a win
 CAVEATS = [
     "The adapters are random: they show what sharing costs and saves, not what an adapter is good for.",
     "Plain LoRA (exact) adapts the upper half of the layers, the others all of them. Only it gives an adapter that was "
@@ -113,9 +112,9 @@ def peer_wins(switches: Sequence[dict[str, Any]], mixed: dict[str, Any]) -> list
     wins = [
         f"{turn}: first token after {theirs[turn]:.0f} ms, here {ours[turn]:.0f} ms"
         for turn in theirs
-        if theirs[turn] < ours[turn] * (1 - _CLOSE)
+        if theirs[turn] < ours[turn] * (1 - CLOSE)
     ]
-    if mixed["peer_turns_seconds"] < mixed["turns_seconds"] * (1 - _CLOSE):
+    if mixed["peer_turns_seconds"] < mixed["turns_seconds"] * (1 - CLOSE):
         wins.append(
             f"{mixed['rows']} requests: {mixed['peer_turns_seconds']:.1f} s one after the other, here "
             f"{mixed['turns_seconds']:.1f} s at once"
@@ -126,10 +125,9 @@ def peer_wins(switches: Sequence[dict[str, Any]], mixed: dict[str, Any]) -> list
 def switches_table(report: dict[str, Any]) -> Table:
     """A line a turn of each server."""
     context = report["plan"]["switch"]["context"]
-    table = Table(title=f"A change of adapter on a cached context of {context} tokens, medians")
     headings = ("", "turn", "first token", "beside hot base", "computed", "prompt", "layers x tokens")
-    for heading in (*headings, "RAM", "trunk", "disk"):
-        table.add_column(heading, justify="right")
+    title = f"A change of adapter on a cached context of {context} tokens, medians"
+    table = number_table(title, (*headings, "RAM", "trunk", "disk"))
     for row in report["switches"]:
         table.add_row(
             row["server"],
@@ -139,18 +137,19 @@ def switches_table(report: dict[str, Any]) -> Table:
             f"{row['computed_tokens']:.0f}",
             f"{row['prompt_tokens']:.0f}",
             "-" if row["computed_layer_tokens"] is None else f"{row['computed_layer_tokens']:.0f}",
-            _kilobytes(row["ram_bytes"]),
-            _kilobytes(row["trunk_bytes"]),
-            _kilobytes(row["disk_bytes"]),
+            kilobytes(row["ram_bytes"]),
+            kilobytes(row["trunk_bytes"]),
+            kilobytes(row["disk_bytes"]),
         )
     return table
 
 
 def pipelines_table(report: dict[str, Any]) -> Table:
     """A line a policy: tokens computed in each step of the chain."""
-    table = Table(title="Base and two adapters, a and b, in turns on one context: prompt tokens computed a step")
-    for heading in ("", *report["chain"], "after the first", "seconds", "beside base only"):
-        table.add_column(heading, justify="right")
+    table = number_table(
+        "Base and two adapters, a and b, in turns on one context: prompt tokens computed a step",
+        ("", *report["chain"], "after the first", "seconds", "beside base only"),
+    )
     floor = next(each for each in report["pipelines"] if each["policy"] == BASE_ONLY)["seconds_after_first"]
     for each in report["pipelines"]:
         table.add_row(
@@ -166,18 +165,12 @@ def pipelines_table(report: dict[str, Any]) -> Table:
 def mixed_table(report: dict[str, Any]) -> Table:
     """At once, one after the other, and what the batch costs for being mixed."""
     mixed = report["mixed"]
-    table = Table(title=f"Base and {mixed['rows'] - 1} adapters, one row each")
-    for heading in ("", "decoding", "whole requests"):
-        table.add_column(heading, justify="right")
+    table = number_table(f"Base and {mixed['rows'] - 1} adapters, one row each", ("", "decoding", "whole requests"))
     table.add_row("at once", f"{mixed['system']:.1f} tokens/s", f"{mixed['turns_seconds']:.2f} s")
     table.add_row("one after the other", f"{mixed['serial']:.1f} tokens/s", f"{mixed['serial_turns_seconds']:.2f} s")
     table.add_row(f"{mixed['rows']} rows of base at once", f"{mixed['base_system']:.1f} tokens/s", "")
     table.add_row(f"{PEER}, one after the other", "", f"{mixed['peer_turns_seconds']:.2f} s")
     return table
-
-
-def _kilobytes(count: float | None) -> str:
-    return "-" if count is None else f"{count / 1000:,.0f} kB"
 
 
 def tables(report: dict[str, Any]) -> Sequence[Table]:
@@ -187,9 +180,8 @@ def tables(report: dict[str, Any]) -> Sequence[Table]:
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
     """Write `adapters.json` and two PNG files; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     data = folder / "adapters.json"
-    data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(report, data)
     switches, pipelines = folder / "adapters_switches.png", folder / "adapters_pipelines.png"
     plot_switches(report, switches)
     plot_pipelines(report, pipelines)

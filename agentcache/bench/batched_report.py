@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from agentcache.bench.batched import BatchedPlan, BatchedResult
 from agentcache.bench.batched_plots import plot_arrivals, plot_joins, plot_throughput
+from agentcache.bench.reporting import number_table, write_json
 from agentcache.machine import describe_run
 
 PUBLISHED_PAIR_SPEEDUP = 1.48  # two agents with 4-bit caches batched, agent-memory on an M4 Pro
@@ -52,7 +52,6 @@ def _caveats(plan: BatchedPlan) -> list[str]:
 
 def throughput_table(report: dict[str, Any]) -> Table:
     """A line per number of agents."""
-    table = Table(title="Agents decoding at once, tokens/s")
     headings = (
         "agents",
         "system",
@@ -64,8 +63,7 @@ def throughput_table(report: dict[str, Any]) -> Table:
         "bare products",
         "their speed-up",
     )
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table = number_table("Agents decoding at once, tokens/s", headings)
     for t, products in zip(report["throughput"], report["products"], strict=True):
         table.add_row(
             str(t["agents"]),
@@ -82,9 +80,10 @@ def joins_table(report: dict[str, Any]) -> Table:
     """A line a context, and what the longest costs against the shortest."""
     copied = report["copied_blocks"]
     counted = "not counted by this server" if copied is None else f"{copied} blocks of KV copied"
-    table = Table(title=f"What the others lose when a row joins or leaves ({counted})")
-    for heading in ("context", "join", "leave", "whole request", "step without it", "step with it"):
-        table.add_column(heading, justify="right")
+    table = number_table(
+        f"What the others lose when a row joins or leaves ({counted})",
+        ("context", "join", "leave", "whole request", "step without it", "step with it"),
+    )
     for join in report["joins"]:
         names = ("join_ms", "leave_ms", "request_ms", "step_ms", "step_with_ms")
         table.add_row(str(join["context"]), *(f"{join[name]:.1f} ms" for name in names))
@@ -100,9 +99,10 @@ def _ratio(long: float, short: float) -> str:
 def arrivals_table(report: dict[str, Any]) -> Table:
     """What the running agents noticed, then the two requests."""
     arrivals, plan = report["arrivals"], report["plan"]["arrivals"]
-    table = Table(title=f"{plan['running']} agents decode; a prompt of {plan['long_prompt']} tokens arrives")
-    for heading in ("", "before, or alone", "meanwhile", "ratio"):
-        table.add_column(heading, justify="right")
+    table = number_table(
+        f"{plan['running']} agents decode; a prompt of {plan['long_prompt']} tokens arrives",
+        ("", "before, or alone", "meanwhile", "ratio"),
+    )
     rows = [
         (f"token gap, {name}", arrivals["quiet"][f"{name}_ms"], arrivals["prefill"][f"{name}_ms"])
         for name in ("p50", "p95", "max")
@@ -129,9 +129,8 @@ def tables(report: dict[str, Any]) -> Sequence[Table]:
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
     """Write `batched.json` and a PNG file per part; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     data = folder / "batched.json"
-    data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(report, data)
     plots = {"throughput": plot_throughput, "joins": plot_joins, "arrivals": plot_arrivals}
     paths = {name: folder / f"batched_{name}.png" for name in plots}
     for name, plot in plots.items():

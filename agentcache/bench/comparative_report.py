@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,9 +12,9 @@ from rich.table import Table
 
 from agentcache.bench.comparative import OURS, PEER, ComparePlan, CompareResult, TurnSample
 from agentcache.bench.plots import plot_ttft_by_turn
+from agentcache.bench.reporting import CLOSE, number_table, write_json
 from agentcache.machine import describe_run
 
-_CLOSE = 0.05  # differences below this share are not called a win
 CAVEATS = [
     "mlx_lm.server runs with its defaults: keys and values in the model's type (float32 for the random model; 16 bits "
     "would halve its cache), prompt cache in RAM. agentcache keeps 4 bits. Answers differ where that rounds.",
@@ -62,17 +61,17 @@ def peer_wins(turns: Sequence[dict[str, Any]], servers: dict[str, dict[str, Any]
     for turn in turns:
         name = f"turn {turn['turn'] + 1} ({turn['kind']})"
         ours, theirs = turn[OURS], turn[PEER]
-        if theirs["ttft_ms"] < ours["ttft_ms"] * (1 - _CLOSE):
+        if theirs["ttft_ms"] < ours["ttft_ms"] * (1 - CLOSE):
             wins.append(f"{name}: first token after {theirs['ttft_ms']:.0f} ms, here {ours['ttft_ms']:.0f} ms")
-        if theirs["decode_tokens_per_s"] > ours["decode_tokens_per_s"] * (1 + _CLOSE):
+        if theirs["decode_tokens_per_s"] > ours["decode_tokens_per_s"] * (1 + CLOSE):
             wins.append(f"{name}: {theirs['decode_tokens_per_s']:.1f} tokens/s, here {ours['decode_tokens_per_s']:.1f}")
     mine, other = servers[OURS], servers[PEER]
-    if other["together_tokens_per_s"] > mine["together_tokens_per_s"] * (1 + _CLOSE):
+    if other["together_tokens_per_s"] > mine["together_tokens_per_s"] * (1 + CLOSE):
         wins.append(
             f"all agents at once: {other['together_tokens_per_s']:.1f} tokens/s, "
             f"here {mine['together_tokens_per_s']:.1f}"
         )
-    if other["start_seconds"] < mine["start_seconds"] * (1 - _CLOSE):
+    if other["start_seconds"] < mine["start_seconds"] * (1 - CLOSE):
         wins.append(f"start-up: {other['start_seconds']:.1f} s, here {mine['start_seconds']:.1f} s")
     return wins
 
@@ -80,12 +79,11 @@ def peer_wins(turns: Sequence[dict[str, Any]], servers: dict[str, dict[str, Any]
 def turns_table(report: dict[str, Any]) -> Table:
     """A line a turn: medians over the agents of both servers."""
     plan = report["plan"]
-    table = Table(
-        title=f"{plan['agents']} agents in conversation, medians; both servers killed before turn "
-        f"{plan['turns'] // 2 + 1}"
+    restart = plan["turns"] // 2 + 1
+    table = number_table(
+        f"{plan['agents']} agents in conversation, medians; both servers killed before turn {restart}",
+        ("turn", "prompt", f"{OURS}: first token", f"{PEER}: first token", "ratio", "cached", "tokens/s"),
     )
-    for heading in ("turn", "prompt", f"{OURS}: first token", f"{PEER}: first token", "ratio", "cached", "tokens/s"):
-        table.add_column(heading, justify="right")
     for turn in report["turns"]:
         ours, theirs = turn[OURS], turn[PEER]
         table.add_row(
@@ -102,9 +100,9 @@ def turns_table(report: dict[str, Any]) -> Table:
 
 def servers_table(report: dict[str, Any]) -> Table:
     """A line a server."""
-    table = Table(title="The servers")
-    for heading in ("", "all agents at once", "start-up", "cache in RAM", "cache on disk", "process"):
-        table.add_column(heading, justify="right")
+    table = number_table(
+        "The servers", ("", "all agents at once", "start-up", "cache in RAM", "cache on disk", "process")
+    )
     for name, server in report["servers"].items():
         table.add_row(
             name,
@@ -128,9 +126,8 @@ def tables(report: dict[str, Any]) -> Sequence[Table]:
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
     """Write `compare.json` and `compare.png`; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     data, plot = folder / "compare.json", folder / "compare.png"
-    data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(report, data)
     labels = [f"turn {turn['turn'] + 1}\n{turn['kind']}" for turn in report["turns"]]
     series = {name: [turn[name]["ttft_ms"] for turn in report["turns"]] for name in (OURS, PEER)}
     plot_ttft_by_turn(labels, series, "A conversation whose server is killed in the middle", plot)

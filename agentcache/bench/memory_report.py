@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from agentcache.bench.memory import MemoryPlan, SeedResult, summarise_way
 from agentcache.bench.memory_plots import Panel, count, milliseconds, percent, plot_by_phase
+from agentcache.bench.reporting import write_json
 from agentcache.bench.ways import WAYS
 from agentcache.machine import describe_run
 from agentcache.workflow.transcript_files import as_json
@@ -78,9 +78,8 @@ def _recall(summary: dict[str, Any]) -> str:
 
 def write_memory_report(report: dict[str, Any], folder: Path) -> list[Path]:
     """Write `memory.json` and `memory.png`; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     data, plot = folder / "memory.json", folder / "memory.png"
-    data.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(report, data, ensure_ascii=False)
     machine = report["machine"]
     title = f"{_about(report)}; {machine['cores']} cores, {machine['device']}"
     plot_by_phase(_labels(report["phases"]), memory_panels(report), title, plot)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from agentcache.bench.plots import plot_ttft_by_size
+from agentcache.bench.reporting import kilobytes, number_table, write_json
 from agentcache.bench.ttft import Files, Plan, Sample, SizeResult
 from agentcache.machine import describe_run
 
@@ -112,9 +112,9 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def ttft_table(report: dict[str, Any]) -> Table:
     """A line a length: cold, warm, hot with their spreads, the gain, and what was restored."""
-    table = Table(title=f"Time to first token (ms), {report['model']['name']} on {report['machine']['cpu']}")
-    for heading in ("context", *KINDS, "cold / warm", "cold / hot", "computed c/w/h"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    title = f"Time to first token (ms), {report['model']['name']} on {report['machine']['cpu']}"
+    headings = ("context", *KINDS, "cold / warm", "cold / hot", "computed c/w/h")
+    table = number_table(title, headings, no_wrap=True)
     for size in report["sizes"]:
         table.add_row(str(size["context_tokens"]), *_ttft_cells(size))
     return table
@@ -122,18 +122,8 @@ def ttft_table(report: dict[str, Any]) -> Table:
 
 def cache_table(report: dict[str, Any]) -> Table:
     """A line a length: what was read from disk and how fast, what a turn wrote, how fast it was decoded."""
-    table = Table(title="The cache behind it")
-    for heading in (
-        "context",
-        "Q4 data",
-        "restored",
-        "restore rate",
-        "raw read",
-        "turn's Q4 data",
-        "turn wrote",
-        "decode",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("Q4 data", "restored", "restore rate", "raw read", "turn's Q4 data", "turn wrote", "decode")
+    table = number_table("The cache behind it", ("context", *headings), no_wrap=True)
     for size in report["sizes"]:
         if not size["skipped"]:
             table.add_row(str(size["context_tokens"]), *_cache_cells(size))
@@ -156,12 +146,12 @@ def _ttft_cells(size: dict[str, Any]) -> list[str]:
 def _cache_cells(size: dict[str, Any]) -> list[str]:
     cache = size["cache"]
     return [
-        _kilobytes(cache["q4_bytes"]),
-        _kilobytes(max(size["warm"]["restored_bytes"])),
+        kilobytes(cache["q4_bytes"]),
+        kilobytes(max(size["warm"]["restored_bytes"])),
         _rate(cache["restore_bytes_per_s"]),
         _rate(cache["raw_read_bytes_per_s"]),
-        _kilobytes(cache["turn_q4_bytes"]),
-        _kilobytes(cache["turn_written_bytes"]),
+        kilobytes(cache["turn_q4_bytes"]),
+        kilobytes(cache["turn_written_bytes"]),
         f"{size['hot']['decode_tokens_per_s']['median']:.1f} tokens/s",
     ]
 
@@ -171,19 +161,14 @@ def _ms(spread: dict[str, float]) -> str:
     return f"{spread['median']:.{digits}f} ({spread['min']:.{digits}f}-{spread['max']:.{digits}f})"
 
 
-def _kilobytes(count: float | None) -> str:
-    return "-" if count is None else f"{count / 1000:,.0f} kB"
-
-
 def _rate(bytes_per_s: float | None) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s else "-"
 
 
 def write_report(report: dict[str, Any], results: Sequence[SizeResult], folder: Path) -> list[Path]:
     """Write `ttft.json` and `ttft.png`; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     data, plot = folder / "ttft.json", folder / "ttft.png"
-    data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(report, data)
     model, machine = report["model"]["name"], report["machine"]
     title = f"Time to first token, {model} model, {machine['cores']} cores, {machine['device']}"
     plot_ttft_by_size(_series(results), title, plot)

@@ -21,7 +21,8 @@ from agentcache.blocks.trunk_match import TrunkMatch, match_trunk
 from agentcache.errors import BrokenInvariant
 from tests.blocks.cache_machine import CacheMachine
 from tests.blocks.cache_model import FakeGroup, Places
-from tests.blocks.sequence_machine import PICK, Running
+from tests.blocks.sequence_machine import PICK
+from tests.blocks.watched_cache import Running
 
 CUT = 3
 

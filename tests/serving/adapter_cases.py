@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from agentcache.adapter_settings import parse_adapters
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.llm import LLM, Completion
 from agentcache.serving.engine import Engine
+from agentcache.serving.request import Request
 from tests.adapters_factory import ATTENTION, make_adapter, write_mlx_lm, write_peft
 from tests.serving.conversation import engine_of, greedy, open_llm
 
@@ -42,6 +44,15 @@ def open_adapters(model: Path, cache_dir: Path, folders: dict[str, Path], **sett
 
 def ask(llm: LLM, ids: Sequence[int], adapter: str | None = None, tokens: int = TOKENS, **options: Any) -> Completion:
     return llm.generate(list(ids), greedy(tokens), adapter=adapter, **options)
+
+
+def at_once(llm: LLM, requests: Iterable[Request]) -> list[Completion]:
+    """The answers to requests that come at the same time."""
+
+    async def collect() -> list[Completion]:
+        return list(await asyncio.gather(*(llm._collect(request) for request in requests)))
+
+    return llm._wait(collect())
 
 
 def cold(llm: LLM, like: Completion, **options: Any) -> Completion:

@@ -20,6 +20,20 @@ def model(model_folder: ModelFolder) -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen3(model_folder: ModelFolder) -> Path:
+    """The model of the adapters' tests: eight layers in four cache groups."""
+    return model_folder("qwen3")
+
+
+@pytest.fixture(scope="session")
+def folders(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters for it that differ in everything that matters. Shared: copy them before changing them."""
+    from tests.serving.adapter_cases import make_folders  # imports mlx; plain-Python tests stay quick without it
+
+    return make_folders(tmp_path_factory.mktemp("adapters"), qwen3)
+
+
+@pytest.fixture(scope="session")
 def saved(model: Path, model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """An agent after two turns. Its cache folder is shared: copy it before changing it."""
     from tests.serving.saved import save_two_turns  # imports mlx; plain-Python tests stay quick without it

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 from agentcache.blocks.prefix_match import Transcript
@@ -17,7 +19,9 @@ from agentcache.config import Config
 from agentcache.llm import LLM, Completion, SamplingParams
 from agentcache.models import loader
 from agentcache.serving.engine import Engine
+from agentcache.serving.request import Request, TokenPrompt, Update
 
+T = TypeVar("T")
 RAM_BUDGET = 64 << 20
 DISK_BUDGET = 256 << 20
 BLOCK_BYTES = 2 * 36864  # of the fixture `model`: two groups of a layer, two heads of 64 for keys and values
@@ -125,6 +129,25 @@ class Chat:
         completion = llm.chat(self.messages, greedy(max_tokens, **options), agent=self.agent)
         self.messages.append({"role": "assistant", "content": completion.text})
         return completion
+
+
+def on_loop(llm: LLM, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run on the LLM's event loop."""
+    return asyncio.run_coroutine_threadsafe(coroutine, llm._loop).result(60)
+
+
+class Stream:
+    """A request under way on the LLM's event loop; cancel its `task` to leave it."""
+
+    def __init__(self, llm: LLM, ids: list[int], agent: str | None = "alice", max_tokens: int = 200) -> None:
+        self.updates: asyncio.Queue[Update] = asyncio.Queue()
+        request = Request(f"request {time.time()}", TokenPrompt(ids), greedy(max_tokens), agent)
+        self.task = asyncio.ensure_future(llm._engine.generate(request, self.updates.put_nowait))
+
+    async def rest(self) -> list[Update]:
+        """The updates that nobody has taken yet, when all are there."""
+        await self.task
+        return [self.updates.get_nowait() for _ in range(self.updates.qsize())]
 
 
 def cold_ids(llm: LLM, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:

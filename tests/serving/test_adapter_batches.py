@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.serving.adapter_cases import (
     INVOKE_A,
     INVOKE_B,
     ask,
+    at_once,
     cached_bytes,
     check_differs,
     check_equal,
@@ -53,16 +53,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def qwen3(model_folder: ModelFolder) -> Path:
-    return model_folder("qwen3")
-
-
-@pytest.fixture(scope="module")
-def folders(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_folders(tmp_path_factory.mktemp("adapters"), qwen3)
-
-
 @pytest.fixture
 def llm(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> Iterator[LLM]:
     # Prompts first, however long they take here: so the rows meet on a busy machine too.
@@ -71,16 +61,13 @@ def llm(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> Iterator[LLM]:
 
 
 def run_together(llm: LLM, cases: list[Case], salt: str) -> list[Completion]:
-    async def together() -> list[Completion]:
-        requests = [
-            Request(
-                f"{salt}{i}", TokenPrompt(case.ids), greedy(TOKENS), salt=salt, adapter=case.adapter, policy=case.policy
-            )
-            for i, case in enumerate(cases)
-        ]
-        return list(await asyncio.gather(*(llm._collect(request) for request in requests)))
-
-    return llm._wait(together())
+    requests = [
+        Request(
+            f"{salt}{i}", TokenPrompt(case.ids), greedy(TOKENS), salt=salt, adapter=case.adapter, policy=case.policy
+        )
+        for i, case in enumerate(cases)
+    ]
+    return at_once(llm, requests)
 
 
 def test_each_row_equals_the_same_alone(llm: LLM) -> None:

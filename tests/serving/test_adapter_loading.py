@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from agentcache.llm import LLM
 from agentcache.serving.request import Request, TokenPrompt, Update
 from tests.adapters_factory import make_adapter, random_matrices, write_mlx_lm, write_peft
 from tests.conftest import ModelFolder
-from tests.serving.adapter_cases import ask, check_differs, check_equal, cold, make_folders, open_adapters
+from tests.serving.adapter_cases import ask, at_once, check_differs, check_equal, cold, make_folders, open_adapters
 from tests.serving.conversation import check_idle, engine_of, greedy, make_ids
 
 PROMPT = make_ids(300)
@@ -83,11 +82,8 @@ def test_weights_are_dropped_and_read_again(base: Path, tmp_path: Path) -> None:
         assert [adapter.resident for adapter in llm.adapters()] == [True, False, True]
 
         # What three requests need at a time is not there: the third one waits for the first to end.
-        async def together() -> list[Any]:
-            requests = [Request(name, TokenPrompt(PROMPT), greedy(4), salt="x", adapter=name) for name in folders]
-            return await asyncio.gather(*(llm._collect(request) for request in requests))
-
-        for name, completion in zip(folders, llm._wait(together()), strict=True):
+        requests = [Request(name, TokenPrompt(PROMPT), greedy(4), salt="x", adapter=name) for name in folders]
+        for name, completion in zip(folders, at_once(llm, requests), strict=True):
             check_equal(completion, expected[name])
         assert all(adapter.running == 0 for adapter in llm.adapters())
 

@@ -12,7 +12,6 @@ from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.llm import LLM
 from tests.adapters_factory import make_adapter
-from tests.conftest import ModelFolder
 from tests.serving.adapter_cases import (
     INVOKE_A,
     INVOKE_B,
@@ -22,20 +21,9 @@ from tests.serving.adapter_cases import (
     check_differs,
     check_equal,
     cold,
-    make_folders,
     open_adapters,
 )
 from tests.serving.conversation import greedy, make_ids
-
-
-@pytest.fixture(scope="module")
-def qwen3(model_folder: ModelFolder) -> Path:
-    return model_folder("qwen3")
-
-
-@pytest.fixture(scope="module")
-def folders(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_folders(tmp_path_factory.mktemp("adapters"), qwen3)
 
 
 @pytest.fixture

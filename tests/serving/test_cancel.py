@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests.serving.by_hand import ByHand, Receiver, by_hand
-from tests.serving.conversation import BLOCK_BYTES, greedy, make_ids
+from tests.serving.conversation import (
+    BLOCK_BYTES,
+    Stream,
+    TokenTalk,
+    check_idle,
+    cold_ids,
+    greedy,
+    make_ids,
+    on_loop,
+    open_llm,
+)
 
 CONTEXT = 600
 
@@ -110,3 +121,64 @@ def test_random_cancels_among_others(seed: int, model: Path, tmp_path: Path) -> 
     for number, receiver in enumerate(receivers):
         if number not in gone:
             assert receiver.token_ids == alone[number].token_ids
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_cancel_in_the_middle_of_decoding(known: bool, model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        talk = TokenTalk()
+        if known:
+            talk.turn(llm, 300)
+        before = [info.tokens for info in llm.agents()]
+
+        async def take_three() -> None:
+            stream = Stream(llm, talk.ids + make_ids(50, seed=5))
+            for _ in range(3):
+                await stream.updates.get()
+            stream.task.cancel()
+            await asyncio.wait({stream.task})
+
+        on_loop(llm, take_three())
+        check_idle(llm)
+        assert [info.tokens for info in llm.agents()] == before
+        if known:
+            kept = talk.turn(llm, 340)
+            assert cold_ids(llm, kept.prompt_token_ids, 3) == kept.token_ids
+            assert kept.report.computed_tokens < 60
+
+
+def test_cancel_in_the_middle_of_a_prefill(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        talk = TokenTalk()
+        talk.turn(llm, 300)
+
+        async def start_and_cancel() -> None:
+            task = Stream(llm, talk.ids + make_ids(5000, seed=5)).task
+            while not (await llm._engine.stats()).blocks_live:
+                assert not task.done()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        on_loop(llm, start_and_cancel())
+        check_idle(llm)
+        assert llm.stats().computed_tokens < 5000
+        assert llm.agent("alice").tokens == 300
+        kept = talk.turn(llm, 340)
+        assert kept.report.cached_tokens.own > 256
+        assert cold_ids(llm, kept.prompt_token_ids, 3) == kept.token_ids
+
+
+def test_cancel_while_waiting_for_the_agents_turn(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+
+        async def cancel_second() -> int:
+            first = Stream(llm, make_ids(30), max_tokens=20)
+            await first.updates.get()
+            second = Stream(llm, make_ids(30, seed=2)).task
+            await asyncio.sleep(0)
+            second.cancel()
+            return len(await first.rest())
+
+        assert on_loop(llm, cancel_second()) > 0
+        assert llm.agent("alice").tokens == 50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -12,12 +11,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from agentcache.errors import RequestError
-from agentcache.llm import Completion
 from agentcache.serving.request import Request, SamplingParams, TokenPrompt
 from tests.conftest import ModelFolder
 from tests.serving.adapter_cases import (
     all_ids,
     ask,
+    at_once,
     cached_bytes,
     check_differs,
     check_equal,
@@ -91,15 +90,11 @@ def test_rows_of_several_models_take_turns(base: Path, decoders: dict[str, Path]
     jobs = [(None, 1), ("poet", 2), ("lawyer", 3), (None, 4), ("poet", 5)]
     with open_adapters(base, tmp_path, decoders) as llm:
         alone = [ask(llm, make_ids(40 + seed, seed=seed), name, tokens=12, salt="a") for name, seed in jobs]
-
-        async def together() -> list[Completion]:
-            requests = [
-                Request(f"r{seed}", TokenPrompt(make_ids(40 + seed, seed=seed)), greedy(12), salt="b", adapter=name)
-                for name, seed in jobs
-            ]
-            return await asyncio.gather(*(llm._collect(request) for request in requests))
-
-        for mine, theirs in zip(llm._wait(together()), alone, strict=True):
+        requests = [
+            Request(f"r{seed}", TokenPrompt(make_ids(40 + seed, seed=seed)), greedy(12), salt="b", adapter=name)
+            for name, seed in jobs
+        ]
+        for mine, theirs in zip(at_once(llm, requests), alone, strict=True):
             check_equal(mine, theirs)
 
 

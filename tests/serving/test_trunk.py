@@ -25,11 +25,6 @@ BLOCK_BYTES = 256 * 64 * 4  # of the fixture `qwen3`, in float32
 
 
 @pytest.fixture(scope="module")
-def qwen3(model_folder: ModelFolder) -> Path:
-    return model_folder("qwen3")
-
-
-@pytest.fixture(scope="module")
 def folders(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two that begin in the middle (one above a cut), one further up, and one that changes everything."""
     recipes: dict[str, dict[str, Any]] = {

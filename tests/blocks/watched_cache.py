@@ -1,0 +1,109 @@
+"""A prefix cache beside a model of what every slot and file really holds (`cache_model`), and what has to be true."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis.stateful import RuleBasedStateMachine, invariant
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.sequence import Load, Sequence
+from tests.blocks.cache_model import Arena, Groups, Places, text_in
+
+
+@dataclass(eq=False)
+class Running:
+    """A sequence of the cache, with what has still to be loaded for it: the load and the bytes that were read."""
+
+    sequence: Sequence
+    loads: list[tuple[Load, Places]]
+    failed: list[Load] = field(default_factory=list)
+    reserve_failed: bool = False
+
+
+@dataclass(frozen=True)
+class Write:
+    node: Node
+    group: int
+    places: Places
+
+
+class WatchedCache(RuleBasedStateMachine):
+    """The cache, its running sequences and files. What happens to them is for subclasses to say."""
+
+    groups: Groups
+    spare_bytes = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        budget = PrefixCache(self.groups, 0).slots.min_ram_budget + self.spare_bytes
+        self.cache = PrefixCache(self.groups, budget)
+        self.arena = Arena()
+        self.running: list[Running] = []
+        self.writes: list[Write] = []
+        self.files: dict[tuple[str, int], Places] = {}
+
+    @invariant()
+    def sound(self) -> None:
+        self.cache.check_integrity()
+        counts = self.cache.count_blocks()
+        assert counts.free + counts.live + counts.cached == sum(pool.capacity for pool in self.cache.slots.pools)
+        assert min(counts.free, counts.live, counts.cached) >= 0
+        for node in self.nodes():
+            assert not node.is_leaf or node.block_ids or node.stored or node.pending or node.readers, "useless"
+
+    @invariant()
+    def nodes_hold_what_they_name(self) -> None:
+        for node in self.nodes():
+            for index, block_id in node.block_ids.items():
+                assert tuple(self.arena.slot(index, block_id)[: node.num_tokens]) == self.arena.of_node(node)
+            assert node.pending <= {write.group for write in self.writes if write.node is node}
+            for index in node.stored:
+                assert self.files[node.chain, index] == self.arena.of_node(node)
+
+    @invariant()
+    def groups_below_an_adapter_hold_nothing_of_its_own(self) -> None:
+        for node in self.nodes():
+            if node.producer.startswith(("a@", "b@")):
+                assert {*node.block_ids, *node.stored, *node.pending} <= {len(self.groups) - 1}
+
+    @invariant()
+    def sequences_hold_their_tokens(self) -> None:
+        for running in self.running:
+            sequence = running.sequence
+            absent = {(load.group, load.block_id) for load in (*running.failed, *(load for load, _ in running.loads))}
+            for index, table in enumerate(sequence.tables):
+                places = self.places(sequence, index)
+                assert table.first_block <= self.groups[index].first_block_needed(self.next_computed(running, index))
+                assert table.end_block * BLOCK_SIZE >= sequence.num_tokens
+                for position, block_id in enumerate(table.block_ids, start=table.first_block):
+                    expected = places[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
+                    if (index, block_id) not in absent:
+                        assert tuple(self.arena.slot(index, block_id)[: len(expected)]) == expected
+
+    def next_computed(self, running: Running, index: int) -> int:
+        """First token whose keys and values of group `index` the sequence is to compute."""
+        return running.sequence.num_tokens
+
+    def places(self, sequence: Sequence, group: int, more: list[int] | None = None) -> Places:
+        """What the group's slots of a sequence hold, and would hold with `more` tokens."""
+        tokens = [*sequence.token_ids, *(more or [])]
+        return self.arena.numbers(sequence.root, tokens, text_in(sequence.producer, group))
+
+    def nodes(self) -> list[Node]:
+        return list(self.cache.tree.walk())
+
+    def snapshot(self) -> object:
+        """What an operation that fails must leave alone."""
+        tables = [[(t.first_block, tuple(t.block_ids)) for t in r.sequence.tables] for r in self.running]
+        return tables, [r.sequence.num_tokens for r in self.running], self.cache.count_blocks().live
+
+    def is_read(self, index: int, block_id: int) -> bool:
+        return any(block_id in running.sequence.tables[index].block_ids for running in self.running)
+
+    def is_exhausted(self, index: int) -> bool:
+        """Whether group `index` has no slot to give: each one is read."""
+        read = {block_id for running in self.running for block_id in running.sequence.tables[index].block_ids}
+        return len(read) == self.cache.slots.pools[index].capacity
