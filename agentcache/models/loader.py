@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import _download, load_model, maybe_set_recommended_wired_limit
+from mlx_lm.utils import _download, get_total_parameters, load_model, maybe_set_recommended_wired_limit
 
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import CacheSpec
@@ -48,6 +48,11 @@ class LoadedModel:
     path: Path
     config: dict[str, Any]
     max_context: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model; of a mixture of experts, all experts."""
+        return int(get_total_parameters(self.model))
 
 
 class WantedPositions(nn.Module):

@@ -38,6 +38,7 @@ from agentcache.serving.trunk import Trunk
 from agentcache.serving.turns import Turns
 
 _PREALLOCATED_BYTES = 32 << 20
+_ASSUMED_FLOPS = 50e9  # of prefilling, until it has been measured: a slow machine
 
 
 class Engine:
@@ -102,6 +103,7 @@ class Engine:
             chunk=config.prefill_chunk,
             # A larger chunk would hold more of a window's blocks at once than the window needs.
             idle_chunk=config.prefill_chunk if windowed else LARGEST_IDLE_CHUNK,
+            token_seconds=2 * self.loaded.num_parameters / _ASSUMED_FLOPS,
         )
 
     def close(self) -> None:

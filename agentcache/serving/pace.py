@@ -35,10 +35,14 @@ class Pace:
         decode_share: share of the time that decoding gets, counted from chunk to chunk.
         chunk: prompt tokens computed at once while anyone decodes, at most; above 0.
         idle_chunk: the same while nobody does.
+        token_seconds: what a token of a chunk is taken to cost before any has been measured.
     """
 
-    def __init__(self, *, max_stall: float, decode_share: float, chunk: int, idle_chunk: int) -> None:
+    def __init__(
+        self, *, max_stall: float, decode_share: float, chunk: int, idle_chunk: int, token_seconds: float
+    ) -> None:
         self.max_stall = max_stall
+        self._assumed_seconds = token_seconds
         self._ratio = decode_share / (1 - decode_share)
         self._chunk = chunk
         self._idle_chunk = max(chunk, idle_chunk)
@@ -62,13 +66,18 @@ class Pace:
         Args:
             contended: someone decodes.
         """
-        smallest = min(SMALLEST_CHUNK, self._chunk) if contended else self._chunk
-        largest = self._chunk if contended else self._idle_chunk
         seconds = self._token_seconds(context)
-        if seconds is None:
-            return smallest
-        affordable = self.max_stall * (1 if contended else _IDLE_STALLS) / seconds
-        return max(smallest, int(min(affordable, largest)))
+        if not contended:
+            return self._idle_chunk_tokens(self.max_stall * _IDLE_STALLS / (seconds or self._assumed_seconds))
+        smallest = min(SMALLEST_CHUNK, self._chunk)
+        return smallest if seconds is None else max(smallest, int(min(self.max_stall / seconds, self._chunk)))
+
+    def _idle_chunk_tokens(self, affordable: float) -> int:
+        """In steps of two: sizes then hardly depend on what was just measured, nor do the last digits of results."""
+        num_tokens = self._chunk
+        while 2 * num_tokens <= min(affordable, self._idle_chunk):
+            num_tokens *= 2
+        return num_tokens
 
     def _token_seconds(self, context: int) -> float | None:
         """Seconds per token, from the nearest depth measured at or above `context`; None before any measurement."""

@@ -117,7 +117,9 @@ class Simulation:
     ) -> None:
         self.costs = costs or Costs()
         self.cache = PrefixCache([FullGroup()], num_blocks)
-        pace = Pace(max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=LARGEST_IDLE_CHUNK)
+        pace = Pace(
+            max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=LARGEST_IDLE_CHUNK, token_seconds=1.0
+        )
         self.scheduler = Scheduler(max_running=max_running, pace=pace)
         self.admission = Admission(
             self.scheduler,

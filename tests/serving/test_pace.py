@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from agentcache.serving.pace import LARGEST_IDLE_CHUNK, SMALLEST_CHUNK, Pace
 
 
-def make_pace(*, max_stall: float = 0.1, decode_share: float = 0.5, chunk: int = 256) -> Pace:
-    return Pace(max_stall=max_stall, decode_share=decode_share, chunk=chunk, idle_chunk=LARGEST_IDLE_CHUNK)
+def make_pace(
+    *, max_stall: float = 0.1, decode_share: float = 0.5, chunk: int = 256, token_seconds: float = 1.0
+) -> Pace:
+    return Pace(
+        max_stall=max_stall,
+        decode_share=decode_share,
+        chunk=chunk,
+        idle_chunk=LARGEST_IDLE_CHUNK,
+        token_seconds=token_seconds,
+    )
 
 
 def measured(tokens_per_second: float, context: int = 0, **options: float) -> Pace:
@@ -24,16 +32,24 @@ def test_before_anything_is_measured_chunks_are_small() -> None:
     assert make_pace().chunk_tokens(0, contended=False) == 256
 
 
+@pytest.mark.parametrize(("token_seconds", "idle"), [(1e-4, 2048), (4e-4, 512), (1e-2, 256)])
+def test_before_anything_is_measured_a_small_model_is_known_to_be_fast(token_seconds: float, idle: int) -> None:
+    """Then a server that has just started cuts a prompt as one does that has run for long."""
+    pace = make_pace(token_seconds=token_seconds)
+    assert pace.chunk_tokens(0, contended=False) == pace.chunk_tokens(9000, contended=False) == idle
+    assert pace.chunk_tokens(0, contended=True) == SMALLEST_CHUNK
+
+
 @pytest.mark.parametrize(
     ("tokens_per_second", "contended", "idle"),
-    [(10, 32, 256), (1000, 100, 400), (2000, 200, 800), (10_000, 256, 2048), (10**6, 256, 2048)],
+    [(10, 32, 256), (1000, 100, 256), (2000, 200, 512), (3000, 256, 1024), (10_000, 256, 2048), (10**6, 256, 2048)],
 )
 def test_a_chunk_takes_a_stall_while_anyone_decodes_and_longer_while_nobody_does(
     tokens_per_second: float, contended: int, idle: int
 ) -> None:
     pace = measured(tokens_per_second)
     assert pace.chunk_tokens(0, contended=True) == pytest.approx(contended, abs=1)
-    assert pace.chunk_tokens(0, contended=False) == pytest.approx(idle, abs=1)
+    assert pace.chunk_tokens(0, contended=False) == idle
 
 
 def test_the_configured_chunk_bounds_the_others() -> None:

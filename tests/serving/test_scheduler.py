@@ -17,7 +17,7 @@ INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
 
 
 def make_scheduler(max_running: int = 4, chunk: int = 256, tokens_per_second: float = 1e6) -> Scheduler:
-    pace = Pace(max_stall=MAX_STALL, decode_share=0.5, chunk=chunk, idle_chunk=1024)
+    pace = Pace(max_stall=MAX_STALL, decode_share=0.5, chunk=chunk, idle_chunk=1024, token_seconds=1.0)
     pace.chunk_took(100 / tokens_per_second, 100, 0, contended=False)
     return Scheduler(max_running=max_running, pace=pace)
 
