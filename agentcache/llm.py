@@ -143,11 +143,20 @@ class LLM:
         adapter: str | None = None,
         policy: Policy | str | None = None,
         invocation_start: int | None = None,
+        invocation_optional: bool = False,
     ) -> Completion:
         """Continue raw text or token ids; `serving.request.Request` describes the options. Raises RequestError."""
         wrapped = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(list(prompt))
-        options = {"agent": agent, "salt": salt, "adapter": adapter, "invocation_start": invocation_start}
-        return self._complete(wrapped, sampling, policy=_policy(policy), **options)
+        return self._complete(
+            wrapped,
+            sampling,
+            agent=agent,
+            salt=salt,
+            adapter=adapter,
+            policy=_policy(policy),
+            invocation_start=invocation_start,
+            invocation_optional=invocation_optional,
+        )
 
     def chat(
         self,
@@ -158,12 +167,21 @@ class LLM:
         salt: str = "",
         adapter: str | None = None,
         policy: Policy | str | None = None,
+        invocation_optional: bool = False,
         tools: list[dict[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> Completion:
         """Answer messages through the model's chat template; raises RequestError."""
         prompt = ChatPrompt(messages, tools, template_kwargs)
-        return self._complete(prompt, sampling, agent=agent, salt=salt, adapter=adapter, policy=_policy(policy))
+        return self._complete(
+            prompt,
+            sampling,
+            agent=agent,
+            salt=salt,
+            adapter=adapter,
+            policy=_policy(policy),
+            invocation_optional=invocation_optional,
+        )
 
     def _complete(self, prompt: Prompt, sampling: SamplingParams | None, **options: Any) -> Completion:
         sampling = sampling or SamplingParams(max_tokens=512)

@@ -198,8 +198,10 @@ def _pattern(config: dict[str, Any], name: str, read: Any) -> dict[str, Any]:
 
 def _check_pattern(name: str, key: str) -> None:
     """A regular expression from a file must not be one that matches for hours."""
-    repeats = len(re.findall(r"[*+{]", key))
-    if len(key) > _MAX_PATTERN or repeats > _MAX_REPEATS or re.search(r"\)[*+{]", key):
+    repeats = len(re.findall(r"[*+{]|(?<!\()\?", key))
+    # Whatever can match in several ways multiplies.
+    choices = max(key.count("("), key.count("|") // _MAX_REPEATS)
+    if len(key) > _MAX_PATTERN or max(repeats, choices) > _MAX_REPEATS or re.search(r"\)[*+{?]", key):
         raise UnsupportedAdapter(f"{CONFIG_FILE}: a key of {name} is too intricate a regular expression")
     try:
         _expression(key)

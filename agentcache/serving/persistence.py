@@ -240,13 +240,16 @@ class Persistence:
         return True
 
     def _forget(self, names: set[BlockName]) -> None:
-        """Delete the files of what no agent names any more, and the tails among it from RAM too."""
+        """Delete the files of what no agent names any more, and from RAM the tails that longer ones have replaced.
+
+        Other tails stay until their turn comes: an agent's next request may be with the adapter before last.
+        """
         if not names:
             return
         self._note_missing(names, still_there=lambda key: False)
         for name in names:
             node = self._cache.tree.node(name.chain)
-            if node is not None and not node.is_full:
+            if node is not None and not node.is_full and _is_outgrown(node, name.group):
                 self._cache.slots.drop(node, name.group)
         keys = [block_key(name.chain, self._cache.groups[name.group].name) for name in names]
         # A write of such a block may be under way; the file it leaves is deleted after it, and known only until then.
@@ -287,6 +290,20 @@ class Persistence:
     @property
     def store(self) -> Store:
         return self._store
+
+
+def _is_outgrown(tail: Node, group: int) -> bool:
+    """Whether a longer block in RAM begins with these tokens of this producer, or the tail is not in RAM at all."""
+    parent = tail.parent
+    if parent is None or group not in tail.block_ids:
+        return True
+    longer = parent.nearest(
+        tail.packed,
+        lambda node: node is not tail and group in node.block_ids,
+        least=tail.num_tokens,
+        producer=tail.producer,
+    )
+    return bool(longer.items)
 
 
 def _count(result: int | StoreError) -> int:

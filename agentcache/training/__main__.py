@@ -10,6 +10,7 @@ import mlx.core as mx
 import typer
 
 from agentcache.config import load_config
+from agentcache.errors import AgentCacheError
 from agentcache.llm import LLM
 from agentcache.models.embedded import DATA, embedded_model_path
 from agentcache.models.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ _CACHE_LIMIT = 8 << 30  # bytes; every length of documents has buffers of its ow
 _OWN_DOCUMENTS = 200
 DECODER = DecoderRecipe()
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Folder = Annotated[Path, typer.Option(help="Holds tokenizer and chat template; gets the trained model.")]
 Seed = Annotated[int, typer.Option(help="Decides parameters and documents.")]
 
@@ -89,7 +90,8 @@ def decoder(
     out: Annotated[Path, typer.Option(help="Gets adapter and checkpoint; an unfinished training goes on from there.")],
     model: Annotated[str | None, typer.Option(help="Folder or hub id; the embedded model without it.")] = None,
     data: Annotated[
-        Path | None, typer.Option(help="JSONL, as mlx-lm's; the recipe's own documents without it.")
+        Path | None,
+        typer.Option(help="JSONL, as mlx-lm's; the recipe's own documents without it.", exists=True, dir_okay=False),
     ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Of the matrices.")] = DECODER.rank,
     scale: Annotated[float, typer.Option(help="Factor on what the matrices add.")] = DECODER.scale,
@@ -151,5 +153,13 @@ def _show(distance: int, found: Recall) -> None:
         typer.echo(f"  {question.text} {question.answer!r}, but: {said!r}")
 
 
+def main() -> None:
+    try:
+        app()
+    except AgentCacheError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from None
+
+
 if __name__ == "__main__":
-    app()
+    main()

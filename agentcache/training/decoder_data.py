@@ -52,9 +52,13 @@ def read_conversations(path: Path) -> Iterator[Mapping[str, Any]]:
     """Lines of a JSONL file as mlx-lm takes them: `{"messages": […], "tools"?}` or `{"prompt": …, "completion": …}`.
 
     Raises:
-        ConfigError: a line that is neither.
+        ConfigError: a line that is neither, or no text at all.
     """
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 yield _conversation(json.loads(line))

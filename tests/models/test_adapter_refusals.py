@@ -181,6 +181,8 @@ PEFT: dict[str, tuple[Change, str]] = {
     "a pattern with flags": (in_config(alpha_pattern={"(?i)q_proj": 8}), "is not a regular expression"),
     "an endless pattern": (in_config(alpha_pattern={"(a+)+$": 8}), "too intricate a regular expression"),
     "a slow pattern": (in_config(rank_pattern={".*.*.*.*.*x": 3}), "too intricate a regular expression"),
+    "a pattern of optional parts": (in_config(rank_pattern={".?" * 28 + "x": 3}), "too intricate a regular expression"),
+    "a pattern of choices": (in_config(rank_pattern={"(.|.)" * 28 + "x": 3}), "too intricate a regular expression"),
     "a long pattern": (in_config(rank_pattern={"q" * 300: 3}), "too intricate a regular expression"),
     "a magnitude": (
         with_tensor("base_model.model.model.layers.1.self_attn.q_proj.lora_magnitude_vector", OUT),

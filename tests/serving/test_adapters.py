@@ -150,6 +150,18 @@ def test_an_agent_keeps_its_adapter(llm: LLM) -> None:
     assert llm.fork("poet", "copy").adapter == "plain"
 
 
+def test_an_agent_that_changes_its_adapter_loses_nothing(llm: LLM) -> None:
+    """Memory of both sides stays in RAM, though an agent's manifest names only that of its last turn."""
+    ids = make_ids(270, seed=31) + INVOKE_A + make_ids(100, seed=32)
+    for turn in range(6):
+        adapter = "a" if turn % 2 else None
+        said = ask(llm, ids, adapter, agent="fickle", policy="activated" if adapter else None)
+        if turn > 1:  # the last token that each side generated, and what the user said
+            assert said.report.computed_tokens == TOKENS + 3, turn
+        check_equal(said, cold(llm, said))
+        ids = [*all_ids(said), *make_ids(1, seed=turn)]
+
+
 def test_an_agent_uses_its_adapter_as_it_was_loaded(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     with open_adapters(qwen3, tmp_path / "cache", {"poet": f"{folders['plain']}:prefill-share"}) as llm:
         llm._wait(llm._engine.create_agent("alice", adapter="poet"))
