@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from agentcache.blocks.slots import Slots
 from agentcache.errors import OutOfBlocks
 from agentcache.models.adapters import AdapterContent, trunk_cut
@@ -10,6 +12,7 @@ from agentcache.models.loader import LoadedModel
 from agentcache.models.lora import AdapterWeights, RowAdapter
 from agentcache.models.runner import ModelRunner
 from agentcache.serving.activation import AdapterUse
+from agentcache.serving.adapter_stacks import StackLoan
 
 _SHARE = 0.5  # of what the cache can spare
 
@@ -18,7 +21,7 @@ class AdapterWeightSet:
     """By digest. Belongs to the engine thread; `AdapterTable` knows what may be dropped.
 
     Args:
-        slots: the cache's, which gives up what weights take.
+        slots: the cache's, which gives up what weights take, and lends what copies of them take.
     """
 
     def __init__(self, loaded: LoadedModel, runner: ModelRunner, slots: Slots) -> None:
@@ -26,6 +29,7 @@ class AdapterWeightSet:
         self._adapters = loaded.adapters
         self._runner = runner
         self._slots = slots
+        self._loan = StackLoan(loaded.adapters.stacks, slots)
         self._ram_budget = slots.ram_budget
         self._weights: dict[str, AdapterWeights] = {}
         self._decoders: dict[str, DecoderWeights] = {}
@@ -38,8 +42,12 @@ class AdapterWeightSet:
     @property
     def nbytes(self) -> int:
         """Bytes on the device, with the copies for steps that mix adapters."""
+        return self._weight_bytes + self._adapters.stacks.nbytes
+
+    @property
+    def _weight_bytes(self) -> int:
         held: list[AdapterWeights | DecoderWeights] = [*self._weights.values(), *self._decoders.values()]
-        return sum(weights.nbytes for weights in held) + self._adapters.stacks.nbytes
+        return sum(weights.nbytes for weights in held)
 
     def load(self, content: AdapterContent | Decoder) -> None:
         """Put an adapter's matrices, or a decoder, on the device, where they may be already.
@@ -67,17 +75,23 @@ class AdapterWeightSet:
     def drop(self, digest: str) -> None:
         """Give an adapter's memory back to the cache. No request may use it any more."""
         if digest in self._weights:
-            self._adapters.release(self._weights.pop(digest))
+            self._loan.forget(self._weights.pop(digest))
         else:
             del self._decoders[digest]
         self._resize()
 
     def _resize(self, added: int = 0) -> bool:
         """Leave the cache what weights do not take; False if it cannot make do with that now."""
-        left = self._ram_budget - self.nbytes - added
+        left = self._ram_budget - self._weight_bytes - added
         fits = self._slots.resize(max(left, self._slots.min_ram_budget))
         self._runner.fit()
         return fits
+
+    def rows(self, uses: Sequence[AdapterUse | None]) -> list[RowAdapter | None]:
+        """The LoRA of each row of the next step, which stacks them if it mixes several and there is room."""
+        rows = [self.row(use) for use in uses]
+        self._loan.prepare(rows)
+        return rows
 
     def row(self, use: AdapterUse | None) -> RowAdapter | None:
         """The LoRA that a request's row is computed with; None for none."""
