@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from agentcache.blocks.slots import Slots
 from agentcache.errors import OutOfBlocks
@@ -15,6 +16,18 @@ from agentcache.serving.activation import AdapterUse
 from agentcache.serving.adapter_stacks import StackLoan
 
 _SHARE = 0.5  # of what the cache can spare
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A decoder that is being loaded. Its bytes count from the beginning."""
+
+    decoder: Decoder
+    pieces: Iterator[DecoderWeights | None]
+
+    @property
+    def nbytes(self) -> int:
+        return self.decoder.nbytes
 
 
 class AdapterWeightSet:
@@ -33,6 +46,7 @@ class AdapterWeightSet:
         self._ram_budget = slots.ram_budget
         self._weights: dict[str, AdapterWeights] = {}
         self._decoders: dict[str, DecoderWeights] = {}
+        self._arrivals: dict[str, _Arrival] = {}
 
     @property
     def budget(self) -> int:
@@ -46,31 +60,46 @@ class AdapterWeightSet:
 
     @property
     def _weight_bytes(self) -> int:
-        held: list[AdapterWeights | DecoderWeights] = [*self._weights.values(), *self._decoders.values()]
-        return sum(weights.nbytes for weights in held)
+        held: list[AdapterWeights | DecoderWeights | _Arrival] = [*self._weights.values(), *self._decoders.values()]
+        return sum(each.nbytes for each in (*held, *self._arrivals.values()))
 
-    def load(self, content: AdapterContent | Decoder) -> None:
-        """Put an adapter's matrices, or a decoder, on the device, where they may be already.
+    def load(self, content: AdapterContent | Decoder) -> bool:
+        """Put an adapter's matrices on the device, or a decoder's next piece; True when everything is there.
 
         Raises:
             OutOfBlocks: running requests hold so many blocks that the cache cannot make room.
             UnsupportedAdapter: the decoder does not fit the base model.
         """
-        source = content if isinstance(content, Decoder) else content.adapter
-        if source.digest in self._weights or source.digest in self._decoders:
-            return
         try:
-            if not self._resize(source.nbytes):
-                raise OutOfBlocks(f"running requests take the RAM budget of {self._ram_budget} bytes")
-            self._put(content)
+            return self._load_piece(content) if isinstance(content, Decoder) else self._load(content)
         finally:
             self._resize()
 
-    def _put(self, content: AdapterContent | Decoder) -> None:
-        if isinstance(content, Decoder):
-            self._decoders[content.digest] = load_decoder(content, self._loaded)
+    def _load(self, content: AdapterContent) -> bool:
+        digest = content.adapter.digest
+        if digest not in self._weights:
+            self._make_room(content.adapter.nbytes)
+            self._weights[digest] = self._adapters.load(content)
+        return True
+
+    def _load_piece(self, decoder: Decoder) -> bool:
+        digest = decoder.digest
+        if digest in self._decoders:
+            return True
+        if digest not in self._arrivals:
+            self._make_room(decoder.nbytes)
+            self._arrivals[digest] = _Arrival(decoder, load_decoder(decoder, self._loaded))
+        arrival = self._arrivals.pop(digest)  # for good, if this piece fails
+        weights = next(arrival.pieces)
+        if weights is None:
+            self._arrivals[digest] = arrival
         else:
-            self._weights[content.adapter.digest] = self._adapters.load(content)
+            self._decoders[digest] = weights
+        return weights is not None
+
+    def _make_room(self, nbytes: int) -> None:
+        if not self._resize(nbytes):
+            raise OutOfBlocks(f"running requests take the RAM budget of {self._ram_budget} bytes")
 
     def drop(self, digest: str) -> None:
         """Give an adapter's memory back to the cache. No request may use it any more."""
