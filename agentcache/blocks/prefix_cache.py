@@ -269,7 +269,7 @@ class PrefixCache:
         for index in range(len(self.groups)):
             tables = (sequence.tables[index] for sequence in self._sequences)
             self.slots.check_integrity(index, Counter(block_id for table in tables for block_id in table.block_ids))
-        if self.slots.capacity_bytes > self.slots.ram_budget:
+        if self.slots.capacity_bytes + self.slots.lent > self.slots.ram_budget:
             raise BrokenInvariant("the RAM budget is exceeded")
 
     def _check_readers(self) -> None:

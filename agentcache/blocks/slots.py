@@ -6,8 +6,9 @@ tail that it grew from, so listings are counted. What the references beyond thes
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,22 +52,29 @@ class Slots:
         groups: the model's cache groups.
         tree: its residents are what can be evicted.
         ram_budget: bytes that all slots together may take.
+
+    Attributes:
+        lent: bytes of the budget that somebody else has until they are needed.
     """
 
     def __init__(self, groups: Sequence[Group], tree: RadixTree, ram_budget: int) -> None:
         self.groups = tuple(groups)
         self.pools = [BlockPool() for _ in self.groups]
         self.ram_budget = ram_budget
+        self.lent = 0
         self.evicted_blocks = 0
         self._tree = tree
         self._listed: list[Counter[int]] = [Counter() for _ in self.groups]  # nodes that list a slot
+        self._loan_over: Callable[[], None] = lambda: None
 
     def allocate(self, index: int) -> int:
         """A slot of group `index`: a free one, a new one within the budget, or the least recently used one."""
-        pool = self.pools[index]
-        if not pool.num_free and not self._grow(index) and not self._evict_for(index) and not self._reclaim(index):
+        if not self.pools[index].num_free and not self._free_a_slot(index):
             raise OutOfBlocks(f"the RAM budget of {self.ram_budget} bytes is in use by running requests")
-        return pool.allocate()
+        return self.pools[index].allocate()
+
+    def _free_a_slot(self, index: int) -> bool:
+        return self._grow(index) or self._evict_for(index) or self._reclaim(index) or self._call_in_for(index)
 
     def preallocate(self, num_bytes: int) -> None:
         """Grow every attention kind in turn up to `num_bytes` in all, so that the first requests need not."""
@@ -83,8 +91,11 @@ class Slots:
             needed = -(-num_tokens // BLOCK_SIZE)
             if group.window is not None:
                 needed = min(needed, self.min_blocks(group))
-            while self.pools[index].capacity < needed and (self._grow(index) or self._reclaim(index)):
+            while self.pools[index].capacity < needed and self._enlarge(index):
                 continue
+
+    def _enlarge(self, index: int) -> bool:
+        return self._grow(index) or self._reclaim(index) or self._call_in_for(index)
 
     def _reclaim(self, index: int) -> bool:
         """Grow by room that another attention kind has beyond its least need and nobody reads; False if none."""
@@ -109,32 +120,73 @@ class Slots:
         self.pools[index].shrink(last)
 
     def _grow(self, index: int) -> bool:
-        """Grow all groups of one attention kind together, as they fill together; False if the budget forbids it."""
+        """Grow all groups of one attention kind to one size, as they fill together; False if the budget forbids it."""
         wanted = max(_MIN_GROWTH_BLOCKS, int(self.pools[index].capacity * _GROWTH))
-        added = min(wanted, self.affordable_growth(index))
+        added = min(wanted, self._growth_within(self.ram_budget - self.lent, index))
         if added < 1:
             return False
+        capacity = self.pools[index].capacity + added
         for i in self._kin(index):
-            self.pools[i].grow(self.pools[i].capacity + added)
+            self.pools[i].grow(max(capacity, self.pools[i].capacity))
         return True
 
     def affordable_growth(self, index: int) -> int:
-        """Slots by which every group of `index`'s attention kind may still grow within the budget."""
-        affordable = self.ram_budget - self.capacity_bytes - self._reserved(self.groups[index].window)
-        return max(0, affordable // sum(self.groups[i].bytes_per_block for i in self._kin(index)))
+        """Slots by which group `index` may still grow within the budget, lent or not, if its attention kind follows."""
+        return self._growth_within(self.ram_budget, index)
+
+    def _growth_within(self, ram_budget: int, index: int) -> int:
+        affordable = ram_budget - self.capacity_bytes - self._reserved(self.groups[index].window)
+        capacity, kin = self.pools[index].capacity, self._kin(index)
+
+        def cost(added: int) -> int:
+            return sum(max(0, capacity + added - self.pools[i].capacity) * self.groups[i].bytes_per_block for i in kin)
+
+        most = max(0, affordable // self.groups[index].bytes_per_block)
+        return bisect_right(range(1, most + 1), affordable, key=cost)
 
     def resize(self, ram_budget: int) -> bool:
         """Keep within another budget from now on: slots that nobody reads are given up, the fullest pool's first.
 
-        False if running requests keep it from going that low; then the budget is what the slots take now.
+        If that is not enough, what is lent is called in. False if running requests keep it from going that low even so;
+        then the budget is what the slots take now.
         """
-        while self.capacity_bytes > ram_budget:
+        if not self._shrink_to(ram_budget - self.lent) and self.lent:
+            self._call_in()
+        self.ram_budget = max(ram_budget, self.capacity_bytes + self.lent)
+        return self.ram_budget == ram_budget
+
+    def _shrink_to(self, num_bytes: int) -> bool:
+        while self.capacity_bytes > num_bytes:
             donors = [index for index in range(len(self.pools)) if self._can_give_up_a_slot(index)]
             if not donors:
-                break
+                return False
             self._give_up_a_slot(max(donors, key=lambda index: self.pools[index].capacity))
-        self.ram_budget = max(ram_budget, self.capacity_bytes)
-        return self.ram_budget == ram_budget
+        return True
+
+    # -- lending ------------------------------------------------------------------------------------------------------
+
+    def lend(self, num_bytes: int, over: Callable[[], None]) -> None:
+        """Do without up to `num_bytes` of the budget, in place of what is lent now; gives up slots that nobody reads.
+
+        `lent` says how much it is; less than `num_bytes` only where running requests are in the way. Who needs a slot
+        that can be had in no other way ends the loan: `over` is called, must let go of the bytes, and must not call the
+        cache.
+        """
+        self._shrink_to(self.ram_budget - num_bytes)
+        self.lent, self._loan_over = min(num_bytes, self.ram_budget - self.capacity_bytes), over
+
+    def _call_in(self) -> None:
+        self.lent = 0
+        self._loan_over()
+
+    def _call_in_for(self, index: int) -> bool:
+        """Grow by what was lent."""
+        if not self.lent:
+            return False
+        self._call_in()
+        return self._grow(index) or self._reclaim(index)
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
 
     def _kin(self, index: int) -> list[int]:
         return [i for i, group in enumerate(self.groups) if group.window == self.groups[index].window]

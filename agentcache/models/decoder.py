@@ -5,10 +5,11 @@ PrefillShare (arXiv 2602.12029): base computes the prompt, such a decoder its la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 from safetensors import SafetensorError, safe_open
@@ -17,7 +18,7 @@ from agentcache.errors import UnsupportedAdapter
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.fingerprint import file_identity, model_fingerprint
 from agentcache.models.loader import LoadedModel, WantedPositions, install_wanted_positions
-from agentcache.models.rehost import rehost
+from agentcache.models.rehost import rehost_in_pieces
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
@@ -127,16 +128,23 @@ def _check_vocabulary(folder: Path, base: Path) -> None:
             raise UnsupportedAdapter(f"the model in {folder} has another vocabulary than base: {name} differs")
 
 
-def load_decoder(decoder: Decoder, base: LoadedModel) -> DecoderWeights:
-    """Put a decoder on the device. On the thread that loaded `base`.
+def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights | None]:
+    """Put a decoder on the device, on the thread that loaded `base`, which has steps to compute between the pieces.
+
+    Yields:
+        None after each layer that was read, and after each that was checked; at last the decoder.
 
     Raises:
         UnsupportedAdapter: it caches something else than base, or its files have changed since the digest was taken.
     """
     try:
-        model, config = load_model(decoder.path)
+        model, config = load_model(decoder.path, lazy=True)
+        for part in (*model.layers, model):
+            mx.eval(part.parameters())
+            yield None
         last = install_wanted_positions(model)
-        spec = rehost(model, config["model_type"], config)
+        for spec in rehost_in_pieces(model, config["model_type"], config):  # noqa: B007
+            yield None
         changed = _identities(decoder.path) != decoder.files
     except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm, in any way
         raise UnsupportedAdapter(f"the model in {decoder.path} cannot be loaded: {error!s:.200}") from None
@@ -144,4 +152,4 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> DecoderWeights:
         raise UnsupportedAdapter(f"the model in {decoder.path} is being changed; load it anew")
     if spec != base.spec:
         raise UnsupportedAdapter(f"the model in {decoder.path} caches something else than base")
-    return DecoderWeights(decoder, model, last)
+    yield DecoderWeights(decoder, model, last)

@@ -6,7 +6,8 @@ forward pass `ModelAdapters.step` says who uses what; tokens without an adapter 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,20 @@ class RowAdapter:
     start: int = 0
 
 
+@dataclass(frozen=True)
+class RowParts:
+    """A step's rows, adapter by adapter.
+
+    Args:
+        rows: of each adapter, int32.
+        places: each row's place when the parts are put one behind the other, int32 [B]; 0 for rows that are masked
+            anyway.
+    """
+
+    rows: Sequence[mx.array]
+    places: mx.array
+
+
 class StepRows:
     """Which adapter each row of a step uses, from which of the step's tokens on.
 
@@ -60,6 +75,7 @@ class StepRows:
         self._firsts: list[int] = []
         self._masks: dict[tuple[bool, ...], mx.array | None] = {}
         self._indices: dict[tuple[int, ...], mx.array] = {}
+        self._parts: dict[tuple[bool, ...], RowParts] = {}
         for row, length in zip(rows, lengths, strict=True):
             self._add(row, num_tokens if row is None else max(0, row.start - length))
 
@@ -93,6 +109,16 @@ class StepRows:
             self._indices[slots] = mx.array(rows, dtype=mx.int32)
         return self._indices[slots]
 
+    def parts(self, present: tuple[bool, ...]) -> RowParts:
+        """The rows of the adapters marked in `present`."""
+        if present not in self._parts:
+            marked = [place for place, is_present in enumerate(present) if is_present]
+            rows = [[row for row, user in enumerate(self._users) if user == place] for place in marked]
+            order = [row for part in rows for row in part]
+            places = [order.index(row) if row in order else 0 for row in range(self.shape[0])]
+            self._parts[present] = RowParts([mx.array(part, mx.int32) for part in rows], mx.array(places, mx.int32))
+        return self._parts[present]
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -110,38 +136,52 @@ class Stack:
         return cls({weights: slot for slot, weights in enumerate(pairs)}, mx.stack(a), mx.stack(b))
 
 
-class Stacks:
-    """Stacks of one set of adapters, made module by module when first needed, kept while steps use a subset.
+def stacked_bytes(adapters: Collection[AdapterWeights]) -> int:
+    """What stacks of these take, of all modules that several of them act on."""
+    counts = Counter(name for weights in adapters for name in weights.matrices)
+    shared = [name for name, count in counts.items() if count > 1]
+    return sum(_stack_bytes([each.matrices[name] for each in adapters if name in each.matrices]) for name in shared)
 
-    Counter: `built` sets.
+
+def _stack_bytes(pairs: Sequence[LowRank]) -> int:
+    per_rank = (pairs[0].a.nbytes + pairs[0].b.nbytes) // pairs[0].rank
+    return len(pairs) * max(pair.rank for pair in pairs) * per_rank
+
+
+class Stacks:
+    """Stacks of one set of adapters, made module by module when first needed, for steps that use a subset of it.
+
+    Attributes:
+        adapters: the set.
+        nbytes: of all its stacks, made yet or not.
+        built: counts sets.
     """
 
     def __init__(self) -> None:
         self.built = 0
-        self._adapters: frozenset[AdapterWeights] = frozenset()
+        self.nbytes = 0
+        self.adapters: frozenset[AdapterWeights] = frozenset()
         self._by_module: dict[ModuleName, Stack] = {}
 
-    def cover(self, adapters: Sequence[AdapterWeights]) -> None:
-        """See to it that `get` knows these."""
-        if not self._adapters.issuperset(adapters):
-            self._adapters, self._by_module = frozenset(adapters), {}
-            self.built += 1
+    def cover(self, adapters: Collection[AdapterWeights]) -> None:
+        """From now on have stacks of these."""
+        self.clear()
+        self.adapters, self.nbytes = frozenset(adapters), stacked_bytes(adapters)
+        self.built += 1
+
+    def covers(self, adapters: Collection[AdapterWeights]) -> bool:
+        return self.adapters.issuperset(adapters)
+
+    def clear(self) -> None:
+        """Have none."""
+        self.adapters, self.nbytes, self._by_module = frozenset(), 0, {}
 
     def get(self, name: ModuleName) -> Stack:
-        """The stack of a module that some of the adapters act on."""
+        """The stack of a module that several of the adapters act on."""
         if name not in self._by_module:
-            pairs = {weights: weights.matrices[name] for weights in self._adapters if name in weights.matrices}
+            pairs = {weights: weights.matrices[name] for weights in self.adapters if name in weights.matrices}
             self._by_module[name] = Stack.of(pairs)
         return self._by_module[name]
-
-    def forget(self, weights: AdapterWeights) -> None:
-        """Hold nothing of an adapter any more."""
-        if weights in self._adapters:
-            self._adapters, self._by_module = frozenset(), {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(stack.a.nbytes + stack.b.nbytes for stack in self._by_module.values())
 
 
 class ModelAdapters:
@@ -149,7 +189,7 @@ class ModelAdapters:
 
     Attributes:
         modules: what adapters can act on.
-        stacks: copies of adapters that one step uses together.
+        stacks: copies of adapters for steps that use several; steps do without where they are not covered.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -165,10 +205,6 @@ class ModelAdapters:
         weights = AdapterWeights(content.adapter, matrices)
         mx.eval([(pair.a, pair.b) for pair in matrices.values()])
         return weights
-
-    def release(self, weights: AdapterWeights) -> None:
-        """Let go of weights; their memory is free once the caller and steps under way let go too."""
-        self.stacks.forget(weights)
 
     def _put(self, name: ModuleName, pair: LowRank) -> LowRank:
         dtype = activation_dtype(self._wrap(name).linear)
@@ -187,8 +223,6 @@ class ModelAdapters:
         """Inside, the model runs with these adapters; the arguments are those of `StepRows`, no rows for base."""
         if any(rows):
             self._step = StepRows(rows, lengths, num_tokens)
-            if len(self._step.adapters) > 1:
-                self.stacks.cover(self._step.adapters)
         try:
             yield
         finally:
@@ -206,15 +240,19 @@ class ModelAdapters:
         if x.shape[:2] != step.shape:
             raise BrokenInvariant(f"{name} was called with {x.shape}, not with the step's tokens {step.shape}")
         mask = step.mask(present)
-        adapted = y + self._delta(name, x, [pair for pair in pairs if pair is not None]).astype(y.dtype)
+        adapted = y + self._delta(step, name, x, pairs).astype(y.dtype)
         return adapted if mask is None else mx.where(mask, adapted, y)
 
-    def _delta(self, name: ModuleName, x: mx.array, pairs: Sequence[LowRank]) -> mx.array:
+    def _delta(self, step: StepRows, name: ModuleName, x: mx.array, pairs: Sequence[LowRank | None]) -> mx.array:
         """x @ a @ b [B, n, out] with each row's own matrices; MLX adds up in float32 whatever the dtype."""
-        if len(pairs) == 1:
-            return x @ pairs[0].a @ pairs[0].b
-        stack, step = self.stacks.get(name), self._step
-        assert step is not None  # there are pairs
+        acting = [pair for pair in pairs if pair is not None]
+        if len(acting) == 1:
+            return x @ acting[0].a @ acting[0].b
+        if not self.stacks.covers(step.adapters):
+            parts = step.parts(tuple(pair is not None for pair in pairs))
+            deltas = [x[rows] @ pair.a @ pair.b for rows, pair in zip(parts.rows, acting, strict=True)]
+            return mx.concatenate(deltas)[parts.places]
+        stack = self.stacks.get(name)
         index = step.index(tuple(stack.slots.get(weights, 0) for weights in step.adapters))
         return mx.gather_mm(mx.gather_mm(x, stack.a, rhs_indices=index), stack.b, rhs_indices=index)
 

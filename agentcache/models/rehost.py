@@ -5,6 +5,7 @@ Structural: a model is taken for what its modules are, not for its name.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +45,15 @@ def rehost(model: nn.Module, model_type: str, config: dict[str, Any], *, check: 
         UnsupportedModel: a layer keeps something other than keys and values, has an attention that is not understood,
             its replacement gives other numbers than the original, or the model does not run on the replacements.
     """
+    *_, spec = rehost_in_pieces(model, model_type, config, check=check)
+    assert spec is not None  # it comes last
+    return spec
+
+
+def rehost_in_pieces(
+    model: nn.Module, model_type: str, config: dict[str, Any], *, check: bool = True
+) -> Iterator[CacheSpec | None]:
+    """`rehost`, for a thread that has other things to do between two layers: None for each, the result at last."""
     windows = _windows(model)
     sites = [_find_site(layer, index, windows[index]) for index, layer in enumerate(model.layers)]
     quantisation = _quantisation(sites)
@@ -51,9 +61,10 @@ def rehost(model: nn.Module, model_type: str, config: dict[str, Any], *, check: 
         replacement = _replace(site)
         if check:
             _check_equal(site, replacement, quantisation)
+        yield None
     if check:
         _check_runs(model, sites, quantisation)
-    return CacheSpec(
+    yield CacheSpec(
         model_type=model_type,
         num_attention_heads=num_query_heads(sites[0].module),
         groups=make_groups([site.spec for site in sites], quantisation),

@@ -63,12 +63,14 @@ class AdapterLoader:
             UnsupportedAdapter: the folder cannot be served.
         """
         name = check_adapter_name(folder.name)
-        async with self._loading:
-            content = await self._read(Path(folder.path).expanduser().absolute())
-            adapter = self._serve(name, folder, _source(content))
-            await self._put_if_there_is_room(content)
-            self._table.put(adapter)
-        self._drop_orphans()
+        try:
+            async with self._loading:
+                content = await self._read(Path(folder.path).expanduser().absolute())
+                adapter = self._serve(name, folder, _source(content))
+                await self._put_if_there_is_room(content)
+                self._table.put(adapter)
+        finally:
+            self._drop_orphans()
         return self._table.info(adapter)
 
     async def _read(self, path: Path) -> Content:
@@ -168,11 +170,16 @@ class AdapterLoader:
         return victims is not None
 
     async def _put(self, content: Content) -> None:
-        # To its end also if the request that wanted it is cancelled: table and device must agree.
-        await asyncio.shield(asyncio.ensure_future(self._put_to_the_end(content)))
+        # To its end, and no other meanwhile, also if who wanted it is cancelled: table and device must agree.
+        put = asyncio.ensure_future(self._put_to_the_end(content))
+        try:
+            await asyncio.shield(put)
+        finally:
+            await asyncio.wait({put})
 
     async def _put_to_the_end(self, content: Content) -> None:
-        await self._thread.call(lambda engine: engine.adapters.load(content))
+        while not await self._thread.call(lambda engine: engine.adapters.load(content)):
+            continue  # the engine computes steps between the pieces of a decoder
         self._table.set_resident(_source(content).digest, _source(content).nbytes)
 
     def _drop_orphans(self) -> None:

@@ -151,7 +151,7 @@ class BatchBuilder:
         inputs = self._inputs(rows, left, num_tokens, before)
         score_prompt = left[0] > 1 and rows[0].wants_prompt_logprobs
         tables = [generation.place.tables for generation in rows]
-        adapters = [self._adapters.row(generation.adapter) for generation in rows]
+        adapters = self._adapters.rows([generation.adapter for generation in rows])
         decoder = self._adapters.decoder(rows[0].decoder)
         logits = self._runner.forward(
             inputs,

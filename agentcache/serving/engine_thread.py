@@ -102,7 +102,9 @@ class EngineThread:
 
     def _serve(self, engine: Engine) -> None:
         while not self._stopping:
-            self._drain() if engine.has_work else self._inbox.get()()
+            # Not what comes meanwhile: it could keep those who run waiting for long.
+            for _ in range(self._inbox.qsize() if engine.has_work else 1):
+                self._inbox.get()()
             if engine.has_work:
                 engine.step()
             self._hand_over()

@@ -77,3 +77,8 @@ class CacheMachine(SequenceMachine):
         for node in self.cache.tree.residents:
             is_read = any(self.is_read(index, block_id) for index, block_id in node.block_ids.items())
             assert node.pending or is_read or any(child.block_ids for child in node.children)
+
+    @rule(part=st.sampled_from([0.0, 0.3, 1.0]))
+    def lend(self, part: float) -> None:
+        """All who read keep what they read; the machine's checks do not know that anything is lent."""
+        self.cache.slots.lend(int(part * self.cache.slots.ram_budget), lambda: None)

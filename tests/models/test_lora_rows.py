@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from agentcache.errors import BrokenInvariant
 from agentcache.models import loader
 from agentcache.models.loader import LoadedModel
-from agentcache.models.lora import AdaptedLinear, AdapterWeights, RowAdapter
+from agentcache.models.lora import AdaptedLinear, AdapterWeights, RowAdapter, Stacks
 from tests.adapters_factory import ATTENTION, MLP, make_adapter
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver, Row, random_ids
@@ -44,6 +44,14 @@ def several(
         put(loaded, make_adapter(folder / str(seed), source, seed=seed, strength=1.0, **recipe))
         for seed, recipe in enumerate(recipes)
     ]
+
+
+@pytest.fixture(params=[True, False], ids=["stacked", "in turn"])
+def both_ways(request: pytest.FixtureRequest, loaded: LoadedModel, several: list[AdapterWeights]) -> Iterator[None]:
+    if request.param:
+        loaded.adapters.stacks.cover(several)
+    yield
+    loaded.adapters.stacks.clear()
 
 
 def contents(driver: Driver, row: Row, num_tokens: int) -> list[np.ndarray]:
@@ -112,6 +120,7 @@ def users_of(several: list[AdapterWeights]) -> list[RowAdapter | None]:
     return [None, *(RowAdapter(weights) for weights in several), RowAdapter(several[1], 9)]
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_rows_of_a_mixed_batch_are_what_they_are_alone(loaded: LoadedModel, several: list[AdapterWeights]) -> None:
     driver, users = Driver(loaded), users_of(several)
     together, alone = [], []
@@ -129,6 +138,7 @@ def test_rows_of_a_mixed_batch_are_what_they_are_alone(loaded: LoadedModel, seve
     assert len(texts) == len(users)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_several_rows_of_several_tokens(loaded: LoadedModel, several: list[AdapterWeights]) -> None:
     """Starts before, inside and behind the step, in one step."""
     driver = Driver(loaded)
@@ -148,6 +158,7 @@ def test_several_rows_of_several_tokens(loaded: LoadedModel, several: list[Adapt
             assert difference(logits[index], driver.step([driver.row()], ids[index : index + 1])[0]) > 1e-2
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("num_adapters", [1, 3])
 def test_base_rows_of_a_mixed_batch_are_base_bit_for_bit(
     loaded: LoadedModel, several: list[AdapterWeights], num_adapters: int
@@ -169,33 +180,31 @@ def test_base_rows_of_a_mixed_batch_are_base_bit_for_bit(
 # -- stacks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_set_of_adapters_is_stacked_once(model_folder: ModelFolder, tmp_path: Path) -> None:
-    model = model_folder("llama")
-    loaded = loader.load(str(model))
-    a, b, c = (put(loaded, make_adapter(tmp_path / str(rank), model, rank=rank)) for rank in (3, 8, 5))
-    driver, stacks = Driver(loaded), loaded.adapters.stacks
-
-    def step(*weights: AdapterWeights | None) -> int:
-        users = [RowAdapter(user) if user else None for user in weights]
-        driver.step([driver.row() for _ in users], random_ids(loaded, (len(users), 1)), adapters=users)
-        return stacks.built
-
-    assert [step(a), step(a, None, a), step(None)] == [0, 0, 0] and stacks.nbytes == 0
-    assert [step(a, b, c), step(c, b), step(b, None, a, c, a)] == [1, 1, 1]
-    assert stacks.nbytes == 3 * 8 * sum(pair.nbytes for pair in per_rank(a).values())
-    loaded.adapters.release(c)
-    assert stacks.nbytes == 0
-    assert [step(a, b), step(a), step(b, c), step(b, c)] == [2, 2, 3, 3]
+def made_bytes(stacks: Stacks) -> int:
+    return sum(stack.a.nbytes + stack.b.nbytes for stack in stacks._by_module.values())
 
 
-class Sized:
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+def mixed_step(driver: Driver, weights: Sequence[AdapterWeights | None]) -> None:
+    users = [RowAdapter(user) if user else None for user in weights]
+    driver.step([driver.row() for _ in users], random_ids(driver.loaded, (len(users), 1)), adapters=users)
 
 
-def per_rank(weights: AdapterWeights) -> dict[Any, Sized]:
-    """Bytes of each module's matrices by rank."""
-    return {name: Sized((pair.a.nbytes + pair.b.nbytes) // pair.rank) for name, pair in weights.matrices.items()}
+def test_the_bytes_of_a_set_are_known_before_anything_is_made(
+    loaded: LoadedModel, several: list[AdapterWeights]
+) -> None:
+    stacks, driver = loaded.adapters.stacks, Driver(loaded)
+    mixed_step(driver, several)
+    assert made_bytes(stacks) == stacks.nbytes == 0, "not asked for"
+    for covered in (several, several[:2], several[1:]):
+        stacks.cover(covered)
+        promised = stacks.nbytes
+        mixed_step(driver, [covered[0], None, covered[0]])
+        assert made_bytes(stacks) == 0 < promised
+        mixed_step(driver, [*covered, None])
+        assert made_bytes(stacks) == stacks.nbytes == promised
+    mixed_step(driver, several)
+    assert made_bytes(stacks) == stacks.nbytes == promised, "one of them is not covered"
+    stacks.clear()
 
 
 def test_no_stack_where_only_one_of_the_adapters_acts(model_folder: ModelFolder, tmp_path: Path) -> None:
@@ -203,9 +212,9 @@ def test_no_stack_where_only_one_of_the_adapters_acts(model_folder: ModelFolder,
     loaded = loader.load(str(model))
     a = put(loaded, make_adapter(tmp_path / "a", model, targets=["self_attn.q_proj"]))
     b = put(loaded, make_adapter(tmp_path / "b", model, targets=["self_attn.v_proj"]))
-    driver = Driver(loaded)
-    driver.step([driver.row(), driver.row()], random_ids(loaded, (2, 1)), adapters=[RowAdapter(a), RowAdapter(b)])
-    assert loaded.adapters.stacks.nbytes == 0
+    loaded.adapters.stacks.cover([a, b])
+    mixed_step(Driver(loaded), [a, b])
+    assert made_bytes(loaded.adapters.stacks) == loaded.adapters.stacks.nbytes == 0
 
 
 # -- the model stays as it is ------------------------------------------------------------------------------------------
@@ -226,8 +235,6 @@ def test_no_parameter_changes(model_folder: ModelFolder, tmp_path: Path, archite
     driver = Driver(loaded)
     rows = [driver.row(), driver.row()]
     driver.step(rows, ids, adapters=[RowAdapter(user) for user in weights])
-    for user in weights:
-        loaded.adapters.release(user)
     assert parameters(loaded.model) == before
 
 
@@ -237,7 +244,6 @@ def test_weights_come_back_as_they_were(model_folder: ModelFolder, tmp_path: Pat
     folder, ids = make_adapter(tmp_path, model), random_ids(loaded, 20)
     first = put(loaded, folder)
     before = run(loaded, ids, RowAdapter(first), [20])
-    loaded.adapters.release(first)
     again = put(loaded, folder)
     assert again.adapter == first.adapter and again is not first
     assert mx.array_equal(run(loaded, ids, RowAdapter(again), [20]), before)

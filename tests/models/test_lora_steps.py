@@ -52,6 +52,13 @@ def test_masks_and_adapters(
         assert expected.all()
     else:
         np.testing.assert_array_equal(np.array(mask)[..., 0], expected)
+    parts = step.parts(tuple(user in acting for user in step.adapters))
+    behind = [row for part in parts.rows for row in part.tolist()]
+    assert [[used[row] for row in part.tolist()] for part in parts.rows] == [
+        [user] * used.count(user) for user in step.adapters if user in acting
+    ]
+    for row, place in enumerate(parts.places.tolist()):
+        assert place == 0 if used[row] not in acting else behind[place] == row
     slots = tuple(range(7, 7 + len(step.adapters)))
     index = step.index(slots).tolist()
     assert index == [0 if user is None else slots[step.adapters.index(user)] for user in used]
@@ -61,6 +68,7 @@ def test_what_is_made_for_a_step_is_made_once() -> None:
     step = StepRows([RowAdapter(ALL[0], 1)], [0], 2)
     assert step.mask((True,)) is step.mask((True,))
     assert step.index((3,)) is step.index((3,))
+    assert step.parts((True,)) is step.parts((True,))
 
 
 def test_stacks_are_padded_with_zeros() -> None:
@@ -73,15 +81,18 @@ def test_stacks_are_padded_with_zeros() -> None:
 
 
 @given(st.lists(st.sets(st.sampled_from(ALL), min_size=2), max_size=8))
-def test_sets_are_stacked_when_they_bring_something_new(sets: list[set[AdapterWeights]]) -> None:
-    stacks, held, built = Stacks(), set(), 0
-    for adapters in sets:
-        stacks.cover(list(adapters))
-        if not adapters <= held:
-            held, built = adapters, built + 1
+def test_one_set_at_a_time_is_stacked(sets: list[set[AdapterWeights]]) -> None:
+    stacks = Stacks()
+    for built, adapters in enumerate(sets, 1):
+        stacks.cover(adapters)
         assert stacks.built == built
-        assert set(stacks.get(NAME).slots) == held
-        assert stacks.get(NAME) is stacks.get(NAME)
+        for other in sets:
+            assert stacks.covers(other) == (other <= adapters)
+        stack = stacks.get(NAME)
+        assert set(stack.slots) == adapters and stacks.get(NAME) is stack
+        assert stacks.nbytes == stack.a.nbytes + stack.b.nbytes
+    stacks.clear()
+    assert stacks.nbytes == 0 and not stacks.covers(ALL)
 
 
 @pytest.mark.parametrize("start", [-5, 0])

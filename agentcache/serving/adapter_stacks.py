@@ -1,0 +1,76 @@
+"""Room for stacks, the copies of adapters with which a step that mixes several is quicker. The cache lends it.
+
+Without stacks a step computes each adapter's part in turn, with the same results. So nobody waits for them, and nobody
+loses blocks that he reads: they are for when the cache can spare their bytes, and end when a request needs these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentcache.blocks.slots import Slots
+from agentcache.models.lora import AdapterWeights, RowAdapter, Stacks, stacked_bytes
+
+_SHARE = 0.5  # of what the cache can spare beside weights
+_REVIEW_STEPS = 256  # by then every row has needed a block, so that the cache is another
+
+
+class StackLoan:
+    """Decides which adapters are stacked, and borrows the bytes. Belongs to the engine thread.
+
+    Every so many steps it looks again: stacks of which a part was not used go, and bytes without use are given back.
+    Where the cache had not enough to lend, what it gave is kept so long, and the rest is asked for again.
+    """
+
+    def __init__(self, stacks: Stacks, slots: Slots) -> None:
+        self._stacks = stacks
+        self._slots = slots
+        self._steps = 0
+        self._used: set[AdapterWeights] = set()  # by steps that mixed, since the last review
+        self._refused: frozenset[AdapterWeights] = frozenset()
+
+    def prepare(self, rows: Sequence[RowAdapter | None]) -> None:
+        """Before a step of these rows: stack its adapters, if it mixes several and the cache has room."""
+        self._review()
+        adapters = frozenset(row.weights for row in rows if row is not None)
+        if len(adapters) < 2:
+            return
+        self._used |= adapters
+        if not self._stacks.covers(adapters) and not self._is_refused(adapters):
+            self._stack(adapters)
+
+    def _review(self) -> None:
+        self._steps += 1
+        if self._steps < _REVIEW_STEPS:
+            return
+        if not self._used.issuperset(self._stacks.adapters):
+            self._stacks.clear()
+        if not self._refused:
+            self._slots.lend(self._stacks.nbytes, self._called_in)
+        self._steps, self._used, self._refused = 0, set(), frozenset()
+
+    def _is_refused(self, adapters: frozenset[AdapterWeights]) -> bool:
+        return bool(self._refused) and adapters >= self._refused
+
+    def _stack(self, adapters: frozenset[AdapterWeights]) -> None:
+        if self._has_room(stacked_bytes(adapters)):
+            self._stacks.cover(adapters)
+        else:
+            self._refused = adapters
+
+    def _has_room(self, nbytes: int) -> bool:
+        most = (self._slots.ram_budget - self._slots.min_ram_budget) * _SHARE
+        if self._slots.lent < nbytes <= most:
+            self._slots.lend(nbytes, self._called_in)
+        return self._slots.lent >= nbytes
+
+    def _called_in(self) -> None:
+        self._refused = self._stacks.adapters or self._refused
+        self._stacks.clear()
+
+    def forget(self, weights: AdapterWeights) -> None:
+        """Hold nothing of an adapter any more. The loan stays until the next review: others may be stacked soon."""
+        if weights in self._stacks.adapters:
+            self._stacks.clear()
+        self._used.discard(weights)
+        self._refused = frozenset()
