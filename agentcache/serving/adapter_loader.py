@@ -60,12 +60,12 @@ class AdapterLoader:
 
         Raises:
             InvalidRequest: the name is none, or the adapter is larger than the RAM budget can hold.
-            UnsupportedAdapter: the folder cannot be served.
+            UnsupportedAdapter: the folder cannot be served, or is invoked by tokens that the model does not have.
         """
         name = check_adapter_name(folder.name)
         try:
             async with self._loading:
-                content = await self._read(Path(folder.path).expanduser().absolute())
+                content = await self._read(_path(folder))
                 adapter = self._serve(name, folder, _source(content))
                 await self._put_if_there_is_room(content)
                 self._table.put(adapter)
@@ -84,6 +84,9 @@ class AdapterLoader:
             raise UnsupportedAdapter(f"the folder cannot be read: {error.strerror}", param="path") from None
 
     def _serve(self, name: str, folder: AdapterFolder, source: Source) -> ServedAdapter:
+        unknown = max(source.invocation_tokens or (0,))
+        if unknown >= self._loaded.tokenizer.vocab_size:
+            raise UnsupportedAdapter(f"it is invoked by token {unknown}, which the model does not have", param="path")
         if source.nbytes > self._table.budget:
             raise InvalidRequest(
                 f"the adapter takes {source.nbytes} bytes; of the RAM budget, adapters may take {self._table.budget}",
@@ -195,6 +198,13 @@ class AdapterLoader:
 
     async def _in_background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, partial(function, *args, **kwargs))
+
+
+def _path(folder: AdapterFolder) -> Path:
+    try:
+        return Path(folder.path).expanduser().absolute()
+    except RuntimeError as error:  # ~somebody, who has no home
+        raise UnsupportedAdapter(f"{folder.path}: {error}", param="path") from None
 
 
 def _source(content: Content) -> Source:

@@ -188,6 +188,7 @@ def test_a_cancelled_request_gives_its_adapter_back(base: Path, folders: dict[st
 
 def test_refusals(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     broken = make_adapter(tmp_path / "dora", base, config={"fine_tune_type": "dora"})
+    silent = make_adapter(tmp_path / "silent", base, config={"alora_invocation_tokens": [7, 10**6]})
     with open_adapters(base, tmp_path / "cache", {}) as llm:
         for name in ("../x", "", "a:b"):
             with pytest.raises(InvalidRequest):
@@ -195,7 +196,7 @@ def test_refusals(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
         for name in ("default", base.name):
             with pytest.raises(Conflict):
                 llm.load_adapter(name, folders["plain"])
-        for path in (broken, tmp_path / "nothing", base / "config.json"):
+        for path in (broken, silent, tmp_path / "nothing", base / "config.json", "~nobody-of-that-name/x"):
             with pytest.raises(UnsupportedAdapter) as caught:
                 llm.load_adapter("poet", path)
             assert caught.value.param == "path"
