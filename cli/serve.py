@@ -53,6 +53,7 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")] = False,
 ) -> None:
     """Serve a model to OpenAI clients, with agents whose memory survives a restart."""
+    leave_in_order(None)
     config = load_config(
         {
             "model": model,
@@ -141,15 +142,15 @@ def uvicorn_config(app: object) -> uvicorn.Config:
     )
 
 
-def leave_in_order(server: uvicorn.Server) -> None:
+def leave_in_order(server: uvicorn.Server | None) -> None:
     """SIGTERM and SIGINT end with exit code 0.
 
     uvicorn drains on a signal, and raises the same signal again afterwards: by then it must do nothing. Before uvicorn
-    listens to signals there is nothing to drain.
+    listens to signals there is nothing to drain, and before there is a server nothing but what is imported.
     """
 
     def handler(number: int, frame: object) -> None:
-        if not server.should_exit:
+        if server is None or not server.should_exit:
             raise SystemExit(0)
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -56,7 +56,7 @@ def read_job(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
     return Job(
         requests=[options.request(job_id, prompt, sampling)],
         reply=AnthropicReply(
-            job_id, options.adapter or model.id, tools_for(model, prompt.tools), options.return_token_ids
+            job_id, options.adapter or model.id, tools_for(model, prompt.tools, body), options.return_token_ids
         ),
         stream=body.boolean("stream"),
         timeout=options.timeout,

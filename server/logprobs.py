@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from agentcache.serving.request import TokenLogprob
+from agentcache.serving.request import TokenLogprob, readable
 
 # What OpenAI sends for a token that cannot occur, since JSON has no infinity.
 IMPOSSIBLE = -9999.0
@@ -18,30 +19,50 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
 
 
 def _chat_token(token: TokenLogprob) -> dict[str, Any]:
-    top = [_chat_logprob(text, logprob) for _, text, logprob in token.top]
-    return _chat_logprob(token.text, token.logprob) | {"top_logprobs": top}
+    top = [_chat_logprob(data, logprob) for _, data, logprob in token.top]
+    return _chat_logprob(token.data, token.logprob) | {"top_logprobs": top}
 
 
-def _chat_logprob(text: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+def _chat_logprob(data: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": readable(data), "logprob": _finite(logprob), "bytes": list(data)}
 
 
-def text_logprobs(logprobs: Sequence[TokenLogprob], *, start: int = 0) -> dict[str, Any]:
-    """OpenAI's legacy shape for text completions.
+class TextOffsets:
+    """Characters of the text in front of each token. A character belongs to the token that completes it.
 
     Args:
-        logprobs: one per token.
-        start: characters of the text before the first token, for `text_offset`.
+        start: characters in front of the first token.
     """
-    offsets = []
-    for token in logprobs:
-        offsets.append(start)
-        start += len(token.text)
+
+    def __init__(self, start: int = 0) -> None:
+        self._end = start
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def of(self, tokens: Iterable[TokenLogprob]) -> list[int]:
+        """Of the next tokens."""
+        return [self._add(token) for token in tokens]
+
+    def _add(self, token: TokenLogprob) -> int:
+        offset = self._end
+        if token.shown:
+            self._end += len(self._decoder.decode(token.data))
+        return offset
+
+    @classmethod
+    def of_prompt(cls, tokens: Sequence[TokenLogprob], end: int) -> list[int]:
+        """Of a prompt whose text ends at `end`: what its tokens have more than that (a BOS, a space) is in front."""
+        counted = cls()
+        offsets = counted.of(tokens)
+        return [max(0, offset - counted._end + end) for offset in offsets]
+
+
+def text_logprobs(tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
+    """OpenAI's legacy shape for text completions; one of `offsets` per token."""
     return {
-        "tokens": [token.text for token in logprobs],
-        "token_logprobs": [_finite(token.logprob) for token in logprobs],
-        "top_logprobs": [_text_top(token) for token in logprobs],
-        "text_offset": offsets,
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [_finite(token.logprob) for token in tokens],
+        "top_logprobs": [_text_top(token) for token in tokens],
+        "text_offset": list(offsets),
     }
 
 
@@ -50,8 +71,8 @@ def _text_top(token: TokenLogprob) -> dict[str, float | None] | None:
     if token.logprob is None:
         return None
     top: dict[str, float | None] = {}
-    for _, text, logprob in token.top:
-        top.setdefault(text, _finite(logprob))
+    for _, data, logprob in token.top:
+        top.setdefault(readable(data), _finite(logprob))
     top.setdefault(token.text, _finite(token.logprob))
     return top
 

@@ -48,7 +48,7 @@ def read_chat(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
     logprobs = _read_chat_logprobs(body)
     max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=CHAT_MAX_TOKENS)
     sampling = read_sampling(body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
-    shape = ChatShape(logprobs is not None, tools_for(model, prompt.tools))
+    shape = ChatShape(logprobs is not None, tools_for(model, prompt.tools, body))
     return _job(body, request, model, [prompt], sampling, shape)
 
 

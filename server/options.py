@@ -150,7 +150,7 @@ def unknown_model(name: str, model: ModelInfo) -> NotFound:
 
 def read_options(body: Reader, headers: Headers, model: ModelInfo) -> Options:
     extras = body.object("agentcache")
-    extras.only("report", "policy", "salt", "invocation_start", "invocation", "return_token_ids")
+    extras.only("report", "policy", "salt", "invocation_start", "invocation", "return_token_ids", "parse_tools")
     salt = extras.string("salt") or ""
     if len(salt) > MAX_SALT_LENGTH:
         extras.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")

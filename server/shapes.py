@@ -11,7 +11,7 @@ from typing import Any
 
 from agentcache.models.tool_calls import ToolCall
 from agentcache.server.errors import WireError
-from agentcache.server.logprobs import chat_logprobs, text_logprobs
+from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
 from agentcache.server.reply import Completion, combine, report_object
 from agentcache.server.stream import TextEvents, event
 from agentcache.server.tool_calls import Part, Tools
@@ -46,7 +46,7 @@ class ChatShape:
     def first(self) -> dict[str, Any]:
         return chat_piece({"role": "assistant", "content": ""})
 
-    def piece(self, text: str, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    def piece(self, text: str, logprobs: Sequence[TokenLogprob], offsets: Sequence[int] = ()) -> dict[str, Any]:
         shown = chat_logprobs(logprobs) if self.logprobs and logprobs else None
         return chat_piece({"content": text} if text else {}) | {"logprobs": shown}
 
@@ -75,23 +75,28 @@ class TextShape:
     tools = Tools()
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        tokens = [*(completion.prompt_logprobs if self.echo else ()), *completion.logprobs]
+        echoed = self._echo(index, completion) if self.echo else ""
+        prompt = completion.prompt_logprobs if self.echo else ()
+        offsets = TextOffsets.of_prompt(prompt, len(echoed)) + TextOffsets(len(echoed)).of(completion.logprobs)
+        shown = text_logprobs([*prompt, *completion.logprobs], offsets) if self.logprobs else None
         return {
             "index": index,
-            "text": (self._echo(index, completion) if self.echo else "") + completion.text,
-            "logprobs": text_logprobs(tokens) if self.logprobs else None,
+            "text": echoed + completion.text,
+            "logprobs": shown,
             "finish_reason": completion.finish_reason,
         }
 
     def _echo(self, index: int, completion: Completion) -> str:
         text = self.prompts[index]
-        return "".join(token.text for token in completion.prompt_logprobs) if text is None else text
+        if text is None:
+            return b"".join(token.data for token in completion.prompt_logprobs).decode(errors="replace")
+        return text
 
     def first(self) -> dict[str, Any]:
-        return self.piece("", (), 0)
+        return self.piece("", ())
 
-    def piece(self, text: str, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        shown = text_logprobs(logprobs, start=offset) if self.logprobs and logprobs else None
+    def piece(self, text: str, logprobs: Sequence[TokenLogprob], offsets: Sequence[int] = ()) -> dict[str, Any]:
+        shown = text_logprobs(logprobs, offsets) if self.logprobs and logprobs else None
         return {"index": 0, "text": text, "logprobs": shown, "finish_reason": None}
 
 
@@ -151,10 +156,10 @@ class ChunkWriter:
     def __init__(self, reply: OpenAIReply) -> None:
         self._reply = reply
         self._shape = reply.shape
-        self._texts = TextEvents(lambda text: reply.chunk(reply.shape.piece(text, (), 0)))
+        self._texts = TextEvents(lambda text: reply.chunk(reply.shape.piece(text, ())))
         self._reader = reply.shape.tools.reader()
         self._calls = 0
-        self._offset = 0
+        self._offsets = TextOffsets()
         self._waiting: list[TokenLogprob] = []  # logprobs of tokens whose text is not out yet
 
     def begin(self, first: Update | None) -> Iterator[bytes]:
@@ -178,16 +183,14 @@ class ChunkWriter:
         """A piece of text, with the logprobs of all tokens that have come."""
         if not self._waiting:
             return self._texts.event(text)
-        waiting, offset = self._waiting, self._offset
-        self._offset += sum(len(token.text) for token in waiting)
-        self._waiting = []
-        return self._reply.chunk(self._shape.piece(text, waiting, offset))
+        waiting, self._waiting = self._waiting, []
+        return self._reply.chunk(self._shape.piece(text, waiting, self._offsets.of(waiting)))
 
     def keep_alive(self) -> bytes:
-        return self._reply.chunk(self._shape.piece("", (), self._offset))
+        return self._reply.chunk(self._shape.piece("", ()))
 
     def end(self, completion: Completion) -> Iterator[bytes]:
-        last = self._shape.piece("", (), 0) | {"finish_reason": _finish_reason(completion, self._calls > 0)}
+        last = self._shape.piece("", ()) | {"finish_reason": _finish_reason(completion, self._calls > 0)}
         yield self._reply.chunk(last | self._reply.token_ids(completion))
         if self._reply.usage:
             yield event(self._reply.envelope(self._shape.chunk_object, []) | accounting([completion.final_report]))

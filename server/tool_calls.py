@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentcache.models.tool_calls import ToolCall, ToolFormat
+from agentcache.server.validate import Reader
 from agentcache.serving.request import ModelInfo
 
 Part = str | ToolCall
@@ -28,8 +29,10 @@ class Tools:
         return [*reader.add(text), *reader.finish()]
 
 
-def tools_for(model: ModelInfo, shown: Sequence[Mapping[str, Any]] | None) -> Tools:
-    if not shown or model.tool_format is None:
+def tools_for(model: ModelInfo, shown: Sequence[Mapping[str, Any]] | None, body: Reader) -> Tools:
+    """How calls of the request `body` are told from text; `agentcache.parse_tools` false leaves them where they are."""
+    parse = body.object("agentcache").boolean("parse_tools", True)
+    if not shown or not parse or model.tool_format is None:
         return Tools()
     return Tools(shown, ToolFormat.named(model.tool_format))
 

@@ -35,6 +35,7 @@ _FILES = (
     "merges.txt",
 )
 _NOT_FOR_TEMPLATES = {
+    "add_generation_prompt",
     "chat_template",
     "conversation",
     "documents",
@@ -45,8 +46,10 @@ _NOT_FOR_TEMPLATES = {
     "return_assistant_tokens_mask",
     "return_dict",
     "return_tensors",
+    "self",
     "tokenize",
     "tokenizer_kwargs",
+    "tools",
     "truncation",
 }
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
@@ -107,13 +110,14 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat template's text for `messages`, marked: strings in them are text, whatever they spell.
 
         Raises:
             InvalidRequest: messages the template does not take, or `template_kwargs` that are not the template's.
         """
+        template_kwargs = template_kwargs or {}
         refused = _NOT_FOR_TEMPLATES.intersection(template_kwargs)
         if refused:
             raise InvalidRequest(f"{sorted(refused)} cannot be set in a request.", param="chat_template_kwargs")
@@ -194,7 +198,7 @@ class Tokenizer:
     # Inside
 
     def _apply_template(
-        self, messages: Any, tools: Any, add_generation_prompt: bool, template_kwargs: dict[str, Any]
+        self, messages: Any, tools: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
     ) -> str:
         try:
             text = self._wrapper.apply_chat_template(

@@ -69,7 +69,7 @@ def refuse_without_adapter(request: Request) -> None:
     if request.policy in (Policy.ACTIVATED, Policy.PREFILL_SHARE):
         raise InvalidRequest(f"the policy {request.policy.value!r} needs an adapter", param="agentcache.policy")
     if request.invocation_start is not None:
-        raise InvalidRequest("an invocation needs an adapter", param=_START_PARAM)
+        raise InvalidRequest("agentcache.invocation_start needs an adapter", param=_START_PARAM)
 
 
 def _start(adapter: ServedAdapter, policy: Policy, request: Request, token_ids: Sequence[int]) -> int | None:

@@ -168,7 +168,6 @@ class Engine:
         self.scheduler.remove(generation)
         self._builder.remove(generation)
         self.counters.cached_tokens += generation.cached.own + generation.cached.shared
-        self.counters.generated_tokens += generation.num_generated
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -223,7 +222,9 @@ class Engine:
             start = generation.num_computed
             self._advance(generation, generation.token_ids[start : start + batch.num_tokens])
             if result.token is not None:
+                before = generation.num_generated
                 self.turns.take(generation, result.token, result.score)
+                self.counters.generated_tokens += generation.num_generated - before
 
     def _advance(self, generation: Generation, token_ids: list[int]) -> None:
         sequence = generation.place

@@ -32,9 +32,7 @@ def prepare(prompt: Prompt, transcript: Transcript | None, system: str | None, t
         return match_tokens(transcript or Transcript.empty(), prompt.token_ids, spell)
     if isinstance(prompt, ChatPrompt):
         messages = _with_system(prompt.messages, system)
-        text = tokenizer.render_chat(
-            messages, prompt.tools, add_generation_prompt=prompt.add_generation_prompt, **prompt.template_kwargs
-        )
+        text = tokenizer.render_chat(messages, prompt.tools, prompt.add_generation_prompt, prompt.template_kwargs)
     else:
         text = tokenizer.raw_prompt(prompt.text)
     return match_text(transcript or Transcript.empty(), text, tokenizer.encode, tokenizer.control_ids)

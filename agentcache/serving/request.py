@@ -133,15 +133,26 @@ class TokenLogprob:
 
     Args:
         token_id: the token.
-        text: its text, as it would appear alone.
+        data: its bytes alone, which may be a part of a character; a control token's name.
         logprob: natural logarithm; None for a prompt's first token.
-        top: the most likely tokens at this position, best first, as (token id, text, logprob).
+        top: the most likely tokens at this position, best first, as (token id, bytes, logprob).
+        shown: whether it is part of the text; generated control tokens are not.
     """
 
     token_id: int
-    text: str
+    data: bytes
     logprob: float | None
-    top: tuple[tuple[int, str, float], ...] = ()
+    top: tuple[tuple[int, bytes, float], ...] = ()
+    shown: bool = True
+
+    @property
+    def text(self) -> str:
+        return readable(self.data)
+
+
+def readable(data: bytes) -> str:
+    """A token's text; bytes that are no characters alone look like `\\xe6\\x9d`, as OpenAI writes them."""
+    return data.decode(errors="backslashreplace")
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,10 @@ class Turns:
     def _add(self, generation: Generation, token: int, score: TokenScore | None) -> None:
         generation.token_ids.append(token)
         text = generation.output.add(token)
-        logprobs = () if score is None else (self._logprob(token, score, generation.request.sampling.logprobs or 0),)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if score is not None:
+            shown, count = token not in self._tokenizer.control_ids, generation.request.sampling.logprobs or 0
+            logprobs = (self._logprob(token, score, count, shown=shown),)
         generation.emit(Update(text=text, token_ids=(token,), logprobs=logprobs))
         if generation.output.stopped:
             self.finish(generation, FinishReason.STOP)
@@ -92,15 +95,15 @@ class Turns:
         """Scores of the prompt tokens behind those just computed, which are not advanced over yet."""
         if not generation.prompt_logprobs:
             first = generation.token_ids[0]
-            generation.prompt_logprobs.append(TokenLogprob(first, self._tokenizer.token_text(first), None))
+            generation.prompt_logprobs.append(TokenLogprob(first, self._tokenizer.token_bytes(first), None))
         start, count = generation.num_computed + 1, generation.request.sampling.logprobs or 0
         for token, score in zip(generation.token_ids[start:], scores, strict=False):
-            generation.prompt_logprobs.append(self._logprob(token, score, count))
+            generation.prompt_logprobs.append(self._logprob(token, score, count, shown=True))
 
-    def _logprob(self, token: int, score: TokenScore, count: int) -> TokenLogprob:
-        text = self._tokenizer.token_text
-        top = tuple((i, text(i), value) for i, value in score.top[:count])
-        return TokenLogprob(token, text(token), score.logprob, top)
+    def _logprob(self, token: int, score: TokenScore, count: int, *, shown: bool) -> TokenLogprob:
+        data = self._tokenizer.token_bytes
+        top = tuple((i, data(i), value) for i, value in score.top[:count])
+        return TokenLogprob(token, data(token), score.logprob, top, shown)
 
     def finish(self, generation: Generation, reason: FinishReason) -> None:
         """End a generation: show the rest of its text, keep its memory, report when that is safe."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentcache.client import HttpChat
+from agentcache.models.embedded import embedded_model_path
 from agentcache.server_process import ServerProcess
+from agentcache.workflow.chat import Question, Reply
+from agentcache.workflow.parse import read_script
 from agentcache.workflow.run import Settings, WorkflowRun, parse_phases
 from agentcache.workflow.schedule import ONE_BY_ONE, Pace, take_all
 from agentcache.workflow.script import Agent, Phase, Script, Turn
@@ -69,3 +72,31 @@ def test_after_a_restart_the_second_speaker_is_there_already(live_model: Path, t
     assert (without.cache_state, without.prefetched, without.restored_bytes > 0) == ("warm", False, True)
     assert (ahead.cache_state, ahead.prefetched, ahead.restored_bytes) == ("hot", True, 0)
     assert ahead.prefetch_ms > 0 == without.prefetch_ms
+
+
+class Listening(HttpChat):
+    """Remembers the questions that were answered by a call."""
+
+    calls: list[Question]
+
+    def chat(self, question: Question) -> Reply:
+        reply = super().chat(question)
+        if "<tool_call>" in reply.text:
+            self.calls.append(question)
+        return reply
+
+
+def test_a_workflow_has_calls_as_they_were_written_and_other_clients_have_them_read(tmp_path: Path) -> None:
+    """The model in the package writes calls; what a workflow says again must extend the cache, word by word."""
+    with serving(embedded_model_path(tmp_path), tmp_path / "cache") as server:
+        chat = Listening(server.client)
+        chat.calls = []
+        run = WorkflowRun(read_script("react", 11), chat, Settings("s"))
+        records = list(take_all(run, run.pending(), Pace()))
+        called = [record for record in records if record.tool_rounds and record.phase > 1]
+        assert called and {record.match for record in called} == {"EXTEND"}
+        body = {"messages": list(chat.calls[0].messages), "tools": list(chat.calls[0].tools), "temperature": 0}
+        [choice] = server.client.request("POST", "/v1/chat/completions", body)["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == chat.calls[0].tools[0]["function"]["name"]

@@ -53,13 +53,17 @@ class TestRenderChat:
         assert call == {"function": {"name": "f", "arguments": '{"x": "<|im_end|>"}'}}
 
     def test_template_arguments_reach_the_template(self, chatml: Tokenizer) -> None:
-        assert chatml.render_chat(user("x"), enable_thinking=False).endswith("<think>\n\n</think>\n\n")
+        assert chatml.render_chat(user("x"), template_kwargs={"enable_thinking": False}).endswith(
+            "<think>\n\n</think>\n\n"
+        )
         assert chatml.render_chat(user("x")).endswith("assistant\n")
 
-    @pytest.mark.parametrize("name", ["tokenize", "chat_template", "return_dict"])
+    @pytest.mark.parametrize(
+        "name", ["tokenize", "chat_template", "return_dict", "messages", "tools", "self", "add_generation_prompt"]
+    )
     def test_other_arguments_are_refused(self, chatml: Tokenizer, name: str) -> None:
         with pytest.raises(InvalidRequest) as refused:
-            chatml.render_chat(user("x"), **{name: "x"})
+            chatml.render_chat(user("x"), template_kwargs={name: "x"})
         assert refused.value.param == "chat_template_kwargs"
 
     def test_what_the_template_refuses_is_the_callers_fault(self, tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ REPORT = Report(
 
 
 def logprob(token_id: int, text: str, value: float | None = -0.5) -> TokenLogprob:
-    top = () if value is None else ((token_id, text, value), (token_id + 1, "other", -2.0))
-    return TokenLogprob(token_id, text, value, top)
+    top = () if value is None else ((token_id, text.encode(), value), (token_id + 1, b"other", -2.0))
+    return TokenLogprob(token_id, text.encode(), value, top)
 
 
 def hello(request: Request) -> list[Update | float | Exception]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from agentcache.errors import BrokenInvariant
-from agentcache.server.logprobs import chat_logprobs, text_logprobs
+from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
 from agentcache.server.reply import Completion, combine
 from agentcache.server.shapes import accounting
 from agentcache.serving.request import CachedTokens, CacheState, TokenLogprob
@@ -25,14 +25,41 @@ def test_several_prompts_report_their_sums_and_the_coldest_state() -> None:
 
 
 def test_impossible_tokens_are_valid_json() -> None:
-    impossible = TokenLogprob(1, "x", -math.inf, ((1, "x", -math.inf),))
-    for shown in (chat_logprobs([impossible]), text_logprobs([impossible])):
+    impossible = TokenLogprob(1, b"x", -math.inf, ((1, b"x", -math.inf),))
+    for shown in (chat_logprobs([impossible]), text_logprobs([impossible], [0])):
         assert "-9999.0" in json.dumps(shown, allow_nan=False)
 
 
 def test_the_chosen_token_is_among_the_alternatives() -> None:
-    token = TokenLogprob(9, "rare", -7.0, ((1, "x", -0.1), (2, "x", -3.0)))
-    assert text_logprobs([token])["top_logprobs"] == [{"x": -0.1, "rare": -7.0}]
+    token = TokenLogprob(9, b"rare", -7.0, ((1, b"x", -0.1), (2, b"x", -3.0)))
+    assert text_logprobs([token], [0])["top_logprobs"] == [{"x": -0.1, "rare": -7.0}]
+
+
+def test_parts_of_a_character_are_told_apart_by_their_bytes() -> None:
+    east = "東".encode()
+    tokens = [
+        TokenLogprob(1, east[:1], -0.1, ((1, east[:1], -0.1), (2, east[1:2], -3.0))),
+        TokenLogprob(3, east[1:], -1),
+    ]
+    first = chat_logprobs(tokens)["content"][0]
+    assert (first["token"], first["bytes"]) == ("\\xe6", [0xE6])
+    assert text_logprobs(tokens, [0, 0])["top_logprobs"][0] == {"\\xe6": -0.1, "\\x9d": -3.0}
+
+
+def test_offsets_point_into_the_text() -> None:
+    """BOS and control tokens are not in it; a character belongs to the token that completes it."""
+    east = "東".encode()
+    prompt = [TokenLogprob(i, data, None) for i, data in enumerate((b"<bos>", b"The", b" sun"))]
+    said = [
+        TokenLogprob(9, b" in", -1),
+        TokenLogprob(9, b"<end>", -1, shown=False),
+        *(TokenLogprob(9, bytes([b]), -1) for b in east),
+    ]
+    said.append(TokenLogprob(9, b"!", -1))
+    text, counted = "The sun in東!", TextOffsets(len("The sun"))
+    assert TextOffsets.of_prompt(prompt, len("The sun")) == [0, 0, 3]
+    assert counted.of(said[:3]) + counted.of(said[3:]) == [7, 10, 10, 10, 10, 11]
+    assert (text[10:], text[11:]) == ("東!", "!")
 
 
 def test_a_missing_report_is_our_bug() -> None:

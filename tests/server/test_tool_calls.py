@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from agentcache.models.tool_calls import ToolCall, ToolFormat
 from agentcache.server.tool_calls import Part, Tools, tools_for
+from agentcache.server.validate import Reader
 from agentcache.serving.request import FinishReason, Update
 from tests.server.driver import chat, events, post
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
@@ -80,9 +81,11 @@ def test_a_format_without_an_end() -> None:
 
 def test_text_is_text_where_nobody_asked_for_tools() -> None:
     model = replace(MODEL, tool_format="json_tools")
-    assert tools_for(model, None).split(CALL) == [CALL]
-    assert tools_for(MODEL, [LOOK]).split(CALL) == [CALL]
-    assert tools_for(model, [LOOK]).split(CALL) == [SKY]
+    body, raw = Reader({}), Reader({"agentcache": {"parse_tools": False}})
+    assert tools_for(model, None, body).split(CALL) == [CALL]
+    assert tools_for(MODEL, [LOOK], body).split(CALL) == [CALL]
+    assert tools_for(model, [LOOK], raw).split(CALL) == [CALL]
+    assert tools_for(model, [LOOK], body).split(CALL) == [SKY]
 
 
 # -- on the wire ------------------------------------------------------------------------------------------------------
