@@ -59,7 +59,7 @@ class Batch:
         tokens: int32 [B], chosen for every row; None where no row is complete.
         scores: of the tokens of `scored` rows.
         prompt_scores: of the only row's prompt.
-        contended: it keeps someone from decoding.
+        contended: it lets others wait, see `Scheduler.contended`.
     """
 
     def __init__(

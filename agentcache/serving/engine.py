@@ -36,6 +36,7 @@ from agentcache.serving.restore import Restorer
 from agentcache.serving.scheduler import Scheduler
 from agentcache.serving.trunk import Trunk
 from agentcache.serving.turns import Turns
+from agentcache.serving.warm_up import warm_up
 
 _PREALLOCATED_BYTES = 32 << 20
 _ASSUMED_FLOPS = 50e9  # of prefilling, until it has been measured: a slow machine
@@ -68,7 +69,6 @@ class Engine:
         self.persistence.index()
         self.cache.slots.preallocate(min(config.ram_budget // 8, _PREALLOCATED_BYTES))
         self.runner.fit()
-        self.restorer.warm_up(self.loaded.spec)
         self._ram_budget = config.ram_budget
         self.scheduler = Scheduler(max_running=config.max_concurrent_requests, pace=self._pace(config))
         self.counters = Counters()
@@ -91,6 +91,10 @@ class Engine:
             finish=self.turns.finish,
             fail=self._fail,
         )
+
+    def warm_up(self) -> None:
+        """Have the first request find a process that has computed something before."""
+        warm_up(self.cache, self.runner, self.restorer, self.loaded.max_context)
 
     def _trunk_slots(self, config: Config) -> int:
         return config.trunk_budget // self.loaded.trunk.block_bytes() if config.trunk_budget else 0
@@ -198,8 +202,7 @@ class Engine:
         rows = [generation for generation in ready if generation in self.scheduler.running]
         if not rows:
             return None
-        contended = any(generation.can_decode for generation in self.scheduler.running)
-        return self._builder.build(rows, fitting[rows[0]], self._under_way, contended=contended)
+        return self._builder.build(rows, fitting[rows[0]], self._under_way, contended=self.scheduler.contended)
 
     def _note_time(self, batch: Batch) -> None:
         self.counters.note(batch)
@@ -210,7 +213,7 @@ class Engine:
                 batch.seconds, batch.num_tokens, batch.context, contended=batch.contended, whole=whole
             )
         else:
-            self.scheduler.pace.step_took(batch.seconds)
+            self.scheduler.pace.step_took(batch.seconds, contended=batch.contended)
 
     def _settle(self, batch: Batch) -> None:
         """Take what a batch has computed: keys and values into the cache, tokens to those who asked for them."""

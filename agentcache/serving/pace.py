@@ -1,7 +1,9 @@
 """How decoding and prefilling share the device's time. Plain arithmetic on measured durations; knows no clock.
 
 A prefill chunk can cost as much as a hundred decode steps, so what is shared is time, not tokens: while anyone decodes,
-a chunk is as large as fits into `max_stall`, and after it decoding gets its share before the next one.
+a chunk is as large as fits into `max_stall`, and after it decoding gets its share before the next one. A short prompt
+may go before its turn, and so may the first tokens of an answer; both are on account, and what one side is ahead of its
+share the other gets later.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 SMALLEST_CHUNK = 32  # below this a chunk costs nearly as much as it does with 32 tokens
 LARGEST_IDLE_CHUNK = 2048
 _IDLE_STALLS = 4  # stalls that a chunk may take while nobody decodes: whoever arrives meanwhile waits that long
+PATIENCE = 10  # stalls by which one side may be ahead of its share, for the sake of what is soon done
 _DEPTH_UNIT = 256
 _WEIGHT = 0.5  # of the newest measurement
 
@@ -48,7 +51,8 @@ class Pace:
         self._idle_chunk = max(chunk, idle_chunk)
         self._rates: dict[int, _Rate] = {}  # by depth: the context's length as a power of two
         self._step_seconds = 0.0
-        self._owed = 0.0
+        self._patience = PATIENCE * max_stall
+        self._owed = 0.0  # seconds of decoding; below zero it has had more than its share
 
     @property
     def decoding_is_due(self) -> bool:
@@ -56,9 +60,21 @@ class Pace:
         return self._owed > self._step_seconds
 
     @property
-    def may_borrow(self) -> bool:
-        """Whether a chunk may go before its turn: decoding is owed for one at most, and gets it afterwards."""
-        return self._owed <= self.max_stall * self._ratio
+    def may_lend(self) -> bool:
+        """Whether, after the step under way, another may go before a chunk whose turn it is."""
+        return self._owed - self._step_seconds > -self._patience
+
+    def may_borrow(self, num_tokens: int, context: int) -> bool:
+        """Whether so many tokens of a prompt, of which `context` are computed, may go before their turn."""
+        return self._owed + self._estimate(num_tokens, context) * self._ratio <= self._patience
+
+    def is_short(self, num_tokens: int) -> bool:
+        """Whether a prompt of which so many tokens are to be computed is soon done."""
+        return self._estimate(num_tokens, num_tokens // 2) * self._ratio <= self._patience
+
+    def _estimate(self, num_tokens: int, context: int) -> float:
+        """Seconds that the tokens take behind `context` others."""
+        return num_tokens * (self._token_seconds(context) or self._assumed_seconds)
 
     def chunk_tokens(self, context: int, *, contended: bool) -> int:
         """Tokens for the next chunk of a prompt of which `context` tokens are computed.
@@ -106,10 +122,19 @@ class Pace:
             measured = _average(measured, known.at(middle))
         self._rates[depth] = _Rate(measured, middle)
 
-    def step_took(self, seconds: float) -> None:
-        """A decode step is done."""
-        self._owed = max(0.0, self._owed - seconds)
+    def step_took(self, seconds: float, *, contended: bool = False) -> None:
+        """A decode step is done.
+
+        Args:
+            contended: it went before a chunk whose turn it was.
+        """
+        least = -self._patience if contended or self._owed < 0 else 0.0
+        self._owed = max(least, self._owed - seconds)
         self._step_seconds = _average(seconds, self._step_seconds or seconds)
+
+    def settle(self) -> None:
+        """No prompt waits any more, so none is owed anything."""
+        self._owed = max(0.0, self._owed)
 
 
 def _average(measured: float, known: float) -> float:

@@ -13,6 +13,8 @@ from agentcache.serving.pace import Pace
 
 # Of prompts, the shortest goes first, but a prompt that others went before this often is next.
 _MOST_TIMES_PASSED_OVER = 3
+# So many tokens of an answer go before the chunks of long prompts: somebody has begun to read.
+_FIRST_TOKENS = 32
 # A background request that others went before this often is one like any other from then on.
 _BACKGROUND_PATIENCE = 8
 
@@ -29,6 +31,8 @@ class Scheduler:
         loading: admitted, but blocks are still to come from disk.
         running: admitted and able to compute.
         stalled: the next one to admit waits for blocks of others.
+        contended: whether the last plan lets others wait: a chunk those who decode, or a decode step a chunk whose turn
+            it is.
         preemptions: counts them.
     """
 
@@ -41,6 +45,7 @@ class Scheduler:
         self.loading: list[Generation] = []
         self.running: list[Generation] = []
         self.stalled = False
+        self.contended = False
         self.preemptions = 0
 
     def __iter__(self) -> Iterator[Generation]:
@@ -107,29 +112,40 @@ class Scheduler:
         """Tokens each generation computes in the next step; empty if all there is to do waits for the step under way.
 
         A step is one token of everyone who has just one to compute, or a chunk of one prompt. While anyone decodes, a
-        chunk follows a decode step, and only when decoding has had its share since the last chunk, or when it is all
-        that a short prompt needs. Rows of different models decode in different steps.
+        chunk follows a decode step, and only when decoding has had its share. A prompt that is soon done does not wait
+        for that, and the first tokens of answers go before the chunks of others: what that takes is settled later. Rows
+        of different models decode in different steps.
         """
         decoding = [generation for generation in self.running if generation.can_decode]
         prompts = [generation for generation in self.running if generation.can_prefill]
         prompt = min(prompts, key=_prompt_rank, default=None)
-        if prompt is None or (decoding and self._decoding_goes_first(prompt)):
+        if prompt is None and not self._chunk_under_way:
+            self.pace.settle()
+        self.contended = False
+        if prompt is None or (decoding and self._decoding_goes_first(prompt, decoding)):
             self._chunk_under_way = False
             return dict.fromkeys(self._next_to_decode(decoding), 1)
         self._chunk_under_way = True
+        self.contended = bool(decoding)
         _pass_over(other for other in prompts if other is not prompt)
         prompt.passed_over = 0
         return {prompt: self._chunk_for(prompt, contended=bool(decoding))}
 
-    def _decoding_goes_first(self, prompt: Generation) -> bool:
+    def _decoding_goes_first(self, prompt: Generation, decoding: Sequence[Generation]) -> bool:
         if self._chunk_under_way:
             return True
-        return self.pace.decoding_is_due and not (self._is_short(prompt) and self.pace.may_borrow)
+        if self._may_borrow(prompt):
+            return False
+        if self.pace.decoding_is_due:
+            return True
+        self.contended = self.pace.may_lend and any(_has_just_begun(generation) for generation in decoding)
+        return self.contended
 
-    def _is_short(self, prompt: Generation) -> bool:
-        """Whether somebody waits for the prompt and one chunk is all it needs."""
-        largest = self.pace.chunk_tokens(prompt.num_launched, contended=True)
-        return not prompt.background and prompt.num_to_launch <= largest
+    def _may_borrow(self, prompt: Generation) -> bool:
+        """Whether somebody waits for the prompt, it is short, and what is left of it may go before its turn."""
+        left = prompt.num_to_launch
+        whole = max(prompt.computed_prompt_tokens, left)
+        return not prompt.background and self.pace.is_short(whole) and self.pace.may_borrow(left, prompt.num_launched)
 
     def _next_to_decode(self, decoding: Sequence[Generation]) -> list[Generation]:
         """Those that one model can decode together: the rows of the model for which one has waited longest."""
@@ -162,6 +178,10 @@ def _equal_part(num_tokens: int, largest: int) -> int:
 def _rank(generation: Generation) -> tuple[bool, float]:
     """Who is admitted first and preempted last."""
     return generation.background, generation.submitted_at
+
+
+def _has_just_begun(generation: Generation) -> bool:
+    return not generation.background and generation.num_generated < _FIRST_TOKENS
 
 
 def _prompt_rank(prompt: Generation) -> tuple[int, bool, int, float]:

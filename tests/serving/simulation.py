@@ -189,7 +189,7 @@ class Simulation:
         num_tokens, context = plan[rows[0]], rows[0].num_launched
         assert num_tokens == 1 or len(rows) == 1
         seconds = self.costs.decode(len(rows)) if num_tokens == 1 else self.costs.prefill(num_tokens, context)
-        contended = any(generation.can_decode for generation in self.scheduler.running)
+        contended = self.scheduler.contended
         self.lookahead_rows += sum(generation.in_flight for generation in rows)
         for generation in rows:
             generation.in_flight += num_tokens
@@ -207,7 +207,7 @@ class Simulation:
         if batch.num_tokens > 1:
             pace.chunk_took(batch.seconds, batch.num_tokens, batch.context, contended=batch.contended)
         else:
-            pace.step_took(batch.seconds)
+            pace.step_took(batch.seconds, contended=batch.contended)
         if batch.num_tokens > 1 and batch.contended:
             self.prefilling_seconds += batch.seconds
         elif batch.num_tokens == 1 and any(not generation.num_generated for generation in self.scheduler.running):

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from agentcache.serving.pace import LARGEST_IDLE_CHUNK, SMALLEST_CHUNK, Pace
 
+MAX_STALL = 0.1
+
 
 def make_pace(
     *, max_stall: float = 0.1, decode_share: float = 0.5, chunk: int = 256, token_seconds: float = 1.0
@@ -130,3 +132,50 @@ def test_a_chunk_that_skipped_layers_is_owed_for_but_tells_no_rate() -> None:
     pace.chunk_took(0.01, 100, 0, contended=True, whole=False)
     assert pace.chunk_tokens(0, contended=True) == before
     assert pace.decoding_is_due
+
+
+def test_what_may_go_before_its_turn_is_bounded() -> None:
+    """Either way, until one side is ahead by all that the other has patience for."""
+    pace = measured(1024)
+    borrowed = 0
+    while pace.may_borrow(128, 0):
+        pace.chunk_took(0.125, 128, 0, contended=True)
+        borrowed += 1
+    assert borrowed == 10 * MAX_STALL // 0.125
+    pace = measured(1024)
+    lent = 0
+    while pace.may_lend:
+        pace.step_took(0.125, contended=True)
+        lent += 1
+    assert lent == 10 * MAX_STALL // 0.125 - 1, "the step under way counts"
+    for _ in range(lent):
+        assert not pace.decoding_is_due, "chunks get back what they gave"
+        pace.chunk_took(0.125, 128, 0, contended=True)
+    for _ in range(2):
+        pace.chunk_took(0.125, 128, 0, contended=True)
+    assert pace.decoding_is_due
+
+
+def test_a_decode_step_in_its_own_turn_is_no_loan() -> None:
+    pace = measured(1000)
+    for _ in range(100):
+        pace.step_took(0.1)
+    pace.chunk_took(0.1, 100, 0, contended=True)
+    pace.step_took(0.02)
+    assert pace.decoding_is_due
+
+
+def test_no_prompt_no_loan() -> None:
+    pace = measured(1000)
+    for _ in range(20):
+        pace.step_took(0.02, contended=True)
+    pace.settle()
+    pace.chunk_took(0.1, 100, 0, contended=True)
+    assert pace.decoding_is_due
+
+
+def test_a_prompt_is_short_that_is_soon_done() -> None:
+    pace = measured(1000, 4096)
+    assert pace.is_short(900)
+    assert not pace.is_short(1100)
+    assert not make_pace(token_seconds=0.01).is_short(200), "assumed until it is measured"

@@ -30,10 +30,10 @@ def admit(scheduler: Scheduler, generation: Generation, cached: int = 0) -> Gene
 
 
 def decoding(scheduler: Scheduler) -> Generation:
-    """A generation that has its first token and wants many more."""
+    """A generation that has been writing for a while and wants much more."""
     generation = make_generation(10, wanted=1000)
-    generation.token_ids.append(1)
-    return admit(scheduler, generation, cached=10)
+    generation.token_ids += [1] * 100
+    return admit(scheduler, generation, cached=109)
 
 
 # -- one plan ---------------------------------------------------------------------------------------------------------
