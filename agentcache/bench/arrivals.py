@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from agentcache.bench.streams import RunningStream, gaps_ms, percentile
+from agentcache.bench.streams import RunningStream, Stream, gaps_ms, percentile
 from agentcache.bench.workload import TokenSource, turn_body
 from agentcache.server_process import ServerProcess
 
 _RUNNING_TOKENS = 16384  # more than they get to
-_HEAD_START_SECONDS = 0.5  # of the long prompt before the short request
+_APART_SECONDS = 1.0  # the long prompt and the short requests after it
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class ArrivalsPlan:
         long_prompt: tokens of the long prompt.
         short_prompt, short_tokens: tokens of the short request's prompt and of its answer.
         quiet_steps: decode steps measured before the long prompt.
-        shorts: short requests measured alone and among decoding agents.
+        shorts: short requests measured each way: alone, among decoding agents, during the prefill.
         max_stall_ms: the server's setting, for the limit beside the gaps.
     """
 
     running: int = 4
     context: int = 256
     long_prompt: int = 16384
-    short_prompt: int = 32
+    short_prompt: int = 64
     short_tokens: int = 16
     quiet_steps: int = 150
-    shorts: int = 3
+    shorts: int = 5
     max_stall_ms: float = 100.0
 
 
@@ -67,8 +67,8 @@ class Arrivals:
         quiet, prefill: the running agents before and during the long prompt.
         same: other agents at the same tokens, without the long prompt.
         long_alone_ms, long_ttft_ms: the long prompt's time to first token on an idle server and among the others.
-        short_alone_ms, short_among_ms, short_during_ms: the short request from sending to its last token.
-        short_done_first: whether the short request was answered before the long one got its first token.
+        short_alone_ms, short_among_ms, short_during_ms: the median short request from sending to its last token.
+        short_done_first: whether all short requests were answered before the long one got its first token.
         timeline: each token of the first running agent during the prefill: (seconds since the long prompt, gap in ms).
     """
 
@@ -118,11 +118,12 @@ class _Bench:
             short_among = statistics.median(self._short().result().total_ms for _ in range(plan.shorts))
             self._progress(f"{len(running)} agents decode: {quiet}; short {short_among:.0f} ms")
             long = self._long()
-            threading.Event().wait(_HEAD_START_SECONDS)
-            short, long_stream = self._short().result(), long.result()
+            shorts = list(self._shorts_apart())
+            short_during = statistics.median(short.total_ms for short in shorts)
+            long_stream = long.result()
         begun, answered = long_stream.sent_at, long_stream.token_times[0]
         prefill = _gaps(running, begun, answered)
-        self._progress(f"{plan.long_prompt} tokens arrive: {prefill}; short {short.total_ms:.0f} ms")
+        self._progress(f"{plan.long_prompt} tokens arrive: {prefill}; short {short_during:.0f} ms")
         times = running[0].token_times
         same = self._same_tokens(bisect(times, begun), bisect(times, answered))
         self._progress(f"the same tokens without it: {same}")
@@ -134,8 +135,8 @@ class _Bench:
             long_ttft_ms=long_stream.ttft_ms,
             short_alone_ms=short_alone,
             short_among_ms=short_among,
-            short_during_ms=short.total_ms,
-            short_done_first=short.ended_at < answered,
+            short_during_ms=short_during,
+            short_done_first=max(short.ended_at for short in shorts) < answered,
             timeline=_timeline(times, begun, answered),
         )
 
@@ -170,6 +171,11 @@ class _Bench:
 
     def _short(self) -> RunningStream:
         return self._send(None, self._plan.short_prompt, self._plan.short_tokens)
+
+    def _shorts_apart(self) -> Iterator[Stream]:
+        for _ in range(self._plan.shorts):
+            threading.Event().wait(_APART_SECONDS)
+            yield self._short().result()
 
     def _send(self, agent: str | None, prompt_tokens: int, max_tokens: int) -> RunningStream:
         body = turn_body(agent, self._source.take(prompt_tokens), max_tokens)

@@ -5,8 +5,8 @@
     joins        what the others lose when a row joins or leaves, with a short and a long context (`join.py`)
     arrivals     a long prompt, and then a short one, while agents decode (`arrivals.py`)
 
-The first runs on a model whose weights are much larger than a CPU's caches, the others on one that makes long contexts
-affordable; both are random, unless a model is given.
+Each part has a random model of its own, unless one is given: joins one that makes long contexts affordable, the others
+such whose weights are much larger than a CPU's caches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentcache.bench.arrivals import Arrivals, ArrivalsPlan, measure_arrivals
 from agentcache.bench.join import JoinCost, JoinPlan, measure_joins
 from agentcache.bench.products import Products, measure_products
 from agentcache.bench.throughput import Throughput, ThroughputPlan, measure_throughput
-from agentcache.bench.workload import CONTEXT_MODEL, WEIGHTS_MODEL, TokenSource
+from agentcache.bench.workload import CONTEXT_MODEL, LONG_PROMPT_MODEL, WEIGHTS_MODEL, TokenSource
 from agentcache.client import Client
 from agentcache.models.random_model import random_model_path
 from agentcache.server_process import SERVE, ServerProcess
@@ -66,9 +66,11 @@ def measure_batched(plan: BatchedPlan, progress: Callable[[str], None]) -> Batch
     """Run the plan on real server processes; they and their cache folders are gone when it returns or raises."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
-        weights = Path(plan.model) if plan.model else random_model_path(home, **WEIGHTS_MODEL)
-        context = Path(plan.model) if plan.model else random_model_path(home, **CONTEXT_MODEL)
-        with _server(plan, home / "throughput", weights) as server:
+        weights, context, long = (
+            Path(plan.model) if plan.model else random_model_path(home, **shape)
+            for shape in (WEIGHTS_MODEL, CONTEXT_MODEL, LONG_PROMPT_MODEL)
+        )
+        with _server(plan, home / "weights", weights) as server:
             source = TokenSource(server.client, plan.seed)
             throughput = measure_throughput(plan.throughput, server, source, progress)
         products = measure_products(weights, plan.throughput.agents)
@@ -77,6 +79,8 @@ def measure_batched(plan: BatchedPlan, progress: Callable[[str], None]) -> Batch
             before = _copied_blocks(server.client)
             joins = measure_joins(plan.joins, server, source, progress)
             after = _copied_blocks(server.client)
+        with _server(plan, home / "long", long) as server:
+            source = TokenSource(server.client, plan.seed)
             arrivals = measure_arrivals(plan.arrivals, server, source, progress)
     copied = None if before is None or after is None else after - before
     return BatchedResult(tuple(throughput), tuple(products), tuple(joins), copied, arrivals)

@@ -16,8 +16,8 @@ from agentcache.machine import describe_run
 
 PUBLISHED_PAIR_SPEEDUP = 1.48  # two agents with 4-bit caches batched, agent-memory on an M4 Pro
 RANDOM_CAVEAT = (
-    "The models are random: 84 million parameters for throughput, a small one with a large cache for the rest. They "
-    "show how the server shares the machine, not how fast a real model is."
+    "The models are random: a small one with a large cache for joins, others of 80 million parameters for the rest. "
+    "They show how the server shares the machine, not how fast a real model is."
 )
 
 
