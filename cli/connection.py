@@ -83,7 +83,7 @@ class InProcess:
 def open_engine(config: Config) -> Engine:
     from agentcache.serving.async_engine import AsyncEngine
 
-    engine: Engine = AsyncEngine(config)
+    engine: Engine = AsyncEngine(config, warm_up=True)
     return engine
 
 

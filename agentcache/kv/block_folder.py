@@ -8,9 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant
 from agentcache.kv.atomic import Fault, Replacement, make_folder, read_file, sync_folder
-from agentcache.kv.block_file import Array, BlockHeader, decode_block, encode_block, encoded_size, max_encoded_size
+from agentcache.kv.block_file import (
+    Array,
+    BlockHeader,
+    decode_block,
+    encode_block,
+    encoded_size,
+    max_encoded_size,
+    tensor_layout,
+)
 from agentcache.kv.disk_usage import DiskUsage
 from agentcache.kv.spec import CacheSpec
 
@@ -65,6 +75,12 @@ class BlockFolder:
             raise BlockRejected(f"block {header.block_key}: {error}") from error
         self._usage.record_read(len(data))
         return tensors
+
+    def decode_zeros(self, header: BlockHeader, count: int) -> list[dict[str, Array]]:
+        """What `count` reads of a block of zeros would give; no file is touched."""
+        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in tensor_layout(self._spec, header).items()}
+        encoded = memoryview(encode_block(self._spec, header, arrays))
+        return [decode_block(self._spec, header, bytes(encoded)) for _ in range(count)]
 
     def write(self, blocks: Sequence[BlockWrite]) -> int:
         """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.

@@ -130,6 +130,10 @@ class Store:
         """
         return self._blocks.read(header)
 
+    def decode_zeros(self, header: BlockHeader, count: int) -> list[dict[str, Array]]:
+        """What `count` reads of a block of zeros would give; no file is touched."""
+        return self._blocks.decode_zeros(header, count)
+
     def write_blocks(self, blocks: Sequence[BlockWrite]) -> int:
         """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
 

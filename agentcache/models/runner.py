@@ -76,6 +76,10 @@ class ModelRunner:
         ):
             return computes.model(token_ids, cache=caches)
 
+    def reset_counters(self) -> None:
+        """What was computed until now does not count."""
+        self.forward_tokens = self._loaded.trunk.layer_tokens = 0
+
     def _layer_caches(self, tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int]) -> list[RehostedCache]:
         caches: dict[int, RehostedCache] = {}
         for index, arena in enumerate(self.arenas):

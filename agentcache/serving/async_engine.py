@@ -35,10 +35,15 @@ _EMBEDDED_NAME = "agentcache-embedded"
 
 
 class AsyncEngine:
-    """Start it, then `generate`. All methods belong to one event loop."""
+    """Start it, then `generate`. All methods belong to one event loop.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        warm_up: whether to start a little later, and then answer the first request as quickly as any other.
+    """
+
+    def __init__(self, config: Config, *, warm_up: bool = False) -> None:
         self.config = config
+        self._warm_up = warm_up
         self._thread = EngineThread(lambda post: Engine(config, _model_path(config), post))
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="agentcache-prepare")
         self._turns = AgentTurns()
@@ -52,6 +57,8 @@ class AsyncEngine:
     async def start(self) -> None:
         """Load the model and its adapters, and open the cache folder; raises whatever stands in the way."""
         await self._thread.start()
+        if self._warm_up:
+            await self._call(Engine.warm_up)
         self._model = _describe(self._thread.alive(), self.config)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
         try:

@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 
-import numpy as np
-
 from agentcache.blocks.keys import BLOCK_SIZE, block_key
+from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import Load
 from agentcache.blocks.sequence import Sequence as CacheSequence
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
-from agentcache.kv.block_file import Array, BlockHeader, decode_block, encode_block, make_header, tensor_layout
-from agentcache.kv.spec import CacheSpec
+from agentcache.kv.block_file import Array, BlockHeader, make_header
 from agentcache.kv.store import Store
 from agentcache.models.runner import ModelRunner
 
@@ -26,7 +24,6 @@ _READERS = 4
 _LARGE_BLOCK_BYTES = 1 << 20  # smaller ones are mostly Python: a second thread would only be in the way
 _BATCH_BLOCKS = 16  # blocks that are put into the arena at once: fewer, larger writes
 _BATCH_BYTES = 32 << 20
-_WARM_UP_ROUNDS = 8
 
 
 def header_of(node: Node, group: str) -> BlockHeader:
@@ -95,13 +92,14 @@ class Restorer:
         large = max(group.bytes_per_block for group in cache.groups) >= _LARGE_BLOCK_BYTES
         self._readers = ThreadPoolExecutor(_READERS if large else 1, thread_name_prefix="agentcache-reader")
 
-    def warm_up(self, spec: CacheSpec) -> None:
-        """Run the decoder on a made-up block: the first restore after a start should not pay for code that is cold."""
-        header = make_header("", spec.groups[0].name, 0, range(BLOCK_SIZE))
-        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in tensor_layout(spec, header).items()}
-        encoded = encode_block(spec, header, arrays)
-        for _ in range(_WARM_UP_ROUNDS):
-            decode_block(spec, header, encoded)
+    def warm_up(self, tables: Sequence[BlockTable]) -> None:
+        """Fill the slots of `tables`, one a group, with made-up blocks, by the way that blocks from files take."""
+        for index, table in enumerate(tables):
+            header = make_header("", self._cache.groups[index].name, 0, range(BLOCK_SIZE))
+            count = len(table.block_ids)
+            blocks = self._readers.submit(self._store.decode_zeros, header, count).result()
+            self._runner.put_blocks(index, table.block_ids, [header.position] * count, blocks)
+        self._runner.evaluate()
 
     def close(self) -> None:
         """Wait for the reads under way."""

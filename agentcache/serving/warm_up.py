@@ -1,0 +1,35 @@
+"""What a process pays once, paid before its first request: page faults, kernels to compile, code that is cold."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.models.runner import ModelRunner
+from agentcache.serving.restore import Restorer
+
+_ROOT = "warm-up"
+_MOST_TOKENS = 8192  # enough for the temporaries of long contexts, and done in a fraction of a second
+_STEPS = (16, 1)  # tokens: a short turn, a decode step
+
+
+def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_context: int) -> None:
+    """Restore blocks of zeros and compute two steps behind them, in slots that are there already.
+
+    A short turn behind 8K tokens would else take half as long again in a process that has not computed anything large:
+    the kernel has to hand out, and to clear, every page that the step's temporaries are put on.
+    """
+    capacity = BLOCK_SIZE * min(pool.capacity for pool in cache.slots.pools)
+    num_tokens = min(_MOST_TOKENS, capacity, max_context)
+    sequence = cache.open(_ROOT, cache.match_prefix(_ROOT, (), 0))
+    try:
+        cache.reserve(sequence, num_tokens)
+        restorer.warm_up(sequence.tables)
+        for count in (min(step, num_tokens) for step in _STEPS):
+            logits = runner.forward(mx.zeros((1, count), mx.int32), [sequence.tables], [num_tokens - count])
+            runner.start(mx.argmax(logits[:, -1], axis=-1))
+            runner.wait()
+    finally:
+        cache.abandon(sequence)
+    runner.reset_counters()
