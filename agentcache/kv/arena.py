@@ -8,16 +8,17 @@ except inside one step's graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv.block_layout import PARTS, Array, block_tensors, tensor_name
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation
 
-PARTS = ("data", "scales", "biases")
+_PARTS = tuple(PARTS)
 # Quantised values within this limit can be unpacked in float16: q * scale is at most 15/7 of the largest value.
 _LARGEST_VALUE = 30000.0
 
@@ -118,14 +119,13 @@ class SideArena:
         for i, array in enumerate(self._arrays):
             self._arrays[i][target] = array[source]
 
-    def put(self, block_ids: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-        """Write whole blocks [n, H, 256, ·] given as numpy arrays."""
+    def put(self, block_ids: Sequence[int], part: str, blocks: Array) -> None:
+        """Write one part of whole blocks [n, H, 256, ·]."""
         first, last = block_ids[0], block_ids[-1]
         # Neighbouring slots, as a restore usually gets them, are one slice: some times faster than a scatter.
         neighbours = list(block_ids) == list(range(first, last + 1))
         place = slice(first, last + 1) if neighbours else mx.array(block_ids)
-        for i, part in enumerate(parts):
-            self._arrays[i][place] = mx.array(part)
+        self._arrays[_PARTS.index(part)][place] = mx.array(blocks)
 
     def arrays(self) -> list[mx.array]:
         """The arrays themselves, to evaluate them. Do not keep them: a held reference turns every write into a copy."""
@@ -151,11 +151,6 @@ class LayerArena:
         for _, side in self.sides:
             if side.capacity < capacity:
                 side.grow(capacity)
-
-
-def tensor_name(layer: int, side: str, position: int, part: str) -> str:
-    """Name of a tensor in a block file; `position` is the block's number in its sequence."""
-    return f"cache.layers.{layer}.{side}.{position}.{part}"
 
 
 class GroupArena:
@@ -198,35 +193,35 @@ class GroupArena:
         mx.eval(lazy)
         return {name: np.array(array) for name, array in lazy.items()}
 
-    def put(
-        self, block_ids: Sequence[int], positions: Sequence[int], blocks: Sequence[Mapping[str, np.ndarray]]
-    ) -> None:
-        """Write blocks read from files (each possibly shorter than 256 tokens) into slots `block_ids`."""
-        for layer in self.layers:
-            for name, side in layer.sides:
-                side.put(block_ids, [_stack(_arrays(layer, name, part, positions, blocks)) for part in PARTS])
+    def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        """Write blocks into slots `block_ids`.
+
+        Args:
+            blocks: bytes of each block's tensors, uint8 [n], as `block_layout` has them; at most 256 tokens.
+        """
+        sizes = [block.nbytes for block in blocks]
+        for size in set(sizes):
+            places = [place for place, each in enumerate(sizes) if each == size]
+            self._put_equal([block_ids[place] for place in places], np.stack([blocks[place] for place in places]))
+
+    def _put_equal(self, block_ids: Sequence[int], blocks: Array) -> None:
+        """Write blocks [count, bytes] of the same length."""
+        num_tokens = blocks.shape[1] // self.spec.bytes_per_token
+        sides = {(layer.layer.index, name): side for layer in self.layers for name, side in layer.sides}
+        for tensor in block_tensors(self.spec):
+            # MLX copies a strided array with all that lies between: here, the other tensors.
+            array = np.ascontiguousarray(_padded(tensor.view(blocks, num_tokens)))
+            sides[tensor.layer, tensor.side].put(block_ids, tensor.part, array)
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to evaluate pending writes."""
         return [array for layer in self.layers for _, side in layer.sides for array in side.arrays()]
 
 
-def _arrays(
-    layer: LayerArena, side: str, part: str, positions: Sequence[int], blocks: Sequence[Mapping[str, np.ndarray]]
-) -> list[np.ndarray]:
-    """One kind of array of all blocks."""
-    names = (tensor_name(layer.layer.index, side, position, part) for position in positions)
-    return [block[name] for name, block in zip(names, blocks, strict=True)]
-
-
-def _stack(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Stack [H, k, ·] arrays to [n, H, 256, ·], padding short blocks with zeros."""
-    if all(part.shape[1] == BLOCK_SIZE for part in parts):
-        return np.stack(parts) if len(parts) > 1 else parts[0][None]
-    stacked = np.zeros((len(parts), parts[0].shape[0], BLOCK_SIZE, parts[0].shape[2]), parts[0].dtype)
-    for row, part in zip(stacked, parts, strict=True):
-        row[:, : part.shape[1]] = part
-    return stacked
+def _padded(blocks: Array) -> Array:
+    """Blocks [count, H, k, ·] with zeros behind the k tokens, up to 256."""
+    missing = BLOCK_SIZE - blocks.shape[2]
+    return np.pad(blocks, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else blocks
 
 
 def make_arenas(spec: CacheSpec) -> list[GroupArena]:

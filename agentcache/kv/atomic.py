@@ -64,10 +64,16 @@ def read_file(path: Path, max_bytes: int) -> bytes:
             raise OSError("it is not a regular file, or its folder is a link")
         if status.st_size > max_bytes:
             raise OSError(f"it has {status.st_size} bytes, at most {max_bytes} make sense")
-        with open(fd, "rb", closefd=False) as file:
-            return file.read()
+        return _read_all(fd, status.st_size)
     finally:
         os.close(fd)
+
+
+def _read_all(fd: int, size: int) -> bytes:
+    data = os.read(fd, size)
+    while 0 < len(data) < size and (more := os.read(fd, size - len(data))):
+        data += more
+    return data
 
 
 def write_all(fd: int, data: bytes, offset: int) -> None:

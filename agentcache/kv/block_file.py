@@ -10,28 +10,23 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, FORMAT_VERSION, block_key, chain_key, pack_token_ids
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
-from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec
+from agentcache.kv.block_layout import SCALE, Array, block_tensors, header_entries, tensor_name
+from agentcache.kv.spec import CacheSpec
 
-Array = NDArray[Any]
 TensorLayout = dict[str, tuple[tuple[int, ...], "np.dtype[Any]"]]
 
 MAX_HEADER_BYTES = 1 << 20
-_DATA = np.dtype("<u4")
-_SCALE = np.dtype("<f2")
-_SAFETENSORS_NAMES = {_DATA: "U32", _SCALE: "F16"}
 _NO_CHECKSUM = "0" * 32
 _CHECKSUM_FIELD = b'"checksum":"'
 _FLOAT16_EXPONENT = 0x7C00  # all ones: infinity or NaN
@@ -78,37 +73,18 @@ def make_header(
 
 
 def tensor_layout(spec: CacheSpec, header: BlockHeader) -> TensorLayout:
-    """Shape and dtype of each tensor of the block, in the order of the file.
-
-    With k tokens: data uint32 ``[H_kv, k, D * bits / 32]``, scales and biases float16 ``[H_kv, k, D / group_size]``.
-    A layer without values of its own (MLA) has a key cache only.
-    """
-    group = spec.group(header.group)
-    layout: TensorLayout = {}
-    for part, dtype in (("data", _DATA), ("scales", _SCALE), ("biases", _SCALE)):  # by alignment, widest first
-        for layer in group.layers:
-            for cache, dim in _caches(layer):
-                name = f"cache.layers.{layer.index}.{cache}.{header.position}.{part}"
-                layout[name] = (layer.num_kv_heads, len(header.token_ids), _last_dim(group, part, dim)), dtype
-    return layout
-
-
-def _caches(layer: LayerSpec) -> Iterator[tuple[str, int]]:
-    yield "key_cache", layer.key_dim
-    if layer.value_dim:
-        yield "value_cache", layer.value_dim
-
-
-def _last_dim(group: GroupSpec, part: str, dim: int) -> int:
-    quantisation = group.quantisation
-    return dim * quantisation.bits // 32 if part == "data" else dim // quantisation.group_size
+    """Name, shape and dtype of each tensor of the block, in the order of the file (`block_layout.block_tensors`)."""
+    num_tokens = len(header.token_ids)
+    return {
+        tensor_name(t.layer, t.side, header.position, t.part): (t.shape(num_tokens), t.dtype)
+        for t in block_tensors(spec.group(header.group))
+    }
 
 
 def encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
     """Bytes of the block's file."""
-    layout = tensor_layout(spec, header)
-    head = _head(layout, _metadata(spec, header, _pack(header.token_ids), _NO_CHECKSUM))
-    return len(head) + _data_bytes(layout)
+    head = _head(spec, header, _metadata(spec, header, _pack(header.token_ids), _NO_CHECKSUM))
+    return len(head) + _data_bytes(spec, header)
 
 
 def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
@@ -122,28 +98,39 @@ def encode_block(spec: CacheSpec, header: BlockHeader, arrays: Mapping[str, Arra
     Raises:
         StoreError: a tensor is missing, superfluous, of another shape or dtype, or a scale or bias is not finite.
     """
-    layout = tensor_layout(spec, header)
-    tensors = _checked_tensors(layout, arrays)
+    tensors = _checked_tensors(tensor_layout(spec, header), arrays)
     packed = _pack(header.token_ids)
-    checksum = _checksum(_head(layout, _metadata(spec, header, packed, _NO_CHECKSUM)), *tensors)
-    return b"".join([_head(layout, _metadata(spec, header, packed, checksum)), *tensors])
+    checksum = _checksum(_head(spec, header, _metadata(spec, header, packed, _NO_CHECKSUM)), *tensors)
+    return b"".join([_head(spec, header, _metadata(spec, header, packed, checksum)), *tensors])
 
 
-def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes) -> dict[str, Array]:
-    """Read-only views of the tensors in `buffer`, after everything about them has been verified.
+def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes) -> Array:
+    """The bytes of the block's tensors, one after the other: a read-only view of `buffer`, uint8 [n].
+
+    Everything about the file has been verified then; `tensor_views` and `BlockTensor.view` find the tensors.
 
     Raises:
         BlockRejected: the bytes are anything but the block that `header` describes; the message says where they differ.
     """
-    layout = tensor_layout(spec, header)
-    head_size = _check_length(layout, buffer)
-    unsigned = _head(layout, _metadata(spec, header, _pack(header.token_ids), _NO_CHECKSUM))
+    head_size = _check_length(_data_bytes(spec, header), buffer)
+    unsigned = _head(spec, header, _metadata(spec, header, _pack(header.token_ids), _NO_CHECKSUM))
     checksum = _only_difference(unsigned, buffer[:head_size])
     if checksum is None:
-        unsigned, checksum = _examine_head(spec, header, layout, buffer[:head_size])
-    if _checksum(unsigned, memoryview(buffer)[head_size:]) != checksum:
+        unsigned, checksum = _examine_head(spec, header, buffer[:head_size])
+    data = np.frombuffer(buffer, np.uint8, offset=head_size)
+    if _checksum(unsigned, data.data) != checksum:
         raise BlockRejected("the checksum does not match the content")
-    return _finite_views(layout, buffer, head_size)
+    _check_finite(spec, header, data)
+    return data
+
+
+def tensor_views(spec: CacheSpec, header: BlockHeader, data: Array) -> dict[str, Array]:
+    """The tensors by name, as views of the block's bytes."""
+    num_tokens = len(header.token_ids)
+    return {
+        tensor_name(t.layer, t.side, header.position, t.part): t.view(data, num_tokens)
+        for t in block_tensors(spec.group(header.group))
+    }
 
 
 def _only_difference(unsigned: bytes, head: bytes) -> str | None:
@@ -155,7 +142,7 @@ def _only_difference(unsigned: bytes, head: bytes) -> str | None:
     return None
 
 
-def _examine_head(spec: CacheSpec, header: BlockHeader, layout: TensorLayout, head: bytes) -> tuple[bytes, str]:
+def _examine_head(spec: CacheSpec, header: BlockHeader, head: bytes) -> tuple[bytes, str]:
     """The header without its checksum, and the checksum, if only the token ids are packed otherwise.
 
     Raises:
@@ -165,9 +152,9 @@ def _examine_head(spec: CacheSpec, header: BlockHeader, layout: TensorLayout, he
     packed, checksum = stated.get("token_ids", ""), stated.get("checksum", "")
     _check_metadata(_metadata(spec, header, packed, checksum), stated)
     _check_token_ids(header.token_ids, packed)
-    if _head(layout, _metadata(spec, header, packed, checksum)) != head:
+    if _head(spec, header, _metadata(spec, header, packed, checksum)) != head:
         raise BlockRejected("the header is not the one that was written")
-    return _head(layout, _metadata(spec, header, packed, _NO_CHECKSUM)), checksum
+    return _head(spec, header, _metadata(spec, header, packed, _NO_CHECKSUM)), checksum
 
 
 # --- the header ---
@@ -194,24 +181,16 @@ def _metadata(spec: CacheSpec, header: BlockHeader, packed_ids: str, checksum: s
     }
 
 
-def _head(layout: TensorLayout, metadata: Mapping[str, str]) -> bytes:
+def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str]) -> bytes:
     """The 8 bytes of length and the JSON header, padded so that the tensors start on a multiple of 8."""
-    entries: dict[str, object] = {"__metadata__": metadata}
-    end = 0
-    for name, (shape, dtype) in layout.items():
-        begin, end = end, end + _num_bytes(shape, dtype)
-        entries[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    entries = header_entries(spec.group(header.group), header.position, len(header.token_ids))
+    text = f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))},{entries}}}'.encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _num_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-def _data_bytes(layout: TensorLayout) -> int:
-    return sum(_num_bytes(shape, dtype) for shape, dtype in layout.values())
+def _data_bytes(spec: CacheSpec, header: BlockHeader) -> int:
+    return spec.group(header.group).bytes_per_token * len(header.token_ids)
 
 
 def _checksum(unsigned_head: bytes, *data: bytes | memoryview) -> str:
@@ -248,7 +227,7 @@ def _checked_tensor(name: str, array: Array, shape: tuple[int, ...], dtype: np.d
 
 def _all_finite(array: Array) -> bool:
     """Whether no float16 is infinite or NaN; integers always are finite."""
-    if array.dtype != _SCALE:
+    if array.dtype != SCALE:
         return True
     return not bool(np.any(array.view(np.uint16) & _FLOAT16_EXPONENT == _FLOAT16_EXPONENT))
 
@@ -256,12 +235,12 @@ def _all_finite(array: Array) -> bool:
 # --- reading ---
 
 
-def _check_length(layout: TensorLayout, buffer: bytes) -> int:
+def _check_length(data_bytes: int, buffer: bytes) -> int:
     """Offset of the first tensor byte, once the header's length and the file's agree."""
     if len(buffer) < 8:
         raise BlockRejected(f"the file has {len(buffer)} bytes, too few for a header")
     head_size = 8 + int.from_bytes(buffer[:8], "little")
-    expected = head_size + _data_bytes(layout)
+    expected = head_size + data_bytes
     if head_size > MAX_HEADER_BYTES or len(buffer) != expected:
         raise BlockRejected(f"the file has {len(buffer)} bytes, its header asks for {expected}")
     return head_size
@@ -292,14 +271,11 @@ def _check_token_ids(expected: Sequence[int], packed: str) -> None:
         raise BlockRejected("the token ids are not those of the block")
 
 
-def _finite_views(layout: TensorLayout, buffer: bytes, offset: int) -> dict[str, Array]:
-    views: dict[str, Array] = {}
-    for name, (shape, dtype) in layout.items():
-        views[name] = np.frombuffer(buffer, dtype, math.prod(shape), offset).reshape(shape)
-        offset += _num_bytes(shape, dtype)
+def _check_finite(spec: CacheSpec, header: BlockHeader, data: Array) -> None:
     # Scales and biases are the end of the file: one look at all of them.
-    num_scales = sum(view.size for view in views.values() if view.dtype == _SCALE)
-    if not _all_finite(np.frombuffer(buffer, _SCALE, num_scales, len(buffer) - num_scales * _SCALE.itemsize)):
+    num_tokens = len(header.token_ids)
+    scales = next(t for t in block_tensors(spec.group(header.group)) if t.dtype == SCALE)
+    if not _all_finite(data[num_tokens * scales.offset :].view(SCALE)):
+        views = tensor_views(spec, header, data)
         name = next(name for name, view in views.items() if not _all_finite(view))
         raise BlockRejected(f"{name} has values that are not finite")
-    return views

@@ -13,7 +13,6 @@ import numpy as np
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant
 from agentcache.kv.atomic import Fault, Replacement, make_folder, read_file, sync_folder
 from agentcache.kv.block_file import (
-    Array,
     BlockHeader,
     decode_block,
     encode_block,
@@ -21,6 +20,7 @@ from agentcache.kv.block_file import (
     max_encoded_size,
     tensor_layout,
 )
+from agentcache.kv.block_layout import Array
 from agentcache.kv.disk_usage import DiskUsage
 from agentcache.kv.spec import CacheSpec
 
@@ -56,8 +56,8 @@ class BlockFolder:
         """Whether there is a file for the block."""
         return self._name(key) in self._usage
 
-    def read(self, header: BlockHeader) -> dict[str, Array]:
-        """The block's tensors, verified.
+    def read(self, header: BlockHeader) -> Array:
+        """The bytes of the block's tensors, verified: uint8 [n].
 
         Raises:
             BlockMissing: there is no such file.
@@ -76,7 +76,7 @@ class BlockFolder:
         self._usage.record_read(len(data))
         return tensors
 
-    def decode_zeros(self, header: BlockHeader, count: int) -> list[dict[str, Array]]:
+    def decode_zeros(self, header: BlockHeader, count: int) -> list[Array]:
         """What `count` reads of a block of zeros would give; no file is touched."""
         arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in tensor_layout(self._spec, header).items()}
         encoded = memoryview(encode_block(self._spec, header, arrays))

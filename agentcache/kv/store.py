@@ -18,8 +18,9 @@ from pathlib import Path
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.agent_folder import AgentFolder, SavedAgent
 from agentcache.kv.atomic import Fault, as_store_error, make_folder
-from agentcache.kv.block_file import Array, BlockHeader
+from agentcache.kv.block_file import BlockHeader
 from agentcache.kv.block_folder import BlockFolder, BlockWrite
+from agentcache.kv.block_layout import Array
 from agentcache.kv.disk_usage import DiskUsage
 from agentcache.kv.lock import FolderLock
 from agentcache.kv.manifest import AgentRecord, valid_id
@@ -121,8 +122,8 @@ class Store:
         """Whether there is a file for the block; whether it is sound shows when it is read."""
         return self._blocks.has(block_key)
 
-    def read_block(self, header: BlockHeader) -> dict[str, Array]:
-        """The block's tensors, verified, as read-only views of the file's bytes (`block_file.tensor_layout`).
+    def read_block(self, header: BlockHeader) -> Array:
+        """The bytes of the block's tensors, verified: uint8 [n], read-only (`block_layout.block_tensors`).
 
         Raises:
             BlockMissing: there is no such file.
@@ -130,7 +131,7 @@ class Store:
         """
         return self._blocks.read(header)
 
-    def decode_zeros(self, header: BlockHeader, count: int) -> list[dict[str, Array]]:
+    def decode_zeros(self, header: BlockHeader, count: int) -> list[Array]:
         """What `count` reads of a block of zeros would give; no file is touched."""
         return self._blocks.decode_zeros(header, count)
 

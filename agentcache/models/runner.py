@@ -12,6 +12,7 @@ from agentcache.blocks.sequence import Copy
 from agentcache.blocks.trunk import TrunkPlan
 from agentcache.kv.arena import GroupArena, make_arenas
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
+from agentcache.kv.block_layout import Array
 from agentcache.kv.step_plan import RowBatch
 from agentcache.models.decoder import DecoderWeights
 from agentcache.models.loader import LoadedModel
@@ -134,12 +135,10 @@ class ModelRunner:
             self.arenas[copy.group].copy(copy.source, copy.target)
             self.copied_blocks += 1
 
-    def put_blocks(
-        self, group: int, block_ids: Sequence[int], positions: Sequence[int], blocks: Sequence[dict[str, np.ndarray]]
-    ) -> None:
-        """Write blocks that were read from files."""
+    def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        """Write blocks that were read from files: uint8 [n] each."""
         self.fit()
-        self.arenas[group].put(block_ids, positions, blocks)
+        self.arenas[group].put(block_ids, blocks)
 
     def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
         """Copies of a block's bytes, for the writer."""

@@ -16,7 +16,8 @@ from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import Load
 from agentcache.blocks.sequence import Sequence as CacheSequence
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
-from agentcache.kv.block_file import Array, BlockHeader, make_header
+from agentcache.kv.block_file import BlockHeader, make_header
+from agentcache.kv.block_layout import Array
 from agentcache.kv.store import Store
 from agentcache.models.runner import ModelRunner
 
@@ -57,10 +58,10 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Read:
-    """One block's bytes; None if its file was missing or wrong."""
+    """One block's bytes, uint8 [n]; None if its file was missing or wrong."""
 
     load: Load
-    arrays: dict[str, Array] | None
+    data: Array | None
 
 
 @dataclass
@@ -96,9 +97,8 @@ class Restorer:
         """Fill the slots of `tables`, one a group, with made-up blocks, by the way that blocks from files take."""
         for index, table in enumerate(tables):
             header = make_header("", self._cache.groups[index].name, 0, range(BLOCK_SIZE))
-            count = len(table.block_ids)
-            blocks = self._readers.submit(self._store.decode_zeros, header, count).result()
-            self._runner.put_blocks(index, table.block_ids, [header.position] * count, blocks)
+            blocks = self._readers.submit(self._store.decode_zeros, header, len(table.block_ids)).result()
+            self._runner.put_blocks(index, table.block_ids, blocks)
         self._runner.evaluate()
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Restorer:
         """On a reader thread."""
         return [_Read(load, self._read_one(header)) for load, header in zip(batch, headers, strict=True)]
 
-    def _read_one(self, header: BlockHeader) -> dict[str, Array] | None:
+    def _read_one(self, header: BlockHeader) -> Array | None:
         try:
             return self._store.read_block(header)
         except (BlockMissing, BlockRejected, StoreError):
@@ -137,25 +137,20 @@ class Restorer:
         self._post(lambda: self._put(restore, future.result()))
 
     def _put(self, restore: _Restore, reads: Sequence[_Read]) -> None:
-        good = [read for read in reads if read.arrays is not None]
+        good = [(read.load, read.data) for read in reads if read.data is not None]
         for read in reads:
-            if read.arrays is None:
+            if read.data is None:
                 self._cache.mark_missing(read.load.node, read.load.group)
                 restore.complete = False
         if good and not restore.sequence.closed:
             self._put_into_arena(restore.sequence, good)
-        restore.num_bytes += sum(array.nbytes for read in good for array in (read.arrays or {}).values())
+        restore.num_bytes += sum(data.nbytes for _, data in good)
         restore.batches_due -= 1
         if not restore.batches_due:
             restore.done(Restored(restore.num_bytes, time.perf_counter() - restore.started_at, restore.complete))
 
-    def _put_into_arena(self, sequence: CacheSequence, reads: Sequence[_Read]) -> None:
-        loads = [read.load for read in reads]
-        self._runner.put_blocks(
-            loads[0].group,
-            [load.block_id for load in loads],
-            [load.node.position for load in loads],
-            [read.arrays for read in reads if read.arrays is not None],
-        )
-        for load in loads:
+    def _put_into_arena(self, sequence: CacheSequence, blocks: Sequence[tuple[Load, Array]]) -> None:
+        group = blocks[0][0].group
+        self._runner.put_blocks(group, [load.block_id for load, _ in blocks], [data for _, data in blocks])
+        for load, _ in blocks:
             self._cache.loaded(sequence, load)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.prefix_match import Transcript
 from agentcache.kv.atomic import Fault
 from agentcache.kv.block_file import BlockHeader, make_header, tensor_layout
-from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, make_groups
+from agentcache.kv.block_layout import block_tensors, tensor_name
+from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation, make_groups
 from agentcache.kv.store import AgentRecord, BlockWrite, Store, no_fault
 
 MODEL = "0123456789abcdef0123456789abcdef"
@@ -34,6 +35,12 @@ def make_arrays(spec: CacheSpec, header: BlockHeader, seed: int = 0) -> dict[str
         else:
             arrays[name] = random.standard_normal(shape).astype(np.float16)
     return arrays
+
+
+def block_bytes(group: GroupSpec, arrays: Mapping[str, np.ndarray[Any, Any]], position: int) -> np.ndarray[Any, Any]:
+    """A block's tensors one after the other, as a file holds them: uint8 [n]."""
+    names = [tensor_name(t.layer, t.side, position, t.part) for t in block_tensors(group)]
+    return np.concatenate([np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in names])
 
 
 def make_block(

@@ -18,9 +18,10 @@ from agentcache.kv.arena import (
     dequantise,
     make_arenas,
     quantise,
-    tensor_name,
 )
+from agentcache.kv.block_layout import tensor_name
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation, make_groups
+from tests.kv.store_cases import block_bytes
 
 Q64, Q32 = Quantisation(4, 64), Quantisation(4, 32)
 HEADS, DIM = 2, 64
@@ -239,7 +240,7 @@ def test_snapshot_and_put_are_bit_exact(num_tokens: int, value_dim: int) -> None
         for side in ("key_cache", "value_cache")[: 2 if value_dim else 1]
         for part in ("data", "scales", "biases")
     }
-    other.put([5, 1], [7, 8], saved)
+    other.put([5, 1], [block_bytes(other.spec, saved[0], 7), block_bytes(other.spec, saved[1], 8)])
     for block_id, snapshot in zip((5, 1), saved, strict=True):
         position, count = (7, num_tokens) if block_id == 5 else (8, BLOCK_SIZE)
         restored = other.snapshot(block_id, position, count)

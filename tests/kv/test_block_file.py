@@ -16,12 +16,14 @@ from agentcache.blocks.keys import Namespace
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
 from agentcache.kv import block_file
 from agentcache.kv.block_file import (
+    BlockHeader,
     decode_block,
     encode_block,
     encoded_size,
     make_header,
     max_encoded_size,
     tensor_layout,
+    tensor_views,
 )
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation
 from tests.kv.store_cases import ROOT, SPEC, make_arrays, make_block
@@ -37,8 +39,12 @@ REGIONS = {"length": (0, 8), "header": (8, HEADER_END)} | {
 }
 
 
+def decoded(spec: CacheSpec, header: BlockHeader, file: bytes) -> dict[str, Any]:
+    return tensor_views(spec, header, decode_block(spec, header, file))
+
+
 def test_a_block_comes_back_as_it_was_written() -> None:
-    tensors = decode_block(SPEC, BLOCK.header, FILE)
+    tensors = decoded(SPEC, BLOCK.header, FILE)
     assert tensors.keys() == BLOCK.arrays.keys()
     for name, array in BLOCK.arrays.items():
         np.testing.assert_array_equal(tensors[name], array)
@@ -46,7 +52,7 @@ def test_a_block_comes_back_as_it_was_written() -> None:
 
 
 def test_tensors_are_aligned_read_only_views_of_the_bytes() -> None:
-    for tensor in decode_block(SPEC, BLOCK.header, FILE).values():
+    for tensor in decoded(SPEC, BLOCK.header, FILE).values():
         assert not tensor.flags.writeable and not tensor.flags.owndata and tensor.flags.aligned
 
 
@@ -94,13 +100,13 @@ def test_a_layer_without_values_has_a_key_cache_only() -> None:
         "cache.layers.4.key_cache.0.scales": (1, 2, 9),
         "cache.layers.4.key_cache.0.biases": (1, 2, 9),
     }
-    assert decode_block(spec, header, encode_block(spec, header, make_arrays(spec, header))).keys() == layout.keys()
+    assert decoded(spec, header, encode_block(spec, header, make_arrays(spec, header))).keys() == layout.keys()
 
 
 def test_groups_of_32_and_odd_lengths_round_trip() -> None:
     spec = CacheSpec("tiny", 3, (GroupSpec("g", (LayerSpec(0, 3, 96, 32),), Quantisation(4, 32)),))
     header = make_header(ROOT, "g", 0, (9,))
-    tensors = decode_block(spec, header, encode_block(spec, header, make_arrays(spec, header)))
+    tensors = decoded(spec, header, encode_block(spec, header, make_arrays(spec, header)))
     assert tensors["cache.layers.0.key_cache.0.scales"].shape == (3, 1, 3)
 
 

@@ -13,6 +13,7 @@ from agentcache.models import loader
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner
 from tests.conftest import ModelFolder
+from tests.kv.store_cases import block_bytes
 from tests.models.driver import Driver, Row, random_ids
 
 
@@ -96,9 +97,10 @@ def test_blocks_written_out_and_read_back_go_on_bit_for_bit(loaded: LoadedModel)
     restored.length = 300
     for group, table in enumerate(row.tables):
         other.pools[group].grow(5)
-        blocks = [driver.runner.snapshot(group, table.block_id(p), p, 256 if p == 0 else 44) for p in (0, 1)]
+        snapshots = [driver.runner.snapshot(group, table.block_id(p), p, 256 if p == 0 else 44) for p in (0, 1)]
+        blocks = [block_bytes(loaded.spec.groups[group], snapshot, p) for p, snapshot in enumerate(snapshots)]
         restored.tables[group].block_ids = [other.pools[group].allocate() for _ in blocks]
-        other.runner.put_blocks(group, restored.tables[group].block_ids, [0, 1], blocks)
+        other.runner.put_blocks(group, restored.tables[group].block_ids, blocks)
     ids = random_ids(loaded, (1, 4), seed=1)
     assert mx.array_equal(driver.step([row], ids), other.step([restored], ids))
 
