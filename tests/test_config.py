@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agentcache import config
-from agentcache.config import Config, load_config, parse_bytes, parse_disk_budget, parse_ram_budget
+from agentcache import sizes
+from agentcache.config import Config, load_config
 from agentcache.errors import ConfigError
 
 
@@ -24,8 +24,8 @@ def test_defaults(home: Path) -> None:
     settings = load_config({}, environ={})
     assert (settings.host, settings.port, settings.api_key, settings.model) == ("127.0.0.1", 8000, None, None)
     assert settings.cache_dir == home / ".agentcache" / "cache"
-    assert 0 < settings.ram_budget < config.total_ram()
-    assert 0 < settings.disk_budget <= config.AUTO_DISK_CEILING
+    assert 0 < settings.ram_budget < sizes.total_ram()
+    assert 0 < settings.disk_budget <= sizes.AUTO_DISK_CEILING
 
 
 def test_flag_beats_environment_beats_file_beats_default(home: Path) -> None:
@@ -41,57 +41,11 @@ def test_config_file_can_be_named(tmp_path: Path) -> None:
         load_config({}, environ={"AGENTCACHE_CONFIG": str(tmp_path / "missing.toml")})
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("8GB", 8 * 10**9), ("512MB", 512 * 10**6), ("1.5GiB", 3 * 2**29), ("2 kib", 2048), ("1t", 10**12), ("7", 7)],
-)
-def test_sizes(text: str | int, size: int) -> None:
-    assert parse_bytes(text, key="ram_budget") == size
-
-
-def test_large_byte_counts_are_exact() -> None:
-    assert parse_bytes("9007199254740993", key="ram_budget") == 9007199254740993
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "8XB", "8 8GB", "0x10", "1e9", "nan", "٣GB"])
-def test_bad_sizes(text: str) -> None:
-    with pytest.raises(ConfigError, match="ram_budget"):
-        load_config({"ram_budget": text}, environ={})
-
-
-def test_percentages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(config, "total_ram", lambda: 1000)
-    assert parse_ram_budget("20%") == 200
-    monkeypatch.setattr(config, "available_disk", lambda cache_dir: 5000)
-    assert parse_disk_budget("12.5%", tmp_path) == 625
-    assert parse_disk_budget("auto", tmp_path) == 1000
-    with pytest.raises(ConfigError, match="over 100"):
-        parse_ram_budget("101%")
-
-
-def test_a_ram_budget_beyond_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "total_ram", lambda: 10**9)
-    assert parse_ram_budget("1GB") == 10**9
-    with pytest.raises(ConfigError, match="ram_budget = '2GB' is more than the 1.0 GB"):
-        load_config({"ram_budget": "2GB"}, environ={})
-
-
 def test_ram_and_trunk_budget_together_beyond_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "total_ram", lambda: 10**9)
+    monkeypatch.setattr(sizes, "total_ram", lambda: 10**9)
     assert load_config({"ram_budget": "800MB", "trunk_budget": "20%"}, environ={}).trunk_budget == 200 * 10**6
     with pytest.raises(ConfigError, match="trunk_budget = '201MB' is more than the 0.2 GB that ram_budget leaves"):
         load_config({"ram_budget": "800MB", "trunk_budget": "201MB"}, environ={})
-
-
-def test_the_disk_share_counts_what_the_cache_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage:
-        free = 1000
-
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
-    (tmp_path / "cache" / "blocks" / "ab").mkdir(parents=True)
-    (tmp_path / "cache" / "blocks" / "ab" / "x.safetensors").write_bytes(b"1" * 500)
-    assert config.available_disk(tmp_path / "cache") == 1500
-    assert config.available_disk(tmp_path / "not" / "there" / "yet") == 1000
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ PLAIN = (
     "agentcache.serving.agents",
     "agentcache.serving.request",
     "agentcache.serving.scheduler",
+    "agentcache.sizes",
 )
 BLOCKER = """
 import importlib, sys

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.config import total_ram
 from agentcache.kv.spec import CacheSpec, LayerSpec
+from agentcache.sizes import total_ram
 
 _FLOAT = 4  # bytes; half-precision models take less
 _HIDDEN_COPIES = 8  # of the hidden state alive at a time: residual, norm, projections

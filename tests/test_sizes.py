@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentcache import sizes
+from agentcache.errors import ConfigError
+from agentcache.sizes import parse_bytes, parse_disk_budget, parse_ram_budget
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8 * 10**9), ("512MB", 512 * 10**6), ("1.5GiB", 3 * 2**29), ("2 kib", 2048), ("1t", 10**12), ("7", 7)],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text, key="ram_budget") == size
+
+
+def test_large_byte_counts_are_exact() -> None:
+    assert parse_bytes("9007199254740993", key="ram_budget") == 9007199254740993
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "8XB", "8 8GB", "0x10", "1e9", "nan", "٣GB"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="ram_budget"):
+        parse_ram_budget(text)
+
+
+def test_percentages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sizes, "total_ram", lambda: 1000)
+    assert parse_ram_budget("20%") == 200
+    monkeypatch.setattr(sizes, "available_disk", lambda cache_dir: 5000)
+    assert parse_disk_budget("12.5%", tmp_path) == 625
+    assert parse_disk_budget("auto", tmp_path) == 1000
+    with pytest.raises(ConfigError, match="over 100"):
+        parse_ram_budget("101%")
+
+
+def test_a_ram_budget_beyond_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "total_ram", lambda: 10**9)
+    assert parse_ram_budget("1GB") == 10**9
+    with pytest.raises(ConfigError, match="ram_budget = '2GB' is more than the 1.0 GB"):
+        parse_ram_budget("2GB")
+
+
+def test_the_disk_share_counts_what_the_cache_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
+    (tmp_path / "cache" / "blocks" / "ab").mkdir(parents=True)
+    (tmp_path / "cache" / "blocks" / "ab" / "x.safetensors").write_bytes(b"1" * 500)
+    assert sizes.available_disk(tmp_path / "cache") == 1500
+    assert sizes.available_disk(tmp_path / "not" / "there" / "yet") == 1000
