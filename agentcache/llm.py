@@ -19,22 +19,17 @@ from agentcache.adapter_settings import AdapterFolder, Policy, parse_policy
 from agentcache.config import Config, load_config
 from agentcache.serving.adapters import AdapterInfo
 from agentcache.serving.async_engine import AsyncEngine
-from agentcache.serving.request import (
+from agentcache.serving.report import (
     AgentInfo,
     CacheStats,
-    ChatPrompt,
     FinishReason,
     ModelInfo,
-    Prompt,
     Report,
-    Request,
     RestoreReport,
-    SamplingParams,
-    TextPrompt,
     TokenLogprob,
-    TokenPrompt,
     Update,
 )
+from agentcache.serving.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
 
 T = TypeVar("T")
 

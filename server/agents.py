@@ -16,7 +16,8 @@ from agentcache.server.options import MAX_SALT_LENGTH, read_adapter, read_policy
 from agentcache.server.reply import Completion
 from agentcache.server.stream import until_disconnect
 from agentcache.server.validate import Reader, check_agent_id
-from agentcache.serving.request import AgentInfo, ModelInfo, Prompt, Request, SamplingParams
+from agentcache.serving.report import AgentInfo, ModelInfo
+from agentcache.serving.request import Prompt, Request, SamplingParams
 
 _WARM_FIELDS = (
     "messages",

@@ -23,7 +23,8 @@ from agentcache.server.options import (
 )
 from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader
-from agentcache.serving.request import ChatPrompt, ModelInfo, Request
+from agentcache.serving.report import ModelInfo
+from agentcache.serving.request import ChatPrompt, Request
 
 _BETWEEN_BLOCKS = "\n"
 

@@ -13,7 +13,7 @@ from agentcache.server.errors import WireError
 from agentcache.server.reply import Completion, report_object
 from agentcache.server.stream import event
 from agentcache.server.tool_calls import Part, Tools
-from agentcache.serving.request import FinishReason, Report, Update
+from agentcache.serving.report import FinishReason, Report, Update
 
 _STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens", None: None}
 

@@ -24,7 +24,7 @@ from agentcache.server.middleware import ApiKey, BodyLimit, LoopbackGuard, Reque
 from agentcache.server.options import adapter_in
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
 from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.request import ModelInfo
+from agentcache.serving.report import ModelInfo
 
 Started = Callable[[BaseException | None], None]
 

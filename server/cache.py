@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from agentcache.server.context import engine_of
-from agentcache.serving.request import CacheStats
+from agentcache.serving.report import CacheStats
 
 
 async def cache_stats(request: Request) -> Response:

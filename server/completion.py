@@ -15,7 +15,8 @@ from agentcache.server.context import Context, context_of
 from agentcache.server.errors import WireError, wire_error
 from agentcache.server.reply import Completion
 from agentcache.server.stream import EventStream, UpdateStream, timed_out, until_disconnect
-from agentcache.serving.request import Request, Update
+from agentcache.serving.report import Update
+from agentcache.serving.request import Request
 
 Events = Iterable[bytes]
 

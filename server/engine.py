@@ -7,7 +7,8 @@ from typing import Protocol
 
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.request import AgentInfo, CacheStats, ModelInfo, Request, RestoreReport, Update
+from agentcache.serving.report import AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
+from agentcache.serving.request import Request
 
 
 class Engine(Protocol):

@@ -24,7 +24,8 @@ from agentcache.server.options import (
 from agentcache.server.shapes import ChatShape, OpenAIReply, Shape, TextShape
 from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader
-from agentcache.serving.request import ChatPrompt, ModelInfo, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
+from agentcache.serving.report import ModelInfo
+from agentcache.serving.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
 
 CHAT_MAX_TOKENS = 512
 TEXT_MAX_TOKENS = 16

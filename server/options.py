@@ -12,7 +12,8 @@ from agentcache.adapter_settings import Policy, parse_policy
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.server.validate import Reader, check_agent_id
 from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.request import ModelInfo, Priority, Prompt, Request, SamplingParams
+from agentcache.serving.report import ModelInfo
+from agentcache.serving.request import Priority, Prompt, Request, SamplingParams
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_STOP_STRINGS = 16

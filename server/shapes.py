@@ -15,7 +15,7 @@ from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
 from agentcache.server.reply import Completion, combine, report_object
 from agentcache.server.stream import TextEvents, event
 from agentcache.server.tool_calls import Part, Tools
-from agentcache.serving.request import FinishReason, Report, TokenLogprob, Update
+from agentcache.serving.report import FinishReason, Report, TokenLogprob, Update
 
 DONE = b"data: [DONE]\n\n"
 

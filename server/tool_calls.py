@@ -8,7 +8,7 @@ from typing import Any
 
 from agentcache.models.tool_calls import ToolCall, ToolFormat
 from agentcache.server.validate import Reader
-from agentcache.serving.request import ModelInfo
+from agentcache.serving.report import ModelInfo
 
 Part = str | ToolCall
 

@@ -34,6 +34,7 @@ PLAIN = (
     "agentcache.kv.spec",
     "agentcache.kv.store",
     "agentcache.serving.agents",
+    "agentcache.serving.report",
     "agentcache.serving.request",
     "agentcache.serving.scheduler",
     "agentcache.sizes",

@@ -11,7 +11,7 @@ from agentcache.blocks.sequence import Sequence
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, Overloaded
 from agentcache.models.runner import ModelRunner
 from agentcache.serving.generation import Generation
-from agentcache.serving.request import CachedTokens, FinishReason
+from agentcache.serving.report import CachedTokens, FinishReason
 from agentcache.serving.restore import Restored, Restorer
 from agentcache.serving.room import Growth, has_room
 from agentcache.serving.scheduler import Scheduler

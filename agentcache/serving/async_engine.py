@@ -26,7 +26,8 @@ from agentcache.serving.engine_thread import EngineThread, Receive
 from agentcache.serving.generation import Generation, Saved
 from agentcache.serving.output import Output
 from agentcache.serving.prepare import Prepared, agent_policy, choose_adapter, match_prompt, prepare_request
-from agentcache.serving.request import AgentInfo, CacheStats, ModelInfo, Request, RestoreReport, Update
+from agentcache.serving.report import AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
+from agentcache.serving.request import Request
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -8,7 +8,7 @@ from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.models.runner import ModelRunner
 from agentcache.serving.batch import Batch
 from agentcache.serving.persistence import Persistence
-from agentcache.serving.request import CacheStats
+from agentcache.serving.report import CacheStats
 from agentcache.serving.scheduler import Scheduler
 
 

@@ -31,7 +31,7 @@ from agentcache.serving.guard import MemoryGuard
 from agentcache.serving.memory import AgentMemory
 from agentcache.serving.pace import LARGEST_IDLE_CHUNK, Pace
 from agentcache.serving.persistence import Persistence
-from agentcache.serving.request import CacheStats
+from agentcache.serving.report import CacheStats
 from agentcache.serving.restore import Restorer
 from agentcache.serving.scheduler import Scheduler
 from agentcache.serving.trunk import Trunk

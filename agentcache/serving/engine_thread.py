@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from agentcache.errors import AgentCacheError, EngineStopped, Overloaded
 from agentcache.serving.engine import Engine
-from agentcache.serving.request import Update
+from agentcache.serving.report import Update
 
 log = logging.getLogger("agentcache.engine")
 

@@ -14,7 +14,8 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.manifest import AgentRecord
 from agentcache.serving.activation import AdapterUse
 from agentcache.serving.output import Output
-from agentcache.serving.request import CachedTokens, CacheState, FinishReason, Report, Request, TokenLogprob, Update
+from agentcache.serving.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
+from agentcache.serving.request import Request
 
 Emit = Callable[[Update | BaseException], None]
 

@@ -17,7 +17,7 @@ from agentcache.models.runner import ModelRunner
 from agentcache.serving.agents import AgentTable
 from agentcache.serving.generation import Saved
 from agentcache.serving.persistence import Persistence
-from agentcache.serving.request import AgentInfo, CacheState, RestoreReport
+from agentcache.serving.report import AgentInfo, CacheState, RestoreReport
 from agentcache.serving.restore import Restored, Restorer
 
 

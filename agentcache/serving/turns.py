@@ -14,7 +14,7 @@ from agentcache.models.tokenizer import Tokenizer
 from agentcache.serving.agents import AgentTable
 from agentcache.serving.generation import Generation, Saved, make_report
 from agentcache.serving.persistence import Persistence
-from agentcache.serving.request import FinishReason, TokenLogprob, Update
+from agentcache.serving.report import FinishReason, TokenLogprob, Update
 
 
 class Turns:

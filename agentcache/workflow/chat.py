@@ -43,7 +43,7 @@ class Reply:
 
     Args:
         text, token_ids: the answer.
-        report: the `agentcache` object of the answer (see `serving.request.Report`), as plain data.
+        report: the `agentcache` object of the answer (see `serving.report.Report`), as plain data.
         completion_tokens: tokens in the answer.
         ttft_ms: time to the first token, measured by the caller.
         total_ms: time to the end of the answer, its saving included.

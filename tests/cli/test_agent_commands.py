@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.serving.request import ChatPrompt, FinishReason, TextPrompt, Update
+from agentcache.serving.report import FinishReason, Update
+from agentcache.serving.request import ChatPrompt, TextPrompt
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import REPORT, FakeEngine
 

@@ -10,7 +10,7 @@ from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.blocks.prefix_match import Match
 from agentcache.errors import Conflict, NotFound, UnsupportedAdapter
 from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.request import (
+from agentcache.serving.report import (
     AgentInfo,
     CachedTokens,
     CacheState,
@@ -18,11 +18,11 @@ from agentcache.serving.request import (
     FinishReason,
     ModelInfo,
     Report,
-    Request,
     RestoreReport,
     TokenLogprob,
     Update,
 )
+from agentcache.serving.request import Request
 
 MODEL = ModelInfo(
     id="org/tiny-model",

@@ -11,7 +11,8 @@ import pytest
 from agentcache.config import Config
 from agentcache.errors import Overloaded
 from agentcache.server.app import create_app
-from agentcache.serving.request import FinishReason, Request, Update
+from agentcache.serving.report import FinishReason, Update
+from agentcache.serving.request import Request
 from tests.server.driver import BASE_URL, chat, complete, events, post, refused
 from tests.server.fake_engine import REPORT, FakeEngine
 

@@ -18,7 +18,8 @@ from agentcache.serving.engine import Engine
 from agentcache.serving.generation import Generation
 from agentcache.serving.output import Output
 from agentcache.serving.prepare import prepare
-from agentcache.serving.request import Report, Request, SamplingParams, TokenPrompt, Update
+from agentcache.serving.report import Report, Update
+from agentcache.serving.request import Request, SamplingParams, TokenPrompt
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, proving_once
 
 

@@ -19,7 +19,8 @@ from agentcache.config import Config
 from agentcache.llm import LLM, Completion, SamplingParams
 from agentcache.models import loader
 from agentcache.serving.engine import Engine
-from agentcache.serving.request import Request, TokenPrompt, Update
+from agentcache.serving.report import Update
+from agentcache.serving.request import Request, TokenPrompt
 
 T = TypeVar("T")
 RAM_BUDGET = 64 << 20

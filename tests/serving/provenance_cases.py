@@ -13,7 +13,7 @@ from typing import Any
 
 from agentcache.blocks.keys import Producer
 from agentcache.kv.verify import verify_folder
-from agentcache.serving.request import CacheState, Report
+from agentcache.serving.report import CacheState, Report
 from tests.serving.by_hand import ByHand
 from tests.serving.conversation import greedy, make_ids
 

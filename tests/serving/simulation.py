@@ -17,7 +17,8 @@ from agentcache.serving.admission import Admission
 from agentcache.serving.generation import Generation
 from agentcache.serving.output import Output
 from agentcache.serving.pace import LARGEST_IDLE_CHUNK, Pace
-from agentcache.serving.request import FinishReason, Priority, Request, TokenPrompt
+from agentcache.serving.report import FinishReason
+from agentcache.serving.request import Priority, Request, TokenPrompt
 from agentcache.serving.restore import Restored
 from agentcache.serving.scheduler import Scheduler
 

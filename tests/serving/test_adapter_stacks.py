@@ -21,7 +21,8 @@ from agentcache.models.adapters import Adapter
 from agentcache.models.lora import AdapterWeights, RowAdapter, Stacks
 from agentcache.serving import adapter_stacks
 from agentcache.serving.adapter_stacks import StackLoan
-from agentcache.serving.request import Request, TokenPrompt, Update
+from agentcache.serving.report import Update
+from agentcache.serving.request import Request, TokenPrompt
 from tests.adapters_factory import ATTENTION, MLP, make_adapter
 from tests.blocks.cache_model import FakeGroup
 from tests.blocks.test_resize import run

@@ -14,7 +14,8 @@ from agentcache.errors import Conflict, EngineStopped, Overloaded
 from agentcache.serving import engine_thread
 from agentcache.serving.async_engine import AsyncEngine
 from agentcache.serving.engine import Engine
-from agentcache.serving.request import Request, TokenPrompt, Update
+from agentcache.serving.report import Update
+from agentcache.serving.request import Request, TokenPrompt
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, greedy, make_ids
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from agentcache.blocks.prefix_match import Match
 from agentcache.errors import NotFound
-from agentcache.serving.request import CachedTokens, CacheState, Match, Report, RestoreReport, SamplingParams
+from agentcache.serving.report import CachedTokens, CacheState, Report, RestoreReport
+from agentcache.serving.request import SamplingParams
 from agentcache.workflow.chat import LLMChat, Message, Question, Restored
 
 REPORT = Report("s.ann", CacheState.WARM, Match.EXTEND, 30, 2, CachedTokens(20, 5), 5, 1.5, 0.5, 10, written_bytes=7)
