@@ -26,6 +26,7 @@ PLAIN = (
     "agentcache.blocks.sequence",
     "agentcache.blocks.siblings",
     "agentcache.blocks.slots",
+    "agentcache.blocks.transcript",
     "agentcache.blocks.trunk",
     "agentcache.blocks.trunk_match",
     "agentcache.config",

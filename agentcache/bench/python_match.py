@@ -13,8 +13,9 @@ from typing import Any
 from agentcache.bench.workload import WORDS
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.prefix_match import PromptMatch, Transcript, match_text
+from agentcache.blocks.prefix_match import PromptMatch, match_text
 from agentcache.blocks.slots import Group
+from agentcache.blocks.transcript import Transcript
 from agentcache.models.tokenizer import Tokenizer
 
 _ROOT = "root"

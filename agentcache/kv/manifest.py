@@ -12,7 +12,7 @@ import xxhash
 
 from agentcache.blocks.keys import FORMAT_VERSION, BlockName, Producer
 from agentcache.blocks.lanes import BlockSpan, NamedBlock, spans
-from agentcache.blocks.prefix_match import Transcript
+from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected
 from agentcache.kv.transcript_log import LogEnd
 

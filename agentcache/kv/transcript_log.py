@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from agentcache.blocks.keys import FORMAT_VERSION
-from agentcache.blocks.prefix_match import Transcript
+from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected
 
 _CHECKSUM_CHARS = 32

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import tokenizers
 
-from agentcache.blocks.prefix_match import Encoding
+from agentcache.blocks.transcript import Encoding
 from agentcache.models.marks import MarkPlaces, Marks
 
 _Token = tuple[int, tuple[int, int]]

@@ -13,7 +13,7 @@ import jinja2
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
-from agentcache.blocks.prefix_match import Encoding, Spelling
+from agentcache.blocks.transcript import Encoding, Spelling
 from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.models.detokenizer import Detokenizer, DummySpace, TokenBytes
 from agentcache.models.encoder import MarkedEncoder

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from agentcache.blocks.keys import BlockName
-from agentcache.blocks.prefix_match import Transcript
+from agentcache.blocks.transcript import Transcript
 from agentcache.errors import Conflict, InvalidRequest, NotFound
 from agentcache.kv.manifest import AgentRecord, valid_id
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentcache.adapter_settings import Policy
-from agentcache.blocks.prefix_match import PromptMatch, Spelling, Transcript, match_text, match_tokens
+from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
+from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import InvalidRequest
 from agentcache.models.tokenizer import Tokenizer
 from agentcache.serving.activation import AdapterUse, refuse_without_adapter, use_adapter

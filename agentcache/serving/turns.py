@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from agentcache.blocks.lanes import agreed_tokens
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.prefix_match import Transcript, len_common_prefix
+from agentcache.blocks.prefix_match import len_common_prefix
+from agentcache.blocks.transcript import Transcript
 from agentcache.models.sampler import TokenScore
 from agentcache.models.tokenizer import Tokenizer
 from agentcache.serving.agents import AgentTable

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agentcache.blocks.prefix_match import PromptMatch, Transcript, len_common_prefix, match_text
+from agentcache.blocks.prefix_match import PromptMatch, len_common_prefix, match_text
+from agentcache.blocks.transcript import Transcript
 from agentcache.models.tokenizer import Tokenizer
 
 

@@ -11,31 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.blocks.prefix_match import Encoding, Match, Transcript, len_common_prefix, match_text, match_tokens
+from agentcache.blocks.prefix_match import Match, len_common_prefix, match_text, match_tokens
+from agentcache.blocks.transcript import Encoding, Transcript
 from agentcache.models.tokenizer import Tokenizer
 from tests.blocks.matching import check_match, generate, match, read, user
 from tests.tokenizers_factory import byte_bpe_bos
-
-
-class TestTranscript:
-    def test_cut_and_extended_keep_text_ends_and_spans_together(self) -> None:
-        transcript = (
-            Transcript.empty().extended("abc", [1, 2], [1, 3], "prompt").extended("de", [4, 5], [1, 2], "generated")
-        )
-        assert transcript == Transcript(
-            "abcde", array("I", [1, 2, 4, 5]), array("I", [1, 3, 4, 5]), (("prompt", 2), ("generated", 2))
-        )
-        assert transcript.cut(3) == Transcript(
-            "abcd", array("I", [1, 2, 4]), array("I", [1, 3, 4]), (("prompt", 2), ("generated", 1))
-        )
-        assert transcript.cut(2).spans == (("prompt", 2),)
-        assert transcript.cut(4) == transcript
-        assert transcript.cut(0) == Transcript.empty()
-
-    def test_neighbouring_spans_of_one_kind_become_one(self) -> None:
-        transcript = Transcript.empty().extended("a", [1], [1], "prompt").extended("b", [2], [1], "prompt")
-        assert transcript.spans == (("prompt", 2),)
-        assert transcript.extended("", [], [], "generated").spans == (("prompt", 2),)
 
 
 class TestLabels:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentcache.blocks.prefix_match import Transcript
+from agentcache.blocks.transcript import Transcript
 from agentcache.models.tokenizer import Tokenizer
 from tests.blocks.matching import check_match, check_transcript, generate, match, user
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Namespace, Producer
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
-from agentcache.blocks.prefix_match import Transcript
+from agentcache.blocks.transcript import Transcript
 from agentcache.kv.atomic import Fault
 from agentcache.kv.block_file import BlockHeader, make_header, tensor_layout
 from agentcache.kv.block_layout import block_tensors, tensor_name

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agentcache.blocks.prefix_match import Transcript
+from agentcache.blocks.transcript import Transcript
 from agentcache.kv.store import AgentRecord, Store
 from tests.kv.store_cases import (
     BUDGET,

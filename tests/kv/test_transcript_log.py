@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.blocks.prefix_match import Transcript
+from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected
 from agentcache.kv.transcript_log import EMPTY, Content, LogEnd, extend_log, least_bytes, parse_log, start_log
 from tests.kv.store_cases import make_transcript

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from agentcache.blocks.prefix_match import Transcript, match_text
+from agentcache.blocks.prefix_match import match_text
+from agentcache.blocks.transcript import Transcript
 from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.models.tokenizer import Tokenizer, fingerprint
 from tests.models.tokenizing import StandInWrapper, decoded, ids_of, specials, user

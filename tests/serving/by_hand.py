@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.blocks.keys import Producer
-from agentcache.blocks.prefix_match import Transcript
+from agentcache.blocks.transcript import Transcript
 from agentcache.config import Config
 from agentcache.serving.activation import AdapterUse
 from agentcache.serving.engine import Engine

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
-from agentcache.blocks.prefix_match import Transcript
+from agentcache.blocks.transcript import Transcript
 from agentcache.config import Config
 from agentcache.llm import LLM, Completion, SamplingParams
 from agentcache.models import loader

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.prefix_match import Match, PromptMatch, Transcript
+from agentcache.blocks.prefix_match import Match, PromptMatch
 from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.transcript import Transcript
 from agentcache.errors import AgentCacheError
 from agentcache.models.detokenizer import Detokenizer
 from agentcache.serving.admission import Admission

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
-from agentcache.blocks.prefix_match import Match, Transcript
+from agentcache.blocks.prefix_match import Match
+from agentcache.blocks.transcript import Transcript
 from agentcache.llm import LLM, Completion
 from tests.conftest import ModelFolder
 from tests.serving.conversation import Chat, cold_ids, engine_of, greedy, make_text, open_llm, transcript_of

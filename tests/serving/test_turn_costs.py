@@ -12,7 +12,7 @@ import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace
 from agentcache.blocks.lanes import name_blocks, spans
-from agentcache.blocks.prefix_match import Transcript
+from agentcache.blocks.transcript import Transcript
 from agentcache.kv.block_file import make_header, tensor_layout
 from agentcache.kv.store import BlockWrite, Store
 from agentcache.llm import LLM
