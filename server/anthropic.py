@@ -12,15 +12,8 @@ from agentcache.server.anthropic_reply import AnthropicReply
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import engine_of, read_body
 from agentcache.server.messages import read_text_part, without_billing_header
-from agentcache.server.options import (
-    MAX_TOKENS_LIMIT,
-    check_chat,
-    check_model,
-    read_agent,
-    read_options,
-    read_sampling,
-    refuse_unsupported,
-)
+from agentcache.server.options import check_chat, check_model, read_agent, read_options, refuse_unsupported
+from agentcache.server.sampling import MAX_TOKENS_LIMIT, read_sampling
 from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader
 from agentcache.serving.report import ModelInfo

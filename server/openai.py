@@ -11,16 +11,8 @@ from starlette.responses import Response
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import engine_of, read_body
 from agentcache.server.messages import read_messages, read_tools
-from agentcache.server.options import (
-    MAX_LOGPROBS,
-    Options,
-    check_chat,
-    check_model,
-    read_max_tokens,
-    read_options,
-    read_sampling,
-    refuse_unsupported,
-)
+from agentcache.server.options import Options, check_chat, check_model, read_options, refuse_unsupported
+from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_sampling
 from agentcache.server.shapes import ChatShape, OpenAIReply, Shape, TextShape
 from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader

@@ -1,0 +1,74 @@
+"""How to sample: the fields that every dialect has in common."""
+
+from __future__ import annotations
+
+from agentcache.server.validate import Reader
+from agentcache.serving.request import SamplingParams
+
+MAX_TOKENS_LIMIT = 2**31 - 1
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+
+
+def read_sampling(
+    body: Reader,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: bool = False,
+    stop: str = "stop",
+) -> SamplingParams:
+    """Sampling parameters with OpenAI's defaults. top_k -1 switches it off, as in vLLM.
+
+    Args:
+        stop: what the dialect calls the stop strings.
+    """
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=body.number("temperature", 1.0, minimum=0.0),
+        top_p=body.number("top_p", 1.0, minimum=0.0, maximum=1.0),
+        top_k=max(body.integer("top_k", minimum=-1) or 0, 0),
+        min_p=body.number("min_p", 0.0, minimum=0.0, maximum=1.0),
+        repetition_penalty=body.number("repetition_penalty", 1.0, minimum=0.01, maximum=100.0),
+        logit_bias=_read_logit_bias(body, vocab_size),
+        seed=body.integer("seed", minimum=-(2**63)),
+        stop=_read_stop(body, stop),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        ignore_eos=body.boolean("ignore_eos"),
+    )
+
+
+def read_max_tokens(body: Reader, *names: str, default: int) -> int:
+    """The first of `names` that is given."""
+    given = (body.integer(name, minimum=0, maximum=MAX_TOKENS_LIMIT) for name in names)
+    return next((value for value in list(given) if value is not None), default)
+
+
+def _read_stop(body: Reader, name: str) -> tuple[str, ...]:
+    stop = body.get(name)
+    if stop is None:
+        return ()
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:
+        body.fail(name, f"must be a string or a list of at most {MAX_STOP_STRINGS} strings")
+    for index, string in enumerate(strings):
+        if not isinstance(string, str) or not string:
+            body.fail(name if string is stop else f"{name}[{index}]", "must be a string that is not empty")
+    return tuple(strings)
+
+
+def _read_logit_bias(body: Reader, vocab_size: int) -> dict[int, float]:
+    biases = body.object("logit_bias")
+    return {_token_id(biases, key, vocab_size): _bias(biases, key) for key in biases.value}
+
+
+def _token_id(biases: Reader, key: str, vocab_size: int) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 9 and int(key) < vocab_size):
+        biases.fail(key, f"must be named by a token id between 0 and {vocab_size - 1}")
+    return int(key)
+
+
+def _bias(biases: Reader, key: str) -> float:
+    return biases.as_number(key, biases.get(key), minimum=-100, maximum=100)
