@@ -46,6 +46,13 @@ def ask(llm: LLM, ids: Sequence[int], adapter: str | None = None, tokens: int = 
     return llm.generate(list(ids), greedy(tokens), adapter=adapter, **options)
 
 
+def layer_tokens(llm: LLM, *args: Any, **options: Any) -> tuple[Completion, int]:
+    """A completion, and the sum of the layers that its tokens went through."""
+    before = llm.stats().computed_layer_tokens
+    said = ask(llm, *args, **options)
+    return said, llm.stats().computed_layer_tokens - before
+
+
 def at_once(llm: LLM, requests: Iterable[Request]) -> list[Completion]:
     """The answers to requests that come at the same time."""
 

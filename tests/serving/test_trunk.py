@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentcache.adapter_settings import Policy
-from agentcache.llm import LLM, Completion
+from agentcache.llm import LLM
 from agentcache.models.adapters import producer_groups, read_adapter
 from agentcache.models.trunk import TrunkLayer
 from agentcache.serving.activation import AdapterUse
 from tests.adapters_factory import make_adapter
-from tests.conftest import ModelFolder
-from tests.serving.adapter_cases import all_ids, ask, check_differs, check_equal, cold, open_adapters
+from tests.serving.adapter_cases import all_ids, ask, check_differs, check_equal, cold, layer_tokens, open_adapters
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import engine_of, greedy, make_ids
 
@@ -41,13 +40,6 @@ def folders(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def llm(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> Iterator[LLM]:
     with open_adapters(qwen3, tmp_path / "cache", folders, trunk_budget=BUDGET) as llm:
         yield llm
-
-
-def layer_tokens(llm: LLM, *args: Any, **options: Any) -> tuple[Completion, int]:
-    """A completion, and the sum of the layers that its tokens went through."""
-    before = llm.stats().computed_layer_tokens
-    said = ask(llm, *args, **options)
-    return said, llm.stats().computed_layer_tokens - before
 
 
 def test_the_second_one_computes_the_upper_half(llm: LLM) -> None:
@@ -161,53 +153,6 @@ def test_a_small_budget_keeps_the_beginning(qwen3: Path, folders: dict[str, Path
         assert computed == 800 * LAYERS, "all has been evicted"
         check_equal(second, cold(llm, second))
         assert llm.stats().trunk_ram_bytes == 2 * BLOCK_BYTES
-
-
-@pytest.mark.parametrize(
-    ("architecture", "layers"),
-    [("gemma3_text", [5, 6, 7]), ("gemma3_text_wide", [6, 7]), ("gpt_oss", [2, 3]), ("mistral_sliding", [3])],
-)
-def test_sliding_windows(architecture: str, layers: Sequence[int], model_folder: ModelFolder, tmp_path: Path) -> None:
-    """Base's blocks in front of the window are on disk; chunks end inside blocks."""
-    model = model_folder(architecture)
-    folders = {"upper": make_adapter(tmp_path / "upper", model, layers=layers, strength=1.0)}
-    settings = {"trunk_budget": BUDGET, "prefill_chunk": 100}
-    with open_adapters(model, tmp_path / "cache", folders, **settings) as llm:
-        depth = engine_of(llm).loaded.spec.num_layers
-        base = ask(llm, make_ids(900), tokens=2, agent="base")
-        adapted, computed = layer_tokens(llm, make_ids(900), "upper", agent="alice")
-        assert computed == 768 * (depth - layers[0]) + (900 + 3 - 768) * depth
-        check_differs(adapted, base)
-        check_equal(adapted, cold(llm, adapted))
-    with open_adapters(model, tmp_path / "cache", folders) as llm:
-        longer = [*all_ids(adapted), 5]
-        second = ask(llm, longer, "upper", agent="alice")
-        assert second.report.cached_tokens.own == len(longer) - 2
-        check_equal(second, cold(llm, second))
-
-
-def test_without_the_blocks_in_front_of_a_window(model_folder: ModelFolder, tmp_path: Path) -> None:
-    """Nobody's agent has saved them: all is computed."""
-    model = model_folder("gpt_oss")
-    folders = {"upper": make_adapter(tmp_path / "upper", model, layers=[2, 3], strength=1.0)}
-    with open_adapters(model, tmp_path / "cache", folders, trunk_budget=BUDGET) as llm:
-        ask(llm, make_ids(400), tokens=2)
-        adapted, computed = layer_tokens(llm, make_ids(400), "upper", tokens=1)
-        assert computed == 400 * engine_of(llm).loaded.spec.num_layers
-        check_equal(adapted, cold(llm, adapted))
-
-
-def test_an_agent_keeps_the_blocks_in_front_of_a_window(model_folder: ModelFolder, tmp_path: Path) -> None:
-    """Where nobody has them any more they are computed; a request without an agent can do without."""
-    model = model_folder("gemma3_text_wide")
-    folders = {"upper": make_adapter(tmp_path / "upper", model, layers=[6, 7], strength=1.0)}
-    with open_adapters(model, tmp_path / "cache", folders, trunk_budget=BUDGET, prefill_chunk=256) as llm:
-        ask(llm, make_ids(800), tokens=1)
-        _, computed = layer_tokens(llm, make_ids(800), "upper", tokens=1, agent="alice")
-        assert computed == 800 * LAYERS
-        ask(llm, make_ids(800, seed=1), tokens=1)
-        _, computed = layer_tokens(llm, make_ids(800, seed=1), "upper", tokens=1)
-        assert computed == 768 * 2 + 32 * LAYERS
 
 
 def load(hand: ByHand, folder: Path, name: str) -> AdapterUse:
