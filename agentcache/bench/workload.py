@@ -23,8 +23,8 @@ WEIGHTS_MODEL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-# As many parameters in fewer layers and heads: behind 16K tokens attention is a third of the work, as in models of 8
-# billion parameters; above it would be more than half, and the smallest chunk would take longer than a stall.
+# As many parameters in fewer layers and heads: behind 16K tokens attention is a third of the work, as in models of
+# 8 billion parameters; above it would be more than half, and the smallest chunk would take longer than a stall.
 LONG_PROMPT_MODEL = {
     "hidden_size": 1024,
     "intermediate_size": 8192,

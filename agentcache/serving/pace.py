@@ -64,6 +64,10 @@ class Pace:
         """Whether, after the step under way, another may go before a chunk whose turn it is."""
         return self._owed - self._step_seconds > -self._patience
 
+    def is_sooner_done(self, num_steps: int, num_tokens: int, context: int) -> bool:
+        """Whether so many decode steps take less time than so many tokens of a prompt."""
+        return num_steps * self._step_seconds < self._estimate(num_tokens, context)
+
     def may_borrow(self, num_tokens: int, context: int) -> bool:
         """Whether so many tokens of a prompt, of which `context` are computed, may go before their turn."""
         return self._owed + self._estimate(num_tokens, context) * self._ratio <= self._patience

@@ -113,8 +113,8 @@ class Scheduler:
 
         A step is one token of everyone who has just one to compute, or a chunk of one prompt. While anyone decodes, a
         chunk follows a decode step, and only when decoding has had its share. A prompt that is soon done does not wait
-        for that, and the first tokens of answers go before the chunks of others: what that takes is settled later. Rows
-        of different models decode in different steps.
+        for that, and the first tokens of an answer go before the chunks of long prompts: what that takes is settled
+        later. Rows of different models decode in different steps.
         """
         decoding = [generation for generation in self.running if generation.can_decode]
         prompts = [generation for generation in self.running if generation.can_prefill]
@@ -138,8 +138,14 @@ class Scheduler:
             return False
         if self.pace.decoding_is_due:
             return True
-        self.contended = self.pace.may_lend and any(_has_just_begun(generation) for generation in decoding)
+        self.contended = self.pace.may_lend and any(self._goes_before(generation, prompt) for generation in decoding)
         return self.contended
+
+    def _goes_before(self, generation: Generation, prompt: Generation) -> bool:
+        """Whether the answer has just begun, and its first tokens are sooner there than that of the prompt."""
+        first = _FIRST_TOKENS - generation.num_generated
+        soon = self.pace.is_sooner_done(first, prompt.num_to_launch, prompt.num_launched)
+        return first > 0 and soon and not generation.background
 
     def _may_borrow(self, prompt: Generation) -> bool:
         """Whether somebody waits for the prompt, it is short, and what is left of it may go before its turn."""
@@ -178,10 +184,6 @@ def _equal_part(num_tokens: int, largest: int) -> int:
 def _rank(generation: Generation) -> tuple[bool, float]:
     """Who is admitted first and preempted last."""
     return generation.background, generation.submitted_at
-
-
-def _has_just_begun(generation: Generation) -> bool:
-    return not generation.background and generation.num_generated < _FIRST_TOKENS
 
 
 def _prompt_rank(prompt: Generation) -> tuple[int, bool, int, float]:
