@@ -17,8 +17,8 @@ _STEPS = (16, 1)  # tokens: a short turn, a decode step
 def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_context: int) -> None:
     """Restore blocks of zeros and compute two steps behind them, in slots that are there already.
 
-    The kernel hands out, and clears, every page that temporaries are put on for the first time. A turn behind 16K tokens
-    took a quarter longer for that in a process that had computed nothing large.
+    The kernel hands out, and clears, every page that temporaries are put on for the first time. A turn behind 16K
+    tokens took a quarter longer for that in a process that had computed nothing large.
     """
     capacity = BLOCK_SIZE * min(pool.capacity for pool in cache.slots.pools)
     num_tokens = min(_MOST_TOKENS, capacity, max_context)
