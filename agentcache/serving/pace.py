@@ -111,12 +111,13 @@ class Pace:
         """A chunk of `num_tokens` behind `context` tokens is done.
 
         Args:
-            contended: it kept someone from decoding.
+            contended: it kept someone from decoding; else it is not owed for, but it is something given back.
             whole: it went through all layers; else it tells no rate.
         """
         if whole:
             self._note_rate(seconds, num_tokens, context)
-        self._owed = self._owed + seconds * self._ratio if contended else 0.0
+        owed = self._owed + seconds * self._ratio
+        self._owed = owed if contended else min(0.0, owed)
 
     def _note_rate(self, seconds: float, num_tokens: int, context: int) -> None:
         middle = context + num_tokens // 2

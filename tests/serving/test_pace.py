@@ -174,6 +174,18 @@ def test_no_prompt_no_loan() -> None:
     assert pace.decoding_is_due
 
 
+def test_a_chunk_that_kept_nobody_waiting_gives_back_no_more_than_it_took() -> None:
+    pace = measured(1000)
+    for _ in range(5):
+        pace.step_took(0.1, contended=True)
+    pace.chunk_took(0.1, 100, 0, contended=False)
+    pace.chunk_took(0.3, 300, 0, contended=True)
+    assert not pace.decoding_is_due, "0.5 s were lent, 0.4 s came back"
+    pace.chunk_took(0.4, 400, 0, contended=False)
+    pace.chunk_took(0.2, 200, 0, contended=True)
+    assert pace.decoding_is_due, "nobody is in debt for what kept nobody waiting"
+
+
 def test_a_prompt_is_short_that_is_soon_done() -> None:
     pace = measured(1000, 4096)
     assert pace.is_short(900)

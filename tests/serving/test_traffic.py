@@ -114,6 +114,21 @@ def test_endless_first_tokens_leave_a_long_prompt_its_share() -> None:
     assert simulation.prefilling_seconds >= 0.4 * total, "all but what it is patient for"
 
 
+@pytest.mark.parametrize("step", [0.01, 0.04])
+def test_short_turns_that_end_together_leave_a_long_prompt_its_share(step: float) -> None:
+    """Between two turns nobody decodes for a moment; what was lent until then is not forgotten for that."""
+    simulation = Simulation(costs=Costs(step=step))
+    long = simulation.submit(200_000, 1)
+    simulation.run(1.0)
+    simulation.decoding_seconds = 0.0
+    agents, begun = [simulation.submit(64, 30) for _ in range(2)], simulation.now
+    while simulation.now < begun + 30:
+        simulation.step()
+        agents = [simulation.submit(64, 30) if agent.done_at is not None else agent for agent in agents]
+    assert long.done_at is None
+    assert simulation.decoding_seconds < 0.6 * 30
+
+
 def test_what_first_tokens_took_is_given_back() -> None:
     """Over a longer time decoding has its share, no less and not much more."""
     simulation = Simulation()
