@@ -122,7 +122,7 @@ class Scheduler:
         if prompt is None and not self._chunk_under_way:
             self.pace.settle()
         self.contended = False
-        if prompt is None or (decoding and self._decoding_goes_first(prompt, decoding)):
+        if prompt is None or (decoding and self._decoding_goes_first(prompt, prompts, decoding)):
             self._chunk_under_way = False
             return dict.fromkeys(self._next_to_decode(decoding), 1)
         self._chunk_under_way = True
@@ -131,21 +131,28 @@ class Scheduler:
         prompt.passed_over = 0
         return {prompt: self._chunk_for(prompt, contended=bool(decoding))}
 
-    def _decoding_goes_first(self, prompt: Generation, decoding: Sequence[Generation]) -> bool:
+    def _decoding_goes_first(
+        self, prompt: Generation, prompts: Sequence[Generation], decoding: Sequence[Generation]
+    ) -> bool:
         if self._chunk_under_way:
             return True
         if self._may_borrow(prompt):
             return False
         if self.pace.decoding_is_due:
             return True
-        self.contended = self.pace.may_lend and any(self._goes_before(generation, prompt) for generation in decoding)
+        self.contended = self.pace.may_lend and any(self._goes_before(generation, prompts) for generation in decoding)
         return self.contended
 
-    def _goes_before(self, generation: Generation, prompt: Generation) -> bool:
-        """Whether the answer has just begun, and its first tokens are sooner there than that of the prompt."""
+    def _goes_before(self, generation: Generation, prompts: Sequence[Generation]) -> bool:
+        """Whether the answer has just begun, and its first tokens are sooner there than that of any prompt.
+
+        All of them, not only the next one: a short prompt may have to wait behind a long one that is overdue.
+        """
         first = _FIRST_TOKENS - generation.num_generated
-        soon = self.pace.is_sooner_done(first, prompt.num_to_launch, prompt.num_launched)
-        return first > 0 and soon and not generation.background
+        if first <= 0 or generation.background:
+            return False
+        awaited = (prompt for prompt in prompts if not prompt.background)
+        return all(self.pace.is_sooner_done(first, each.num_to_launch, each.num_launched) for each in awaited)
 
     def _may_borrow(self, prompt: Generation) -> bool:
         """Whether somebody waits for the prompt, it is short, and what is left of it may go before its turn."""

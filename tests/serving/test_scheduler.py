@@ -104,6 +104,23 @@ def test_a_prompt_waits_for_its_chunk_under_way() -> None:
     assert list(scheduler.schedule()) == [other]
 
 
+def test_first_tokens_go_before_a_long_prompt_but_not_where_a_short_one_waits_behind_it() -> None:
+    scheduler = make_scheduler(tokens_per_second=500)
+    scheduler.pace.step_took(0.05)
+    beginner = make_generation(10, wanted=100)
+    beginner.token_ids.append(1)
+    admit(scheduler, beginner, cached=10)
+    long = admit(scheduler, make_generation(2000))
+    long.passed_over = 3  # it is next, whoever else comes
+    assert scheduler.schedule() == {beginner: 1}
+    assert scheduler.contended
+    warm = admit(scheduler, make_generation(64, priority=BACKGROUND))
+    assert scheduler.schedule() == {beginner: 1}, "what is done in the background can wait"
+    scheduler.remove(warm)
+    admit(scheduler, make_generation(64))
+    assert list(scheduler.schedule()) == [long]
+
+
 # -- who is admitted --------------------------------------------------------------------------------------------------
 
 

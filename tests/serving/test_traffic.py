@@ -103,6 +103,15 @@ def test_prompts_that_arrive_together_do_not_wait_for_the_first_answers_of_each_
     assert firsts[-1] < 2 * prefilled
 
 
+def test_short_prompts_do_not_wait_for_first_answers_behind_an_overdue_long_one() -> None:
+    simulation = Simulation(costs=Costs(step=0.06, chunk=0.02, chunk_token=0.002))
+    simulation.submit(100_000, 1)
+    simulation.run(0.5)
+    simulation.run(20.0, [(number * 0.7, partial(simulation.submit, 64, 20)) for number in range(1, 28)])
+    waits = sorted(c.token_times[0] - c.arrived_at for c in simulation.clients.values() if c.token_times)
+    assert waits[-1] < 1.0
+
+
 def test_endless_first_tokens_leave_a_long_prompt_its_share() -> None:
     simulation = Simulation()
     long = simulation.submit(100_000, 1)
