@@ -133,6 +133,11 @@ class Generation:
             return self.num_to_launch == 1
         return self.num_to_launch == 0 and 0 < self.num_generated < self.max_tokens - 1
 
+    @property
+    def will_decode(self) -> bool:
+        """Whether it can decode once what is under way is done, which shows its first token, say."""
+        return bool(self.in_flight) and self.num_to_launch == 0 and self.num_generated < self.max_tokens - 1
+
     def lose_place(self) -> None:
         """Its sequence has been given up; what the device computes for it has no meaning any more."""
         self.sequence = None

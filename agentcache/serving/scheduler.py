@@ -126,10 +126,10 @@ class Scheduler:
             self._chunk_under_way = False
             return dict.fromkeys(self._next_to_decode(decoding), 1)
         self._chunk_under_way = True
-        self.contended = bool(decoding)
+        self.contended = any(generation.can_decode or generation.will_decode for generation in self.running)
         _pass_over(other for other in prompts if other is not prompt)
         prompt.passed_over = 0
-        return {prompt: self._chunk_for(prompt, contended=bool(decoding))}
+        return {prompt: self._chunk_for(prompt, contended=self.contended)}
 
     def _decoding_goes_first(
         self, prompt: Generation, prompts: Sequence[Generation], decoding: Sequence[Generation]

@@ -66,6 +66,17 @@ def test_with_nobody_decoding_chunks_are_large(num_tokens: int, expected: int) -
     assert scheduler.schedule() == {prompt: expected}
 
 
+@pytest.mark.parametrize(("wanted", "expected"), [(2, 128), (1, 512)])  # 200 tokens a stall
+def test_the_chunk_behind_the_end_of_a_prompt_lets_its_second_token_wait(wanted: int, expected: int) -> None:
+    scheduler = make_scheduler(tokens_per_second=2000)
+    short = admit(scheduler, make_generation(64, wanted=wanted))
+    long = admit(scheduler, make_generation(2000))
+    assert scheduler.schedule() == {short: 64}
+    short.in_flight = 64
+    assert scheduler.schedule() == {long: expected}
+    assert scheduler.contended == (wanted > 1)
+
+
 def test_a_step_is_a_decode_batch_or_one_chunk() -> None:
     scheduler = make_scheduler()
     rows = [decoding(scheduler), decoding(scheduler)]

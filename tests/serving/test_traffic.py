@@ -93,6 +93,17 @@ def test_a_short_request_beside_a_16k_prompt_takes_about_twice_as_long_as_alone(
     assert statistics.median(during) < max(most, 2.1) * run(0, long_prompt=False)
 
 
+def test_the_second_token_beside_a_long_prompt_does_not_wait_longer_than_a_stall() -> None:
+    """With nobody else there, the chunk behind the end of its own prompt was as long as if nobody decoded."""
+    simulation = Simulation()
+    simulation.submit(16_384, 1)
+    simulation.run(1.0)
+    short = simulation.submit(64, 16)
+    while short.done_at is None:
+        simulation.step()
+    assert max(short.gaps) < 1.2 * MAX_STALL + simulation.costs.decode(1)
+
+
 def test_prompts_that_arrive_together_do_not_wait_for_the_first_answers_of_each_other() -> None:
     """All of them are waited for; that one has begun to answer is no reason to let the next one wait."""
     simulation = Simulation(costs=Costs(step=0.03, step_row=0.01, chunk=0.02, chunk_token=0.004))
