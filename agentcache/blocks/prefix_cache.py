@@ -226,7 +226,8 @@ class PrefixCache:
         sequence.closed = True
         self._sequences.discard(sequence)
         for index, table in enumerate(sequence.tables):
-            for block_id in table.block_ids:
+            # The last one first: then the next sequence gets them in their order, and a restore fills them as one run.
+            for block_id in reversed(table.block_ids):
                 if block_id >= 0:
                     self.slots.pools[index].release(block_id)
             table.block_ids.clear()

@@ -74,6 +74,17 @@ def run(cache: PrefixCache, token_ids: list[int]) -> Sequence:
     return sequence
 
 
+def test_slots_that_a_sequence_leaves_are_used_in_the_same_order_again() -> None:
+    """Those of a warm-up, say: blocks from files are put into ascending slots at once."""
+    cache, used = PrefixCache([FULL, WINDOW], 40), []
+    for _ in range(3):
+        sequence = start(cache, [])
+        cache.reserve(sequence, 4 * BLOCK_SIZE)
+        used.append([list(table.block_ids) for table in sequence.tables])
+        cache.abandon(sequence)
+    assert used == [[[0, 1, 2, 3], [0, 1, 2, 3]]] * 3
+
+
 def test_a_tail_that_nobody_goes_on_from_is_continued_in_place() -> None:
     cache = PrefixCache([FULL], 20)
     cache.close(run(cache, [1] * 300))
