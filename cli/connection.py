@@ -80,10 +80,10 @@ class InProcess:
         return answer
 
 
-def open_engine(config: Config) -> Engine:
+def open_engine(config: Config, *, warm_up: bool = False) -> Engine:
     from agentcache.serving.async_engine import AsyncEngine
 
-    engine: Engine = AsyncEngine(config, warm_up=True)
+    engine: Engine = AsyncEngine(config, warm_up=warm_up)
     return engine
 
 

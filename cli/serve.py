@@ -104,7 +104,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     from agentcache.server.app import create_app
     from agentcache.server.drain import DrainingServer
 
-    engine = open_engine(config)
+    engine = open_engine(config, warm_up=True)
     failures: list[BaseException] = []
 
     def on_start(failure: BaseException | None) -> None:

@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine()
 
-    def open_engine(config: Config) -> FakeEngine:
+    def open_engine(config: Config, *, warm_up: bool = False) -> FakeEngine:
         engine.config = config  # type: ignore[attr-defined]
         return engine
 

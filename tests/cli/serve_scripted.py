@@ -23,7 +23,8 @@ class Scripted(FakeEngine):
         print("engine closed", flush=True)
 
 
-def open_engine(config: Config) -> FakeEngine:
+def open_engine(config: Config, *, warm_up: bool) -> FakeEngine:
+    assert warm_up
     error = {"in-use": CacheFolderInUse("the cache folder is in use"), "crash": ValueError("bad weights")}
     return Scripted(script=slow, ready=False, start_error=error.get(os.environ.get("SCRIPTED_FAILURE", "")))
 

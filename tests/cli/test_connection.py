@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.cli.connection import agent_path, connect, running_server, url_of
+from agentcache.cli.connection import agent_path, connect, open_engine, running_server, url_of
 from agentcache.client import Client, ServerError
 from agentcache.config import Config
 from agentcache.errors import CacheFolderInUse, InvalidRequest
+from agentcache.serving.async_engine import AsyncEngine
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import FakeEngine
 
@@ -68,6 +69,13 @@ def test_a_named_folder_is_opened_here(
         assert not isinstance(cache, Client)
     assert engine.config.cache_dir == tmp_path / "mine"  # type: ignore[attr-defined]
     assert engine.closed
+
+
+def test_only_a_server_is_warmed_up() -> None:
+    """A command asks once: what it would save there it has paid before."""
+    for engine, warm in ((open_engine(Config()), False), (open_engine(Config(), warm_up=True), True)):
+        assert isinstance(engine, AsyncEngine)
+        assert engine._warm_up is warm
 
 
 def test_in_process_answers_and_refuses_like_a_server(engine: FakeEngine) -> None:
