@@ -84,7 +84,10 @@ class HealthWatch:
         self._command = [sys.executable, "-m", "agentcache.bench.soak_watch", str(port)]
 
     def __enter__(self) -> HealthWatch:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # A session of its own: Ctrl-C reaches the owner only, which then hears what was seen until then.
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         return self
 
     def __exit__(self, *error: object) -> None:
