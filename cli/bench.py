@@ -30,7 +30,7 @@ def default(context: typer.Context) -> None:
 @bench.command()
 def ttft(
     sizes: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "1K,2K,4K,8K,16K",
-    repeats: Annotated[int, typer.Option(min=1, max=16, help="Samples of each kind at each length.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, max=16, help="Samples of each kind at each length.")] = 5,
     model: Annotated[str | None, typer.Option(help="Folder or hub id. Default: the embedded model.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for ttft.json and ttft.png.")] = Path("agentcache-bench"),

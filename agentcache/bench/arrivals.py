@@ -22,7 +22,7 @@ from agentcache.bench.workload import TokenSource, turn_body
 from agentcache.server_process import ServerProcess
 
 _RUNNING_TOKENS = 16384  # more than they get to
-_APART_SECONDS = 1.0  # the long prompt and the short requests after it
+_APART_SECONDS = 4.0  # the long prompt and the short requests after it: each finds a settled server
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from agentcache.bench.plots import plot_ttft_by_size
 from agentcache.bench.reporting import kilobytes, number_table, write_json
-from agentcache.bench.ttft import Files, Plan, Sample, SizeResult
+from agentcache.bench.ttft import COLD, Files, Plan, Sample, SizeResult
 from agentcache.machine import describe_run
 
 KINDS = ("cold", "warm", "warm, evicted", "hot")
@@ -42,7 +42,8 @@ def _caveats(plan: Plan, results: Sequence[SizeResult]) -> list[str]:
     caveats = [
         "Block files were written moments before: warm reads come from the operating system's page cache, not from a "
         "disk at rest.",
-        f"Medians of {plan.repeats} samples, with minimum and maximum; one request at a time on an idle server.",
+        f"Medians of {plan.repeats} samples (cold: {min(COLD, plan.repeats)}), with minimum and maximum; one request at "
+        "a time on an idle server.",
         "The first request of each process is not measured; a cold start also loads the model, which is not counted.",
         "Times are the client's, over loopback HTTP; compare ratios within one run rather than times across machines.",
     ]

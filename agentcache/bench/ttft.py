@@ -3,11 +3,12 @@
 For each length an agent is given a seeded context of that many tokens; then it gets a short turn, again and again:
 
     cold            the whole prompt, in a new agent with a salt of its own: nothing is shared, everything is computed
-    hot             a fork of the agent, its blocks in RAM
     warm, evicted   a fork of the agent, after every agent's blocks have left RAM; same process
-    warm            a fork of the agent, in a new process, after SIGKILL of the one that cached the context
+    warm            a fork of the agent, in a new process, after SIGKILL of the one before
+    hot             another fork right after it in that process: the blocks are in RAM
 
-Forks let every repetition see the same context; each has a turn of its own, so that none finds the turn of another.
+Warm and hot take turns, so that a machine that others use too is the same for both. Forks let every repetition see the
+same context; each has a turn of its own, so that none finds the turn of another.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from agentcache.bench.workload import WORDS
 from agentcache.client import Client, Completion, ServerError
 from agentcache.server_process import SERVE, ServerProcess
 
+COLD = 3
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -32,7 +35,7 @@ class Plan:
 
     Args:
         sizes: context lengths in tokens.
-        repeats: samples of each kind at each length.
+        repeats: samples of each kind at each length; of cold turns, which take longest and vary least, COLD at most.
         model: folder or hub id; None for the embedded model.
         turn_tokens: tokens in the turn that follows the context.
         new_tokens: tokens generated after it.
@@ -40,7 +43,7 @@ class Plan:
     """
 
     sizes: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
-    repeats: int = 3
+    repeats: int = 5
     model: str | None = None
     seed: int = 0
     turn_tokens: int = 16
@@ -126,9 +129,9 @@ class _SizeBench:
             self._make_workload(server.client)
             self._measure_cold(server.client)
             files = self._cache_context(server.client)
-            self._measure_hot(server.client)
             self._measure_evicted(server.client)
             self._fork(server.client, "warm")
+            self._fork(server.client, "hot")
             server.kill()
         self._measure_restarted()
         return SizeResult(self._size, tuple(self._samples), _read_files(files))
@@ -148,7 +151,7 @@ class _SizeBench:
         self._turns = [[first, *rng.choices(vocabulary, k=self._plan.turn_tokens - 1)] for first in firsts]
 
     def _measure_cold(self, client: Client) -> None:
-        for repeat in range(self._plan.repeats):
+        for repeat in range(min(COLD, self._plan.repeats)):
             agent = f"cold-{repeat}"
             self._turn(client, "cold", agent, repeat, salt=agent)
             client.request("DELETE", f"/v1/agents/{agent}")
@@ -158,11 +161,6 @@ class _SizeBench:
         before = _block_files(self._cache_dir)
         client.cache_prompt(self._context, agent="context")
         return sorted(_block_files(self._cache_dir) - before)
-
-    def _measure_hot(self, client: Client) -> None:
-        self._fork(client, "hot")
-        for repeat in range(self._plan.repeats):
-            self._turn(client, "hot", f"hot-{repeat}", repeat)
 
     def _measure_evicted(self, client: Client) -> None:
         self._fork(client, "evicted")
@@ -176,6 +174,7 @@ class _SizeBench:
                 # The first request of a process pays for more than its own work; the measured one should not.
                 server.client.complete(self._turns[-1], max_tokens=2, temperature=0, salt="warm-up")
                 self._turn(server.client, "warm", f"warm-{repeat}", repeat)
+                self._turn(server.client, "hot", f"hot-{repeat}", repeat)
                 server.kill()
 
     def _fork(self, client: Client, name: str) -> None:
