@@ -42,8 +42,8 @@ def _caveats(plan: Plan, results: Sequence[SizeResult]) -> list[str]:
     caveats = [
         "Block files were written moments before: warm reads come from the operating system's page cache, not from a "
         "disk at rest.",
-        f"Medians of {plan.repeats} samples (cold: {min(COLD, plan.repeats)}), with minimum and maximum; one request at "
-        "a time on an idle server.",
+        f"Medians of {plan.repeats} samples (cold: {min(COLD, plan.repeats)}), with minimum and maximum; one request "
+        "at a time on an idle server.",
         "The first request of each process is not measured; a cold start also loads the model, which is not counted.",
         "Times are the client's, over loopback HTTP; compare ratios within one run rather than times across machines.",
     ]
