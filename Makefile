@@ -49,7 +49,7 @@ demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a r
 
 # Two processes with one BLAS thread each: most tests are short and single-threaded. The longest file goes first.
 test: $(DEV_STAMP) ## run the tests
-	OPENBLAS_NUM_THREADS=1 $(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OPENBLAS_NUM_THREADS=1 $(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=12 $(ARGS)
 
 lint: $(DEV_STAMP) ## check style and that imports only go down the floors
 	$(BIN)/ruff check .
