@@ -5,7 +5,7 @@ For each length an agent is given a seeded context of that many tokens; then it 
     cold            the whole prompt, in a new agent with a salt of its own: nothing is shared, everything is computed
     warm, evicted   a fork of the agent, after every agent's blocks have left RAM; same process
     warm            a fork of the agent, in a new process, after SIGKILL of the one before
-    hot             another fork right after it in that process: the blocks are in RAM
+    hot             another fork right after it in that process, its blocks in RAM
 
 Warm and hot take turns, so that a machine that others use too is the same for both. Forks let every repetition see the
 same context; each has a turn of its own, so that none finds the turn of another.
@@ -18,6 +18,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,7 @@ class _SizeBench:
                 # The first request of a process pays for more than its own work; the measured one should not.
                 server.client.complete(self._turns[-1], max_tokens=2, temperature=0, salt="warm-up")
                 self._turn(server.client, "warm", f"warm-{repeat}", repeat)
+                _restore(server.client, f"hot-{repeat}")
                 self._turn(server.client, "hot", f"hot-{repeat}", repeat)
                 server.kill()
 
@@ -223,6 +225,12 @@ def _evict_all(client: Client) -> None:
     """Forks share blocks, and a block leaves RAM only when no agent keeps it there."""
     for agent in client.request("GET", "/v1/agents")["data"]:
         client.request("POST", f"/v1/agents/{agent['id']}/evict")
+
+
+def _restore(client: Client, agent: str) -> None:
+    """Bring an agent's own last block into RAM, too; of one that a server has forgotten the next turn tells."""
+    with suppress(ServerError):
+        client.request("POST", f"/v1/agents/{agent}/restore")
 
 
 def _block_files(cache_dir: Path) -> set[Path]:
