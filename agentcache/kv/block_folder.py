@@ -66,7 +66,7 @@ class BlockFolder:
         path = self._path(header.block_key)
         try:
             data = read_file(path, max_encoded_size(self._spec, header))
-            tensors = decode_block(self._spec, header, data)
+            block = decode_block(self._spec, header, data)
         except FileNotFoundError:
             self._usage.forget(path)
             raise BlockMissing(f"there is no file for block {header.block_key}") from None
@@ -74,12 +74,12 @@ class BlockFolder:
             self._usage.quarantine(str(error), path)
             raise BlockRejected(f"block {header.block_key}: {error}") from error
         self._usage.record_read(len(data))
-        return tensors
+        return block
 
     def decode_zeros(self, header: BlockHeader, count: int) -> list[Array]:
         """What `count` reads of a block of zeros would give; no file is touched."""
         arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in tensor_layout(self._spec, header).items()}
-        encoded = memoryview(encode_block(self._spec, header, arrays))
+        encoded = memoryview(encode_block(self._spec, header, arrays))  # of bytes, bytes() makes no copy
         return [decode_block(self._spec, header, bytes(encoded)) for _ in range(count)]
 
     def write(self, blocks: Sequence[BlockWrite]) -> int:

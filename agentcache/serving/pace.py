@@ -14,6 +14,7 @@ SMALLEST_CHUNK = 32  # below this a chunk costs nearly as much as it does with 3
 LARGEST_IDLE_CHUNK = 2048
 _IDLE_STALLS = 4  # stalls that a chunk may take while nobody decodes: whoever arrives meanwhile waits that long
 PATIENCE = 10  # stalls by which one side may be ahead of its share, for the sake of what is soon done
+_MOST_PATIENCE = 2.0  # seconds
 _DEPTH_UNIT = 256
 _WEIGHT = 0.5  # of the newest measurement
 
@@ -51,7 +52,7 @@ class Pace:
         self._idle_chunk = max(chunk, idle_chunk)
         self._rates: dict[int, _Rate] = {}  # by depth: the context's length as a power of two
         self._step_seconds = 0.0
-        self._patience = PATIENCE * max_stall
+        self._patience = min(PATIENCE * max_stall, _MOST_PATIENCE)
         self._owed = 0.0  # seconds of decoding; below zero it has had more than its share
 
     @property
@@ -70,11 +71,11 @@ class Pace:
 
     def may_borrow(self, num_tokens: int, context: int) -> bool:
         """Whether so many tokens of a prompt, of which `context` are computed, may go before their turn."""
-        return self._owed + self._estimate(num_tokens, context) * self._ratio <= self._patience
+        return self._owed / self._ratio + self._estimate(num_tokens, context) <= self._patience
 
     def is_short(self, num_tokens: int) -> bool:
         """Whether a prompt of which so many tokens are to be computed is soon done."""
-        return self._estimate(num_tokens, num_tokens // 2) * self._ratio <= self._patience
+        return self._estimate(num_tokens, num_tokens // 2) <= self._patience
 
     def _estimate(self, num_tokens: int, context: int) -> float:
         """Seconds that the tokens take behind `context` others."""

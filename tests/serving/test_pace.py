@@ -191,3 +191,15 @@ def test_a_prompt_is_short_that_is_soon_done() -> None:
     assert pace.is_short(900)
     assert not pace.is_short(1100)
     assert not make_pace(token_seconds=0.01).is_short(200), "assumed until it is measured"
+
+
+@pytest.mark.parametrize("decode_share", [0.1, 0.5, 0.9])
+def test_what_is_short_depends_on_no_share(decode_share: float) -> None:
+    pace = make_pace(decode_share=decode_share, token_seconds=0.001)
+    assert pace.is_short(900) and not pace.is_short(1100)
+    assert pace.may_borrow(900, 0) and not pace.may_borrow(1100, 0)
+
+
+def test_patience_has_an_end_where_stalls_may_be_long() -> None:
+    pace = make_pace(max_stall=10.0, token_seconds=0.001)
+    assert pace.is_short(1900) and not pace.is_short(2100)

@@ -51,8 +51,8 @@ def test_a_long_prompt_keeps_nobody_waiting_longer_than_a_stall(costs: Costs, de
         assert gaps[int(len(gaps) * 0.95)] <= max(most, smallest) + 1e-9
     # A short prompt may go before its turn; what it owes then is paid when it is done.
     ratio, patience = decode_share / (1 - decode_share), PATIENCE * MAX_STALL
-    may_be_short = simulation.prefilling_seconds * ratio < 1.5 * patience  # by what was measured when it came
-    decoding = simulation.decoding_seconds + max(most, smallest) * ratio + (patience if may_be_short else 0)
+    may_be_short = simulation.prefilling_seconds < 1.5 * patience  # by what was measured when it came
+    decoding = simulation.decoding_seconds + (max(most, smallest) + (patience if may_be_short else 0)) * ratio
     assert decoding >= decode_share * (decoding + simulation.prefilling_seconds)
     assert long.done_at is not None
 
