@@ -18,14 +18,15 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 from anyio.from_thread import start_blocking_portal
 
 from agentcache.bench.soak_clients import Client
-from agentcache.bench.soak_watch import Health, HealthWatch, Numbers, Observed, Sample, read_numbers
+from agentcache.bench.soak_judge import Judge
+from agentcache.bench.soak_watch import Health, HealthWatch, Numbers, Observed, read_numbers
 from agentcache.kv.verify import verify_folder
 from agentcache.server_process import ServerProcess
 
@@ -34,7 +35,6 @@ QUIET_SECONDS = 30.0
 HEALTH_MS = 200.0
 WARM_SECONDS = 60.0  # of load; before that memory may still grow
 SAMPLE_EVERY = 1.0
-NEARLY = 0.1  # how much less likely than the likeliest token a greedy choice may be: 4-bit rounding near a tie
 _NICENESS = 5  # of the clients: about a third of an ordinary thread's share
 SLACK_BYTES = 24 * 10**6  # of resident memory that may come and go
 GROWTH = 1.05
@@ -76,6 +76,7 @@ class SoakReport:
     answers: int = 0
     checked: int = 0
     same_tokens: int = 0
+    cut_otherwise: int = 0
 
     def require(self, holds: bool, what: str) -> None:
         if not holds:
@@ -91,6 +92,7 @@ class SoakReport:
         for outcome, count in sorted(self.outcomes.items()):
             yield f"{count:7}  {outcome}"
         yield f"{self.answers} answers; a quiet server judged {self.checked} and chose the same in {self.same_tokens}"
+        yield f"{self.cut_otherwise} were not nearly the likeliest unless the prompt was cut into other pieces"
         yield self.health_line
         for number in self.numbers[:: max(1, len(self.numbers) // 10)]:
             yield f"{number}"
@@ -263,12 +265,13 @@ class Soak:
 
     def _judge(self, quiet: ServerProcess) -> None:
         """A quiet server finds every sampled answer as greedy as it was meant to be."""
+        judge = Judge(partial(quiet.client.request, "POST", "/v1/completions"), seed=self._plan.seed)
         for sample in self._observed.samples[: self._plan.checked]:
+            verdict = judge.judge(sample)
             self._report.checked += 1
-            gap = _largest_gap(quiet, sample)
-            about = f"{sample.dialect}, {len(sample.prompt_token_ids)} + {len(sample.token_ids)} tokens"
-            self._report.require(gap <= NEARLY, f"a wrong answer ({about}): {gap:.2f} below the likeliest")
-            self._report.same_tokens += gap == 0
+            self._report.same_tokens += verdict.gap == 0
+            self._report.cut_otherwise += verdict.right and verdict.ways > 1
+            self._report.require(verdict.right, f"a wrong answer: {verdict}, {sample}")
 
 
 async def _yield_the_processor() -> None:
@@ -296,16 +299,6 @@ def _is_quiet(now: Numbers, before: Numbers) -> bool:
         and now.tasks <= before.tasks
         and now.open_files <= before.open_files
     )
-
-
-def _largest_gap(quiet: ServerProcess, sample: Sample) -> float:
-    """How much likelier than the token that was chosen another was, at worst; 0 where none was."""
-    body: dict[str, Any] = {"prompt": [*sample.prompt_token_ids, *sample.token_ids], "max_tokens": 0}
-    answer = quiet.client.request("POST", "/v1/completions", body | {"echo": True, "logprobs": 1})
-    logprobs = answer["choices"][0]["logprobs"]
-    chosen, top = logprobs["token_logprobs"], logprobs["top_logprobs"]
-    positions = range(len(sample.prompt_token_ids), len(chosen))
-    return float(max(max(top[position].values()) - chosen[position] for position in positions))
 
 
 @asynccontextmanager
