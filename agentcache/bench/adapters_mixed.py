@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from agentcache.adapter_settings import Policy
 from agentcache.bench.adapters_made import MadeAdapter, Passage, PassageSource
 from agentcache.bench.adapters_switch import Peer
-from agentcache.bench.streams import Stream, run_together, steady_rate
+from agentcache.bench.streams import Stream, run_at_once, run_together, steady_rate
 from agentcache.bench.workload import turn_body
 from agentcache.server_process import ServerProcess
 
@@ -89,9 +89,9 @@ class MixedBench:
         return [(self._prompt(*row), row[1]) for row in zip(self._contexts, self._rows, strict=True)]
 
     def _round(self) -> Mixed:
-        base = self._ours([(prompt, None) for prompt, _ in self._requests()])
+        base = run_at_once(lambda: self._ours([(prompt, None) for prompt, _ in self._requests()]))
         alone = [self._ours([row])[0] for row in self._requests()]
-        together = self._ours(self._requests())
+        together = run_at_once(lambda: self._ours(self._requests()))
         theirs = [self._theirs(row) for row in self._requests()]
         return Mixed(
             rows=len(together),

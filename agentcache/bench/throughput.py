@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agentcache.bench.streams import Stream, median_rate, run_together, steady_rate
+from agentcache.bench.streams import Stream, median_rate, run_at_once, run_together, steady_rate
 from agentcache.bench.workload import TokenSource, turn_body
 from agentcache.server_process import ServerProcess
 
@@ -102,7 +102,7 @@ class _Bench:
         return {count: self._measure(count, alone[:count]) for count in self._plan.agents}
 
     def _measure(self, count: int, alone: Sequence[Stream]) -> Throughput:
-        together = self._turns(range(count))
+        together = run_at_once(lambda: self._turns(range(count)))
         return Throughput(
             agents=count,
             system=steady_rate(together),

@@ -15,6 +15,7 @@ from agentcache.bench.streams import (
     gaps_ms,
     overall_rate,
     percentile,
+    run_at_once,
     run_together,
     steady_rate,
 )
@@ -87,3 +88,9 @@ def test_the_steady_rate_counts_only_while_all_decode() -> None:
 def test_there_is_no_steady_rate_of_streams_that_do_not_meet() -> None:
     with pytest.raises(BenchmarkFailed):
         steady_rate([stream_of([1.0, 2.0]), stream_of([3.0, 4.0])])
+
+
+def test_streams_that_do_not_meet_are_run_again_a_few_times() -> None:
+    apart, meeting = [stream_of([1.0, 2.0]), stream_of([3.0, 4.0])], [stream_of([1.0, 3.0]), stream_of([2.0, 4.0])]
+    assert run_at_once(iter([apart, meeting]).__next__) is meeting
+    assert run_at_once(iter([apart] * 3).__next__) is apart
