@@ -27,7 +27,7 @@ from anyio.from_thread import start_blocking_portal
 from agentcache.bench.soak_clients import Client
 from agentcache.bench.soak_judge import Judge
 from agentcache.bench.soak_watch import Health, HealthWatch, Numbers, Observed, read_numbers
-from agentcache.kv.verify import verify_folder
+from agentcache.kv.verify import FolderReport, verify_folder
 from agentcache.server_process import ServerProcess
 
 PATIENCE = 600.0  # for one answer: 200 clients stand in line for a few places; a lost answer never comes
@@ -120,7 +120,8 @@ class Soak:
         with self._server(self._cache_dir) as server:
             self._run_beside(server, self._second_half, self._plan.seconds * 0.7)
             self._report.require(self._stop(server) == 0, "the server did not stop in order")
-        self._verify("at the end")
+        left = self._verify("at the end").unnamed_blocks
+        self._report.require(left == 0, f"{left} blocks on disk belong to no agent")
         self._check_log()
         with self._server(self._folder / "quiet") as quiet:
             self._judge(quiet)
@@ -252,10 +253,11 @@ class Soak:
         server._process.send_signal(signal.SIGTERM)
         return server._process.wait(PATIENCE)
 
-    def _verify(self, when: str) -> None:
+    def _verify(self, when: str) -> FolderReport:
         verified = verify_folder(self._cache_dir)
         self._report.failures += [f"{when}: {problem}" for problem in verified.problems]
         self._report.require(verified.agents > 0 and verified.blocks > 0, f"{when}: the cache folder is empty")
+        return verified
 
     def _check_log(self) -> None:
         log = (self._folder / "server.log").read_text(encoding="utf-8", errors="replace")

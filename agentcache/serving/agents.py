@@ -14,7 +14,7 @@ from agentcache.kv.manifest import AgentRecord, valid_id
 
 
 class AgentTable:
-    """All agents of the served model, by id, and how many of them name each group's part of a block on disk.
+    """All agents of the served model, by id, and how many of them or of their turns need each group's part of a block.
 
     Args:
         model: fingerprint of the served model.
@@ -94,9 +94,13 @@ class AgentTable:
         if self._busy[agent_id] <= 0:
             del self._busy[agent_id]
 
-    def names(self, name: BlockName) -> bool:
-        """Whether some agent's memory on disk includes this."""
-        return self._references[name] > 0
+    def claim(self, names: Iterable[BlockName]) -> None:
+        """A turn that is not saved yet writes these, or counts on them; they have to stay until its `release`."""
+        self._references.update(names)
+
+    def release(self, names: Iterable[BlockName]) -> set[BlockName]:
+        """End a claim; returns what nobody names any more."""
+        return self._drop(list(names))
 
     def put(self, record: AgentRecord) -> set[BlockName]:
         """Add or replace an agent; returns what nobody names any more."""

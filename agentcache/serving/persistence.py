@@ -98,11 +98,15 @@ class Persistence:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def save_blocks(self, sequence: CacheSequence, blocks: Iterable[LaneBlock], written: Callable[[int], None]) -> None:
-        """Write blocks that an agent's request has just filled, without waiting: its manifest will name them.
+        """Write blocks that an agent's request has just filled, without waiting; its manifest will name them.
+
+        They stay until `release`, which has to follow.
 
         Args:
             written: gets the number of bytes, some time before the turn is committed.
         """
+        blocks = list(blocks)
+        self._agents.claim(_names(blocks))
         targets = [
             _Target(block.node, index, sequence.tables[index].block_id(block.node.position))
             for block in blocks
@@ -112,8 +116,12 @@ class Persistence:
         if targets:
             self._write(targets, lambda result: written(_count(result)))
 
+    def release(self, blocks: Iterable[LaneBlock]) -> None:
+        """A turn that gave these to `save_blocks` is committed, or did not happen; delete what nobody else names."""
+        self._forget(self._agents.release(_names(blocks)))
+
     def commit(self, record: AgentRecord, blocks: Sequence[LaneBlock], done: Callable[[Saved], None]) -> None:
-        """Make a turn durable: its blocks, then the agent's manifest.
+        """Make a turn durable: its blocks, then the agent's manifest. A turn that fails leaves no file.
 
         Args:
             record: the agent after the turn, which names `blocks`.
@@ -123,13 +131,19 @@ class Persistence:
         # The durable part of the record in memory changes only when the disk has changed.
         durable = self._agents.get(record.id) if record.id in self._agents else replace(record, num_saved=0, blocks=())
         self._agents.put(replace(record, num_saved=durable.num_saved, blocks=durable.blocks))
+        self._agents.claim(record.block_names)
+
+        def settle(saved: Saved) -> None:
+            self._forget(self._agents.release(record.block_names))
+            done(saved)
+
         targets = [
             _Target(block.node, index, block.node.block_ids[index])
             for block in blocks
             for index in block.groups
             if index in block.node.block_ids and self._wanted(block.node, index)
         ]
-        self._write(targets, lambda result: self._save_record(record, blocks, result, done))
+        self._write(targets, lambda result: self._save_record(record, blocks, result, settle))
 
     def _wanted(self, node: Node, index: int) -> bool:
         return index not in node.stored and index not in node.pending
@@ -274,11 +288,6 @@ class Persistence:
         self._forget(released)
         return released
 
-    def forget_unnamed(self, blocks: Iterable[LaneBlock]) -> None:
-        """Delete blocks that were written for a turn that did not happen, unless some agent's memory includes them."""
-        names = {name for block in blocks for name in block.named.names}
-        self._forget({name for name in names if not self._agents.names(name)})
-
     # -- numbers ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -304,6 +313,10 @@ def _is_outgrown(tail: Node, group: int) -> bool:
         producer=tail.producer,
     )
     return bool(longer.items)
+
+
+def _names(blocks: Iterable[LaneBlock]) -> list[BlockName]:
+    return [name for block in blocks for name in block.named.names]
 
 
 def _count(result: int | StoreError) -> int:

@@ -56,7 +56,7 @@ class Turns:
     def drop(self, generation: Generation) -> None:
         """A turn that leaves no trace: the agent is as before, and what was written for it is deleted."""
         self._set_idle(generation)
-        self._persistence.forget_unnamed(generation.saved_early)
+        self._persistence.release(generation.saved_early)
 
     def take(self, generation: Generation, token: int, score: TokenScore | None) -> None:
         """A row's known tokens are all computed: take the chosen one, or end.
@@ -144,6 +144,7 @@ class Turns:
             blocks=tuple(block.named for block in blocks),
         )
         self._persistence.commit(record, blocks, lambda saved: self._end(generation, saved))
+        self._persistence.release(generation.saved_early)
 
     def _end(self, generation: Generation, saved: Saved | None) -> None:
         """The last update, when the turn is safe on disk or known not to be."""

@@ -13,6 +13,7 @@ from typing import Any
 from agentcache.blocks.keys import Producer
 from agentcache.blocks.transcript import Transcript
 from agentcache.config import Config
+from agentcache.kv.verify import verify_folder
 from agentcache.serving.activation import AdapterUse
 from agentcache.serving.engine import Engine
 from agentcache.serving.generation import Generation
@@ -115,3 +116,4 @@ def by_hand(model: Path, cache_dir: Path, **settings: Any) -> Iterator[ByHand]:
         engine.close()
         while not posted.empty():
             posted.get()()
+    assert verify_folder(cache_dir).unnamed_blocks == 0

@@ -16,6 +16,7 @@ from unittest import mock
 
 from agentcache.blocks.transcript import Transcript
 from agentcache.config import Config
+from agentcache.kv.verify import verify_folder
 from agentcache.llm import LLM, Completion, SamplingParams
 from agentcache.models import loader
 from agentcache.serving.engine import Engine
@@ -51,7 +52,7 @@ def proving_once(model: Path) -> Iterator[None]:
 
 @contextmanager
 def open_llm(model: Path, cache_dir: Path, **settings: Any) -> Iterator[LLM]:
-    """An LLM with small budgets; at the end no request may hold a block, and every block is accounted for."""
+    """An LLM with small budgets; at the end no request may hold a block, and every block and file is accounted for."""
     values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
     with proving_once(model):
         llm = LLM.from_config(Config(model=str(model), cache_dir=cache_dir, **values))
@@ -60,6 +61,7 @@ def open_llm(model: Path, cache_dir: Path, **settings: Any) -> Iterator[LLM]:
         check_idle(llm)
     finally:
         llm.close()
+    assert verify_folder(cache_dir).unnamed_blocks == 0
 
 
 def check_idle(llm: LLM) -> None:

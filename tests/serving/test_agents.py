@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -22,18 +23,23 @@ BLOCKS = st.dictionaries(st.sampled_from("uvwxyz"), st.sampled_from([(0,), (1,),
 )
 
 
+def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
+    return [name for block in blocks for name in block.names]
+
+
 class AgentMachine(RuleBasedStateMachine):
-    """`records` is what the table holds; a group's part of a block is released when its last agent lets go of it."""
+    """`records` is what the table holds; a group's part of a block goes when the last agent or claim lets go."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = AgentTable("model")
         self.records: dict[str, AgentRecord] = {}
         self.busy: Counter[str] = Counter()
+        self.claims: list[tuple[NamedBlock, ...]] = []
 
     def named(self) -> Counter[tuple[str, int]]:
-        blocks = (block for record in self.records.values() for block in record.blocks)
-        return Counter((block.chain, group) for block in blocks for group in block.groups)
+        named = (*(record.blocks for record in self.records.values()), *self.claims)
+        return Counter((block.chain, group) for blocks in named for block in blocks for group in block.groups)
 
     @rule(agent_id=IDS, blocks=BLOCKS, last_used=st.integers(0, 9))
     def put(self, agent_id: str, blocks: tuple[NamedBlock, ...], last_used: int) -> None:
@@ -78,6 +84,18 @@ class AgentMachine(RuleBasedStateMachine):
         del self.records[agent_id]
         assert self.table.remove(agent_id) == before - set(self.named())
 
+    @rule(blocks=BLOCKS)
+    def claim(self, blocks: tuple[NamedBlock, ...]) -> None:
+        self.claims.append(blocks)
+        self.table.claim(names_of(blocks))
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        before = set(self.named())
+        blocks = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
+        assert self.table.release(names_of(blocks)) == before - set(self.named())
+
     @rule(agent_id=IDS, busy=st.booleans())
     def work(self, agent_id: str, busy: bool) -> None:
         if busy:
@@ -94,7 +112,6 @@ class AgentMachine(RuleBasedStateMachine):
         assert len(self.table) == len(self.records)
         assert all((agent_id in self.table) is (agent_id in self.records) for agent_id in ("ada", "Ada", "bob", "carl"))
         assert self.table._references == self.named()
-        assert all(self.table.names(BlockName(*name)) for name in self.named())
 
     @invariant()
     def the_oldest_idle_one_with_blocks_goes_first(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from agentcache.kv.verify import verify_folder
 from agentcache.llm import LLM
+from tests.serving.by_hand import by_hand
 from tests.serving.conversation import (
     BLOCK_BYTES,
     TokenTalk,
@@ -112,3 +113,41 @@ def test_a_disk_budget_that_holds_less_than_a_turn(model: Path, tmp_path: Path) 
         assert llm.stats().disk_bytes <= 3 * BLOCK_BYTES
     with open_llm(model, tmp_path, disk_budget=3 * BLOCK_BYTES) as llm:
         assert after_first.turn(llm, 320).report.cache_state == "warm"
+
+
+def test_a_turn_that_does_not_fit_leaves_its_room_to_others(model: Path, tmp_path: Path) -> None:
+    """Blocks go to disk while the prompt is computed; those of a turn that then cannot be saved go again."""
+    with open_llm(model, tmp_path, disk_budget=6 * BLOCK_BYTES) as llm:
+        assert llm.generate(make_ids(2600, seed=1), greedy(1), agent="long").report.saved is False
+        assert llm.generate(make_ids(600, seed=2), greedy(1), agent="short").report.saved
+    assert verify_folder(tmp_path).unnamed_blocks == 0
+
+
+@pytest.mark.parametrize("step", ["log", "manifest"])
+def test_blocks_of_a_turn_without_a_manifest_go(step: str, model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        assert llm.generate(make_ids(300, seed=1), greedy(1), agent="alice").report.saved
+        repair = fail_writes(llm, step)
+        assert not llm.generate(make_ids(900, seed=2), greedy(1), agent="alice").report.saved
+        repair()
+        assert llm.generate(make_ids(300, seed=3), greedy(1), agent="bob").report.saved
+    report = verify_folder(tmp_path)
+    assert (report.unnamed_blocks, report.missing_blocks, report.problems) == (0, 0, ())
+
+
+def test_blocks_that_another_turn_is_about_to_name_stay(model: Path, tmp_path: Path) -> None:
+    """Two turns share a prompt; one is dropped when the other has found the blocks written, and has no manifest yet."""
+    prompt = make_ids(700, seed=1)
+    with by_hand(model, tmp_path) as hand:
+        dropped, kept = hand.submit(prompt, greedy(9), "dropped"), hand.submit([*prompt, 7], greedy(1), "kept")
+        while kept.generation not in hand.engine.turns.ending:
+            hand.step()
+        hand.engine.cancel(dropped.generation)
+        hand.run(kept)
+        assert kept.report.saved
+    report = verify_folder(tmp_path)
+    assert (report.unnamed_blocks, report.missing_blocks) == (0, 0)
+    with by_hand(model, tmp_path) as hand:
+        again = hand.submit([*prompt, 7, 8], greedy(1), "kept")
+        hand.run(again)
+        assert again.report.computed_tokens == 1
