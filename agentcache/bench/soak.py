@@ -26,6 +26,7 @@ from anyio.from_thread import start_blocking_portal
 
 from agentcache.bench.soak_clients import Client
 from agentcache.bench.soak_judge import Judge
+from agentcache.bench.soak_memory import ALIKE, differences, recompute
 from agentcache.bench.soak_watch import Health, HealthWatch, Numbers, Observed, read_numbers
 from agentcache.kv.verify import FolderReport, verify_folder
 from agentcache.server_process import ServerProcess
@@ -77,6 +78,7 @@ class SoakReport:
     checked: int = 0
     same_tokens: int = 0
     cut_otherwise: int = 0
+    differences: dict[str, float] = field(default_factory=dict)
 
     def require(self, holds: bool, what: str) -> None:
         if not holds:
@@ -93,6 +95,9 @@ class SoakReport:
             yield f"{count:7}  {outcome}"
         yield f"{self.answers} answers; a quiet server judged {self.checked} and chose the same in {self.same_tokens}"
         yield f"{self.cut_otherwise} were not nearly the likeliest unless the prompt was cut into other pieces"
+        if self.differences:
+            worst = max(self.differences.values())
+            yield f"{len(self.differences)} blocks on disk; from what a quiet server makes they differ by {worst:.2f}"
         yield self.health_line
         for number in self.numbers[:: max(1, len(self.numbers) // 10)]:
             yield f"{number}"
@@ -123,8 +128,11 @@ class Soak:
         left = self._verify("at the end").unnamed_blocks
         self._report.require(left == 0, f"{left} blocks on disk belong to no agent")
         self._check_log()
-        with self._server(self._folder / "quiet") as quiet:
+        quiet_dir = self._folder / "quiet"
+        with ServerProcess(quiet_dir, self._folder / "quiet.log", model=self._plan.model) as quiet:
             self._judge(quiet)
+            recompute(self._cache_dir, quiet.client)
+        self._compare(quiet_dir)
         self._check_health()
         self._report.failures += self._observed.complaints
         self._report.answers = self._observed.seen
@@ -274,6 +282,12 @@ class Soak:
             self._report.same_tokens += verdict.gap == 0
             self._report.cut_otherwise += verdict.right and verdict.ways > 1
             self._report.require(verdict.right, f"a wrong answer: {verdict}, {sample}")
+
+    def _compare(self, quiet_dir: Path) -> None:
+        """What the agents' memory on disk holds is what a quiet server makes of their tokens."""
+        self._report.differences = differences(self._cache_dir, quiet_dir)
+        for key, difference in self._report.differences.items():
+            self._report.require(difference <= ALIKE, f"block {key} differs by {difference:.2f} of its vectors' length")
 
 
 async def _yield_the_processor() -> None:
