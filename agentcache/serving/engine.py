@@ -233,7 +233,7 @@ class Engine:
         sequence = generation.place
         published = self.cache.advance(sequence, token_ids)
         self.trunk.advance(sequence)
-        if generation.request.agent is not None:
+        if generation.request.agent is not None and self.persistence.fits(generation.num_prompt_tokens):
             generation.saved_early += published
             self.persistence.save_blocks(sequence, published, generation.note_written)
         self.cache.leave_window(sequence)

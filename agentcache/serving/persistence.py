@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agentcache.blocks.keys import BlockName, Namespace, block_key
+from agentcache.blocks.keys import BLOCK_SIZE, BlockName, Namespace, block_key
 from agentcache.blocks.lanes import spans
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
@@ -97,6 +97,13 @@ class Persistence:
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
+    def fits(self, num_tokens: int) -> bool:
+        """Whether the disk budget could hold an agent of so many tokens if there were no other."""
+        return self._bytes_of(num_tokens) <= self._store.disk_budget
+
+    def _bytes_of(self, num_tokens: int) -> int:
+        return sum(group.bytes_per_block for group in self._cache.groups) * num_tokens // BLOCK_SIZE
+
     def save_blocks(self, sequence: CacheSequence, blocks: Iterable[LaneBlock], written: Callable[[int], None]) -> None:
         """Write blocks that an agent's request has just filled, without waiting; its manifest will name them.
 
@@ -131,6 +138,10 @@ class Persistence:
         # The durable part of the record in memory changes only when the disk has changed.
         durable = self._agents.get(record.id) if record.id in self._agents else replace(record, num_saved=0, blocks=())
         self._agents.put(replace(record, num_saved=durable.num_saved, blocks=durable.blocks))
+        if not self.fits(record.num_saved):  # nobody else's blocks are dropped for it
+            budget, num_bytes = self._store.disk_budget, self._bytes_of(record.num_saved)
+            self._fail(record.id, StoreError(f"its {num_bytes} bytes pass the disk budget of {budget}"), done)
+            return
         self._agents.claim(record.block_names)
 
         def settle(saved: Saved) -> None:

@@ -123,6 +123,16 @@ def test_a_turn_that_does_not_fit_leaves_its_room_to_others(model: Path, tmp_pat
     assert verify_folder(tmp_path).unnamed_blocks == 0
 
 
+def test_nobody_makes_room_for_what_can_never_fit(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path, disk_budget=6 * BLOCK_BYTES) as llm:
+        for seed, agent in enumerate(("alice", "bob")):
+            assert llm.generate(make_ids(300, seed=seed), greedy(1), agent=agent).report.saved
+        turn = llm.generate(make_ids(2600, seed=9), greedy(1), agent="long")
+        assert turn.report.saved is False and "budget" in (turn.report.save_error or "")
+        assert turn.report.written_bytes == 0
+        assert llm.agent("alice").disk_bytes and llm.agent("bob").disk_bytes
+
+
 @pytest.mark.parametrize("step", ["log", "manifest"])
 def test_blocks_of_a_turn_without_a_manifest_go(step: str, model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
