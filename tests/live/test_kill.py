@@ -48,8 +48,9 @@ class Talk:
         """The same turn on each of `servers`, whose answers must not differ."""
         asked = self.ask(text)
         answers = [chat(server, asked, MAX_TOKENS, agent=self.agent) for server in servers]
-        assert all(outcome(answer) == outcome(answers[0]) for answer in answers)
-        assert all(all_ids(answer) == all_ids(answers[0]) for answer in answers)
+        for answer in answers[1:]:
+            assert outcome(answer) == outcome(answers[0])
+            assert all_ids(answer) == all_ids(answers[0])
         self.messages = [*asked, answers[0]["choices"][0]["message"]]
         return answers
 
