@@ -94,6 +94,10 @@ class AgentTable:
         if self._busy[agent_id] <= 0:
             del self._busy[agent_id]
 
+    def needs(self, name: BlockName) -> bool:
+        """Whether some agent names this, or some turn claims it."""
+        return self._references[name] > 0
+
     def claim(self, names: Iterable[BlockName]) -> None:
         """A turn that is not saved yet writes these, or counts on them; they have to stay until its `release`."""
         self._references.update(names)

@@ -174,6 +174,9 @@ class Persistence:
                 self._cache.mark_unwritten(target.node, target.group)
             else:
                 self._cache.mark_stored(target.node, target.group)
+        # A write that had to wait for room may come after its turn has gone.
+        names = [BlockName(target.node.chain, target.group) for target in targets]
+        self._forget({name for name in names if not self._agents.needs(name)})
         done(result)
 
     def _snapshot(self, target: _Target) -> BlockWrite:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from agentcache.errors import DiskBudgetExceeded
+from agentcache.kv.store import BlockWrite
 from agentcache.kv.verify import verify_folder
 from agentcache.llm import LLM
 from tests.serving.by_hand import by_hand
@@ -143,6 +145,35 @@ def test_blocks_of_a_turn_without_a_manifest_go(step: str, model: Path, tmp_path
         assert llm.generate(make_ids(300, seed=3), greedy(1), agent="bob").report.saved
     report = verify_folder(tmp_path)
     assert (report.unnamed_blocks, report.missing_blocks, report.problems) == (0, 0, ())
+
+
+def test_a_write_that_waited_for_room_and_came_too_late(model: Path, tmp_path: Path) -> None:
+    """The turn is cancelled between a write that finds no room and the same write after room has been made."""
+    with by_hand(model, tmp_path) as hand:
+        hand.run(hand.submit(make_ids(300, seed=1), greedy(1), "idle"))
+        store = hand.engine.persistence.store
+        write = store.write_blocks
+
+        tries: list[int] = []
+
+        def once_full(blocks: Sequence[BlockWrite]) -> int:
+            tries.append(len(blocks))
+            if len(tries) == 1:
+                raise DiskBudgetExceeded("it is full")
+            return write(blocks)
+
+        store.write_blocks = once_full  # type: ignore[method-assign]
+        late = hand.submit(make_ids(700, seed=2), greedy(9), "late")
+        while not late.generation.saved_early:
+            hand.step()
+        hand.engine.persistence.flush()
+        hand.engine.cancel(late.generation)
+        while not hand.posted.empty():
+            hand.posted.get()()
+            hand.engine.persistence.flush()
+        assert len(tries) > 1
+    report = verify_folder(tmp_path)
+    assert (report.agents, report.blocks, report.unnamed_blocks) == (1, 0, 0)  # room was made, and is free
 
 
 def test_blocks_that_another_turn_is_about_to_name_stay(model: Path, tmp_path: Path) -> None:
