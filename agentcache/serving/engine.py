@@ -12,9 +12,7 @@ from agentcache.errors import (
     AgentCacheError,
     ConfigError,
     ContextLengthExceeded,
-    EngineStopped,
     InvalidRequest,
-    RequestError,
 )
 from agentcache.kv.store import Store
 from agentcache.models.allocator import keep_freed_memory
@@ -111,7 +109,10 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Write what is queued and let go of the cache folder."""
+        """Write what is queued and let go of the cache folder.
+
+        What is then posted of it comes too late to do anything: run what is posted until nothing `is_writing` before.
+        """
         try:
             self.runner.wait()
         finally:  # also when the device has failed
@@ -152,11 +153,20 @@ class Engine:
             self.counters.cancelled += 1
             self._release(generation)
 
-    def fail_all(self, error: BaseException) -> None:
-        """Tell every waiter that nothing more comes."""
-        stopped = error if isinstance(error, RequestError) else EngineStopped(f"the engine has stopped: {error}")
-        for generation in [*self.scheduler, *self.turns.ending]:
-            generation.emit(stopped)
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is still on its way to the disk: who waits for its turn to be safe is told when it is."""
+        return self.persistence.is_writing
+
+    def drop_all(self, error: AgentCacheError) -> None:
+        """End every request that is not complete; it leaves no trace."""
+        for generation in list(self.scheduler):
+            self._fail(generation, error)
+
+    def fail_all(self, error: AgentCacheError) -> None:
+        """Tell everyone whose request is not complete that nothing more comes, and touch nothing."""
+        for generation in list(self.scheduler):
+            generation.emit(error)
 
     def _fail(self, generation: Generation, error: AgentCacheError) -> None:
         self._release(generation)

@@ -85,17 +85,17 @@ class EngineThread:
             mx.clear_streams()
 
     def _run_until_stopped(self, engine: Engine) -> None:
-        end: BaseException = _shutting_down()
+        end: AgentCacheError = _shutting_down()
         try:
             self._serve(engine)
+            engine.drop_all(end)
         except BaseException as error:
             log.exception("the engine has failed")
             self.failure = error
             end = EngineStopped(f"the engine has failed: {error}")
-        try:
             engine.fail_all(end)
-            engine.close()
-            self._drain()
+        try:
+            self._close(engine)
         finally:
             self._hand_over()
             self._loop.call_soon_threadsafe(self._tell_waiters, end)
@@ -108,6 +108,17 @@ class EngineThread:
             if engine.has_work:
                 engine.step()
             self._hand_over()
+
+    def _close(self, engine: Engine) -> None:
+        """Have turns that are being saved become safe, and what nobody names deleted; then give the folder back."""
+        try:
+            self._hand_over()
+            while engine.is_writing:
+                self._inbox.get()()
+                self._hand_over()
+        finally:
+            engine.close()
+            self._drain()
 
     def _drain(self) -> None:
         while not self._inbox.empty():

@@ -61,6 +61,7 @@ class Persistence:
         self._namespace = namespace
         self._post = post
         self._writer = Writer()
+        self._unsettled = 0
         self.save_failures = 0
 
     def close(self) -> None:
@@ -174,9 +175,7 @@ class Persistence:
                 self._cache.mark_unwritten(target.node, target.group)
             else:
                 self._cache.mark_stored(target.node, target.group)
-        # A write that had to wait for room may come after its turn has gone.
-        names = [BlockName(target.node.chain, target.group) for target in targets]
-        self._forget({name for name in names if not self._agents.needs(name)})
+        self._forget(name for name in _target_names(targets) if not self._agents.needs(name))
         done(result)
 
     def _snapshot(self, target: _Target) -> BlockWrite:
@@ -241,8 +240,10 @@ class Persistence:
 
     def _submit(self, run: Callable[[], int], done: Callable[[int | StoreError], None], num_bytes: int = 0) -> None:
         """Queue a write; where the disk budget forbids it, drop least recently used agents' blocks and try again."""
+        self._unsettled += 1
 
         def settle(result: int | StoreError) -> None:
+            self._unsettled -= 1
             if isinstance(result, DiskBudgetExceeded) and self._make_room():
                 self._submit(run, done, num_bytes)
             else:
@@ -267,28 +268,28 @@ class Persistence:
         self._forget(released)
         return True
 
-    def _forget(self, names: set[BlockName]) -> None:
+    def _forget(self, names: Iterable[BlockName]) -> None:
         """Delete the files of what no agent names any more, and from RAM the tails that longer ones have replaced.
 
-        Other tails stay until their turn comes: an agent's next request may be with the adapter before last.
+        What is being written stays: its turn comes when it is written, if nobody wants it then. Other tails stay
+        until their turn comes: an agent's next request may be with the adapter before last.
         """
-        if not names:
-            return
-        self._note_missing(names, still_there=lambda key: False)
+        keys: list[str] = []
         for name in names:
             node = self._cache.tree.node(name.chain)
-            if node is not None and not node.is_full and _is_outgrown(node, name.group):
-                self._cache.slots.drop(node, name.group)
-        keys = [block_key(name.chain, self._cache.groups[name.group].name) for name in names]
-        # A write of such a block may be under way; the file it leaves is deleted after it, and known only until then.
-        settle = partial(self._note_missing, names, still_there=self._store.has)
-        self._writer.submit(partial(self._store.delete_blocks, keys), lambda result: self._post(settle))
+            if node is not None and name.group in node.pending:
+                continue
+            keys.append(block_key(name.chain, self._cache.groups[name.group].name))
+            if node is not None:
+                self._forget_node(node, name.group)
+        if keys:
+            self._writer.submit(partial(self._store.delete_blocks, keys), lambda result: None)
 
-    def _note_missing(self, names: set[BlockName], still_there: Callable[[str], bool]) -> None:
-        for name in names:
-            node = self._cache.tree.node(name.chain)
-            if node is not None and name.group in node.stored and not still_there(self._key(node, name.group)):
-                self._cache.mark_missing(node, name.group)
+    def _forget_node(self, node: Node, group: int) -> None:
+        if not node.is_full and _is_outgrown(node, group):
+            self._cache.slots.drop(node, group)
+        if group in node.stored:
+            self._cache.mark_missing(node, group)
 
     def delete_agent(self, record: AgentRecord, done: Callable[[Saved], None]) -> set[BlockName]:
         """Forget an agent on disk; blocks that others name stay. Returns what nobody names any more."""
@@ -303,6 +304,11 @@ class Persistence:
         return released
 
     # -- numbers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the outcome of some write has yet to be posted here and run."""
+        return self._unsettled > 0
 
     def flush(self) -> None:
         """Wait until every write queued so far is done (used at start and at the end, never while serving)."""
@@ -331,6 +337,10 @@ def _is_outgrown(tail: Node, group: int) -> bool:
 
 def _names(blocks: Iterable[LaneBlock]) -> list[BlockName]:
     return [name for block in blocks for name in block.named.names]
+
+
+def _target_names(targets: Iterable[_Target]) -> list[BlockName]:
+    return [BlockName(target.node.chain, target.group) for target in targets]
 
 
 def _count(result: int | StoreError) -> int:

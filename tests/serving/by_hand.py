@@ -112,6 +112,8 @@ def by_hand(model: Path, cache_dir: Path, **settings: Any) -> Iterator[ByHand]:
             hand.step()
         engine.check_integrity()
         assert hand.live_blocks == 0
+        while engine.is_writing:
+            posted.get(timeout=30)()
     finally:
         engine.close()
         while not posted.empty():

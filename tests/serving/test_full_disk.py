@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -192,3 +193,29 @@ def test_blocks_that_another_turn_is_about_to_name_stay(model: Path, tmp_path: P
         again = hand.submit([*prompt, 7, 8], greedy(1), "kept")
         hand.run(again)
         assert again.report.computed_tokens == 1
+
+
+def test_blocks_under_way_to_disk_that_are_wanted_again_stay(model: Path, tmp_path: Path) -> None:
+    """A client leaves, and asks the same again before the disk has taken what was written for it."""
+    prompt, opened = make_ids(700, seed=1), threading.Event()
+    with by_hand(model, tmp_path) as hand:
+        store = hand.engine.persistence.store
+        write = store.write_blocks
+
+        def slowly(blocks: Sequence[BlockWrite]) -> int:
+            assert opened.wait(30)
+            return write(blocks)
+
+        store.write_blocks = slowly  # type: ignore[method-assign]
+        left = hand.submit(prompt, greedy(9), "alice")
+        while not left.generation.saved_early:
+            hand.step()
+        hand.engine.cancel(left.generation)
+        again = hand.submit(prompt, greedy(1), "alice")
+        while again.generation not in hand.engine.turns.ending:
+            hand.step()
+        opened.set()
+        hand.run(again)
+        assert again.report.saved, again.report.save_error
+    report = verify_folder(tmp_path)
+    assert (report.agents, report.unnamed_blocks, report.missing_blocks) == (1, 0, 0)
