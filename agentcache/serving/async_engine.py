@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -20,12 +20,13 @@ from agentcache.errors import AgentCacheError, Conflict, EngineStopped, Overload
 from agentcache.models.embedded import embedded_model_path
 from agentcache.serving.adapter_loader import AdapterLoader
 from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.agent_turns import AgentTurns
+from agentcache.serving.agent_turns import AgentTurns, Turn
 from agentcache.serving.engine import Engine
 from agentcache.serving.engine_thread import EngineThread, Receive
 from agentcache.serving.generation import Generation, Saved
 from agentcache.serving.output import Output
 from agentcache.serving.prepare import Prepared, agent_policy, choose_adapter, match_prompt, prepare_request
+from agentcache.serving.receiver import Receiver
 from agentcache.serving.report import AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.serving.request import Request
 
@@ -123,8 +124,8 @@ class AsyncEngine:
             raise Overloaded("too many requests are waiting; try again later")
         self._active += 1
         try:
-            async with self._turns.turn(request.agent):
-                await self._run(self._thread.alive(), request, _Receiver(take), submitted_at)
+            async with self._turns.turn(request.agent) as turn:
+                await self._run(self._thread.alive(), request, Receiver(take), submitted_at, turn)
         finally:
             self._active -= 1
 
@@ -134,18 +135,29 @@ class AsyncEngine:
         match = await self._in_background(match_prompt, request, engine.agents, engine.loaded.tokenizer)
         return len(match.transcript.ids)
 
-    async def _run(self, engine: Engine, request: Request, receiver: _Receiver, submitted_at: float) -> None:
+    async def _run(self, engine: Engine, request: Request, receiver: Receiver, submitted_at: float, turn: Turn) -> None:
         """Have the engine work on the request once its adapter is there, until its end or a cancellation."""
         choice = choose_adapter(engine.agents, request)
-        with self._thread.told_of_the_end(receiver):
+        generation: Generation | None = None
+        self._thread.tell_of_the_end(receiver, until=receiver.settled)
+        try:
             async with self.adapters.lease(choice.name) as adapter:
                 known = (engine.agents, engine.loaded.tokenizer)
                 prepared = await self._in_background(prepare_request, request, *known, adapter, choice.policy)
                 generation = self._submit(engine, request, prepared, receiver, submitted_at)
-                try:
-                    await receiver.ended
-                finally:
-                    self._thread.post(lambda: engine.cancel(generation))
+                turn.lasts_until(receiver.settled)
+                await receiver.ended
+        finally:
+            if generation is None:
+                receiver.settle()
+            else:
+                self._thread.post(partial(self._leave, engine, generation, receiver))
+
+    def _leave(self, engine: Engine, generation: Generation, receiver: Receiver) -> None:
+        """On the engine's thread: whatever is not being saved by now is over."""
+        engine.cancel(generation)
+        if generation not in engine.turns.ending:
+            self._thread.call_back(receiver.settle)
 
     def _submit(
         self, engine: Engine, request: Request, prepared: Prepared, receive: Receive, submitted_at: float
@@ -198,34 +210,37 @@ class AsyncEngine:
             InvalidRequest: the adapter cannot be used under that policy.
             Conflict: there is such an agent.
         """
-        settled = agent_policy(self.adapters.get(adapter) if adapter is not None else None, policy)
-        async with self._turns.turn(agent_id):
-            await self._save(lambda engine, done: engine.memory.create(agent_id, adapter, settled, system, done))
+        chosen = agent_policy(self.adapters.get(adapter) if adapter is not None else None, policy)
+        async with self._turns.turn(agent_id) as turn:
+            await self._save([turn], lambda engine, done: engine.memory.create(agent_id, adapter, chosen, system, done))
             return await self.agent(agent_id)
 
     async def fork_agent(self, agent_id: str, new_id: str) -> AgentInfo:
         """A new agent with the same memory, sharing every block; raises NotFound, Conflict."""
         # In one order for all, or two that fork into each other's place would wait for ever.
         first, second = sorted((agent_id, new_id))
-        async with self._turns.turn(first), self._turns.turn(second if second != first else None):
-            await self._save(lambda engine, done: engine.memory.fork(agent_id, new_id, done))
+        async with self._turns.turn(first) as one, self._turns.turn(second if second != first else None) as two:
+            await self._save([one, two], lambda engine, done: engine.memory.fork(agent_id, new_id, done))
             return await self.agent(new_id)
 
     async def delete_agent(self, agent_id: str) -> None:
         """Forget an agent in RAM and on disk; raises NotFound."""
-        async with self._turns.turn(agent_id):
-            await self._save(lambda engine, done: engine.memory.delete(agent_id, done))
+        async with self._turns.turn(agent_id) as turn:
+            await self._save([turn], lambda engine, done: engine.memory.delete(agent_id, done))
 
     async def save_agent(self, agent_id: str) -> AgentInfo:
         """Return when everything the agent has is on disk; raises NotFound, StoreError."""
-        async with self._turns.turn(agent_id):
-            await self._save(lambda engine, done: engine.memory.save(agent_id, done))
+        async with self._turns.turn(agent_id) as turn:
+            await self._save([turn], lambda engine, done: engine.memory.save(agent_id, done))
             return await self.agent(agent_id)
 
     async def restore_agent(self, agent_id: str) -> RestoreReport:
         """Bring an agent's blocks from disk into RAM; raises NotFound."""
-        async with self._turns.turn(agent_id):
-            return await self._thread.callback(lambda engine, done: engine.memory.restore(agent_id, done))
+        async with self._turns.turn(agent_id) as turn:
+            restored: asyncio.Future[RestoreReport] = self._thread.begin(
+                lambda engine, done: engine.memory.restore(agent_id, done)
+            )
+            return await _result([turn], restored)
 
     async def evict_agent(self, agent_id: str) -> AgentInfo:
         """Free the agent's RAM; it stays on disk; raises NotFound."""
@@ -233,8 +248,8 @@ class AsyncEngine:
             await self._call(lambda engine: engine.memory.evict(agent_id))
             return await self.agent(agent_id)
 
-    async def _save(self, function: Callable[[Engine, Callable[[Saved], None]], None]) -> None:
-        saved: Saved = await self._thread.callback(function)
+    async def _save(self, turns: Sequence[Turn], function: Callable[[Engine, Callable[[Saved], None]], None]) -> None:
+        saved: Saved = await _result(turns, self._thread.begin(function))
         if saved.error is not None:
             raise StoreError(saved.error)
 
@@ -264,6 +279,14 @@ class AsyncEngine:
         await self._call(lambda engine: engine.clear())
 
 
+async def _result(turns: Iterable[Turn], work: asyncio.Future[T]) -> T:
+    """What comes of `work`; the turns last until then, even if who waits here is cancelled."""
+    for turn in turns:
+        turn.lasts_until(work)
+    await asyncio.wait({work})
+    return work.result()
+
+
 def _model_path(config: Config) -> str:
     return config.model or str(embedded_model_path(Path(config.cache_dir).parent))
 
@@ -283,25 +306,3 @@ def _describe(engine: Engine, config: Config) -> ModelInfo:
         has_chat_template=loaded.tokenizer.has_chat_template,
         tool_format=loaded.tokenizer.tool_format,
     )
-
-
-class _Receiver:
-    """Hands the updates of one request to `take`, up to the last one, an error, or the cancellation of `ended`."""
-
-    def __init__(self, take: Callable[[Update], None]) -> None:
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._take = take
-
-    def __call__(self, update: Update | BaseException) -> None:
-        if self.ended.done():
-            return
-        if isinstance(update, BaseException):
-            self.ended.set_exception(update)
-            return
-        try:
-            self._take(update)
-        except Exception as error:  # the other requests' updates come behind this one
-            self.ended.set_exception(error)
-        else:
-            if update.report is not None:
-                self.ended.set_result(None)

@@ -6,8 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -132,9 +131,9 @@ class EngineThread:
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run `function` on the engine's thread and return what it returns."""
-        return await self.callback(lambda engine, done: done(function(engine)))
+        return await self.begin(lambda engine, done: done(function(engine)))
 
-    async def callback(self, function: Callable[[Engine, Callable[[T | BaseException], None]], None]) -> T:
+    def begin(self, function: Callable[[Engine, Callable[[T | BaseException], None]], None]) -> asyncio.Future[T]:
         """Run `function` on the engine's thread; the result is what it hands to its second argument, some time."""
         engine = self.alive()
         future: asyncio.Future[T] = self._loop.create_future()
@@ -153,9 +152,9 @@ class EngineThread:
             if not future.done():
                 future.set_exception(end)
 
-        with self.told_of_the_end(tell):
-            self.post(run)
-            return await future
+        self.tell_of_the_end(tell, until=future)
+        self.post(run)
+        return future
 
     # -- and back -----------------------------------------------------------------------------------------------------
 
@@ -171,18 +170,25 @@ class EngineThread:
             updates, self._outbox = self._outbox, []
             self._loop.call_soon_threadsafe(_hand_out, updates)
 
-    @contextmanager
-    def told_of_the_end(self, tell: Callable[[BaseException], None]) -> Iterator[None]:
-        """Inside, `tell` is called if the engine ends: there may be waiters that the engine does not know of."""
-        self._waiters.add(tell)
-        try:
-            yield
-        finally:
+    def tell_of_the_end(self, tell: Callable[[BaseException], None], *, until: asyncio.Future[Any]) -> None:
+        """Call `tell` if the engine ends before `until` is done: there may be waiters that it does not know of."""
+
+        def forget(done: asyncio.Future[Any]) -> None:
             self._waiters.discard(tell)
+            if not done.cancelled():
+                done.exception()  # who would be told of it may have left
+
+        self._waiters.add(tell)
+        until.add_done_callback(forget)
 
     def _tell_waiters(self, end: BaseException) -> None:
         for tell in list(self._waiters):
             tell(end)
+
+    def call_back(self, function: Callable[[], None]) -> None:
+        """Run `function` on the event loop soon, not before what was sent to it by now. On the engine's thread only."""
+        self._hand_over()
+        self._loop.call_soon_threadsafe(function)
 
     def _deliver(self, future: asyncio.Future[Any], result: Any = None, error: BaseException | None = None) -> None:
         def settle() -> None:

@@ -93,6 +93,12 @@ class ByHand:
             else:
                 self.posted.get(timeout=30)()
 
+    def finish_writing(self) -> None:
+        """Nothing is on its way to the disk any more, nor is anything to be deleted."""
+        while self.engine.is_writing:
+            self.posted.get(timeout=30)()
+        self.engine.persistence.flush()
+
     @property
     def live_blocks(self) -> int:
         return self.engine.cache.count_blocks().live
@@ -112,8 +118,7 @@ def by_hand(model: Path, cache_dir: Path, **settings: Any) -> Iterator[ByHand]:
             hand.step()
         engine.check_integrity()
         assert hand.live_blocks == 0
-        while engine.is_writing:
-            posted.get(timeout=30)()
+        hand.finish_writing()
     finally:
         engine.close()
         while not posted.empty():

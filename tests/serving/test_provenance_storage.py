@@ -203,5 +203,5 @@ def test_a_turn_that_is_cancelled_leaves_no_file(model: Path, tmp_path: Path) ->
             hand.step()
         assert receiver.generation.saved_early
         hand.engine.cancel(receiver.generation)
-        hand.engine.persistence.flush()
+        hand.finish_writing()
         assert files(tmp_path) == before
