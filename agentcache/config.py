@@ -57,7 +57,7 @@ class Config:
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
         max_body_bytes: largest request body.
-        prefill_chunk: prompt tokens computed at once while others generate, at most.
+        prefill_chunk: prompt tokens computed at once, at most; on a GPU up to 2,048 while nobody generates.
         max_stall_ms: milliseconds that computing prompt tokens may keep others from generating.
         decode_share: share of the time that generating gets while prompts wait; above 0 and below 1.
         adapters: loaded at start.

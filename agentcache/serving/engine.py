@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import mlx.core as mx
+
 from agentcache.blocks.keys import Namespace
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.config import Config
@@ -27,7 +29,7 @@ from agentcache.serving.counters import Counters, cache_stats
 from agentcache.serving.generation import Generation
 from agentcache.serving.guard import MemoryGuard
 from agentcache.serving.memory import AgentMemory
-from agentcache.serving.pace import LARGEST_IDLE_CHUNK, Pace
+from agentcache.serving.pace import Pace, idle_chunk
 from agentcache.serving.persistence import Persistence
 from agentcache.serving.report import CacheStats
 from agentcache.serving.restore import Restorer
@@ -37,7 +39,8 @@ from agentcache.serving.turns import Turns
 from agentcache.serving.warm_up import warm_up
 
 _PREALLOCATED_BYTES = 32 << 20
-_ASSUMED_FLOPS = 50e9  # of prefilling, until it has been measured: a slow machine
+# Of prefilling, until it has been measured: slow machines of their kind.
+_CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS = 50e9, 2e12, 50e12
 
 
 class Engine:
@@ -98,15 +101,22 @@ class Engine:
         return config.trunk_budget // self.loaded.trunk.block_bytes() if config.trunk_budget else 0
 
     def _pace(self, config: Config) -> Pace:
-        windowed = any(group.window is not None for group in self.loaded.spec.groups)
+        max_stall, token_seconds = config.max_stall_ms / 1e3, 2 * self.loaded.num_parameters / _assumed_flops()
         return Pace(
-            max_stall=config.max_stall_ms / 1e3,
+            max_stall=max_stall,
             decode_share=config.decode_share,
             chunk=config.prefill_chunk,
-            # A larger chunk would hold more of a window's blocks at once than the window needs.
-            idle_chunk=config.prefill_chunk if windowed else LARGEST_IDLE_CHUNK,
-            token_seconds=2 * self.loaded.num_parameters / _ASSUMED_FLOPS,
+            idle_chunk=self._idle_chunk(config.prefill_chunk, max_stall, token_seconds),
+            token_seconds=token_seconds,
         )
+
+    def _idle_chunk(self, chunk: int, max_stall: float, token_seconds: float) -> int:
+        windowed = any(group.window is not None for group in self.loaded.spec.groups)
+        # A larger chunk would hold more of a window's blocks at once than the window needs. And on a CPU it only costs
+        # time: without fused attention the scores of all its tokens are computed, also those that are masked.
+        if windowed or mx.default_device() == mx.cpu:
+            return chunk
+        return idle_chunk(chunk, max_stall=max_stall, token_seconds=token_seconds)
 
     def close(self) -> None:
         """Write what is queued and let go of the cache folder.
@@ -271,3 +281,9 @@ class Engine:
             trunk_ram_bytes=self.loaded.trunk.blocks.nbytes,
             computed_layer_tokens=self.loaded.trunk.layer_tokens,
         )
+
+
+def _assumed_flops() -> float:
+    if mx.default_device() == mx.cpu:
+        return _CPU_FLOPS
+    return _CUDA_FLOPS if mx.cuda.is_available() else _METAL_FLOPS

@@ -4,6 +4,9 @@ A prefill chunk can cost as much as a hundred decode steps, so what is shared is
 a chunk is as large as fits into `max_stall`, and after it decoding gets its share before the next one. A short prompt
 may go before its turn, and so may the first tokens of an answer; both are on account, and what one side is ahead of its
 share the other gets later.
+
+While nobody decodes, nothing measured counts: where a prompt is cut decides the last digits of its keys and values, and
+those should be the same in every process, however busy its machine is.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SMALLEST_CHUNK = 32  # below this a chunk costs nearly as much as it does with 32 tokens
-LARGEST_IDLE_CHUNK = 2048
+_LARGEST_IDLE_CHUNK = 2048
 _IDLE_STALLS = 4  # stalls that a chunk may take while nobody decodes: whoever arrives meanwhile waits that long
 PATIENCE = 10  # stalls by which one side may be ahead of its share, for the sake of what is soon done
 _MOST_PATIENCE = 2.0  # seconds
@@ -31,6 +34,20 @@ class _Rate:
         return self.seconds * max(1.0, (context + _DEPTH_UNIT) / (self.context + _DEPTH_UNIT))
 
 
+def idle_chunk(chunk: int, *, max_stall: float, token_seconds: float) -> int:
+    """Tokens for a chunk while nobody decodes: `chunk`, doubled as long as it is taken to last a few stalls at most.
+
+    Args:
+        chunk: tokens of the largest chunk while somebody does.
+        max_stall: seconds.
+        token_seconds: what a token is taken to cost.
+    """
+    num_tokens = chunk
+    while 2 * num_tokens <= min(_LARGEST_IDLE_CHUNK, _IDLE_STALLS * max_stall / token_seconds):
+        num_tokens *= 2
+    return num_tokens
+
+
 class Pace:
     """Measured rates, and what decoding is owed.
 
@@ -38,7 +55,7 @@ class Pace:
         max_stall: seconds that a prefill chunk may take while anyone decodes.
         decode_share: share of the time that decoding gets, counted from chunk to chunk.
         chunk: prompt tokens computed at once while anyone decodes, at most; above 0.
-        idle_chunk: the same while nobody does.
+        idle_chunk: the same while nobody does (`idle_chunk`).
         token_seconds: what a token of a chunk is taken to cost before any has been measured.
     """
 
@@ -49,7 +66,7 @@ class Pace:
         self._assumed_seconds = token_seconds
         self._ratio = decode_share / (1 - decode_share)
         self._chunk = chunk
-        self._idle_chunk = max(chunk, idle_chunk)
+        self._idle_chunk = idle_chunk
         self._rates: dict[int, _Rate] = {}  # by depth: the context's length as a power of two
         self._step_seconds = 0.0
         self._patience = min(PATIENCE * max_stall, _MOST_PATIENCE)
@@ -87,18 +104,11 @@ class Pace:
         Args:
             contended: someone decodes.
         """
-        seconds = self._token_seconds(context)
         if not contended:
-            return self._idle_chunk_tokens(self.max_stall * _IDLE_STALLS / (seconds or self._assumed_seconds))
+            return self._idle_chunk
+        seconds = self._token_seconds(context)
         smallest = min(SMALLEST_CHUNK, self._chunk)
         return smallest if seconds is None else max(smallest, int(min(self.max_stall / seconds, self._chunk)))
-
-    def _idle_chunk_tokens(self, affordable: float) -> int:
-        """In steps of two: sizes then hardly depend on what was just measured, nor do the last digits of results."""
-        num_tokens = self._chunk
-        while 2 * num_tokens <= min(affordable, self._idle_chunk):
-            num_tokens *= 2
-        return num_tokens
 
     def _token_seconds(self, context: int) -> float | None:
         """Seconds per token, from the nearest depth measured at or above `context`; None before any measurement."""

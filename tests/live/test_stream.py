@@ -86,7 +86,7 @@ def test_leaving_a_stream_ends_it(live_server: ServerProcess, agent: str, path: 
 def test_leaving_early(live_server: ServerProcess, agent: str, phase: str, stream: bool) -> None:
     complete(live_server, make_ids(30, seed=32), 3, agent=agent)
     info, computed = agent_info(live_server, agent), stats(live_server)["computed_tokens"]
-    length = 3000 if phase == "prefill" else 20
+    length = 20_000 if phase == "prefill" else 20  # seconds of prefilling, so that there is time to leave
     prompt = make_ids(length, seed=int(agent[-8:], 16))
     body = {"prompt": prompt, "agent": agent, "max_tokens": FAR, "ignore_eos": True, "stream": stream}
     reached = computed + (1 if phase == "prefill" else 60)

@@ -26,9 +26,6 @@ from agentcache.serving.request import Request, TokenPrompt
 T = TypeVar("T")
 RAM_BUDGET = 64 << 20
 DISK_BUDGET = 256 << 20
-# A lone prompt stays in one piece on any machine: outcomes are compared to the last digit, and where a prompt is
-# cut otherwise, 4-bit values may be rounded otherwise.
-STALL_MS = 1000.0
 BLOCK_BYTES = 2 * 36864  # of the fixture `model`: two groups of a layer, two heads of 64 for keys and values
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "did", "not", "don't", "1", "23", "print(x)\n", "", "", "café", "🙂")
 
@@ -56,7 +53,7 @@ def proving_once(model: Path) -> Iterator[None]:
 @contextmanager
 def open_llm(model: Path, cache_dir: Path, **settings: Any) -> Iterator[LLM]:
     """An LLM with small budgets; at the end no request may hold a block, and every block and file is accounted for."""
-    values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET, "max_stall_ms": STALL_MS} | settings
+    values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
     with proving_once(model):
         llm = LLM.from_config(Config(model=str(model), cache_dir=cache_dir, **values))
     try:

@@ -17,7 +17,7 @@ from agentcache.models.detokenizer import Detokenizer
 from agentcache.serving.admission import Admission
 from agentcache.serving.generation import Generation
 from agentcache.serving.output import Output
-from agentcache.serving.pace import LARGEST_IDLE_CHUNK, Pace
+from agentcache.serving.pace import Pace, idle_chunk
 from agentcache.serving.report import FinishReason
 from agentcache.serving.request import Priority, Request, TokenPrompt
 from agentcache.serving.restore import Restored
@@ -119,9 +119,8 @@ class Simulation:
     ) -> None:
         self.costs = costs or Costs()
         self.cache = PrefixCache([FullGroup()], num_blocks)
-        pace = Pace(
-            max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=LARGEST_IDLE_CHUNK, token_seconds=1.0
-        )
+        idle = idle_chunk(256, max_stall=MAX_STALL, token_seconds=self.costs.chunk_token)
+        pace = Pace(max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0)
         self.scheduler = Scheduler(max_running=max_running, pace=pace)
         self.admission = Admission(
             self.scheduler,

@@ -113,7 +113,7 @@ def test_a_generated_invocation_and_a_preemption(llm: LLM) -> None:
 
 @pytest.mark.parametrize(("name", "chunk"), [("a", 1), ("a", 7), ("a", 256), ("a", 10_000), ("plain", 7)])
 def test_chunks_of_any_size(name: str, chunk: int, qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    ids = make_ids(258) + INVOKE_A + make_ids(30, seed=1)
+    ids = make_ids(258) + INVOKE_A + make_ids(30, seed=2)
     with open_adapters(qwen3, tmp_path / "whole", folders) as llm:
         expected = ask(llm, ids, name)
     with open_adapters(qwen3, tmp_path / "cache", folders, prefill_chunk=chunk) as llm:

@@ -15,7 +15,17 @@ import pytest
 
 from agentcache.llm import Completion
 from tests.conftest import ModelFolder
-from tests.serving.conversation import Chat, TokenTalk, cold_ids, make_text, open_llm, outcome
+from tests.serving.conversation import (
+    Chat,
+    TokenTalk,
+    cold_ids,
+    engine_of,
+    greedy,
+    make_ids,
+    make_text,
+    open_llm,
+    outcome,
+)
 
 TOKENIZERS = ("byte_bpe", "byte_bpe_bos", "metaspace")
 MODELS = [
@@ -67,6 +77,22 @@ def test_turns_in_exact_lengths_after_a_restart(
         assert left.report.saved
     with open_llm(model, tmp_path / "kept") as cold:
         assert cold_ids(cold, kept[-1].prompt_token_ids, 3) == kept[-1].token_ids
+
+
+@pytest.mark.parametrize("tokens_per_second", [1, 10**6])
+def test_a_new_prompt_on_a_machine_of_another_pace(
+    tokens_per_second: float, model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    """One server has just started, one has found out how fast its machine is: both cut a prompt alike."""
+    model, prompts = model_folder("llama"), [make_ids(700, seed=seed) for seed in range(4)]
+    with open_llm(model, tmp_path / "new") as llm:
+        expected = [outcome(llm.generate(prompt, greedy(3))) for prompt in prompts]
+    with open_llm(model, tmp_path / "old") as llm:
+        pace = engine_of(llm).scheduler.pace
+        for prompt, of_a_new_one in zip(prompts, expected, strict=True):
+            for _ in range(20):
+                pace.chunk_took(256 / tokens_per_second, 256, 0, contended=False)
+            assert outcome(llm.generate(prompt, greedy(3))) == of_a_new_one
 
 
 @pytest.mark.parametrize(("architecture", "tokenizer"), CHATS)

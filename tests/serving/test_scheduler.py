@@ -66,7 +66,7 @@ def test_with_nobody_decoding_chunks_are_large(num_tokens: int, expected: int) -
     assert scheduler.schedule() == {prompt: expected}
 
 
-@pytest.mark.parametrize(("wanted", "expected"), [(2, 128), (1, 512)])  # 200 tokens a stall
+@pytest.mark.parametrize(("wanted", "expected"), [(2, 128), (1, 1024)])  # 200 tokens a stall
 def test_the_chunk_behind_the_end_of_a_prompt_lets_its_second_token_wait(wanted: int, expected: int) -> None:
     scheduler = make_scheduler(tokens_per_second=2000)
     short = admit(scheduler, make_generation(64, wanted=wanted))
