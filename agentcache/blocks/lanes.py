@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, BlockName, Producer, chain_key
 
@@ -113,8 +114,7 @@ def chain_keys(root: str, token_ids: Sequence[int], blocks: Iterable[BlockSpan])
     return chains
 
 
-@dataclass(frozen=True)
-class NamedBlock:
+class NamedBlock(NamedTuple):
     """A block by its address, and the cache groups of it that whoever names it has there."""
 
     chain: str

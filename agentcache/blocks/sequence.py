@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from agentcache.blocks.keys import Producer
 from agentcache.blocks.lanes import LaneLayout, NamedBlock
@@ -30,8 +31,7 @@ class Copy:
     target: int
 
 
-@dataclass(frozen=True)
-class LaneBlock:
+class LaneBlock(NamedTuple):
     """A block of a sequence's lane: the node, and the cache groups that the lane has in it."""
 
     node: Node

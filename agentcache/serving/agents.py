@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from agentcache.blocks.keys import BlockName
+from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import Conflict, InvalidRequest, NotFound
 from agentcache.kv.manifest import AgentRecord, valid_id
@@ -104,29 +105,33 @@ class AgentTable:
 
     def release(self, names: Iterable[BlockName]) -> set[BlockName]:
         """End a claim; returns what nobody names any more."""
-        return self._drop(list(names))
-
-    def put(self, record: AgentRecord) -> set[BlockName]:
-        """Add or replace an agent; returns what nobody names any more."""
-        old = self._records.get(record.id)
-        self._records[record.id] = record
-        self._references.update(record.block_names)
-        return self._drop(old.block_names if old else [])
-
-    def remove(self, agent_id: str) -> set[BlockName]:
-        """Forget an agent; returns what nobody names any more. Raises NotFound."""
-        names = self.get(agent_id).block_names
-        del self._records[agent_id]
-        return self._drop(names)
-
-    def _drop(self, names: list[BlockName]) -> set[BlockName]:
+        names = list(names)
         self._references.subtract(names)
         released = {name for name in names if self._references[name] <= 0}
         for name in released:
             del self._references[name]
         return released
 
+    def put(self, record: AgentRecord) -> set[BlockName]:
+        """Add or replace an agent; returns what nobody names any more."""
+        old = self._records.get(record.id)
+        before, after = set(old.blocks) if old else set(), set(record.blocks)
+        self._records[record.id] = record
+        self.claim(names_of(after - before))  # most blocks of a long context stay
+        return self.release(names_of(before - after))
+
+    def remove(self, agent_id: str) -> set[BlockName]:
+        """Forget an agent; returns what nobody names any more. Raises NotFound."""
+        blocks = self.get(agent_id).blocks
+        del self._records[agent_id]
+        return self.release(names_of(set(blocks)))
+
     def least_recently_used(self) -> AgentRecord | None:
         """The idle agent with blocks on disk that was used longest ago."""
         idle = [record for record in self if record.blocks and record.id not in self._busy]
         return min(idle, key=lambda record: record.last_used, default=None)
+
+
+def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
+    """All that whoever names these blocks needs on disk."""
+    return [name for block in blocks for name in block.names]

@@ -150,7 +150,7 @@ class AsyncEngine:
         finally:
             if generation is None:
                 receiver.settle()
-            else:
+            elif not receiver.settled.done():
                 self._thread.post(partial(self._leave, engine, generation, receiver))
 
     def _leave(self, engine: Engine, generation: Generation, receiver: Receiver) -> None:

@@ -10,12 +10,7 @@ import mlx.core as mx
 from agentcache.blocks.keys import Namespace
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.config import Config
-from agentcache.errors import (
-    AgentCacheError,
-    ConfigError,
-    ContextLengthExceeded,
-    InvalidRequest,
-)
+from agentcache.errors import AgentCacheError, ConfigError, ContextLengthExceeded, InvalidRequest
 from agentcache.kv.store import Store
 from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.footprint import Footprint

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,14 +16,14 @@ from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import LaneBlock
 from agentcache.blocks.sequence import Sequence as CacheSequence
-from agentcache.errors import DiskBudgetExceeded, StoreError
+from agentcache.errors import StoreError
 from agentcache.kv.manifest import AgentRecord
 from agentcache.kv.store import BlockWrite, Store
-from agentcache.kv.writer import Writer
 from agentcache.models.runner import ModelRunner
-from agentcache.serving.agents import AgentTable
+from agentcache.serving.agents import AgentTable, names_of
 from agentcache.serving.generation import Saved
 from agentcache.serving.restore import header_of
+from agentcache.serving.write_queue import WriteQueue
 
 log = logging.getLogger("agentcache.persistence")
 
@@ -36,6 +35,10 @@ class _Target:
     node: Node
     group: int
     block_id: int
+
+    @property
+    def name(self) -> BlockName:
+        return BlockName(self.node.chain, self.group)
 
 
 class Persistence:
@@ -59,14 +62,12 @@ class Persistence:
         self._store = store
         self._agents = agents
         self._namespace = namespace
-        self._post = post
-        self._writer = Writer()
-        self._unsettled = 0
+        self._writes = WriteQueue(post, self._make_room)
         self.save_failures = 0
 
     def close(self) -> None:
         """Finish everything that is queued."""
-        self._writer.close()
+        self._writes.close()
         self._store.close()
 
     # -- at start ---------------------------------------------------------------------------------------------------
@@ -143,10 +144,13 @@ class Persistence:
             budget, num_bytes = self._store.disk_budget, self._bytes_of(record.num_saved)
             self._fail(record.id, StoreError(f"its {num_bytes} bytes pass the disk budget of {budget}"), done)
             return
-        self._agents.claim(record.block_names)
+        claimed = names_of(set(record.blocks).difference(durable.blocks))
+        self._agents.claim(claimed)
+        self._agents.set_busy(record.id)  # so that nobody drops the durable ones for room
 
         def settle(saved: Saved) -> None:
-            self._forget(self._agents.release(record.block_names))
+            self._agents.set_idle(record.id)
+            self._forget(self._agents.release(claimed))
             done(saved)
 
         targets = [
@@ -165,7 +169,10 @@ class Persistence:
         for target in targets:
             target.node.pending.add(target.group)
         num_bytes = sum(array.nbytes for write in writes for array in write.arrays.values())
-        self._submit(partial(self._store.write_blocks, writes), partial(self._written, targets, done), num_bytes)
+        write, written = partial(self._store.write_blocks, writes), partial(self._written, targets, done)
+        self._writes.submit(
+            write, written, num_bytes, lambda: any(self._agents.needs(target.name) for target in targets)
+        )
 
     def _written(
         self, targets: Sequence[_Target], done: Callable[[int | StoreError], None], result: int | StoreError
@@ -175,7 +182,7 @@ class Persistence:
                 self._cache.mark_unwritten(target.node, target.group)
             else:
                 self._cache.mark_stored(target.node, target.group)
-        self._forget(name for name in _target_names(targets) if not self._agents.needs(name))
+        self._forget(target.name for target in targets if not self._agents.needs(target.name))
         done(result)
 
     def _snapshot(self, target: _Target) -> BlockWrite:
@@ -194,12 +201,12 @@ class Persistence:
             self._fail(record.id, result, done)
         elif any(not block.node.pending.isdisjoint(block.groups) for block in blocks):
             # A block went back into the queue behind a removal that makes room for it.
-            self._submit(lambda: result, lambda _: self._save_record(record, blocks, result, done))
+            self._writes.submit(lambda: result, lambda _: self._save_record(record, blocks, result, done))
         elif not self._restorable(blocks, record.num_saved):
             self._fail(record.id, StoreError("an earlier block of the agent could not be written"), done)
         else:
             save = partial(self._store.save_agent, record)
-            self._submit(save, lambda outcome: self._saved(record, result, outcome, done))
+            self._writes.submit(save, lambda outcome: self._saved(record, result, outcome, done))
 
     def _restorable(self, blocks: Sequence[LaneBlock], num_tokens: int) -> bool:
         """Whether the agent's tokens are on disk as far as they will be attended to."""
@@ -236,20 +243,9 @@ class Persistence:
             self._agents.set_idle(record.id)
             done(saved)
 
-        self._submit(partial(self._store.save_agent, record), lambda outcome: self._saved(record, 0, outcome, settle))
-
-    def _submit(self, run: Callable[[], int], done: Callable[[int | StoreError], None], num_bytes: int = 0) -> None:
-        """Queue a write; where the disk budget forbids it, drop least recently used agents' blocks and try again."""
-        self._unsettled += 1
-
-        def settle(result: int | StoreError) -> None:
-            self._unsettled -= 1
-            if isinstance(result, DiskBudgetExceeded) and self._make_room():
-                self._submit(run, done, num_bytes)
-            else:
-                done(result)
-
-        self._writer.submit(run, lambda result: self._post(lambda: settle(result)), num_bytes)
+        self._writes.submit(
+            partial(self._store.save_agent, record), lambda outcome: self._saved(record, 0, outcome, settle)
+        )
 
     # -- deleting ---------------------------------------------------------------------------------------------------
 
@@ -258,13 +254,13 @@ class Persistence:
         victim = self._agents.least_recently_used()
         if victim is None:
             freed: list[int] = []
-            self._writer.submit(self._store.evict_other_model, lambda result: freed.append(_count(result)))
+            self._writes.append(self._store.evict_other_model, lambda result: freed.append(_count(result)))
             self.flush()
             return any(freed)
         log.info("dropping the blocks of agent %s to keep the disk budget", victim.id)
         bare = replace(victim, num_saved=0, blocks=())
         released = self._agents.put(bare)
-        self._writer.submit(partial(self._store.save_agent, bare), lambda result: None)
+        self._writes.append(partial(self._store.save_agent, bare))
         self._forget(released)
         return True
 
@@ -283,7 +279,7 @@ class Persistence:
             if node is not None:
                 self._forget_node(node, name.group)
         if keys:
-            self._writer.submit(partial(self._store.delete_blocks, keys), lambda result: None)
+            self._writes.append(partial(self._store.delete_blocks, keys))
 
     def _forget_node(self, node: Node, group: int) -> None:
         if not node.is_full and _is_outgrown(node, group):
@@ -299,7 +295,7 @@ class Persistence:
             self._store.delete_agent(record.id)
             return 0
 
-        self._submit(delete, lambda outcome: done(Saved(error=_error(outcome))))
+        self._writes.submit(delete, lambda outcome: done(Saved(error=_error(outcome))))
         self._forget(released)
         return released
 
@@ -308,13 +304,11 @@ class Persistence:
     @property
     def is_writing(self) -> bool:
         """Whether the outcome of some write has yet to be posted here and run."""
-        return self._unsettled > 0
+        return self._writes.is_writing
 
     def flush(self) -> None:
         """Wait until every write queued so far is done (used at start and at the end, never while serving)."""
-        settled: Future[None] = Future()
-        self._writer.submit(lambda: 0, lambda result: settled.set_result(None))
-        settled.result()
+        self._writes.flush()
 
     @property
     def store(self) -> Store:
@@ -336,11 +330,7 @@ def _is_outgrown(tail: Node, group: int) -> bool:
 
 
 def _names(blocks: Iterable[LaneBlock]) -> list[BlockName]:
-    return [name for block in blocks for name in block.named.names]
-
-
-def _target_names(targets: Iterable[_Target]) -> list[BlockName]:
-    return [BlockName(target.node.chain, target.group) for target in targets]
+    return names_of(block.named for block in blocks)
 
 
 def _count(result: int | StoreError) -> int:

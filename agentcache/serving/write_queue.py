@@ -1,0 +1,68 @@
+"""Writes on their way to the disk, and the room that is made for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeAlias
+
+from agentcache.errors import DiskBudgetExceeded, StoreError
+from agentcache.kv.writer import Writer
+
+Write: TypeAlias = Callable[[], int]  # returns bytes; raises StoreError
+Outcome: TypeAlias = Callable[[int | StoreError], None]
+
+
+class WriteQueue:
+    """Runs writes one after the other on the writer thread. Belongs to the engine thread.
+
+    Args:
+        post: runs a function on the engine thread soon; callable from any thread.
+        make_room: appends writes that free some of the disk budget; False if nothing is left to free.
+    """
+
+    def __init__(self, post: Callable[[Callable[[], None]], None], make_room: Callable[[], bool]) -> None:
+        self._post = post
+        self._make_room = make_room
+        self._writer = Writer()
+        self._unsettled = 0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the outcome of some `submit` is still to come."""
+        return self._unsettled > 0
+
+    def submit(
+        self, write: Write, done: Outcome, num_bytes: int = 0, is_needed: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Queue a write; where the disk budget forbids it, room is made and it is tried again.
+
+        Args:
+            done: gets the outcome, on the engine thread.
+            num_bytes: what it keeps in memory until then.
+            is_needed: whether anybody still wants it when it has found no room.
+        """
+        self._unsettled += 1
+
+        def settle(result: int | StoreError) -> None:
+            self._unsettled -= 1
+            if isinstance(result, DiskBudgetExceeded) and is_needed() and self._make_room():
+                self.submit(write, done, num_bytes, is_needed)
+            else:
+                done(result)
+
+        self._writer.submit(write, lambda result: self._post(lambda: settle(result)), num_bytes)
+
+    def append(self, write: Write, done: Outcome = lambda result: None) -> None:
+        """Queue a write whose outcome nobody waits for; `done` gets it on the writer thread."""
+        self._writer.submit(write, done)
+
+    def flush(self) -> None:
+        """Wait until everything queued so far is done."""
+        settled: Future[None] = Future()
+        self.append(lambda: 0, lambda result: settled.set_result(None))
+        settled.result()
+
+    def close(self) -> None:
+        """Finish everything that is queued. What is submitted later fails."""
+        self._writer.close()
