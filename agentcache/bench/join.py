@@ -36,7 +36,7 @@ class JoinPlan:
     """
 
     contexts: tuple[int, ...] = (1024, 16384)
-    joins: int = 21
+    joins: int = 61
     observers: int = 2
     new_tokens: int = 12
 
