@@ -62,7 +62,7 @@ class Persistence:
         self._store = store
         self._agents = agents
         self._namespace = namespace
-        self._writes = WriteQueue(post, self._make_room)
+        self._writes = WriteQueue(post, self._make_room, store.evict_other_model)
         self.save_failures = 0
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class Persistence:
         for record in self._agents:
             self._index_agent(record)
         self._store.collect_orphans()
-        while self._store.free_budget < 0 and self._make_room():
+        while self._store.free_budget < 0 and (self._make_room() or self._store.evict_other_model()):
             self.flush()
 
     def _index_agent(self, record: AgentRecord) -> None:
@@ -253,10 +253,7 @@ class Persistence:
         """Queue the removal of the least recently used idle agent's blocks; False if there is none left."""
         victim = self._agents.least_recently_used()
         if victim is None:
-            freed: list[int] = []
-            self._writes.append(self._store.evict_other_model, lambda result: freed.append(_count(result)))
-            self.flush()
-            return any(freed)
+            return False
         log.info("dropping the blocks of agent %s to keep the disk budget", victim.id)
         bare = replace(victim, num_saved=0, blocks=())
         released = self._agents.put(bare)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeAlias
 
 from agentcache.errors import DiskBudgetExceeded, StoreError
@@ -19,11 +20,15 @@ class WriteQueue:
     Args:
         post: runs a function on the engine thread soon; callable from any thread.
         make_room: appends writes that free some of the disk budget; False if nothing is left to free.
+        free_more: frees more of it, where that was not enough; runs on the writer thread.
     """
 
-    def __init__(self, post: Callable[[Callable[[], None]], None], make_room: Callable[[], bool]) -> None:
+    def __init__(
+        self, post: Callable[[Callable[[], None]], None], make_room: Callable[[], bool], free_more: Write
+    ) -> None:
         self._post = post
         self._make_room = make_room
+        self._free_more = free_more
         self._writer = Writer()
         self._unsettled = 0
 
@@ -46,12 +51,22 @@ class WriteQueue:
 
         def settle(result: int | StoreError) -> None:
             self._unsettled -= 1
-            if isinstance(result, DiskBudgetExceeded) and is_needed() and self._make_room():
+            if not isinstance(result, DiskBudgetExceeded) or not is_needed():
+                done(result)
+            elif self._make_room():
                 self.submit(write, done, num_bytes, is_needed)
             else:
-                done(result)
+                self.submit(partial(self._write_at_last, write), done, num_bytes, is_needed=lambda: False)
 
         self._writer.submit(write, lambda result: self._post(lambda: settle(result)), num_bytes)
+
+    def _write_at_last(self, write: Write) -> int:
+        while True:
+            try:
+                return write()
+            except DiskBudgetExceeded:
+                if not self._free_more():
+                    raise
 
     def append(self, write: Write, done: Outcome = lambda result: None) -> None:
         """Queue a write whose outcome nobody waits for; `done` gets it on the writer thread."""

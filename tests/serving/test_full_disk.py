@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import DiskBudgetExceeded
-from agentcache.kv.store import BlockWrite
+from agentcache.kv.store import BlockWrite, Store
 from agentcache.kv.verify import verify_folder
 from agentcache.llm import LLM
 from tests.serving.by_hand import by_hand
@@ -177,6 +177,29 @@ def test_a_turn_that_goes_while_it_waits_for_room(is_made: bool, model: Path, tm
         assert (hand.engine.agents.get("idle").num_saved > 0) != is_made
     report = verify_folder(tmp_path)
     assert (report.agents, report.blocks > 0, report.unnamed_blocks) == (1, not is_made, 0)
+
+
+def test_the_engine_does_not_wait_for_room(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's blocks can go, and other models' take their time."""
+    opened, in_time = threading.Event(), list[bool]()
+
+    def find_no_room(store: Store, blocks: Sequence[BlockWrite]) -> int:
+        raise DiskBudgetExceeded("it is full")
+
+    def evict_slowly(store: Store) -> int:
+        in_time.append(opened.wait(5))
+        return 0
+
+    monkeypatch.setattr(Store, "write_blocks", find_no_room)
+    monkeypatch.setattr(Store, "evict_other_model", evict_slowly)
+    with by_hand(model, tmp_path) as hand:
+        alone = hand.submit(make_ids(700, seed=2), greedy(1), "alone")
+        while alone.generation not in hand.engine.turns.ending:
+            hand.step()
+        opened.set()
+        hand.run(alone)
+        assert not alone.report.saved and "full" in (alone.report.save_error or "")
+    assert in_time and all(in_time)
 
 
 def test_blocks_that_another_turn_is_about_to_name_stay(model: Path, tmp_path: Path) -> None:
