@@ -50,12 +50,12 @@ def test_the_estimate_is_above_what_a_step_takes(
     driver, row = driver_at(architecture, context)
     estimate = Footprint.of(driver.loaded.spec, driver.loaded.config)
     _measure(driver, row, num_tokens)  # the arena may have to grow
-    before, peak = zip(*(_measure(driver, row, num_tokens) for _ in range(5)), strict=True)
+    tries = 50 if num_tokens == 1 else 5  # the shorter a step, the more its peak depends on who is quicker
+    before, peak = zip(*(_measure(driver, row, num_tokens) for _ in range(tries)), strict=True)
     taken = max(peak) - min(before)  # what the last step held may be freed a little later
     assert taken <= estimate.step_bytes([context], num_tokens)
-    # What lives at a time depends on how fast the device frees: a coarse bound, so that nothing is cut needlessly. Of
-    # steps below 64 MB the guard never asks.
-    assert estimate.step_bytes([context], num_tokens) < 12 * taken + (2 << 20)
+    # What lives at a time depends on how fast the device frees: a coarse bound, so that nothing is cut needlessly.
+    assert estimate.step_bytes([context], num_tokens) < 12 * taken + (1 << 20)
 
 
 def _measure(driver: Driver, row: Row, num_tokens: int) -> tuple[int, int]:
