@@ -39,6 +39,7 @@ _POSITIVE = (
     "max_body_bytes",
     "prefill_chunk",
     "max_stall_ms",
+    "max_lineages",
 )
 
 
@@ -60,6 +61,7 @@ class Config:
         prefill_chunk: prompt tokens computed at once, at most; on a GPU up to 2,048 while nobody generates.
         max_stall_ms: milliseconds that computing prompt tokens may keep others from generating.
         decode_share: share of the time that generating gets while prompts wait; above 0 and below 1.
+        max_lineages: conversations that are kept of one agent.
         adapters: loaded at start.
     """
 
@@ -78,6 +80,7 @@ class Config:
     prefill_chunk: int = 256
     max_stall_ms: float = 100.0
     decode_share: float = 0.5
+    max_lineages: int = 8
     adapters: tuple[AdapterFolder, ...] = ()
 
     @property
@@ -102,7 +105,7 @@ class Config:
 
 
 KEYS = tuple(setting.name for setting in fields(Config))
-_INTEGERS = frozenset({"port", "max_concurrent_requests", "max_context", "prefill_chunk"})
+_INTEGERS = frozenset({"port", "max_concurrent_requests", "max_context", "prefill_chunk", "max_lineages"})
 _NUMBERS = frozenset({"request_timeout", "max_stall_ms", "decode_share"})
 
 

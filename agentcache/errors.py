@@ -113,7 +113,11 @@ class StoreError(AgentCacheError):
 
 
 class DiskBudgetExceeded(StoreError):
-    pass
+    """`num_bytes` more would have had to fit."""
+
+    def __init__(self, message: str, num_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.num_bytes = num_bytes
 
 
 class BlockRejected(AgentCacheError):

@@ -134,6 +134,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         agent: str | None = None,
+        lineage: str | None = None,
         salt: str = "",
         adapter: str | None = None,
         policy: Policy | str | None = None,
@@ -146,6 +147,7 @@ class LLM:
             wrapped,
             sampling,
             agent=agent,
+            lineage=lineage,
             salt=salt,
             adapter=adapter,
             policy=_policy(policy),
@@ -159,6 +161,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         agent: str | None = None,
+        lineage: str | None = None,
         salt: str = "",
         adapter: str | None = None,
         policy: Policy | str | None = None,
@@ -172,6 +175,7 @@ class LLM:
             prompt,
             sampling,
             agent=agent,
+            lineage=lineage,
             salt=salt,
             adapter=adapter,
             policy=_policy(policy),
@@ -233,21 +237,21 @@ class LLM:
         """One agent; raises NotFound."""
         return self._wait(self._engine.agent(agent_id))
 
-    def fork(self, agent_id: str, new_id: str) -> AgentInfo:
-        """A new agent with the same memory; raises NotFound, Conflict."""
-        return self._wait(self._engine.fork_agent(agent_id, new_id))
+    def fork(self, agent_id: str, new_id: str, lineage: str | None = None) -> AgentInfo:
+        """A new agent with the same memory (of one lineage); raises NotFound, Conflict."""
+        return self._wait(self._engine.fork_agent(agent_id, new_id, lineage))
 
-    def delete(self, agent_id: str) -> None:
-        """Forget an agent; raises NotFound."""
-        self._wait(self._engine.delete_agent(agent_id))
+    def delete(self, agent_id: str, lineage: str | None = None) -> None:
+        """Forget an agent, or one of its lineages; raises NotFound."""
+        self._wait(self._engine.delete_agent(agent_id, lineage))
 
-    def restore(self, agent_id: str) -> RestoreReport:
-        """Bring an agent's blocks from disk into RAM."""
-        return self._wait(self._engine.restore_agent(agent_id))
+    def restore(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
+        """Bring an agent's blocks (of one lineage) from disk into RAM."""
+        return self._wait(self._engine.restore_agent(agent_id, lineage))
 
-    def evict(self, agent_id: str) -> AgentInfo:
-        """Free an agent's RAM; it stays on disk."""
-        return self._wait(self._engine.evict_agent(agent_id))
+    def evict(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
+        """Free the RAM of an agent, or of one of its lineages; it stays on disk."""
+        return self._wait(self._engine.evict_agent(agent_id, lineage))
 
     def stats(self) -> CacheStats:
         return self._wait(self._engine.stats())

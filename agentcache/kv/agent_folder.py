@@ -1,4 +1,4 @@
-"""The agents of one model on disk: a manifest and a transcript log each."""
+"""The agents of one model on disk: a manifest and a transcript log for each of their lineages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from agentcache.kv.manifest import (
     MAX_MANIFEST_BYTES,
     AgentRecord,
     Manifest,
+    agent_of,
     decode_manifest,
     encode_manifest,
     save_producer,
     valid_id,
+    valid_lineage,
 )
 from agentcache.kv.transcript_log import Content, LogEnd, extend_log, least_bytes, parse_log, start_log
 
@@ -31,20 +33,20 @@ _MAX_LOG_BYTES = 1 << 32
 
 @dataclass(frozen=True)
 class SavedAgent:
-    """What the files of an agent hold. `extendable` is False when a failure left open what its manifest says."""
+    """What the files of a lineage hold. `extendable` is False when a failure left open what its manifest says."""
 
     manifest: Manifest
     content: Content
     extendable: bool = True
 
     def block_keys(self) -> Iterator[str]:
-        """The keys of the block files that the agent names."""
+        """The keys of the block files that the lineage names."""
         for block in name_blocks(self.content.chains, self.manifest.spans()):
             for name in block.names:
                 yield block_key(name.chain, self.manifest.groups[name.group])
 
     def record(self, cache: str) -> AgentRecord:
-        """The agent as it was saved; only its transcript if the cache spec, whose digest is `cache`, is another now."""
+        """The lineage as it was saved; only its transcript if the cache spec, with digest `cache`, is another now."""
         manifest, content = self.manifest, self.content
         fits = manifest.cache == cache
         return AgentRecord(
@@ -60,6 +62,7 @@ class SavedAgent:
             transcript=content.transcript,
             num_saved=manifest.num_saved if fits else 0,
             blocks=name_blocks(content.chains, manifest.spans()) if fits else (),
+            lineage=manifest.lineage,
         )
 
 
@@ -73,7 +76,7 @@ class _LogWrite:
 
 
 class AgentFolder:
-    """The agents in one folder below ``agents/``; the only writer of their files.
+    """The lineages in one folder below ``agents/``, by name (`manifest.lineage_name`); the only writer of their files.
 
     Args:
         folder: an existing folder whose files `usage` knows.
@@ -97,40 +100,40 @@ class AgentFolder:
 
     @property
     def agents(self) -> list[SavedAgent]:
-        """The agents loaded or saved so far, by id."""
-        return [self._agents[agent_id] for agent_id in sorted(self._agents)]
+        """The lineages loaded or saved so far, by name."""
+        return [self._agents[name] for name in sorted(self._agents)]
 
     # --- reading ---
 
     def load(self) -> None:
-        """Read all agents, once. What is wrong goes to quarantine; logs that no manifest names are removed."""
+        """Read all of them, once. What is wrong goes to quarantine; logs that no manifest names are removed."""
         if self._loaded:
             return
-        for agent_id in sorted(self._names):
+        for name in sorted(self._names):
             try:
-                self._agents[agent_id] = self._read(agent_id)
+                self._agents[name] = self._read(name)
             except BlockRejected as error:
-                self._reject(agent_id, str(error))
-        for agent_id in list(self._generations):
-            self._remove_logs(agent_id)
+                self._reject(name, str(error))
+        for name in list(self._generations):
+            self._remove_logs(name)
         self._loaded = True
 
-    def _read(self, agent_id: str) -> SavedAgent:
-        manifest = decode_manifest(_read_whole(self._manifest_path(agent_id), MAX_MANIFEST_BYTES))
-        if manifest.id != agent_id or not valid_id(agent_id) or manifest.model[:16] != self._folder.name:
-            raise BlockRejected(f"the manifest is of agent {manifest.id!r:.80} of model {manifest.model!r:.80}")
-        log = _read_whole(self._log_path(agent_id, manifest.log.generation), _MAX_LOG_BYTES)
-        content = parse_log(log, agent_id, manifest.model, manifest.log)
+    def _read(self, name: str) -> SavedAgent:
+        manifest = decode_manifest(_read_whole(self._manifest_path(name), MAX_MANIFEST_BYTES))
+        if manifest.name != name or not _valid(manifest) or manifest.model[:16] != self._folder.name:
+            raise BlockRejected(f"the manifest is of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
+        log = _read_whole(self._log_path(name, manifest.log.generation), _MAX_LOG_BYTES)
+        content = parse_log(log, name, manifest.model, manifest.log)
         if not 0 <= manifest.num_saved <= len(content.transcript.ids):
             raise BlockRejected(f"{manifest.num_saved} of {len(content.transcript.ids)} tokens are named as saved")
         if len(content.chains) != len(manifest.spans()):
             raise BlockRejected(f"{len(content.chains)} blocks are named for {manifest.num_saved} tokens")
         return SavedAgent(manifest, content)
 
-    def _reject(self, agent_id: str, reason: str) -> None:
-        logs = [self._log_path(agent_id, generation) for generation in self._generations.pop(agent_id, ())]
-        self._usage.quarantine(reason, self._manifest_path(agent_id), *logs)
-        self._names.discard(agent_id)
+    def _reject(self, name: str, reason: str) -> None:
+        logs = [self._log_path(name, generation) for generation in self._generations.pop(name, ())]
+        self._usage.quarantine(reason, self._manifest_path(name), *logs)
+        self._names.discard(name)
 
     # --- writing ---
 
@@ -141,7 +144,7 @@ class AgentFolder:
             InvalidRequest: the id is not one.
             Conflict: another agent's id differs only by case.
             DiskBudgetExceeded: it does not fit; nothing has changed.
-            OSError: the disk is full, say; what is on disk is the agent as before or, whole, as in `record`.
+            OSError: the disk is full, say; what is on disk is the lineage as before or, whole, as in `record`.
         """
         self._check(record, len(groups))
         content = Content(record.transcript, record.chains, record.system)
@@ -149,42 +152,48 @@ class AgentFolder:
         manifest = _manifest_of(record, cache, groups, log.end)
         encoded = encode_manifest(manifest)
         self._usage.require(len(log.data) + len(encoded))
-        self._write_log(record.id, log)
-        self._write_manifest(record.id, encoded)
-        self._agents[record.id] = SavedAgent(manifest, content)
-        with suppress(OSError):  # the agent is safe; the next save tries again
-            self._remove_logs(record.id)
+        self._write_log(record.name, log)
+        self._write_manifest(record.name, encoded)
+        self._agents[record.name] = SavedAgent(manifest, content)
+        with suppress(OSError):  # the lineage is safe; the next save tries again
+            self._remove_logs(record.name)
         return len(log.data) + len(encoded)
 
-    def delete(self, agent_id: str) -> None:
-        """Remove the agent's files; nothing if there are none. The manifest goes first.
+    def delete(self, name: str) -> None:
+        """Remove the lineage's files; nothing if there are none. The manifest goes first.
 
         Raises:
             OSError: they cannot be removed.
         """
-        if agent_id not in self._names:
+        if name not in self._names:
             return
         self._fault("delete-before-manifest")
-        self._usage.remove(self._manifest_path(agent_id))
-        self._names.discard(agent_id)
-        self._agents.pop(agent_id, None)
+        self._usage.remove(self._manifest_path(name))
+        self._names.discard(name)
+        self._agents.pop(name, None)
         self._fault("delete-before-folder-fsync")
         sync_folder(self._folder)
-        self._remove_logs(agent_id)
+        self._remove_logs(name)
 
     def _check(self, record: AgentRecord, num_groups: int) -> None:
         if not valid_id(record.id):
             raise InvalidRequest(f"{record.id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param="id")
-        if record.id not in self._names and record.id.casefold() in map(str.casefold, self._names):
+        if not valid_lineage(record.lineage):
+            raise BrokenInvariant(f"{record.lineage!r:.80} cannot name a lineage")
+        if record.name not in self._names and self._clashes(record.id):
             raise Conflict(f"another agent's id differs from {record.id} only by case", param="id")
         if not 0 <= record.num_saved <= len(record.transcript.ids) == len(record.transcript.ends):
             raise BrokenInvariant(f"agent {record.id}: {record.num_saved} tokens saved of {len(record.transcript.ids)}")
         if len(record.blocks) != len(spans(record.num_saved, record.producer, num_groups)):
             raise BrokenInvariant(f"agent {record.id}: {len(record.blocks)} blocks for {record.num_saved} tokens")
 
+    def _clashes(self, agent_id: str) -> bool:
+        folded = agent_id.casefold()
+        return any(other != agent_id and other.casefold() == folded for other in map(agent_of, self._names))
+
     def _plan(self, record: AgentRecord, content: Content) -> _LogWrite:
         """How to bring the log up to `content`: append, or compact it once more than half of it is garbage."""
-        saved = self._agents.get(record.id)
+        saved = self._agents.get(record.name)
         if saved is None or not self._can_extend(saved, record.model):
             return self._new_log(record, content)
         appended = _LogWrite(*extend_log(saved.manifest.log, saved.content, content), appends=True)
@@ -196,60 +205,60 @@ class AgentFolder:
     def _can_extend(self, saved: SavedAgent, model: str) -> bool:
         end = saved.manifest.log
         try:
-            size = self._log_path(saved.manifest.id, end.generation).lstat().st_size
+            size = self._log_path(saved.manifest.name, end.generation).lstat().st_size
         except FileNotFoundError:
             return False
         return saved.extendable and saved.manifest.model == model and size >= end.num_bytes
 
     def _new_log(self, record: AgentRecord, content: Content) -> _LogWrite:
-        generation = max(self._generations[record.id], default=0) + 1
-        return _LogWrite(*start_log(record.id, record.model, generation, content), appends=False)
+        generation = max(self._generations[record.name], default=0) + 1
+        return _LogWrite(*start_log(record.name, record.model, generation, content), appends=False)
 
-    def _write_log(self, agent_id: str, log: _LogWrite) -> None:
-        path = self._log_path(agent_id, log.end.generation)
+    def _write_log(self, name: str, log: _LogWrite) -> None:
+        path = self._log_path(name, log.end.generation)
         try:
             if log.appends:
                 append_file(path, log.data, log.end.num_bytes - len(log.data), "log", self._fault)
             else:
-                self._generations[agent_id].add(log.end.generation)
+                self._generations[name].add(log.end.generation)
                 replace_file(path, log.data, "log", self._fault)
         except BaseException:
             self._usage.refresh(path)
             raise
         self._usage.record_written(path, log.end.num_bytes, len(log.data))
 
-    def _write_manifest(self, agent_id: str, encoded: bytes) -> None:
-        path = self._manifest_path(agent_id)
-        self._names.add(agent_id)
+    def _write_manifest(self, name: str, encoded: bytes) -> None:
+        path = self._manifest_path(name)
+        self._names.add(name)
         try:
             replace_file(path, encoded, "manifest", self._fault)
         except BaseException:
             self._usage.refresh(path)
-            self._keep_logs_if_replaced(agent_id, encoded)
+            self._keep_logs_if_replaced(name, encoded)
             raise
         self._usage.record_written(path, len(encoded), len(encoded))
 
-    def _keep_logs_if_replaced(self, agent_id: str, encoded: bytes) -> None:
+    def _keep_logs_if_replaced(self, name: str, encoded: bytes) -> None:
         """After a rename that may not be durable either manifest may be found, so the logs must not change any more."""
-        saved = self._agents.get(agent_id)
-        if saved and self._manifest_path(agent_id).read_bytes() != encode_manifest(saved.manifest):
-            self._agents[agent_id] = replace(saved, extendable=False)
+        saved = self._agents.get(name)
+        if saved and self._manifest_path(name).read_bytes() != encode_manifest(saved.manifest):
+            self._agents[name] = replace(saved, extendable=False)
 
-    def _remove_logs(self, agent_id: str) -> None:
-        """Remove the agent's logs, but for the one its manifest names."""
-        saved = self._agents.get(agent_id)
+    def _remove_logs(self, name: str) -> None:
+        """Remove the lineage's logs, but for the one its manifest names."""
+        saved = self._agents.get(name)
         current = saved.manifest.log.generation if saved else None
-        for generation in sorted(self._generations[agent_id] - {current}):
+        for generation in sorted(self._generations[name] - {current}):
             self._fault("log-before-remove")
-            self._usage.remove(self._log_path(agent_id, generation))
-            self._generations[agent_id].discard(generation)
+            self._usage.remove(self._log_path(name, generation))
+            self._generations[name].discard(generation)
             self._fault("log-removed")
 
-    def _manifest_path(self, agent_id: str) -> Path:
-        return self._folder / f"{agent_id}.json"
+    def _manifest_path(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
 
-    def _log_path(self, agent_id: str, generation: int) -> Path:
-        return self._folder / f"{agent_id}.{generation}.log"
+    def _log_path(self, name: str, generation: int) -> Path:
+        return self._folder / f"{name}.{generation}.log"
 
 
 def _read_whole(path: Path, max_bytes: int) -> bytes:
@@ -273,4 +282,10 @@ def _manifest_of(record: AgentRecord, cache: str, groups: tuple[str, ...], end: 
         num_saved=record.num_saved,
         log=end,
         producer=save_producer(record.producer, groups),
+        lineage=record.lineage,
     )
+
+
+def _valid(manifest: Manifest) -> bool:
+    """Whether its ids are some."""
+    return valid_id(manifest.id) and valid_lineage(manifest.lineage)

@@ -56,6 +56,10 @@ class BlockFolder:
         """Whether there is a file for the block."""
         return self._name(key) in self._usage
 
+    def size_of(self, key: str) -> int:
+        """Bytes of the block's file; 0 where there is none."""
+        return self._usage.size_of(self._name(key))
+
     def read(self, header: BlockHeader) -> Array:
         """The bytes of the block's tensors, verified: uint8 [n].
 

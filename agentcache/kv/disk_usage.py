@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import threading
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class DiskUsage:
         self._root = root
         self._quarantine = root / "quarantine"
         self._sizes: dict[str, int] = {}
+        self._by_folder: Counter[str] = Counter()
         self._lock = threading.Lock()
         make_folder(self._quarantine)
         for entry in os.scandir(self._quarantine):
@@ -42,6 +44,14 @@ class DiskUsage:
         """The known files anywhere below `folder`."""
         with self._lock:
             return [Path(path) for path in self._sizes if path.startswith(f"{folder}/")]
+
+    def size_of(self, path: Path | str) -> int:
+        """Bytes of the file at `path`; 0 where there is none."""
+        return self._sizes.get(str(path), 0)
+
+    def bytes_below(self, name: str) -> int:
+        """Bytes of all files in the folder of that name in the root."""
+        return self._by_folder[name]
 
     def record_written(self, path: Path, size: int, written: int) -> None:
         """The file at `path` has `size` bytes now that `written` bytes of it have been written."""
@@ -71,6 +81,7 @@ class DiskUsage:
         with self._lock:
             size = self._sizes.pop(str(path), 0)
             self.total -= size
+            self._by_folder[self._folder_of(str(path))] -= size
             return size
 
     def require(self, num_bytes: int) -> None:
@@ -83,7 +94,7 @@ class DiskUsage:
             self._empty_quarantine()
         if self.total + num_bytes > self.budget:
             message = f"{num_bytes} bytes more would pass the disk budget: {self.total} of {self.budget} are in use"
-            raise DiskBudgetExceeded(message)
+            raise DiskBudgetExceeded(message, num_bytes)
 
     def adopt(self, folder: Path) -> None:
         """Take stock of a folder of files: temporary ones go, what is not a regular file goes to quarantine."""
@@ -134,8 +145,13 @@ class DiskUsage:
 
     def _record(self, path: str, size: int) -> None:
         with self._lock:
-            self.total += size - self._sizes.get(path, 0)
+            grown = size - self._sizes.get(path, 0)
+            self.total += grown
+            self._by_folder[self._folder_of(path)] += grown
             self._sizes[path] = size
+
+    def _folder_of(self, path: str) -> str:
+        return path[len(str(self._root)) + 1 :].partition("/")[0]
 
     def _empty_quarantine(self) -> None:
         for path in self.paths(self._quarantine):

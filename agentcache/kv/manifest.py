@@ -17,25 +17,30 @@ from agentcache.errors import BlockRejected
 from agentcache.kv.transcript_log import LogEnd
 
 MAX_MANIFEST_BYTES = 1 << 20
+FIRST_LINEAGE = "first"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LINEAGE = re.compile(r"[a-z0-9]{1,16}")
+_BETWEEN = "~"  # in no id
 
 
 @dataclass(frozen=True)
 class AgentRecord:
-    """All that is durable of an agent.
+    """All that is durable of one lineage of an agent: a conversation, and what all lineages of the agent repeat.
 
     Args:
-        id: `[A-Za-z0-9._-]{1,64}`, but not "." or "..".
+        id: the agent's; `[A-Za-z0-9._-]{1,64}`, but not "." or "..".
         model: fingerprint of the model its cache belongs to.
         salt: the salt of its namespace.
-        created, last_used: seconds since 1970.
-        adapter: name of its adapter.
+        created: of the agent, in seconds since 1970.
+        last_used: of the lineage.
+        adapter: name of the agent's adapter.
         policy: how it may share.
-        system: text of its system message.
+        system: text of the agent's system message.
         producer: who computed the keys and values of its transcript; None for base.
         transcript: text and tokens.
         num_saved: tokens whose keys and values are on disk, at most `len(transcript.ids)`.
         blocks: the blocks of these, one for each of their `spans`.
+        lineage: the lineage's short id, its own within the agent; `FIRST_LINEAGE` for the one an agent begins with.
     """
 
     id: str
@@ -50,6 +55,12 @@ class AgentRecord:
     transcript: Transcript
     num_saved: int
     blocks: tuple[NamedBlock, ...]
+    lineage: str = FIRST_LINEAGE
+
+    @property
+    def name(self) -> str:
+        """Names the lineage's files."""
+        return lineage_name(self.id, self.lineage)
 
     @property
     def chains(self) -> tuple[str, ...]:
@@ -94,6 +105,12 @@ class Manifest:
     num_saved: int
     log: LogEnd
     producer: SavedProducer | None = None
+    lineage: str = FIRST_LINEAGE
+
+    @property
+    def name(self) -> str:
+        """Names the lineage's files."""
+        return lineage_name(self.id, self.lineage)
 
     def named_producer(self) -> Producer | None:
         """The producer with its groups by index."""
@@ -119,12 +136,32 @@ def valid_id(agent_id: str) -> bool:
     return _ID.fullmatch(agent_id) is not None and agent_id not in (".", "..")
 
 
+def valid_lineage(lineage: str) -> bool:
+    """Whether a lineage may have this id."""
+    return _LINEAGE.fullmatch(lineage) is not None
+
+
+def lineage_name(agent_id: str, lineage: str) -> str:
+    """What names a lineage among all of a model: of different agents and lineages never the same."""
+    return agent_id if lineage == FIRST_LINEAGE else f"{agent_id}{_BETWEEN}{lineage}"
+
+
+def agent_of(name: str) -> str:
+    """The id of the agent whose lineage has this name."""
+    return name.partition(_BETWEEN)[0]
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as JSON, with a checksum over all other fields. Base as the producer goes without saying."""
+    """The manifest as JSON, with a checksum over all other fields.
+
+    Base as the producer and the first lineage go without saying.
+    """
     fields = {**vars(manifest), "log": vars(manifest.log), "format_version": str(FORMAT_VERSION)}
     del fields["producer"]
     if manifest.producer is not None:
         fields["producer"] = vars(manifest.producer)
+    if manifest.lineage == FIRST_LINEAGE:
+        del fields["lineage"]
     return _dump({"checksum": _checksum(fields), **fields})
 
 
@@ -147,10 +184,11 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def _from_fields(fields: Mapping[str, Any]) -> Manifest:
-    names = Manifest.__dataclass_fields__.keys() - {"log", "groups", "producer"}
+    names = Manifest.__dataclass_fields__.keys() - {"log", "groups", "producer", "lineage"}
     plain = {name: fields[name] for name in names}
     producer = _producer_from(fields["producer"]) if "producer" in fields else None
-    manifest = Manifest(**plain, groups=tuple(fields["groups"]), log=LogEnd(**fields["log"]), producer=producer)
+    groups, log, lineage = tuple(fields["groups"]), LogEnd(**fields["log"]), fields.get("lineage", FIRST_LINEAGE)
+    manifest = Manifest(**plain, groups=groups, log=log, producer=producer, lineage=lineage)
     if any(type(number) is not int for number in (manifest.num_saved, manifest.log.generation, manifest.log.num_bytes)):
         raise TypeError("a number is not an integer")
     manifest.named_producer()  # a ValueError if a group is unknown

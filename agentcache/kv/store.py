@@ -1,7 +1,8 @@
 """The cache folder: blocks and agents that survive the process.
 
 ``blocks/ab/<block_key>.safetensors``     one block of one cache group each
-``agents/<model>/<id>.json``              an agent's manifest, and beside it its transcript log
+``agents/<model>/<id>.json``              the manifest of an agent's first lineage, and beside it its transcript log
+``agents/<model>/<id>~<lineage>.json``    likewise of its other lineages
 ``quarantine/``                           files that failed verification
 ``lock``                                  held by the one process that uses the folder
 
@@ -84,7 +85,7 @@ class Store:
     # --- agents ---
 
     def load_agents(self) -> list[AgentRecord]:
-        """The agents of this model. A bad manifest or log goes to quarantine; the agent is gone then.
+        """All lineages of this model's agents. A bad manifest or log goes to quarantine; the lineage is gone then.
 
         Raises:
             StoreError: the folder cannot be tidied up.
@@ -94,7 +95,7 @@ class Store:
         return [agent.record(self._spec.digest) for agent in self._agents.agents if agent.manifest.model == self._model]
 
     def save_agent(self, record: AgentRecord) -> int:
-        """Make an agent durable; its blocks have to be. Returns the bytes written, O(what is new since its last save).
+        """Make a lineage durable; its blocks have to be. Returns the bytes written, O(what is new since its last save).
 
         Raises:
             InvalidRequest: the id is not one.
@@ -104,17 +105,17 @@ class Store:
         """
         if record.model != self._model:
             raise BrokenInvariant(f"agent {record.id} is of model {record.model}, not of {self._model}")
-        with as_store_error(f"save agent {record.id}"):
+        with as_store_error(f"save agent {record.name}"):
             return self._agents.save(record, self._spec.digest, tuple(group.name for group in self._spec.groups))
 
-    def delete_agent(self, agent_id: str) -> None:
-        """Remove an agent's manifest and log, if there are any; its blocks may be shared and stay.
+    def delete_agent(self, name: str) -> None:
+        """Remove the manifest and log of the lineage of that name, if there are any; its blocks may be shared and stay.
 
         Raises:
             StoreError: they could not be removed.
         """
-        with as_store_error(f"delete agent {agent_id}"):
-            self._agents.delete(agent_id)
+        with as_store_error(f"delete agent {name}"):
+            self._agents.delete(name)
 
     # --- blocks ---
 
@@ -204,6 +205,15 @@ class Store:
     def disk_budget(self) -> int:
         """Bytes that they may take."""
         return self._usage.budget
+
+    @property
+    def agent_bytes(self) -> int:
+        """Of these, bytes of all manifests and logs, of every model."""
+        return self._usage.bytes_below("agents")
+
+    def block_bytes(self, keys: Iterable[str]) -> int:
+        """Of these, bytes of these blocks' files."""
+        return sum(map(self._blocks.size_of, keys))
 
     @property
     def free_budget(self) -> int:

@@ -36,7 +36,7 @@ class FolderReport:
     """What a cache folder holds.
 
     Args:
-        blocks, agents: sound ones.
+        blocks, agents: sound ones; an agent counts once, however many lineages it has.
         missing_blocks: named by an agent and not there; they went for want of room, and would be computed again.
         unnamed_blocks: of no agent; a crash leaves them, and the next start removes them.
         problems: one sentence for each file that is not what it should be.
@@ -55,10 +55,24 @@ def verify_folder(cache_dir: Path) -> FolderReport:
     blocks = sorted((cache_dir / "blocks").glob("??/*.safetensors"))
     agents = sorted((cache_dir / "agents").glob("*/*.json"))
     sound = set(_sound(blocks, _examine_block, problems))
-    named = list(_sound(agents, _examine_agent, problems))
-    keys = set().union(*named)
+    lineages = list(_sound(agents, _examine_lineage, problems))
+    keys = set[str]().union(*(lineage.block_keys for lineage in lineages))
     missing = keys - {path.stem for path in blocks}
-    return FolderReport(len(sound), len(named), len(missing), len(sound - keys), tuple(problems))
+    return FolderReport(
+        blocks=len(sound),
+        agents=len({lineage.agent for lineage in lineages}),
+        missing_blocks=len(missing),
+        unnamed_blocks=len(sound - keys),
+        problems=tuple(problems),
+    )
+
+
+@dataclass(frozen=True)
+class _Lineage:
+    """A sound lineage of an agent: model and id of the agent, and the keys of the blocks that the lineage names."""
+
+    agent: tuple[str, str]
+    block_keys: frozenset[str]
 
 
 def _sound(paths: Iterable[Path], examine: Callable[[Path], T], problems: list[str]) -> Iterator[T]:
@@ -96,16 +110,17 @@ def _unpack(packed: str) -> array[int]:
     return array("I", zlib.decompress(base64.b64decode(packed)))
 
 
-def _examine_agent(path: Path) -> frozenset[str]:
-    """The keys of the blocks that an agent names, once its chains are those of its tokens."""
+def _examine_lineage(path: Path) -> _Lineage:
+    """A lineage whose chains are those of its tokens."""
     manifest = decode_manifest(read_file(path, MAX_MANIFEST_BYTES))
-    if (manifest.id, manifest.model[:16]) != (path.stem, path.parent.name):
-        raise BlockRejected(f"it is the manifest of agent {manifest.id!r:.80} of model {manifest.model!r:.80}")
-    log = path.with_name(f"{manifest.id}.{manifest.log.generation}.log")
-    content = parse_log(read_file(log, MAX_LOG_BYTES), manifest.id, manifest.model, manifest.log)
+    if (manifest.name, manifest.model[:16]) != (path.stem, path.parent.name):
+        raise BlockRejected(f"it is the manifest of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
+    log = path.with_name(f"{manifest.name}.{manifest.log.generation}.log")
+    content = parse_log(read_file(log, MAX_LOG_BYTES), manifest.name, manifest.model, manifest.log)
     _check_chains(manifest, content)
     names = [name for block in name_blocks(content.chains, manifest.spans()) for name in block.names]
-    return frozenset(block_key(name.chain, manifest.groups[name.group]) for name in names)
+    keys = frozenset(block_key(name.chain, manifest.groups[name.group]) for name in names)
+    return _Lineage((manifest.model, manifest.id), keys)
 
 
 def _check_chains(manifest: Manifest, content: Content) -> None:

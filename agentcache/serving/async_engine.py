@@ -17,15 +17,27 @@ from typing import ParamSpec, TypeVar
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.config import Config
 from agentcache.errors import AgentCacheError, Conflict, EngineStopped, Overloaded, StoreError
+from agentcache.kv.manifest import lineage_name
 from agentcache.models.embedded import embedded_model_path
 from agentcache.serving.adapter_loader import AdapterLoader
 from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.agent_turns import AgentTurns, Turn
+from agentcache.serving.agent_turns import WHOLE, AgentTurns, Claim, Turn
+from agentcache.serving.agents import AgentTable
 from agentcache.serving.engine import Engine
 from agentcache.serving.engine_thread import EngineThread, Receive
 from agentcache.serving.generation import Generation, Saved
+from agentcache.serving.lineages import PlainPrompt
 from agentcache.serving.output import Output
-from agentcache.serving.prepare import Prepared, agent_policy, choose_adapter, match_prompt, prepare_request
+from agentcache.serving.prepare import (
+    Prepared,
+    agent_policy,
+    choose_adapter,
+    choose_lineage,
+    held_by,
+    match,
+    plain_prompt,
+    prepare_request,
+)
 from agentcache.serving.receiver import Receiver
 from agentcache.serving.report import AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.serving.request import Request
@@ -124,28 +136,39 @@ class AsyncEngine:
             raise Overloaded("too many requests are waiting; try again later")
         self._active += 1
         try:
-            async with self._turns.turn(request.agent) as turn:
-                await self._run(self._thread.alive(), request, Receiver(take), submitted_at, turn)
+            async with self._turns.arrive(request.agent) as turn:
+                await self._run(request, turn, Receiver(take), submitted_at)
         finally:
             self._active -= 1
 
     async def count_tokens(self, request: Request) -> int:
         """Tokens that the request's prompt has, without running it; raises InvalidRequest."""
-        engine = self._thread.alive()
-        match = await self._in_background(match_prompt, request, engine.agents, engine.loaded.tokenizer)
-        return len(match.transcript.ids)
+        prompt, engine = await self._read(request), self._thread.alive()
+        found = choose_lineage(request, prompt, engine.agents)
+        matched = await self._in_background(match, prompt, held_by(request, found), engine.loaded.tokenizer)
+        return len(matched.transcript.ids)
 
-    async def _run(self, engine: Engine, request: Request, receiver: Receiver, submitted_at: float, turn: Turn) -> None:
-        """Have the engine work on the request once its adapter is there, until its end or a cancellation."""
-        choice = choose_adapter(engine.agents, request)
+    async def _read(self, request: Request) -> PlainPrompt:
+        engine = self._thread.alive()
+        return await self._in_background(plain_prompt, request, engine.agents, engine.loaded.tokenizer)
+
+    async def _run(self, request: Request, turn: Turn, receiver: Receiver, submitted_at: float) -> None:
+        """Have the engine work on the request, once nobody else is at work on the lineage that it goes on from and its
+        adapter is there, until its end or a cancellation.
+        """
+        prompt = await self._read(request)
+        found = (await turn.wait(lambda: _claim_for(request, prompt, self._thread.alive().agents))).found
+        turn.lasts_until(receiver.settled)
         generation: Generation | None = None
-        self._thread.tell_of_the_end(receiver, until=receiver.settled)
         try:
+            engine = self._thread.alive()
+            choice = choose_adapter(engine.agents, request)
+            self._thread.tell_of_the_end(receiver, until=receiver.settled)
             async with self.adapters.lease(choice.name) as adapter:
-                known = (engine.agents, engine.loaded.tokenizer)
-                prepared = await self._in_background(prepare_request, request, *known, adapter, choice.policy)
+                prepared = await self._in_background(
+                    prepare_request, request, prompt, found, engine.loaded.tokenizer, adapter, choice.policy
+                )
                 generation = self._submit(engine, request, prepared, receiver, submitted_at)
-                turn.lasts_until(receiver.settled)
                 await receiver.ended
         finally:
             if generation is None:
@@ -172,6 +195,7 @@ class AsyncEngine:
             output=Output(engine.loaded.tokenizer.detokenizer(after=match.transcript.ids[-1]), request.sampling.stop),
             emit=partial(self._thread.send, receive),
             submitted_at=submitted_at,
+            found=prepared.found,
             adapter=use,
             producer=None if use is None else use.producer,
         )
@@ -215,37 +239,39 @@ class AsyncEngine:
             await self._save([turn], lambda engine, done: engine.memory.create(agent_id, adapter, chosen, system, done))
             return await self.agent(agent_id)
 
-    async def fork_agent(self, agent_id: str, new_id: str) -> AgentInfo:
-        """A new agent with the same memory, sharing every block; raises NotFound, Conflict."""
+    async def fork_agent(self, agent_id: str, new_id: str, lineage: str | None = None) -> AgentInfo:
+        """A new agent with the same memory (of one lineage), sharing every block; raises NotFound, Conflict."""
+        if new_id == agent_id:
+            raise Conflict(f"agent {new_id!r} exists already", param="id")
         # In one order for all, or two that fork into each other's place would wait for ever.
-        first, second = sorted((agent_id, new_id))
-        async with self._turns.turn(first) as one, self._turns.turn(second if second != first else None) as two:
-            await self._save([one, two], lambda engine, done: engine.memory.fork(agent_id, new_id, done))
+        claims = sorted([(agent_id, _claim_of(agent_id, lineage)), (new_id, WHOLE)], key=lambda claim: claim[0])
+        async with self._turns.turn(*claims[0]) as one, self._turns.turn(*claims[1]) as two:
+            await self._save([one, two], lambda engine, done: engine.memory.fork(agent_id, new_id, lineage, done))
             return await self.agent(new_id)
 
-    async def delete_agent(self, agent_id: str) -> None:
-        """Forget an agent in RAM and on disk; raises NotFound."""
-        async with self._turns.turn(agent_id) as turn:
-            await self._save([turn], lambda engine, done: engine.memory.delete(agent_id, done))
+    async def delete_agent(self, agent_id: str, lineage: str | None = None) -> None:
+        """Forget an agent (or one of its lineages) in RAM and on disk; raises NotFound."""
+        async with self._turns.turn(agent_id, _claim_of(agent_id, lineage)) as turn:
+            await self._save([turn], lambda engine, done: engine.memory.delete(agent_id, lineage, done))
 
-    async def save_agent(self, agent_id: str) -> AgentInfo:
-        """Return when everything the agent has is on disk; raises NotFound, StoreError."""
-        async with self._turns.turn(agent_id) as turn:
-            await self._save([turn], lambda engine, done: engine.memory.save(agent_id, done))
+    async def save_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
+        """Return when everything the agent (or one of its lineages) has is on disk; raises NotFound, StoreError."""
+        async with self._turns.turn(agent_id, _claim_of(agent_id, lineage)) as turn:
+            await self._save([turn], lambda engine, done: engine.memory.save(agent_id, lineage, done))
             return await self.agent(agent_id)
 
-    async def restore_agent(self, agent_id: str) -> RestoreReport:
-        """Bring an agent's blocks from disk into RAM; raises NotFound."""
-        async with self._turns.turn(agent_id) as turn:
+    async def restore_agent(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
+        """Bring the blocks of an agent (or of one of its lineages) from disk into RAM; raises NotFound."""
+        async with self._turns.turn(agent_id, _claim_of(agent_id, lineage)) as turn:
             restored: asyncio.Future[RestoreReport] = self._thread.begin(
-                lambda engine, done: engine.memory.restore(agent_id, done)
+                lambda engine, done: engine.memory.restore(agent_id, lineage, done)
             )
             return await _result([turn], restored)
 
-    async def evict_agent(self, agent_id: str) -> AgentInfo:
-        """Free the agent's RAM; it stays on disk; raises NotFound."""
-        async with self._turns.turn(agent_id):
-            await self._call(lambda engine: engine.memory.evict(agent_id))
+    async def evict_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
+        """Free the RAM of the agent (or of one of its lineages); it stays on disk; raises NotFound."""
+        async with self._turns.turn(agent_id, _claim_of(agent_id, lineage)):
+            await self._call(lambda engine: engine.memory.evict(agent_id, lineage))
             return await self.agent(agent_id)
 
     async def _save(self, turns: Sequence[Turn], function: Callable[[Engine, Callable[[Saved], None]], None]) -> None:
@@ -277,6 +303,18 @@ class AsyncEngine:
     async def clear_cache(self) -> None:
         """Free all RAM that nobody is reading; agents stay on disk."""
         await self._call(lambda engine: engine.clear())
+
+
+def _claim_for(request: Request, prompt: PlainPrompt, agents: AgentTable) -> Claim:
+    """What the request needs for itself. One that changes what a lineage has said leaves that lineage alone."""
+    found = choose_lineage(request, prompt, agents)
+    goes_on = found is not None and prompt.extends(found.transcript)
+    return Claim(found.name if found is not None and goes_on else None, prompt, found=found)
+
+
+def _claim_of(agent_id: str, lineage: str | None) -> Claim:
+    """What an operation on an agent, or on one of its lineages, needs for itself."""
+    return WHOLE if lineage is None else Claim(lineage_name(agent_id, lineage))
 
 
 async def _result(turns: Iterable[Turn], work: asyncio.Future[T]) -> T:

@@ -60,7 +60,9 @@ class Engine:
         self.runner = ModelRunner(self.loaded, self.cache.slots.pools)
         store = Store(config.cache_dir, self.loaded.spec, self.loaded.fingerprint, disk_budget=config.disk_budget)
         self.agents = AgentTable(self.loaded.fingerprint, store.load_agents())
-        self.persistence = Persistence(self.cache, self.runner, store, self.agents, self._namespace, post)
+        self.persistence = Persistence(
+            self.cache, self.runner, store, self.agents, self._namespace, post, config.max_lineages
+        )
         self.restorer = Restorer(self.cache, self.runner, store, post)
         self.persistence.index()
         self.cache.slots.preallocate(min(config.ram_budget // 8, _PREALLOCATED_BYTES))
@@ -248,7 +250,8 @@ class Engine:
         sequence = generation.place
         published = self.cache.advance(sequence, token_ids)
         self.trunk.advance(sequence)
-        if generation.request.agent is not None and self.persistence.fits(generation.num_prompt_tokens):
+        record = generation.record
+        if published and record is not None and self.persistence.fits(record, generation.num_prompt_tokens):
             generation.saved_early += published
             self.persistence.save_blocks(sequence, published, generation.note_written)
         self.cache.leave_window(sequence)

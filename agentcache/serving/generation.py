@@ -39,10 +39,12 @@ class Generation:
         background: it lets others go first; the scheduler ends that when it has waited enough.
         passed_over: how often others went before it.
         decoded_at: number of the last step that it decoded in.
-        record: the request's agent before this turn.
+        found: the agent's lineage that the prompt was matched with; None for another beginning.
+        record: the lineage that this turn will be, before the turn.
         producer: who computes the keys and values of its tokens; None for base.
         adapter: what it is computed with, the whole way; None for base.
-        own_tokens: leading prompt tokens that are the agent's already.
+        own_tokens: leading prompt tokens that `found` holds already.
+        lost_tokens: of these, how many were neither in RAM nor on disk, and had to be computed again.
         saved_early: blocks that were sent to disk before the turn's end.
     """
 
@@ -62,8 +64,10 @@ class Generation:
     submitted_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     own_tokens: int = 0
+    lost_tokens: int = 0
     written_bytes: int = 0
     saved_early: list[LaneBlock] = field(default_factory=list)
+    found: AgentRecord | None = None
     record: AgentRecord | None = None
     producer: Producer | None = None
     adapter: AdapterUse | None = None
@@ -166,12 +170,27 @@ class Saved:
     error: str | None = None
 
 
+def when_all(count: int, done: Callable[[Saved], None]) -> Callable[[Saved], None]:
+    """What takes `count` outcomes and hands on one: all bytes, and the first error there was."""
+    outcomes: list[Saved] = []
+
+    def take(saved: Saved) -> None:
+        outcomes.append(saved)
+        if len(outcomes) == count:
+            error = next((each.error for each in outcomes if each.error is not None), None)
+            done(Saved(sum(each.written_bytes for each in outcomes), error))
+
+    return take
+
+
 def make_report(generation: Generation, saved: Saved | None) -> Report:
     """What a finished generation cost and reused; `saved` is None for one without an agent."""
     cached, adapter, now = generation.cached, generation.adapter, time.perf_counter()
     found = CacheState.WARM if generation.restored_bytes else CacheState.HOT
     return Report(
         agent=generation.request.agent,
+        lineage=None if generation.record is None else generation.record.lineage,
+        lost_tokens=generation.lost_tokens,
         cache_state=found if cached.own + cached.shared else CacheState.COLD,
         match=generation.match.match,
         prompt_tokens=generation.num_prompt_tokens,

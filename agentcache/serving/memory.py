@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from collections.abc import Sequence as List
 from dataclasses import replace
 
-from agentcache.blocks.keys import BLOCK_SIZE, Namespace
+from agentcache.blocks.keys import BLOCK_SIZE, BlockName, Namespace
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.prefix_cache import PrefixCache
@@ -14,10 +15,10 @@ from agentcache.blocks.sequence import Sequence
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks
 from agentcache.kv.manifest import AgentRecord
 from agentcache.models.runner import ModelRunner
-from agentcache.serving.agents import AgentTable
-from agentcache.serving.generation import Saved
+from agentcache.serving.agents import AgentTable, blocks_of, without_memory
+from agentcache.serving.generation import Saved, when_all
 from agentcache.serving.persistence import Persistence
-from agentcache.serving.report import AgentInfo, CacheState, RestoreReport
+from agentcache.serving.report import AgentInfo, CacheState, LineageInfo, RestoreReport
 from agentcache.serving.restore import Restored, Restorer
 
 
@@ -46,27 +47,34 @@ class AgentMemory:
 
     def info(self, agent_id: str) -> AgentInfo:
         """An agent as clients see it. Raises NotFound."""
-        record = self._agents.get(agent_id)
-        prefix, groups = self._prefix(record), self._cache.groups
-        num_ram = sum(
-            groups[i].bytes_per_block
-            for lane in prefix.lanes
-            for node in lane.all_nodes
-            for i in node.block_ids.keys() & set(lane.groups)
-        )
-        state = CacheState.HOT if self._cache.in_ram(prefix) else CacheState.WARM
+        lineages, record = self._agents.lineages(agent_id), self._agents.get(agent_id)
+        prefixes = {each.name: self._prefix(each) for each in lineages}
+        longest = prefixes[record.name]
+        state = CacheState.HOT if self._cache.in_ram(longest) else CacheState.WARM
         return AgentInfo(
             id=record.id,
             tokens=len(record.transcript.ids),
-            blocks=-(-prefix.num_tokens // BLOCK_SIZE),
-            cache_state=state if prefix.num_tokens else CacheState.COLD,
-            ram_bytes=num_ram,
-            disk_bytes=sum(self._disk_bytes(block) for block in record.blocks),
+            blocks=-(-longest.num_tokens // BLOCK_SIZE),
+            cache_state=state if longest.num_tokens else CacheState.COLD,
+            ram_bytes=self._ram_bytes(prefixes.values()),
+            disk_bytes=sum(map(self._disk_bytes, blocks_of(lineages))),
             created=record.created,
-            last_used=record.last_used,
+            last_used=max(each.last_used for each in lineages),
             adapter=record.adapter,
             policy=record.policy,
+            lineages=tuple(LineageInfo(each.lineage, len(each.transcript), each.last_used) for each in lineages),
         )
+
+    def _ram_bytes(self, prefixes: Iterable[CachedPrefix]) -> int:
+        """Of what these have in RAM, each part of a block once."""
+        held = {
+            (node, index)
+            for prefix in prefixes
+            for lane in prefix.lanes
+            for node in lane.all_nodes
+            for index in node.block_ids.keys() & set(lane.groups)
+        }
+        return sum(self._cache.groups[index].bytes_per_block for _, index in held)
 
     def _disk_bytes(self, block: NamedBlock) -> int:
         """Of what the manifest names: the tree may know longer tails of others with the same beginning."""
@@ -78,7 +86,7 @@ class AgentMemory:
 
     def list(self) -> list[AgentInfo]:
         """All agents, by id."""
-        return [self.info(agent_id) for agent_id in sorted(record.id for record in self._agents)]
+        return [self.info(agent_id) for agent_id in self._agents.ids]
 
     def create(
         self, agent_id: str, adapter: str | None, policy: str, system: str | None, done: Callable[[Saved], None]
@@ -87,16 +95,24 @@ class AgentMemory:
         record = self._agents.new(agent_id, policy=policy, system=system)
         self._persistence.save_record(replace(record, adapter=adapter), done)
 
-    def fork(self, agent_id: str, new_id: str, done: Callable[[Saved], None]) -> None:
-        """Make an agent with the same memory, durably, sharing every block. Raises NotFound, Conflict."""
-        copy = self._as_far_as_saved(self._agents.fork(agent_id, new_id))
-        self._agents.set_busy(agent_id)
+    def fork(self, agent_id: str, new_id: str, lineage: str | None, done: Callable[[Saved], None]) -> None:
+        """Make an agent with the same memory (of one lineage), durably, sharing every block.
+
+        Raises NotFound, Conflict.
+        """
+        sources = [record.name for record in self._agents.lineages(agent_id, lineage)]
+        copies = [self._as_far_as_saved(copy) for copy in self._agents.fork(agent_id, new_id, lineage)]
+        for name in sources:
+            self._agents.set_busy(name)
 
         def settle(saved: Saved) -> None:
-            self._agents.set_idle(agent_id)
+            for name in sources:
+                self._agents.set_idle(name)
             done(saved)
 
-        self._persistence.save_record(copy, settle)
+        saved_all = when_all(len(copies), settle)
+        for copy in copies:
+            self._persistence.save_record(copy, saved_all)
 
     def _as_far_as_saved(self, record: AgentRecord) -> AgentRecord:
         """The record without blocks that are not of its transcript: a turn may have changed it and not been saved."""
@@ -108,15 +124,47 @@ class AgentMemory:
         kept = tuple(block for span, block in zip(layout, blocks, strict=True) if span.end <= num_saved)
         return replace(record, num_saved=num_saved, blocks=kept)
 
-    def delete(self, agent_id: str, done: Callable[[Saved], None]) -> None:
-        """Forget an agent in RAM and on disk, but for what others name. Raises NotFound."""
-        record = self._agents.get(agent_id)
-        released = self._persistence.delete_agent(record, done)
-        self._evict(block for block in record.blocks if released.issuperset(block.names))
+    def delete(self, agent_id: str, lineage: str | None, done: Callable[[Saved], None]) -> None:
+        """Forget an agent (or one of its lineages) in RAM and on disk, but for what others name. Raises NotFound.
 
-    def evict(self, agent_id: str) -> None:
-        """Free the agent's RAM as far as its blocks are on disk and nobody reads them. Raises NotFound."""
-        self._evict(block for block in self._agents.get(agent_id).blocks if self._is_on_disk(block))
+        Of an agent whose only lineage goes by name, an empty one stays.
+        """
+        records = self._agents.lineages(agent_id, lineage)
+        if lineage is not None and len(self._agents.lineages(agent_id)) == 1:
+            self._empty(records[0], done)
+            return
+        deleted = when_all(len(records), done)
+        released = set[BlockName]().union(*[self._persistence.delete_lineage(record, deleted) for record in records])
+        self._free(records, released)
+
+    def _empty(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
+        def settle(saved: Saved) -> None:
+            self._free([record], {name for name in record.block_names if not self._agents.needs(name)})
+            done(saved)
+
+        self._persistence.save_record(without_memory(record), settle)
+
+    def _free(self, records: List[AgentRecord], released: Set[BlockName]) -> None:
+        """Free the RAM of lineages that are gone."""
+        self._evict(block for block in blocks_of(records) if released >= set(block.names))
+
+    def evict(self, agent_id: str, lineage: str | None = None) -> None:
+        """Free the RAM of an agent (or one of its lineages): all that is on disk and that nobody reads.
+
+        With it goes what was in RAM only as somebody's last, partly filled block, and belongs to nobody any more: it
+        would keep the blocks before it. Raises NotFound.
+        """
+        blocks = blocks_of(self._agents.lineages(agent_id, lineage))
+        self._evict_superseded_tails(blocks)
+        self._evict(block for block in blocks if self._is_on_disk(block))
+
+    def _evict_superseded_tails(self, blocks: Iterable[NamedBlock]) -> None:
+        nodes = filter(None, (self._cache.tree.node(block.chain) for block in blocks))
+        parents = {parent for node in nodes for parent in (node, node.parent) if parent is not None}
+        tails = [tail for parent in parents for tail in parent.children if not tail.is_full]
+        for tail in tails:
+            if not any(self._agents.needs(BlockName(tail.chain, index)) for index in tail.block_ids):
+                self._cache.slots.evict(tail)
 
     def _is_on_disk(self, block: NamedBlock) -> bool:
         """Whether what is in RAM of the block is on disk too."""
@@ -129,9 +177,14 @@ class AgentMemory:
         for node, groups in sorted(found, key=lambda entry: entry[0].position, reverse=True):
             self._cache.slots.evict(node, groups)
 
-    def save(self, agent_id: str, done: Callable[[Saved], None]) -> None:
+    def save(self, agent_id: str, lineage: str | None, done: Callable[[Saved], None]) -> None:
         """Write what of an agent's memory is in RAM but not on disk (after a failed save). Raises NotFound."""
-        record = self._agents.get(agent_id)
+        records = self._agents.lineages(agent_id, lineage)
+        saved_all = when_all(len(records), done)
+        for record in records:
+            self._save_lineage(record, saved_all)
+
+    def _save_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
         prefix = self._prefix(record)
         num_saved = prefix.num_tokens
         if not all(lane.ends_with_a_block for lane in prefix.lanes):
@@ -142,14 +195,20 @@ class AgentMemory:
         for block in reversed(blocks):
             self._cache.slots.prune(block.node)  # a base tail that was not there was made, and holds nothing
 
-    def restore(self, agent_id: str, done: Callable[[RestoreReport | AgentCacheError], None]) -> None:
-        """Bring an agent's blocks into RAM; what files do not give is left out. Raises NotFound."""
-        record, started, restored_bytes = self._agents.get(agent_id), time.perf_counter(), 0
-        root = self._namespace(record.salt).root
+    def restore(
+        self, agent_id: str, lineage: str | None, done: Callable[[RestoreReport | AgentCacheError], None]
+    ) -> None:
+        """Bring an agent's blocks (of one lineage) into RAM; what files do not give is left out. Raises NotFound.
+
+        The longest lineage comes last, so that what RAM cannot hold beside it gives way to it.
+        """
+        started, restored_bytes = time.perf_counter(), 0
+        due = sorted(self._agents.lineages(agent_id, lineage), key=lambda record: len(record.transcript), reverse=True)
+        num_tokens = len(due[0].transcript)
 
         def attempt() -> None:
             try:
-                sequence = self._cache.open(root, self._prefix(record))
+                sequence = self._cache.open(self._namespace(due[-1].salt).root, self._prefix(due[-1]))
             except OutOfBlocks as error:
                 done(InvalidRequest(str(error), code="insufficient_memory"))
                 return
@@ -161,11 +220,12 @@ class AgentMemory:
             restored_bytes += restored.num_bytes
             self._runner.evaluate()
             self._cache.abandon(sequence)  # what was loaded is the tree's by now
-            if not restored.complete:
+            if restored.complete:
+                due.pop()
+            if due:
                 attempt()
                 return
             elapsed_ms = (time.perf_counter() - started) * 1e3
-            state = self.info(agent_id).cache_state
-            done(RestoreReport(len(record.transcript.ids), restored_bytes, elapsed_ms, state))
+            done(RestoreReport(num_tokens, restored_bytes, elapsed_ms, self.info(agent_id).cache_state))
 
         attempt()

@@ -27,6 +27,9 @@ from agentcache.serving.write_queue import WriteQueue
 
 log = logging.getLogger("agentcache.persistence")
 
+# What of a file is neither keys nor values, estimated: a block's header with its tokens; a token's id, end and text.
+_BLOCK_HEADER_BYTES, _LOG_BYTES_PER_TOKEN, _MANIFEST_BYTES = 1536, 16, 1536
+
 
 @dataclass(frozen=True)
 class _Target:
@@ -46,6 +49,7 @@ class Persistence:
 
     Args:
         post: runs a function on the engine thread soon; callable from any thread.
+        max_lineages: lineages that an agent may have; those beyond are given up.
     """
 
     def __init__(
@@ -56,12 +60,14 @@ class Persistence:
         agents: AgentTable,
         namespace: Callable[[str], Namespace],
         post: Callable[[Callable[[], None]], None],
+        max_lineages: int,
     ) -> None:
         self._cache = cache
         self._runner = runner
         self._store = store
         self._agents = agents
         self._namespace = namespace
+        self._max_lineages = max_lineages
         self._writes = WriteQueue(post, self._make_room, store.evict_other_model)
         self.save_failures = 0
 
@@ -76,8 +82,11 @@ class Persistence:
         """Tell the tree what is on disk, remove what belongs to nobody, and get under the disk budget."""
         for record in self._agents:
             self._index_agent(record)
+        for agent_id in self._agents.ids:
+            self.keep_bound(agent_id)
+        self.flush()
         self._store.collect_orphans()
-        while self._store.free_budget < 0 and (self._make_room() or self._store.evict_other_model()):
+        while self._store.free_budget < 0 and (self._drop_stalest() or self._store.evict_other_model()):
             self.flush()
 
     def _index_agent(self, record: AgentRecord) -> None:
@@ -99,12 +108,21 @@ class Persistence:
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether the disk budget could hold an agent of so many tokens if there were no other."""
-        return self._bytes_of(num_tokens) <= self._store.disk_budget
+    def fits(self, record: AgentRecord, num_tokens: int) -> bool:
+        """Whether the disk budget could hold a lineage of so many tokens if no other had any blocks there."""
+        return self._bytes_with(record, num_tokens) <= self._store.disk_budget
 
-    def _bytes_of(self, num_tokens: int) -> int:
-        return sum(group.bytes_per_block for group in self._cache.groups) * num_tokens // BLOCK_SIZE
+    def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
+        """Bytes on disk with that lineage and all transcripts, which stay. A little more than there will be."""
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        blocks = sum(
+            group.bytes_per_block * num_tokens // BLOCK_SIZE + num_blocks * _BLOCK_HEADER_BYTES
+            for group in self._cache.groups
+        )
+        known = self._agents.find(record.name)
+        logged = 0 if known is None else len(known.transcript)
+        log_bytes = max(0, num_tokens - logged) * _LOG_BYTES_PER_TOKEN + _MANIFEST_BYTES
+        return self._store.agent_bytes + blocks + log_bytes
 
     def save_blocks(self, sequence: CacheSequence, blocks: Iterable[LaneBlock], written: Callable[[int], None]) -> None:
         """Write blocks that an agent's request has just filled, without waiting; its manifest will name them.
@@ -130,26 +148,27 @@ class Persistence:
         self._forget(self._agents.release(_names(blocks)))
 
     def commit(self, record: AgentRecord, blocks: Sequence[LaneBlock], done: Callable[[Saved], None]) -> None:
-        """Make a turn durable: its blocks, then the agent's manifest. A turn that fails leaves no file.
+        """Make a turn durable: its blocks, then the lineage's manifest. A turn that fails leaves no file.
 
         Args:
-            record: the agent after the turn, which names `blocks`.
-            blocks: all blocks of the agent.
+            record: the lineage after the turn, which names `blocks`.
+            blocks: all blocks of the lineage.
             done: gets the outcome, on the engine thread.
         """
         # The durable part of the record in memory changes only when the disk has changed.
-        durable = self._agents.get(record.id) if record.id in self._agents else replace(record, num_saved=0, blocks=())
+        durable = self._agents.find(record.name) or replace(record, num_saved=0, blocks=())
+        num_bytes = self._bytes_with(record, record.num_saved)
         self._agents.put(replace(record, num_saved=durable.num_saved, blocks=durable.blocks))
-        if not self.fits(record.num_saved):  # nobody else's blocks are dropped for it
-            budget, num_bytes = self._store.disk_budget, self._bytes_of(record.num_saved)
-            self._fail(record.id, StoreError(f"its {num_bytes} bytes pass the disk budget of {budget}"), done)
+        if num_bytes > self._store.disk_budget:  # nobody else's blocks are dropped for it
+            reason = f"with it and all transcripts there would be {num_bytes} bytes on disk"
+            self._fail(record.id, StoreError(f"{reason}, over the budget of {self._store.disk_budget}"), done)
             return
         claimed = names_of(set(record.blocks).difference(durable.blocks))
         self._agents.claim(claimed)
-        self._agents.set_busy(record.id)  # so that nobody drops the durable ones for room
+        self._agents.set_busy(record.name)  # so that nobody drops the durable ones for room
 
         def settle(saved: Saved) -> None:
-            self._agents.set_idle(record.id)
+            self._agents.set_idle(record.name)
             self._forget(self._agents.release(claimed))
             done(saved)
 
@@ -225,7 +244,7 @@ class Persistence:
         if isinstance(outcome, StoreError):
             self._fail(record.id, outcome, done)
             return
-        current = self._agents.get(record.id) if record.id in self._agents else record
+        current = self._agents.find(record.name) or record
         released = self._agents.put(replace(current, num_saved=record.num_saved, blocks=record.blocks))
         self._forget(released)
         done(Saved(block_bytes + outcome))
@@ -236,11 +255,11 @@ class Persistence:
         done(Saved(error=str(error)))
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Write only an agent's manifest and transcript (a new agent, a fork); it counts as busy until that is done."""
-        self._agents.set_busy(record.id)
+        """Write only a lineage's manifest and transcript (a new agent, a fork); it is busy until that is done."""
+        self._agents.set_busy(record.name)
 
         def settle(saved: Saved) -> None:
-            self._agents.set_idle(record.id)
+            self._agents.set_idle(record.name)
             done(saved)
 
         self._writes.submit(
@@ -249,12 +268,27 @@ class Persistence:
 
     # -- deleting ---------------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> bool:
-        """Queue the removal of the least recently used idle agent's blocks; False if there is none left."""
-        victim = self._agents.least_recently_used()
+    def keep_bound(self, agent_id: str) -> None:
+        """Give up lineages as long as the agent has too many and some are idle."""
+        while (surplus := self._agents.surplus(agent_id, self._max_lineages)) is not None:
+            log.info("dropping a lineage of agent %s, which has more than %d", agent_id, self._max_lineages)
+            self.delete_lineage(surplus, lambda saved: None)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Queue the removal of some lineage's blocks; False if dropping all that may go could not make so much room."""
+        protected = [block_key(name.chain, self._cache.groups[name.group].name) for name in self._agents.protected()]
+        needed = self._store.agent_bytes + self._store.block_bytes(protected) + num_bytes
+        return needed <= self._store.disk_budget and self._drop_stalest()
+
+    def _drop_stalest(self) -> bool:
+        """Queue the removal of the lineage that is missed least; of an agent's longest, the transcript stays."""
+        victim = self._agents.stalest()
         if victim is None:
             return False
-        log.info("dropping the blocks of agent %s to keep the disk budget", victim.id)
+        log.info("dropping the blocks of agent %s to keep the disk budget", victim.name)
+        if victim is not self._agents.get(victim.id):
+            self.delete_lineage(victim, lambda saved: None)
+            return True
         bare = replace(victim, num_saved=0, blocks=())
         released = self._agents.put(bare)
         self._writes.append(partial(self._store.save_agent, bare))
@@ -262,7 +296,7 @@ class Persistence:
         return True
 
     def _forget(self, names: Iterable[BlockName]) -> None:
-        """Delete the files of what no agent names any more, and from RAM the tails that longer ones have replaced.
+        """Delete the files of what no lineage names any more, and from RAM the tails that longer ones have replaced.
 
         What is being written stays: its turn comes when it is written, if nobody wants it then. Other tails stay
         until their turn comes: an agent's next request may be with the adapter before last.
@@ -284,12 +318,12 @@ class Persistence:
         if group in node.stored:
             self._cache.mark_missing(node, group)
 
-    def delete_agent(self, record: AgentRecord, done: Callable[[Saved], None]) -> set[BlockName]:
-        """Forget an agent on disk; blocks that others name stay. Returns what nobody names any more."""
-        released = self._agents.remove(record.id)
+    def delete_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> set[BlockName]:
+        """Forget a lineage on disk; blocks that others name stay. Returns what nobody names any more."""
+        released = self._agents.remove(record)
 
         def delete() -> int:
-            self._store.delete_agent(record.id)
+            self._store.delete_agent(record.name)
             return 0
 
         self._writes.submit(delete, lambda outcome: done(Saved(error=_error(outcome))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,18 +11,19 @@ from agentcache.adapter_settings import Policy
 from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import InvalidRequest
+from agentcache.kv.manifest import AgentRecord
 from agentcache.models.tokenizer import Tokenizer
 from agentcache.serving.activation import AdapterUse, refuse_without_adapter, use_adapter
 from agentcache.serving.adapters import ServedAdapter, settle_policy
 from agentcache.serving.agents import AgentTable
-from agentcache.serving.request import ChatPrompt, Prompt, Request, TokenPrompt
+from agentcache.serving.lineages import PlainPrompt, choose
+from agentcache.serving.request import Prompt, Request, TextPrompt, TokenPrompt
 
 
-def prepare(prompt: Prompt, transcript: Transcript | None, system: str | None, tokenizer: Tokenizer) -> PromptMatch:
-    """The prompt as tokens, keeping those the agent has.
+def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer) -> PlainPrompt:
+    """The prompt as marked text, or as the token ids that it came as.
 
     Args:
-        transcript: the agent's, empty for a new one; None for a request without agent, whose text nobody will need.
         system: put in front as a system message where the messages have none.
 
     Raises:
@@ -29,14 +31,24 @@ def prepare(prompt: Prompt, transcript: Transcript | None, system: str | None, t
     """
     if isinstance(prompt, TokenPrompt):
         _check_ids(prompt.token_ids, tokenizer.vocab_size)
-        spell = _no_text if transcript is None else tokenizer.spell
-        return match_tokens(transcript or Transcript.empty(), prompt.token_ids, spell)
-    if isinstance(prompt, ChatPrompt):
-        messages = _with_system(prompt.messages, system)
-        text = tokenizer.render_chat(messages, prompt.tools, prompt.add_generation_prompt, prompt.template_kwargs)
-    else:
-        text = tokenizer.raw_prompt(prompt.text)
-    return match_text(transcript or Transcript.empty(), text, tokenizer.encode, tokenizer.control_ids)
+        return PlainPrompt(array("I", prompt.token_ids))
+    if isinstance(prompt, TextPrompt):
+        return PlainPrompt(tokenizer.raw_prompt(prompt.text))
+    messages = _with_system(prompt.messages, system)
+    options = prompt.add_generation_prompt, prompt.template_kwargs
+    return PlainPrompt(tokenizer.render_chat(messages, prompt.tools, *options))
+
+
+def match(prompt: PlainPrompt, transcript: Transcript | None, tokenizer: Tokenizer) -> PromptMatch:
+    """The prompt as tokens, keeping those that a lineage has.
+
+    Args:
+        transcript: the lineage's, empty for a new one; None for a request without agent, whose text nobody will need.
+    """
+    held = transcript or Transcript.empty()
+    if isinstance(prompt.content, str):
+        return match_text(held, prompt.content, tokenizer.encode, tokenizer.control_ids)
+    return match_tokens(held, prompt.content, _no_text if transcript is None else tokenizer.spell)
 
 
 def _no_text(token_ids: Sequence[int]) -> Spelling:
@@ -86,34 +98,62 @@ def agent_policy(adapter: ServedAdapter | None, policy: Policy | None) -> Policy
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request's prompt as tokens, and how it uses its adapter; None for base."""
+    """A request's prompt as tokens, matched with the lineage `found`, and how it uses its adapter; None for base."""
 
     match: PromptMatch
+    found: AgentRecord | None
     adapter: AdapterUse | None
 
 
 def prepare_request(
-    request: Request, agents: AgentTable, tokenizer: Tokenizer, adapter: ServedAdapter | None, policy: Policy | None
+    request: Request,
+    prompt: PlainPrompt,
+    found: AgentRecord | None,
+    tokenizer: Tokenizer,
+    adapter: ServedAdapter | None,
+    policy: Policy | None,
 ) -> Prepared:
     """Everything about a request that must be known before it runs.
 
     Args:
+        prompt: the request's, as `plain_prompt` has read it.
+        found: the lineage that it goes on from; None for another beginning, and without an agent.
         adapter, policy: what `choose_adapter` said.
 
     Raises:
-        InvalidRequest: the prompt is none, or does not go with the adapter.
+        InvalidRequest: the prompt does not go with the adapter.
     """
-    match = match_prompt(request, agents, tokenizer)
+    matched = match(prompt, held_by(request, found), tokenizer)
     if adapter is None:
         refuse_without_adapter(request)
-        return Prepared(match, None)
-    return Prepared(match, use_adapter(adapter, policy or adapter.policy, request, match.transcript.ids))
+        return Prepared(matched, found, None)
+    use = use_adapter(adapter, policy or adapter.policy, request, matched.transcript.ids)
+    return Prepared(matched, found, use)
 
 
-def match_prompt(request: Request, agents: AgentTable, tokenizer: Tokenizer) -> PromptMatch:
-    """The request's prompt as tokens; raises InvalidRequest."""
+def held_by(request: Request, found: AgentRecord | None) -> Transcript | None:
+    """What `match` compares the request's prompt with."""
+    if request.agent is None:
+        return None
+    return Transcript.empty() if found is None else found.transcript
+
+
+def plain_prompt(request: Request, agents: AgentTable, tokenizer: Tokenizer) -> PlainPrompt:
+    """The request's prompt; raises InvalidRequest."""
     agent = request.agent
-    record = agents.get(agent) if agent is not None and agent in agents else None
-    known = record.transcript if record else Transcript.empty()
-    transcript = None if agent is None else known
-    return prepare(request.prompt, transcript, record.system if record else None, tokenizer)
+    system = agents.get(agent).system if agent is not None and agent in agents else None
+    return read_prompt(request.prompt, system, tokenizer)
+
+
+def choose_lineage(request: Request, prompt: PlainPrompt, agents: AgentTable) -> AgentRecord | None:
+    """The lineage of its agent that the request goes on from; None for another beginning.
+
+    Raises:
+        NotFound: it names one that is not there.
+    """
+    agent = request.agent
+    if request.lineage is not None:
+        return next(iter(agents.lineages(agent or "", request.lineage)))
+    if agent is None or agent not in agents:
+        return None
+    return choose(agents.lineages(agent), prompt, request.salt)

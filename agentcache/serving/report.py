@@ -64,6 +64,8 @@ class Report:
 
     `computed_tokens` counts the tokens that went through the model for the prompt (at least 1).
     `saved` is False when an agent's turn could not be written to disk; `save_error` then says why.
+    `lineage` is the agent's conversation that this turn went on or began. `lost_tokens` counts what a conversation of
+    the agent held and was neither in RAM nor on disk any more, so that it was computed again.
     `activated_at` is the first token that an activated or prefill-share adapter acted on; None if it did not act.
     """
 
@@ -81,6 +83,8 @@ class Report:
     policy: Policy = Policy.EXACT
     adapter: str | None = None
     activated_at: int | None = None
+    lineage: str | None = None
+    lost_tokens: int = 0
     divergence: float | None = None
     saved: bool | None = None
     save_error: str | None = None
@@ -112,8 +116,20 @@ class Update:
 
 
 @dataclass(frozen=True)
+class LineageInfo:
+    """One conversation of an agent; `last_used` in seconds since 1970."""
+
+    id: str
+    tokens: int
+    last_used: float
+
+
+@dataclass(frozen=True)
 class AgentInfo:
-    """One agent as `GET /v1/agents` shows it. Bytes count blocks shared with others in full."""
+    """One agent as `GET /v1/agents` shows it. Bytes count blocks shared with other agents in full.
+
+    Tokens, blocks and cache state are those of its longest lineage; bytes are those of all; `last_used` is the latest.
+    """
 
     id: str
     tokens: int
@@ -125,6 +141,7 @@ class AgentInfo:
     last_used: float
     adapter: str | None = None
     policy: str = "exact"
+    lineages: tuple[LineageInfo, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ class Request:
         prompt: what to continue.
         sampling: how to continue it.
         agent: the durable agent whose memory this extends; None for a request that leaves no memory on disk.
+        lineage: the agent's lineage to go on from; None for the one that shares most with the prompt.
         salt: requests with different salts never share a block.
         priority: None for background where nothing is generated (a warm), interactive otherwise.
         adapter: name of the adapter to answer with; None for the agent's, or base.
@@ -95,6 +96,7 @@ class Request:
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=SamplingParams)
     agent: str | None = None
+    lineage: str | None = None
     salt: str = ""
     priority: Priority | None = None
     adapter: str | None = None

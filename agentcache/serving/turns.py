@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from agentcache.blocks.lanes import agreed_tokens
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.prefix_match import len_common_prefix
+from agentcache.blocks.prefix_match import Match, len_common_prefix
 from agentcache.blocks.transcript import Transcript
+from agentcache.kv.manifest import AgentRecord
 from agentcache.models.sampler import TokenScore
 from agentcache.models.tokenizer import Tokenizer
 from agentcache.serving.agents import AgentTable
@@ -41,17 +42,32 @@ class Turns:
         self.ending: set[Generation] = set()
 
     def begin(self, generation: Generation) -> None:
-        """Note that the request's agent is at work, and what of the prompt is its own. Raises Conflict.
+        """Settle which lineage the turn will be, and what of the prompt is the agent's own. Raises Conflict.
 
-        An agent that is not there yet is made by the end of its first turn.
+        A lineage, and an agent, that is not there yet is made by the end of its first turn.
         """
-        agent = generation.request.agent
+        agent, found = generation.request.agent, generation.found
         if agent is None:
             return
-        generation.record = self._agents.get(agent) if agent in self._agents else self._agents.new(agent, param="agent")
-        self._agents.set_busy(agent)
-        common = len_common_prefix(generation.record.transcript.ids, generation.match.transcript.ids)
-        generation.own_tokens = agreed_tokens(generation.record.producer, generation.producer, common)
+        if found is not None:
+            common = len_common_prefix(found.transcript.ids, generation.match.transcript.ids)
+            generation.own_tokens = agreed_tokens(found.producer, generation.producer, common)
+        generation.record = self._extended(generation) or self._agents.vacant(agent, param="agent")
+        self._agents.set_busy(generation.record.name)
+
+    def _extended(self, generation: Generation) -> AgentRecord | None:
+        """The lineage whose whole transcript the prompt begins with, if nobody has changed it since it was matched.
+
+        A prompt that leaves some of it out (an edit, an answer to be given anew) becomes another lineage, so that the
+        old one can be gone back to.
+        """
+        found = generation.found
+        if found is None or generation.match.match not in (Match.EXACT, Match.EXTEND):
+            return None
+        if found.salt != generation.request.salt or self._agents.is_busy(found.name):
+            return None
+        known = self._agents.find(found.name)
+        return known if known is not None and known.transcript is found.transcript else None
 
     def drop(self, generation: Generation) -> None:
         """A turn that leaves no trace: the agent is as before, and what was written for it is deleted."""
@@ -155,4 +171,5 @@ class Turns:
 
     def _set_idle(self, generation: Generation) -> None:
         if generation.record is not None:
-            self._agents.set_idle(generation.record.id)
+            self._agents.set_idle(generation.record.name)
+            self._persistence.keep_bound(generation.record.id)

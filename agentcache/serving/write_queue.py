@@ -19,12 +19,12 @@ class WriteQueue:
 
     Args:
         post: runs a function on the engine thread soon; callable from any thread.
-        make_room: appends writes that free some of the disk budget; False if nothing is left to free.
+        make_room: appends writes that free some of the disk budget for so many bytes; False if that could not suffice.
         free_more: frees more of it, where that was not enough; runs on the writer thread.
     """
 
     def __init__(
-        self, post: Callable[[Callable[[], None]], None], make_room: Callable[[], bool], free_more: Write
+        self, post: Callable[[Callable[[], None]], None], make_room: Callable[[int], bool], free_more: Write
     ) -> None:
         self._post = post
         self._make_room = make_room
@@ -53,7 +53,7 @@ class WriteQueue:
             self._unsettled -= 1
             if not isinstance(result, DiskBudgetExceeded) or not is_needed():
                 done(result)
-            elif self._make_room():
+            elif self._make_room(result.num_bytes):
                 self.submit(write, done, num_bytes, is_needed)
             else:
                 self.submit(partial(self._write_at_last, write), done, num_bytes, is_needed=lambda: False)

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.blocks.keys import Producer
-from agentcache.blocks.transcript import Transcript
 from agentcache.config import Config
 from agentcache.kv.verify import verify_folder
 from agentcache.serving.activation import AdapterUse
 from agentcache.serving.engine import Engine
 from agentcache.serving.generation import Generation
 from agentcache.serving.output import Output
-from agentcache.serving.prepare import prepare
+from agentcache.serving.prepare import choose_lineage, held_by, match, plain_prompt
 from agentcache.serving.report import Report, Update
 from agentcache.serving.request import Request, SamplingParams, TokenPrompt
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, proving_once
@@ -63,12 +62,14 @@ class ByHand:
         adapter: AdapterUse | None = None,
     ) -> Receiver:
         engine, tokenizer = self.engine, self.engine.loaded.tokenizer
-        known = engine.agents.get(agent).transcript if agent in engine.agents else Transcript.empty()
         request = Request(uuid.uuid4().hex, TokenPrompt(list(ids)), sampling, agent)
+        prompt = plain_prompt(request, engine.agents, tokenizer)
+        found = choose_lineage(request, prompt, engine.agents)
         receiver = Receiver(
             Generation(
                 request=request,
-                match=prepare(request.prompt, known if agent else None, None, tokenizer),
+                match=match(prompt, held_by(request, found), tokenizer),
+                found=found,
                 max_tokens=sampling.max_tokens or 0,
                 output=Output(tokenizer.detokenizer(after=ids[-1]), sampling.stop),
                 emit=lambda update: receiver.updates.append(update),

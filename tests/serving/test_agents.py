@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -13,11 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agentcache.blocks.keys import BlockName
 from agentcache.blocks.lanes import NamedBlock
+from agentcache.blocks.transcript import Transcript
 from agentcache.errors import Conflict, InvalidRequest, NotFound
-from agentcache.kv.manifest import AgentRecord
+from agentcache.kv.manifest import FIRST_LINEAGE, AgentRecord, agent_of, lineage_name
 from agentcache.serving.agents import AgentTable
 
 IDS = st.sampled_from(["ada", "Ada", "bob", "carl"])
+LINEAGES = st.sampled_from([FIRST_LINEAGE, "a1", "b2"])
 BLOCKS = st.dictionaries(st.sampled_from("uvwxyz"), st.sampled_from([(0,), (1,), (0, 1), (1, 2)])).map(
     lambda blocks: tuple(NamedBlock(chain, groups) for chain, groups in blocks.items())
 )
@@ -28,7 +31,7 @@ def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
 
 
 class AgentMachine(RuleBasedStateMachine):
-    """`records` is what the table holds; a group's part of a block goes when the last agent or claim lets go."""
+    """`records` is what the table holds; a group's part of a block goes when the last lineage or claim lets go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,52 +40,65 @@ class AgentMachine(RuleBasedStateMachine):
         self.busy: Counter[str] = Counter()
         self.claims: list[tuple[NamedBlock, ...]] = []
 
-    def named(self) -> Counter[tuple[str, int]]:
-        named = (*(record.blocks for record in self.records.values()), *self.claims)
+    def named(self, records: Iterable[AgentRecord] | None = None) -> Counter[tuple[str, int]]:
+        """By lineages and claims; by these lineages and claims."""
+        named = (*(record.blocks for record in (self.records.values() if records is None else records)), *self.claims)
         return Counter((block.chain, group) for blocks in named for block in blocks for group in block.groups)
 
-    @rule(agent_id=IDS, blocks=BLOCKS, last_used=st.integers(0, 9))
-    def put(self, agent_id: str, blocks: tuple[NamedBlock, ...], last_used: int) -> None:
-        if agent_id not in self.records and self.clashes(agent_id):
-            with pytest.raises(Conflict):
-                self.table.new(agent_id)
+    @property
+    def ids(self) -> set[str]:
+        return {record.id for record in self.records.values()}
+
+    def lineages(self, agent_id: str) -> list[AgentRecord]:
+        return [record for record in self.records.values() if record.id == agent_id]
+
+    @rule(agent_id=IDS, lineage=LINEAGES, blocks=BLOCKS, last_used=st.integers(0, 9))
+    def put(self, agent_id: str, lineage: str, blocks: tuple[NamedBlock, ...], last_used: int) -> None:
+        if agent_id not in self.ids and self.clashes(agent_id):
+            for make in (self.table.new, partial(self.table.vacant, param="agent")):
+                with pytest.raises(Conflict):
+                    make(agent_id)
             return
-        record = self.table.get(agent_id) if agent_id in self.records else self.table.new(agent_id)
-        assert record == self.records.get(agent_id, record)
+        name = lineage_name(agent_id, lineage)
+        record = self.table.find(name)
+        assert record == self.records.get(name)
+        if record is None:
+            record = replace(self.table.vacant(agent_id, param="agent"), lineage=lineage)
         before = set(self.named())
-        self.records[agent_id] = replace(record, blocks=blocks, last_used=float(last_used))
-        assert self.table.put(self.records[agent_id]) == before - set(self.named())
+        self.records[name] = replace(record, blocks=blocks, last_used=float(last_used))
+        assert self.table.put(self.records[name]) == before - set(self.named())
 
     def clashes(self, agent_id: str) -> bool:
-        others = {*self.records, *self.busy} - {agent_id}
+        others = {*self.ids, *map(agent_of, self.busy)} - {agent_id}
         return agent_id.casefold() in {other.casefold() for other in others}
 
     @precondition(lambda self: self.records)
     @rule(source=IDS, new_id=IDS)
     def fork(self, source: str, new_id: str) -> None:
-        if source not in self.records:
+        if source not in self.ids:
             with pytest.raises(NotFound):
                 self.table.fork(source, new_id)
-        elif new_id in self.records or self.clashes(new_id):
+        elif new_id in self.ids or self.clashes(new_id):
             with pytest.raises(Conflict):
                 self.table.fork(source, new_id)
         else:
-            fork = self.records[new_id] = self.table.fork(source, new_id)
-            assert fork.created > self.records[source].last_used
-            assert replace(fork, id=source, created=0, last_used=0) == replace(
-                self.records[source], created=0, last_used=0
-            )
-            assert self.table.put(fork) == set()
+            forks = self.table.fork(source, new_id)
+            assert [replace(fork, id=source, created=0, last_used=0) for fork in forks] == [
+                replace(record, created=0, last_used=0) for record in self.lineages(source)
+            ]
+            for fork in forks:
+                self.records[fork.name] = fork
+                assert self.table.put(fork) == set()
 
-    @rule(agent_id=IDS)
-    def remove(self, agent_id: str) -> None:
-        if agent_id not in self.records:
+    @rule(agent_id=IDS, lineage=LINEAGES)
+    def remove(self, agent_id: str, lineage: str) -> None:
+        name = lineage_name(agent_id, lineage)
+        if name not in self.records:
             with pytest.raises(NotFound):
-                self.table.remove(agent_id)
+                self.table.lineages(agent_id, lineage)
             return
         before = set(self.named())
-        del self.records[agent_id]
-        assert self.table.remove(agent_id) == before - set(self.named())
+        assert self.table.remove(self.records.pop(name)) == before - set(self.named())
 
     @rule(blocks=BLOCKS)
     def claim(self, blocks: tuple[NamedBlock, ...]) -> None:
@@ -96,31 +112,55 @@ class AgentMachine(RuleBasedStateMachine):
         blocks = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
         assert self.table.release(names_of(blocks)) == before - set(self.named())
 
-    @rule(agent_id=IDS, busy=st.booleans())
-    def work(self, agent_id: str, busy: bool) -> None:
+    @rule(agent_id=IDS, lineage=LINEAGES, busy=st.booleans())
+    def work(self, agent_id: str, lineage: str, busy: bool) -> None:
+        name = lineage_name(agent_id, lineage)
         if busy:
-            self.table.set_busy(agent_id)
-            self.busy[agent_id] += 1
+            self.table.set_busy(name)
+            self.busy[name] += 1
         else:
-            if self.busy[agent_id]:
-                self.table.set_idle(agent_id)
-            self.busy = +(self.busy - Counter([agent_id]))
+            if self.busy[name]:
+                self.table.set_idle(name)
+            self.busy = +(self.busy - Counter([name]))
 
     @invariant()
     def agrees(self) -> None:
-        assert {record.id: record for record in self.table} == self.records
-        assert len(self.table) == len(self.records)
-        assert all((agent_id in self.table) is (agent_id in self.records) for agent_id in ("ada", "Ada", "bob", "carl"))
-        assert self.table._references == self.named()
+        assert {record.name: record for record in self.table} == self.records
+        assert len(self.table) == len(self.ids)
+        assert self.table.ids == sorted(self.ids)
+        assert all((agent_id in self.table) is (agent_id in self.ids) for agent_id in ("ada", "Ada", "bob", "carl"))
+        assert all(self.table.is_busy(name) == (name in self.busy) for name in self.records)
+        names = [BlockName(chain, group) for chain in "uvwxyz" for group in range(3)]
+        assert {name for name in names if self.table.needs(name)} == set(self.named())
+
+    @invariant()
+    def what_turns_and_busy_lineages_need_is_protected(self) -> None:
+        assert self.table.protected() == set(
+            self.named(self.records[name] for name in self.busy if name in self.records)
+        )
 
     @invariant()
     def the_oldest_idle_one_with_blocks_goes_first(self) -> None:
-        idle = [r for r in self.records.values() if r.blocks and r.id not in self.busy]
-        victim = self.table.least_recently_used()
+        """They hold no tokens here, so no size speaks for one or the other."""
+        idle = [record for record in self.records.values() if record.blocks and record.name not in self.busy]
+        victim = self.table.stalest()
         assert (victim is None) is (not idle)
         if victim is not None:
             assert victim in idle
             assert victim.last_used == min(record.last_used for record in idle)
+
+    @invariant()
+    def of_too_many_the_oldest_idle_one_goes_first(self) -> None:
+        for agent_id in self.ids:
+            lineages = self.lineages(agent_id)
+            newest = max(record.last_used for record in lineages)
+            idle = [record for record in lineages if record.name not in self.busy]
+            surplus = self.table.surplus(agent_id, 2)
+            if surplus is None:
+                assert len(lineages) <= 2 or not [record for record in idle if record.last_used < newest]
+            else:
+                assert len(lineages) > 2
+                assert surplus.last_used == min(record.last_used for record in idle)
 
 
 TestAgents = AgentMachine.TestCase
@@ -130,9 +170,42 @@ TestAgents.settings = settings(max_examples=50, stateful_step_count=40, deadline
 def test_what_the_store_held_is_counted() -> None:
     blank = AgentTable("model").new("a")
     both, lower = NamedBlock("x", (0, 1)), NamedBlock("x", (0,))
-    table = AgentTable("model", [replace(blank, blocks=(both,)), replace(blank, id="b", blocks=(lower,))])
-    assert table.remove("a") == {("x", 1)}
-    assert table.remove("b") == {("x", 0)}
+    table = AgentTable("model", [replace(blank, blocks=(both,)), replace(blank, lineage="b", blocks=(lower,))])
+    assert table.remove(table.lineages("a")[0]) == {("x", 1)}
+    assert table.remove(table.lineages("a")[0]) == {("x", 0)}
+    assert "a" not in table
+
+
+def test_an_agent_is_its_longest_lineage_first() -> None:
+    short, long = (
+        Transcript.empty().extended("a", [1], [1], "prompt"),
+        Transcript.empty().extended("ab", [1, 2], [1, 2], "prompt"),
+    )
+    blank = AgentTable("model").new("a")
+    table = AgentTable("model", [replace(blank, transcript=long), replace(blank, lineage="b", transcript=short)])
+    assert table.get("a").lineage == FIRST_LINEAGE
+    assert [record.lineage for record in table.lineages("a")] == [FIRST_LINEAGE, "b"]
+    with pytest.raises(NotFound, match="no lineage 'c'"):
+        table.lineages("a", "c")
+
+
+def test_another_lineage_is_set_as_the_agent_is() -> None:
+    table = AgentTable("model")
+    first = replace(table.new("a", policy="auto", system="be kind"), adapter="poet")
+    table.put(replace(first, transcript=Transcript.empty().extended("a", [1], [1], "prompt"), num_saved=1))
+    other = table.vacant("a", param="agent")
+    assert other.lineage != FIRST_LINEAGE and not other.transcript.ids and other.num_saved == 0
+    assert replace(other, lineage=FIRST_LINEAGE) == first
+    table.put(other)
+    assert table.vacant("a", param="agent") == other, "an empty one is used first"
+    table.set_busy(other.name)
+    assert table.vacant("a", param="agent").lineage not in (FIRST_LINEAGE, other.lineage)
+
+
+def test_two_first_turns_of_an_agent_are_two_lineages() -> None:
+    table = AgentTable("model")
+    table.set_busy(table.vacant("a", param="agent").name)
+    assert table.vacant("a", param="agent").lineage != FIRST_LINEAGE
 
 
 def test_a_new_agent_has_no_memory() -> None:
@@ -153,5 +226,5 @@ def test_a_table_may_change_while_it_is_walked() -> None:
     for agent_id in ("a", "b"):
         table.put(table.new(agent_id))
     for record in table:
-        table.remove(record.id)
+        table.remove(record)
     assert len(table) == 0

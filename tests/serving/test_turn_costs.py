@@ -19,7 +19,7 @@ from agentcache.llm import LLM
 from agentcache.models.loader import LoadedModel
 from agentcache.models.tokenizer import Encoding
 from agentcache.serving.agents import AgentTable
-from agentcache.serving.prepare import prepare
+from agentcache.serving.prepare import match, read_prompt
 from agentcache.serving.request import ChatPrompt
 from tests.conftest import ModelFolder
 from tests.serving.conversation import DISK_BUDGET, Chat, engine_of, make_text, open_llm
@@ -44,7 +44,8 @@ def save_without_computing(model: Path, cache_dir: Path, chat: Chat) -> int:
     """Put the chat's agent on disk with random keys and values, which costs no prefill; returns how long it is."""
     with open_llm(model, cache_dir) as llm:
         loaded = engine_of(llm).loaded
-    prompt = prepare(ChatPrompt(chat.messages[:1]), Transcript.empty(), None, loaded.tokenizer).transcript
+    plain = read_prompt(ChatPrompt(chat.messages[:1]), None, loaded.tokenizer)
+    prompt = match(plain, Transcript.empty(), loaded.tokenizer).transcript
     answer = loaded.tokenizer.encode(chat.messages[1]["content"])
     transcript = prompt.extended(chat.messages[1]["content"], answer.ids, answer.ends, "generated")
     writes = list(make_blocks(loaded, transcript))

@@ -1,0 +1,123 @@
+"""Which conversation of an agent a prompt goes on from, and which one is missed least."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentcache.blocks.transcript import Transcript
+from agentcache.kv.manifest import AgentRecord
+from agentcache.serving.agents import AgentTable
+from agentcache.serving.lineages import PlainPrompt, choose, staleness, unshared_tokens
+
+BLANK = AgentTable("model").new("alice")
+
+
+def lineage(name: str, text: str, last_used: float = 0.0, **fields: object) -> AgentRecord:
+    """One whose tokens are the characters of its text, all saved."""
+    ids = [ord(character) for character in text]
+    transcript = Transcript.empty().extended(text, ids, range(1, len(text) + 1), "prompt")
+    record = replace(BLANK, lineage=name, transcript=transcript, num_saved=len(text), last_used=last_used)
+    return replace(record, **fields)  # type: ignore[arg-type]
+
+
+def ids_of(text: str) -> PlainPrompt:
+    return PlainPrompt(array("I", map(ord, text)))
+
+
+@pytest.mark.parametrize("read", [PlainPrompt, ids_of])
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Hello Bob. How are you?", "bob"),
+        ("Hello Bob", "bob"),
+        ("Hello Al. So", "al"),
+        ("Hello Al. Something quite different, at length", "al"),
+        ("A title, please", None),
+        ("Hell of another beginning, with little in common", None),
+        ("", None),
+    ],
+)
+def test_a_prompt_goes_on_from_what_it_shares_most_with(read: type[PlainPrompt], prompt: str, expected: str) -> None:
+    lineages = [lineage("bob", "Hello Bob. How are you"), lineage("al", "Hello Al. "), BLANK]
+    found = choose(lineages, read(prompt), "")
+    assert (found.lineage if found else None) == expected
+
+
+def test_of_equals_more_tokens_and_then_the_later_use_decide() -> None:
+    fine, late, early = lineage("fine", "abc"), lineage("late", "abc", 2.0), lineage("early", "abc", 1.0)
+    coarse = replace(early, transcript=Transcript.empty().extended("abc", [7], [3], "prompt"), last_used=9.0)
+    assert choose([early, late], PlainPrompt("abcd"), "") is late
+    assert choose([fine, coarse], PlainPrompt("abcd"), "") is fine
+
+
+def test_another_salt_shares_nothing() -> None:
+    assert choose([lineage("a", "abc", salt="x")], PlainPrompt("abcd"), "") is None
+    assert choose([lineage("a", "abc", salt="x")], PlainPrompt("abcd"), "x") is not None
+
+
+@given(st.lists(st.text("ab", max_size=6), max_size=5), st.text("ab", max_size=6))
+def test_it_agrees_with_a_plain_search(texts: list[str], prompt: str) -> None:
+    def shared(text: str) -> int:
+        return next(
+            (i for i, (x, y) in enumerate(zip(text, prompt, strict=False)) if x != y), min(len(text), len(prompt))
+        )
+
+    found = choose([lineage(str(i), text) for i, text in enumerate(texts)], PlainPrompt(prompt), "")
+    most = max((shared(text) for text in texts if text), default=0)
+    best = [text for text in texts if text and shared(text) == most]
+    if found is None:
+        assert not most or any(2 * most < min(len(text), len(prompt)) for text in best)
+    else:
+        assert found.transcript.text in best
+
+
+def test_what_begins_with_what() -> None:
+    assert PlainPrompt("abc").begins_with(PlainPrompt("ab"))
+    assert not PlainPrompt("ab").begins_with(PlainPrompt("abc"))
+    assert ids_of("abc").begins_with(ids_of("abc"))
+    assert not ids_of("abc").begins_with(PlainPrompt("ab"))
+    assert ids_of("abc").extends(lineage("a", "ab").transcript)
+    assert not PlainPrompt("ab").extends(lineage("a", "abc").transcript)
+
+
+def test_tokens_that_nobody_else_has() -> None:
+    main, edited = lineage("main", "system, long story"), lineage("edited", "system, long stork!")
+    title, salted = lineage("title", "a title"), lineage("salted", "system, long story", salt="x")
+    unsaved = lineage("unsaved", "a title, too", num_saved=2)
+    assert unshared_tokens([main, edited, title, salted, unsaved]) == {
+        "alice~main": 1,
+        "alice~edited": 2,
+        "alice~title": 5,
+        "alice~salted": 18,
+        "alice~unsaved": 0,
+    }
+
+
+def order(*lineages: AgentRecord, now: float = 100.0) -> list[str]:
+    """Ids, those that go first first."""
+    unshared = unshared_tokens(lineages)
+    ranked = sorted(lineages, key=lambda record: staleness(record, unshared, now), reverse=True)
+    return [record.lineage for record in ranked]
+
+
+def test_small_ones_go_before_long_ones_and_of_one_size_the_oldest() -> None:
+    main = lineage("main", "m" * 1000, last_used=10.0)
+    early, late = lineage("early", "e" * 300, last_used=50.0), lineage("late", "l" * 300, last_used=60.0)
+    title = lineage("title", "t" * 30, last_used=90.0)
+    assert order(main, late, early, title) == ["title", "early", "late", "main"]
+    assert order(main, late, early, title, now=1e6)[-1] == "main"
+
+
+def test_a_long_one_that_is_silent_for_long_goes_before_one_not_much_smaller() -> None:
+    assert order(lineage("old", "o" * 1000, last_used=10.0), lineage("new", "n" * 900, last_used=99.0))[0] == "old"
+
+
+def test_what_an_edit_has_left_behind_is_worth_only_what_it_has_alone() -> None:
+    main, left = lineage("main", "m" * 1000 + "x" * 50, last_used=90.0), lineage("left", "m" * 1000 + "y" * 50, 80.0)
+    side = lineage("side", "s" * 200, last_used=70.0)
+    assert order(main, left, side)[0] == "left"
