@@ -157,8 +157,7 @@ class Admission:
 
 def _note_cached(generation: Generation, prefix: CachedPrefix) -> None:
     own = min(generation.own_tokens, prefix.num_tokens)
-    expected = min(generation.own_tokens, generation.num_prompt_tokens - 1)
-    generation.lost_tokens = max(0, expected - prefix.num_tokens)
+    generation.lost_tokens = max(0, generation.expected_tokens - prefix.num_tokens)
     generation.cached = CachedTokens(own=own, shared=prefix.num_tokens - own)
     generation.computed_prompt_tokens = generation.num_prompt_tokens - prefix.num_tokens
 

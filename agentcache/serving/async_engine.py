@@ -246,25 +246,25 @@ class AsyncEngine:
         # In one order for all, or two that fork into each other's place would wait for ever.
         claims = sorted([(agent_id, _claim_of(agent_id, lineage)), (new_id, WHOLE)], key=lambda claim: claim[0])
         async with self._turns.turn(*claims[0]) as one, self._turns.turn(*claims[1]) as two:
-            await self._save([one, two], lambda engine, done: engine.memory.fork(agent_id, new_id, lineage, done))
+            await self._save([one, two], lambda engine, done: engine.memory.fork(agent_id, new_id, done, lineage))
             return await self.agent(new_id)
 
     async def delete_agent(self, agent_id: str, lineage: str | None = None) -> None:
         """Forget an agent (or one of its lineages) in RAM and on disk; raises NotFound."""
         async with self._turns.turn(agent_id, _claim_of(agent_id, lineage)) as turn:
-            await self._save([turn], lambda engine, done: engine.memory.delete(agent_id, lineage, done))
+            await self._save([turn], lambda engine, done: engine.memory.delete(agent_id, done, lineage))
 
     async def save_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
         """Return when everything the agent (or one of its lineages) has is on disk; raises NotFound, StoreError."""
         async with self._turns.turn(agent_id, _claim_of(agent_id, lineage)) as turn:
-            await self._save([turn], lambda engine, done: engine.memory.save(agent_id, lineage, done))
+            await self._save([turn], lambda engine, done: engine.memory.save(agent_id, done, lineage))
             return await self.agent(agent_id)
 
     async def restore_agent(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
         """Bring the blocks of an agent (or of one of its lineages) from disk into RAM; raises NotFound."""
         async with self._turns.turn(agent_id, _claim_of(agent_id, lineage)) as turn:
             restored: asyncio.Future[RestoreReport] = self._thread.begin(
-                lambda engine, done: engine.memory.restore(agent_id, lineage, done)
+                lambda engine, done: engine.memory.restore(agent_id, done, lineage)
             )
             return await _result([turn], restored)
 

@@ -44,7 +44,8 @@ class Generation:
         producer: who computes the keys and values of its tokens; None for base.
         adapter: what it is computed with, the whole way; None for base.
         own_tokens: leading prompt tokens that `found` holds already.
-        lost_tokens: of these, how many were neither in RAM nor on disk, and had to be computed again.
+        expected_tokens: of these, how many were computed for it, and are not to be computed again.
+        lost_tokens: of these, how many were neither in RAM nor on disk, and had to be.
         saved_early: blocks that were sent to disk before the turn's end.
     """
 
@@ -64,6 +65,7 @@ class Generation:
     submitted_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     own_tokens: int = 0
+    expected_tokens: int = 0
     lost_tokens: int = 0
     written_bytes: int = 0
     saved_early: list[LaneBlock] = field(default_factory=list)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Set
-from collections.abc import Sequence as List
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName, Namespace
@@ -95,7 +94,7 @@ class AgentMemory:
         record = self._agents.new(agent_id, policy=policy, system=system)
         self._persistence.save_record(replace(record, adapter=adapter), done)
 
-    def fork(self, agent_id: str, new_id: str, lineage: str | None, done: Callable[[Saved], None]) -> None:
+    def fork(self, agent_id: str, new_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
         """Make an agent with the same memory (of one lineage), durably, sharing every block.
 
         Raises NotFound, Conflict.
@@ -124,29 +123,20 @@ class AgentMemory:
         kept = tuple(block for span, block in zip(layout, blocks, strict=True) if span.end <= num_saved)
         return replace(record, num_saved=num_saved, blocks=kept)
 
-    def delete(self, agent_id: str, lineage: str | None, done: Callable[[Saved], None]) -> None:
+    def delete(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
         """Forget an agent (or one of its lineages) in RAM and on disk, but for what others name. Raises NotFound.
 
         Of an agent whose only lineage goes by name, an empty one stays.
         """
         records = self._agents.lineages(agent_id, lineage)
         if lineage is not None and len(self._agents.lineages(agent_id)) == 1:
-            self._empty(records[0], done)
-            return
-        deleted = when_all(len(records), done)
-        released = set[BlockName]().union(*[self._persistence.delete_lineage(record, deleted) for record in records])
-        self._free(records, released)
-
-    def _empty(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        def settle(saved: Saved) -> None:
-            self._free([record], {name for name in record.block_names if not self._agents.needs(name)})
-            done(saved)
-
-        self._persistence.save_record(without_memory(record), settle)
-
-    def _free(self, records: List[AgentRecord], released: Set[BlockName]) -> None:
-        """Free the RAM of lineages that are gone."""
-        self._evict(block for block in blocks_of(records) if released >= set(block.names))
+            released = self._persistence.save_less(without_memory(records[0]), done)
+        else:
+            deleted = when_all(len(records), done)
+            released = set[BlockName]()
+            for record in records:
+                released |= self._persistence.delete_lineage(record, deleted)
+        self._evict(block for block in blocks_of(records) if released.issuperset(block.names))
 
     def evict(self, agent_id: str, lineage: str | None = None) -> None:
         """Free the RAM of an agent (or one of its lineages): all that is on disk and that nobody reads.
@@ -177,7 +167,7 @@ class AgentMemory:
         for node, groups in sorted(found, key=lambda entry: entry[0].position, reverse=True):
             self._cache.slots.evict(node, groups)
 
-    def save(self, agent_id: str, lineage: str | None, done: Callable[[Saved], None]) -> None:
+    def save(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
         """Write what of an agent's memory is in RAM but not on disk (after a failed save). Raises NotFound."""
         records = self._agents.lineages(agent_id, lineage)
         saved_all = when_all(len(records), done)
@@ -196,7 +186,7 @@ class AgentMemory:
             self._cache.slots.prune(block.node)  # a base tail that was not there was made, and holds nothing
 
     def restore(
-        self, agent_id: str, lineage: str | None, done: Callable[[RestoreReport | AgentCacheError], None]
+        self, agent_id: str, done: Callable[[RestoreReport | AgentCacheError], None], lineage: str | None = None
     ) -> None:
         """Bring an agent's blocks (of one lineage) into RAM; what files do not give is left out. Raises NotFound.
 

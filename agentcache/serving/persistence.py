@@ -289,10 +289,7 @@ class Persistence:
         if victim is not self._agents.get(victim.id):
             self.delete_lineage(victim, lambda saved: None)
             return True
-        bare = replace(victim, num_saved=0, blocks=())
-        released = self._agents.put(bare)
-        self._writes.append(partial(self._store.save_agent, bare))
-        self._forget(released)
+        self.save_less(replace(victim, num_saved=0, blocks=()), lambda saved: None)
         return True
 
     def _forget(self, names: Iterable[BlockName]) -> None:
@@ -317,6 +314,14 @@ class Persistence:
             self._cache.slots.drop(node, group)
         if group in node.stored:
             self._cache.mark_missing(node, group)
+
+    def save_less(self, record: AgentRecord, done: Callable[[Saved], None]) -> set[BlockName]:
+        """Replace a lineage by one that names fewer blocks, in memory at once. Returns what nobody names any more."""
+        released = self._agents.put(record)
+        save = partial(self._store.save_agent, record)
+        self._writes.submit(save, lambda outcome: done(Saved(error=_error(outcome))))
+        self._forget(released)
+        return released
 
     def delete_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> set[BlockName]:
         """Forget a lineage on disk; blocks that others name stay. Returns what nobody names any more."""

@@ -52,6 +52,9 @@ class Turns:
         if found is not None:
             common = len_common_prefix(found.transcript.ids, generation.match.transcript.ids)
             generation.own_tokens = agreed_tokens(found.producer, generation.producer, common)
+            # The last token that was generated has never been computed; the prompt's last one always is.
+            computed = len(found.transcript) - (found.transcript.spans[-1][0] == "generated")
+            generation.expected_tokens = min(generation.own_tokens, computed, generation.num_prompt_tokens - 1)
         generation.record = self._extended(generation) or self._agents.vacant(agent, param="agent")
         self._agents.set_busy(generation.record.name)
 

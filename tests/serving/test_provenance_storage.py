@@ -158,9 +158,9 @@ def test_a_fork_of_an_agent_whose_last_turn_was_not_saved(
 ) -> None:
     """The turn had another producer, so of what is on disk only base's blocks are of its transcript."""
     newer = Producer("aa", len(PROMPT), UPPER)
-    longer = PROMPT + make_ids(MORE, seed=1)
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT, "a", before)
+        longer = [*hand.engine.agents.get("a").transcript.ids, *make_ids(MORE, seed=1)]
         store = hand.engine.persistence.store
         write, store.write_blocks = store.write_blocks, _full_disk  # type: ignore[method-assign]
         receiver = hand.submit(longer, greedy(1), "a", newer)

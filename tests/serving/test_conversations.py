@@ -1,0 +1,339 @@
+"""One agent, several conversations: none erases another, and going back to any that is kept costs what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentcache.errors import NotFound
+from agentcache.kv.verify import verify_folder
+from agentcache.llm import LLM, Completion
+from tests.serving.conversation import (
+    Chat,
+    Stream,
+    TokenTalk,
+    engine_of,
+    greedy,
+    make_ids,
+    make_text,
+    on_loop,
+    open_llm,
+)
+
+SIDE = [{"role": "system", "content": "Give a title."}, {"role": "user", "content": "hi"}]
+
+
+def title(llm: LLM, agent: str = "alice", words: str = "hi") -> Completion:
+    """A side request as coding agents send it, with a system prompt of its own."""
+    messages = [SIDE[0], {"role": "user", "content": words}]
+    return llm.chat(messages, greedy(4), agent=agent)
+
+
+def new_tokens(completion: Completion, before: int) -> int:
+    """Prompt tokens behind what a conversation of `before` tokens held."""
+    return completion.report.prompt_tokens - before
+
+
+def goes_on(completion: Completion, before: int) -> None:
+    """It computed only what is new, found the rest on disk or in RAM, and is saved."""
+    report = completion.report
+    assert report.computed_tokens <= new_tokens(completion, before) + 1, report
+    assert report.saved, report
+
+
+def manifests(cache_dir: Path) -> dict[str, dict[str, object]]:
+    return {path.stem: json.loads(path.read_bytes()) for path in cache_dir.glob("agents/*/*.json")}
+
+
+def test_a_side_request_takes_no_memory_away(model: Path, tmp_path: Path) -> None:
+    chat = Chat()
+    with open_llm(model, tmp_path) as llm:
+        first = chat.turn(llm, make_text(300))
+        before = llm.agent("alice")
+        side = title(llm)
+        assert side.report.saved and side.report.match == "NEW"
+        assert side.report.lineage != first.report.lineage == "first"
+        after = llm.agent("alice")
+        assert after.tokens == before.tokens and after.disk_bytes > before.disk_bytes
+        assert [lineage.id for lineage in after.lineages] == ["first", side.report.lineage]
+    with open_llm(model, tmp_path) as llm:
+        again = chat.turn(llm, "And now?")
+        goes_on(again, before.tokens)
+        assert (again.report.cache_state, again.report.lineage, again.report.lost_tokens) == ("warm", "first", 0)
+        goes_on(title(llm), side.report.prompt_tokens)
+
+
+def test_a_side_request_that_comes_first(model: Path, tmp_path: Path) -> None:
+    chat = Chat()
+    with open_llm(model, tmp_path) as llm:
+        title(llm)
+        chat.turn(llm, make_text(300))
+        title(llm, words="what else")
+        tokens = llm.agent("alice").tokens
+    with open_llm(model, tmp_path) as llm:
+        goes_on(chat.turn(llm, "And now?"), tokens)
+
+
+Rewrite = Callable[[Chat], list[dict[str, object]]]
+
+
+def regenerate(chat: Chat) -> list[dict[str, object]]:
+    return chat.messages[:-1]
+
+
+def edit_in_the_middle(chat: Chat) -> list[dict[str, object]]:
+    return [*chat.messages[:2], {"role": "user", "content": "Something else: " + make_text(40, seed=5)}]
+
+
+def compact(chat: Chat) -> list[dict[str, object]]:
+    """A summary in place of all that was said, behind the same system prompt."""
+    return [chat.messages[0], {"role": "user", "content": "What was said before: " + make_text(60, seed=6)}]
+
+
+def start_over(chat: Chat) -> list[dict[str, object]]:
+    return [{"role": "user", "content": make_text(100, seed=7)}]
+
+
+@pytest.mark.parametrize("rewrite", [regenerate, edit_in_the_middle, compact, start_over])
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_a_rewrite_leaves_behind_can_be_gone_back_to(
+    rewrite: Rewrite, restart: bool, model: Path, tmp_path: Path
+) -> None:
+    chat = Chat(messages=[{"role": "system", "content": make_text(120, seed=1)}])
+    with open_llm(model, tmp_path) as llm:
+        for seed in (2, 3, 4):
+            chat.turn(llm, make_text(80, seed=seed))
+        before = llm.agent("alice").tokens
+        other = Chat(messages=rewrite(chat))
+        ask = other.messages.pop()
+        changed = other.turn(llm, str(ask["content"]), max_tokens=9)
+        assert changed.report.saved and changed.report.lineage != "first"
+        if not restart:
+            goes_on(chat.turn(llm, "Back here."), before)
+            goes_on(other.turn(llm, "And there."), changed.report.prompt_tokens + 9)
+    if restart:
+        with open_llm(model, tmp_path) as llm:
+            goes_on(chat.turn(llm, "Back here."), before)
+        with open_llm(model, tmp_path) as llm:
+            goes_on(other.turn(llm, "And there."), changed.report.prompt_tokens + 9)
+
+
+def test_a_rewrite_keeps_what_it_shares(model: Path, tmp_path: Path) -> None:
+    chat = Chat()
+    with open_llm(model, tmp_path) as llm:
+        chat.turn(llm, make_text(300))
+        report = llm.chat(chat.messages[:-1], greedy(9), agent="alice").report
+        assert report.computed_tokens == 1 and report.cached_tokens.own == report.prompt_tokens - 1
+        assert report.match in ("PARTIAL", "DIVERGE")
+
+
+def test_two_programs_under_one_name(model: Path, tmp_path: Path) -> None:
+    """They share the system prompt and take turns."""
+    system = {"role": "system", "content": make_text(150, seed=1)}
+    chats = [Chat(messages=[system]), Chat(messages=[system])]
+    tokens = [0, 0]
+    for turn in range(3):
+        for number, chat in enumerate(chats):
+            with open_llm(model, tmp_path) as llm:
+                completion = chat.turn(llm, make_text(60, seed=10 * number + turn))
+                if turn:
+                    goes_on(completion, tokens[number])
+                tokens[number] = completion.report.prompt_tokens + completion.report.completion_tokens
+    assert len(manifests(tmp_path)) == 2
+
+
+def test_twenty_beginnings_stay_within_the_bound(model: Path, tmp_path: Path) -> None:
+    talks: dict[str, TokenTalk] = {}
+    for seed in range(20):
+        with open_llm(model, tmp_path, max_lineages=4) as llm:
+            talk = TokenTalk(ids=make_ids(300, seed=seed))
+            completion = talk.turn(llm, 320 + seed)
+            assert completion.report.lineage is not None
+            talks[completion.report.lineage] = talk
+            kept = llm.agent("alice").lineages
+            assert len(kept) == min(seed + 1, 4)
+    assert {name.rpartition("~")[2] for name in manifests(tmp_path)} == {lineage.id for lineage in kept}
+    assert {lineage.id for lineage in kept} <= set(list(talks)[-8:]), "the oldest went first"
+    for lineage in kept:
+        with open_llm(model, tmp_path, max_lineages=4) as llm:
+            talk = talks[lineage.id]
+            before = len(talk.ids)
+            completion = talk.turn(llm, before + 30)
+            goes_on(completion, before)
+            assert completion.report.lineage == lineage.id
+    report = verify_folder(tmp_path)
+    assert (report.unnamed_blocks, report.missing_blocks, report.problems) == (0, 0, ())
+
+
+def test_titles_and_regenerations_do_not_push_a_long_conversation_out(model: Path, tmp_path: Path) -> None:
+    chat = Chat()
+    with open_llm(model, tmp_path, max_lineages=3) as llm:
+        chat.turn(llm, make_text(400))
+        tokens = llm.agent("alice").tokens
+        for seed in range(8):
+            title(llm, words=make_text(5, seed=seed))
+            llm.chat(chat.messages[:-1], greedy(5 + seed), agent="alice")
+    with open_llm(model, tmp_path, max_lineages=3) as llm:
+        goes_on(chat.turn(llm, "And now?"), tokens)
+
+
+def test_a_lower_bound_holds_from_the_start(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        for seed in range(5):
+            llm.generate(make_ids(280 + 20 * seed, seed=seed), greedy(2), agent="alice")
+        llm.generate(make_ids(280, seed=9), greedy(2), agent="bob")
+    with open_llm(model, tmp_path, max_lineages=2) as llm:
+        assert len(llm.agent("alice").lineages) == 2
+        assert len(llm.agent("bob").lineages) == 1
+    assert len(manifests(tmp_path)) == 3
+
+
+def test_a_title_does_not_wait_for_the_main_request(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+
+        async def run() -> tuple[int, int]:
+            main = Stream(llm, make_ids(300), max_tokens=400)
+            await main.updates.get()
+            await asyncio.wait_for(Stream(llm, make_ids(40, seed=1), max_tokens=3).task, 30)
+            assert not main.task.done()
+            waits = Stream(llm, make_ids(300) + [11, 12], max_tokens=2)
+            await main.task
+            assert not waits.task.done(), "it goes on from what the main request is at work on"
+            await waits.task
+            return len(await main.rest()), len(await waits.rest())
+
+        on_loop(llm, run())
+        assert len(llm.agent("alice").lineages) == 3
+        llm.check_integrity()
+
+
+def test_one_lineage_takes_one_request_at_a_time(model: Path, tmp_path: Path) -> None:
+    """The second one finds that the first has gone on elsewhere, and becomes a lineage of its own."""
+    with open_llm(model, tmp_path) as llm:
+        held = make_ids(300) + list(llm.generate(make_ids(300), greedy(4), agent="alice").token_ids)
+
+        async def run() -> None:
+            first = Stream(llm, held + make_ids(20, seed=1), max_tokens=100)
+            second = Stream(llm, held + make_ids(20, seed=2), max_tokens=5)
+            await asyncio.wait({first.task, second.task}, return_when=asyncio.FIRST_COMPLETED)
+            assert first.task.done() and not second.task.done()
+            await second.task
+            reports = [(await stream.rest())[-1].report for stream in (first, second)]
+            assert [report.lineage == "first" for report in reports if report] == [True, False]
+            assert all(report.saved and report.computed_tokens <= 21 for report in reports if report)
+
+        on_loop(llm, run())
+
+
+def test_a_lineage_by_name(model: Path, tmp_path: Path) -> None:
+    talks = [TokenTalk(ids=make_ids(270, seed=seed)) for seed in range(2)]
+    with open_llm(model, tmp_path) as llm:
+        names = [talk.turn(llm, 300 + 40 * number).report.lineage for number, talk in enumerate(talks)]
+        forked = llm.fork("alice", "one", names[0])
+        assert [(lineage.id, lineage.tokens) for lineage in forked.lineages] == [(names[0], 300)]
+        both = llm.fork("alice", "both")
+        assert [lineage.tokens for lineage in both.lineages] == [300, 340] and both.tokens == 340
+        llm.evict("alice")
+        assert llm.restore("alice", names[0]).tokens == 300
+        assert llm.agent("alice").cache_state == "warm", "the longest one is not in RAM"
+        assert llm.restore("alice").tokens == 340
+        assert llm.agent("alice").cache_state == "hot"
+        llm.delete("alice", names[1])
+        assert [lineage.id for lineage in llm.agent("alice").lineages] == [names[0]]
+        with pytest.raises(NotFound, match="has no lineage"):
+            llm.delete("alice", names[1])
+        goes_on(talks[0].turn(llm, 320), 300)
+        llm.delete("alice", names[0])
+        empty = llm.agent("alice")
+        assert (empty.tokens, empty.ram_bytes, empty.disk_bytes, len(empty.lineages)) == (0, 0, 0, 1)
+    with open_llm(model, tmp_path) as llm:
+        assert llm.agent("alice").tokens == 0
+        goes_on(talks[1].fork("both").turn(llm, 360), 340)
+        llm.delete("alice")
+        llm.delete("both")
+        llm.delete("one")
+    assert manifests(tmp_path) == {} and verify_folder(tmp_path).blocks == 0
+
+
+def test_going_on_from_a_lineage_by_name(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        ids = make_ids(300)
+        first = llm.generate(ids, greedy(4), agent="alice").report.lineage
+        other = llm.generate(ids, greedy(4, logit_bias={17: 50.0}), agent="alice").report.lineage
+        assert first != other
+        report = llm.generate(ids, greedy(0), agent="alice", lineage=first).report
+        assert report.cached_tokens.own == 299
+        with pytest.raises(NotFound):
+            llm.generate(ids, greedy(4), agent="alice", lineage="nope")
+
+
+def test_clearing_the_cache_leaves_everything_on_disk(model: Path, tmp_path: Path) -> None:
+    chat = Chat()
+    with open_llm(model, tmp_path) as llm:
+        chat.turn(llm, make_text(300))
+        title(llm)
+        before, tokens = manifests(tmp_path), llm.agent("alice").tokens
+        on_loop(llm, llm._engine.clear_cache())
+        assert manifests(tmp_path) == before
+        assert llm.stats().blocks_cached == 0
+        again = chat.turn(llm, "And now?")
+        goes_on(again, tokens)
+        assert again.report.cache_state == "warm"
+
+
+def test_evicting_frees_all_that_only_the_agent_holds(model: Path, tmp_path: Path) -> None:
+    chat, other = Chat(), Chat("bob")
+    with open_llm(model, tmp_path) as llm:
+        other.turn(llm, make_text(200, seed=1))
+        quiet = llm.stats().blocks_cached
+        for seed in range(5):
+            chat.turn(llm, make_text(60, seed=seed))
+            llm.chat(chat.messages[:-1], greedy(7), agent="alice")
+        assert llm.stats().blocks_cached > quiet
+        evicted = llm.evict("alice")
+        assert (evicted.ram_bytes, evicted.cache_state) == (0, "warm")
+        assert llm.stats().blocks_cached == quiet
+
+
+def test_a_cancelled_branch_leaves_no_lineage(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        llm.generate(make_ids(300), greedy(4), agent="alice")
+
+        async def run() -> None:
+            stream = Stream(llm, make_ids(280, seed=3), max_tokens=400)
+            await stream.updates.get()
+            stream.task.cancel()
+            await asyncio.wait({stream.task})
+
+        on_loop(llm, run())
+        assert [lineage.tokens for lineage in llm.agent("alice").lineages] == [304]
+        llm.check_integrity()
+
+
+def test_what_was_not_found_is_reported(model: Path, tmp_path: Path) -> None:
+    talk = TokenTalk()
+    with open_llm(model, tmp_path) as llm:
+        talk.turn(llm, 600)
+        llm.evict("alice")
+    for path in sorted(tmp_path.glob("blocks/*/*")):
+        path.write_bytes(b"damaged")
+    with open_llm(model, tmp_path) as llm:
+        report = talk.turn(llm, 640).report
+        assert report.lost_tokens == 599 and report.cached_tokens.own == 0 and report.saved
+    with open_llm(model, tmp_path) as llm:
+        assert talk.turn(llm, 660).report.lost_tokens == 0
+
+
+def test_settings_of_the_agent_hold_for_every_lineage(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        system = make_text(20, seed=8)
+        on_loop(llm, llm._engine.create_agent("alice", system=system))
+        for seed in range(2):
+            llm.chat([{"role": "user", "content": make_text(100, seed=seed)}], greedy(2), agent="alice")
+        records = engine_of(llm).agents.lineages("alice")
+        assert len(records) == 2 and {record.system for record in records} == {system}
+        assert all(record.transcript.text.find(system) >= 0 for record in records)
