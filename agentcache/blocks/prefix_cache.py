@@ -18,12 +18,13 @@ listed by the base tail too: the tokens before it, for everybody.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 
 from agentcache.blocks import lane_search
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
 from agentcache.blocks.lane_search import CachedPrefix
-from agentcache.blocks.lanes import has_base_tail
+from agentcache.blocks.lanes import NamedBlock, has_base_tail
 from agentcache.blocks.placement import place
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.radix_tree import Node, RadixTree
@@ -252,6 +253,12 @@ class PrefixCache:
         """The write of the node's file of `group` has failed."""
         node.pending.discard(group)
         self.slots.prune(node)
+
+    def evict(self, blocks: Iterable[NamedBlock]) -> None:
+        """Free the RAM of blocks, the last ones of their sequences first, as far as nobody reads or writes them."""
+        found = [(node, block.groups) for block in blocks if (node := self.tree.node(block.chain)) is not None]
+        for node, groups in sorted(found, key=lambda entry: entry[0].position, reverse=True):
+            self.slots.evict(node, groups)
 
     def count_blocks(self) -> BlockCounts:
         """How many slots are free, read by sequences, and cached only."""

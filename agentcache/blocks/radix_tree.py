@@ -8,6 +8,7 @@ references; `prefix_cache` does that.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, chain_key
@@ -120,7 +121,7 @@ class RadixTree:
 
     def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
-        self._residents: dict[Node, None] = {}
+        self._residents: OrderedDict[Node, None] = OrderedDict()
         self._by_chain: dict[str, Node] = {}
 
     def root(self, chain: str) -> Node:
@@ -209,8 +210,12 @@ class RadixTree:
         """Mark a path as just used; a child counts as older than its parent, so that leaves leave first."""
         for node in reversed(nodes):
             if node in self._residents:
-                del self._residents[node]
-                self._residents[node] = None
+                self._residents.move_to_end(node)
+
+    def expire(self, node: Node) -> None:
+        """Mark a node as used longest ago: nobody is expected to ask for it again."""
+        if node in self._residents:
+            self._residents.move_to_end(node, last=False)
 
     @property
     def residents(self) -> Iterator[Node]:

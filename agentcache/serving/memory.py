@@ -130,13 +130,12 @@ class AgentMemory:
         """
         records = self._agents.lineages(agent_id, lineage)
         if lineage is not None and len(self._agents.lineages(agent_id)) == 1:
-            released = self._persistence.save_less(without_memory(records[0]), done)
+            self._persistence.save_less(without_memory(records[0]), done)
+            self._cache.evict(block for block in records[0].blocks if not any(map(self._agents.needs, block.names)))
         else:
             deleted = when_all(len(records), done)
-            released = set[BlockName]()
             for record in records:
-                released |= self._persistence.delete_lineage(record, deleted)
-        self._evict(block for block in blocks_of(records) if released.issuperset(block.names))
+                self._persistence.delete_lineage(record, deleted)
 
     def evict(self, agent_id: str, lineage: str | None = None) -> None:
         """Free the RAM of an agent (or one of its lineages): all that is on disk and that nobody reads.
@@ -146,7 +145,7 @@ class AgentMemory:
         """
         blocks = blocks_of(self._agents.lineages(agent_id, lineage))
         self._evict_superseded_tails(blocks)
-        self._evict(block for block in blocks if self._is_on_disk(block))
+        self._cache.evict(block for block in blocks if self._is_on_disk(block))
 
     def _evict_superseded_tails(self, blocks: Iterable[NamedBlock]) -> None:
         nodes = filter(None, (self._cache.tree.node(block.chain) for block in blocks))
@@ -160,12 +159,6 @@ class AgentMemory:
         """Whether what is in RAM of the block is on disk too."""
         node = self._cache.tree.node(block.chain)
         return node is not None and node.block_ids.keys() & set(block.groups) <= node.stored
-
-    def _evict(self, blocks: Iterable[NamedBlock]) -> None:
-        """Free the RAM of blocks, the last ones of their sequences first."""
-        found = [(node, block.groups) for block in blocks if (node := self._cache.tree.node(block.chain)) is not None]
-        for node, groups in sorted(found, key=lambda entry: entry[0].position, reverse=True):
-            self._cache.slots.evict(node, groups)
 
     def save(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
         """Write what of an agent's memory is in RAM but not on disk (after a failed save). Raises NotFound."""

@@ -296,7 +296,7 @@ class Persistence:
         """Delete the files of what no lineage names any more, and from RAM the tails that longer ones have replaced.
 
         What is being written stays: its turn comes when it is written, if nobody wants it then. Other tails stay
-        until their turn comes: an agent's next request may be with the adapter before last.
+        until room is needed, and go first then: an agent's next request may be with the adapter before last.
         """
         keys: list[str] = []
         for name in names:
@@ -312,19 +312,20 @@ class Persistence:
     def _forget_node(self, node: Node, group: int) -> None:
         if not node.is_full and _is_outgrown(node, group):
             self._cache.slots.drop(node, group)
+        elif not node.is_full:
+            self._cache.tree.expire(node)
         if group in node.stored:
             self._cache.mark_missing(node, group)
 
-    def save_less(self, record: AgentRecord, done: Callable[[Saved], None]) -> set[BlockName]:
-        """Replace a lineage by one that names fewer blocks, in memory at once. Returns what nobody names any more."""
-        released = self._agents.put(record)
-        save = partial(self._store.save_agent, record)
-        self._writes.submit(save, lambda outcome: done(Saved(error=_error(outcome))))
-        self._forget(released)
-        return released
+    def save_less(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
+        """Replace a lineage by one that names no blocks, in memory at once; RAM keeps what it has of the old one."""
+        self._forget(self._agents.put(record))
+        # Behind the removal, so that there is room for it; after a crash in between, a manifest names missing blocks.
+        save, settle = partial(self._store.save_agent, record), lambda outcome: done(Saved(error=_error(outcome)))
+        self._writes.submit(save, settle, is_needed=lambda: False)
 
-    def delete_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> set[BlockName]:
-        """Forget a lineage on disk; blocks that others name stay. Returns what nobody names any more."""
+    def delete_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
+        """Forget a lineage on disk and in RAM; what others name stays."""
         released = self._agents.remove(record)
 
         def delete() -> int:
@@ -333,7 +334,7 @@ class Persistence:
 
         self._writes.submit(delete, lambda outcome: done(Saved(error=_error(outcome))))
         self._forget(released)
-        return released
+        self._cache.evict(block for block in record.blocks if released.issuperset(block.names))
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 

@@ -103,6 +103,15 @@ class TreeMachine(RuleBasedStateMachine):
         self.recent = [node for node in self.recent if node not in touched] + touched
 
     @precondition(lambda self: self.known)
+    @rule(which=PICK)
+    def expire(self, which: int) -> None:
+        node = self.pick(which)
+        self.tree.expire(node)
+        if node in self.recent:
+            self.recent.remove(node)
+            self.recent.insert(0, node)
+
+    @precondition(lambda self: self.known)
     @rule(which=PICK, hold=st.sampled_from(["", "stored", "pending", "readers"]))
     def remove(self, which: int, hold: str) -> None:
         node = self.pick(which)

@@ -218,3 +218,59 @@ def test_a_shared_prefix_is_kept_once(model: Path, tmp_path: Path) -> None:
         again = two.turn(llm, 560)
         assert again.report.cache_state == "warm"
         assert again.report.computed_tokens < 40
+
+
+def saved_on_disk(llm: LLM) -> dict[str, int]:
+    return {info.id: info.disk_bytes for info in llm.agents()}
+
+
+def test_transcripts_count_and_a_turn_that_cannot_be_saved_drops_nothing(model: Path, tmp_path: Path) -> None:
+    """The transcripts of all agents stay: sooner or later there is no room beside them for one more turn."""
+    with open_llm(model, tmp_path, disk_budget=240_000) as llm:
+        outcomes: list[bool | None] = []
+        for number in range(60):
+            before = saved_on_disk(llm)
+            talk = TokenTalk(f"a{number:02}", ids=[10 + number])
+            saved = talk.turn(llm, 270).report.saved
+            outcomes.append(saved)
+            after = saved_on_disk(llm)
+            if not saved:
+                assert {agent: after[agent] for agent in before} == before
+                assert after[talk.agent] == 0
+        assert len(set(outcomes)) == 2 and outcomes == sorted(outcomes, reverse=True)
+        assert outcomes.count(True) > 20
+        # What cannot be saved by any means is not even tried: no file of it was written.
+        assert llm.stats().disk_bytes == bytes_below(tmp_path) <= 240_000
+
+
+def test_a_turn_beside_others_that_may_not_go_drops_nothing(model: Path, tmp_path: Path) -> None:
+    """Others are at work, and what they have on disk stays: what could go is not enough, so it stays as well."""
+    with open_llm(model, tmp_path, disk_budget=400_000) as llm:
+        talks = make_agents(llm, 4, length=300)
+        engine = engine_of(llm)
+        for agent in list(talks)[1:]:
+            engine.agents.set_busy(agent)
+        before = saved_on_disk(llm)
+        assert before["a00"] and not engine.persistence._make_room(140_000)
+        assert saved_on_disk(llm) == before
+        assert engine.persistence._make_room(100_000)
+        for agent in list(talks)[1:]:
+            engine.agents.set_idle(agent)
+
+
+def test_side_conversations_go_before_long_ones_and_transcripts_of_the_longest_stay(
+    model: Path, tmp_path: Path
+) -> None:
+    with open_llm(model, tmp_path, disk_budget=450_000) as llm:
+        long = TokenTalk(ids=make_ids(700, seed=1))
+        long.turn(llm, 800)
+        sides = [TokenTalk(ids=make_ids(100, seed=seed)) for seed in (2, 3)]
+        for side in sides:
+            assert side.turn(llm, 120).report.saved
+        other = TokenTalk("bob", ids=make_ids(500, seed=4))
+        assert other.turn(llm, 600).report.saved
+        kept = {lineage.tokens for lineage in llm.agent("alice").lineages}
+        assert 800 in kept and len(kept) == 1, "the titles went, with their transcripts"
+        assert saved_on_disk(llm)["alice"] > 0
+        TokenTalk("carl", ids=make_ids(500, seed=5)).turn(llm, 600)
+        assert llm.agent("alice").tokens == 800

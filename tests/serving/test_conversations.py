@@ -285,14 +285,27 @@ def test_clearing_the_cache_leaves_everything_on_disk(model: Path, tmp_path: Pat
         assert again.report.cache_state == "warm"
 
 
-def test_evicting_frees_all_that_only_the_agent_holds(model: Path, tmp_path: Path) -> None:
-    chat, other = Chat(), Chat("bob")
-    with open_llm(model, tmp_path) as llm:
-        other.turn(llm, make_text(200, seed=1))
+def keep_rewriting(llm: LLM) -> None:
+    """Every turn takes back the answer before it; one lineage may stay."""
+    chat = Chat()
+    for seed in range(5):
+        chat.turn(llm, make_text(60, seed=seed))
+        llm.chat(chat.messages[:-1], greedy(7), agent="alice")
+
+
+def cut_words(llm: LLM) -> None:
+    """Every text ends inside a word, and goes on in the next one: the last token is another one then."""
+    text = make_text(400)
+    for length in (700, 731, 742, 803, 904):
+        llm.generate(text[:length], greedy(0), agent="alice")
+
+
+@pytest.mark.parametrize("work", [keep_rewriting, cut_words])
+def test_evicting_frees_all_that_only_the_agent_holds(work: Callable[[LLM], None], model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path, max_lineages=1) as llm:
+        Chat("bob").turn(llm, make_text(200, seed=1))
         quiet = llm.stats().blocks_cached
-        for seed in range(5):
-            chat.turn(llm, make_text(60, seed=seed))
-            llm.chat(chat.messages[:-1], greedy(7), agent="alice")
+        work(llm)
         assert llm.stats().blocks_cached > quiet
         evicted = llm.evict("alice")
         assert (evicted.ram_bytes, evicted.cache_state) == (0, "warm")
