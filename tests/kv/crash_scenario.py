@@ -32,7 +32,7 @@ class Operation:
 
 @cache
 def make_operations() -> tuple[Operation, ...]:
-    """Turns that extend, cut back (until the log is compacted) and diverge; a second agent that comes and goes."""
+    """Turns that extend, cut back (until the log is compacted) and diverge; an agent and a lineage that come and go."""
     operations: list[Operation] = []
     state: State = {}
 
@@ -42,7 +42,7 @@ def make_operations() -> tuple[Operation, ...]:
     def turn(record: AgentRecord) -> None:
         blocks = make_turn(record)
         add(lambda store: store.write_blocks(blocks))
-        state[record.id] = record
+        state[record.name] = record
         add(lambda store: store.save_agent(record))
 
     long = make_transcript(300)
@@ -55,6 +55,12 @@ def make_operations() -> tuple[Operation, ...]:
     keys = [block.header.block_key for block in make_turn(gone)]
     add(lambda store: store.delete_blocks(keys))
     turn(make_record("b", make_transcript(10, seed=3)))
+    side = make_record("a", make_transcript(15, seed=4), lineage="5e")
+    turn(side)
+    del state["a~5e"]
+    add(lambda store: store.delete_agent("a~5e"))
+    side_keys = [block.header.block_key for block in make_turn(side)]
+    add(lambda store: store.delete_blocks(side_keys))
     return tuple(operations)
 
 

@@ -104,6 +104,47 @@ def test_ids_that_differ_only_by_case_conflict(tmp_path: Path) -> None:
         store.save_agent(make_record("alice", make_transcript(1)))
 
 
+def test_lineages_of_an_agent_come_and_go_by_themselves(tmp_path: Path) -> None:
+    first, side = make_record("Alice", make_transcript(300)), make_record("Alice", make_transcript(9), lineage="5e")
+    with open_store(tmp_path) as store:
+        for record in (first, side):
+            store.save_agent(record)
+        with pytest.raises(Conflict, match="case"):
+            store.save_agent(replace(side, id="alice"))
+    assert {path.name for path in _agent_files(tmp_path)} == {
+        *("Alice.1.log", "Alice.json"),
+        *("Alice~5e.1.log", "Alice~5e.json"),
+    }
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [first, side]
+        store.delete_agent("Alice")
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [side]
+
+
+def test_the_first_lineage_is_saved_as_agents_were_before_there_were_others(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.save_agent(make_record("a", make_transcript(5)))
+    assert b"lineage" not in (agents_folder(tmp_path) / "a.json").read_bytes()
+
+
+@pytest.mark.parametrize("lineage", ["", "A", "../x", "a b", "a" * 17, "~"])
+def test_bad_names_of_lineages_are_refused(tmp_path: Path, lineage: str) -> None:
+    with open_store(tmp_path) as store, pytest.raises(BrokenInvariant):
+        store.save_agent(make_record("a", make_transcript(1), lineage=lineage))
+    assert tree(tmp_path) == []
+
+
+def test_a_lineage_renamed_on_disk_is_rejected(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.save_agent(make_record("a", make_transcript(5), lineage="5e"))
+    for path in _agent_files(tmp_path):
+        path.rename(path.with_name(path.name.replace("~5e", "~6f")))
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == []
+        assert store.quarantined == 1
+
+
 def test_a_deleted_agent_stays_deleted(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         store.save_agent(make_record("a", make_transcript(5)))

@@ -37,7 +37,7 @@ def sign(fields: dict[str, Any]) -> bytes:
     return _dump({"checksum": _checksum(unsigned), **unsigned})
 
 
-@pytest.mark.parametrize("manifest", [BASE, ADAPTED])
+@pytest.mark.parametrize("manifest", [BASE, ADAPTED, replace(ADAPTED, lineage="5e")])
 def test_what_is_written_is_read(manifest: Manifest) -> None:
     assert decode_manifest(encode_manifest(manifest)) == manifest
 

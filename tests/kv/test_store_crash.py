@@ -36,7 +36,7 @@ def check_recovery(folder: Path) -> None:
     """A fresh store on the folder has the state before or after the interrupted operation, and works."""
     with open_store(folder / "cache") as store:
         assert not any(name.endswith(".tmp") for name in tree(folder / "cache"))
-        found = {record.id: record for record in store.load_agents()}
+        found = {record.name: record for record in store.load_agents()}
         assert found in possible_states(folder)
         assert store.quarantined == 0
         store.collect_orphans()
@@ -45,7 +45,7 @@ def check_recovery(folder: Path) -> None:
         store.write_blocks(make_turn(later))
         store.save_agent(later)
     with open_store(folder / "cache") as store:
-        assert {record.id: record for record in store.load_agents()} == {**found, "a": later}
+        assert {record.name: record for record in store.load_agents()} == {**found, "a": later}
 
 
 def possible_states(folder: Path) -> list[State]:

@@ -45,7 +45,7 @@ class StoreMachine(RuleBasedStateMachine):
         turn = make_turn(record)
         self.store.write_blocks(turn)
         self.store.save_agent(record)
-        self.agents[record.id] = record
+        self.agents[record.name] = record
         self.blocks |= {block.header.block_key for block in turn}
 
     @rule(agent_id=IDS, num_tokens=st.integers(0, 300), seed=st.integers(0, 2), system=st.none() | st.text(max_size=5))
@@ -96,7 +96,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(self, collect: bool) -> None:
         self.store.close()
         self.open()
-        assert {record.id: record for record in self.store.load_agents()} == self.agents
+        assert {record.name: record for record in self.store.load_agents()} == self.agents
         if collect:
             assert self.store.collect_orphans() == len(self.blocks - self._named())
             self.blocks &= self._named()

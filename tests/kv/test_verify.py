@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.blocks.keys import Producer
+from agentcache.kv.manifest import FIRST_LINEAGE
 from agentcache.kv.verify import FolderReport, verify_folder
 from tests.kv.damage import DAMAGE, agents_folder, extend, grow_huge
 from tests.kv.store_cases import MODEL, make_block, make_record, make_transcript, make_turn, open_store
@@ -101,6 +102,19 @@ def test_chains_of_another_producer(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         store.save_agent(replace(record, blocks=other.blocks))
     assert "its blocks are not those of its tokens" in verify_folder(tmp_path).problems[0]
+
+
+def test_an_agent_counts_once(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        for lineage in (FIRST_LINEAGE, "5e"):
+            record = make_record("a", make_transcript(300, seed=len(lineage)), lineage=lineage)
+            store.write_blocks(make_turn(record))
+            store.save_agent(record)
+    report = verify_folder(tmp_path)
+    assert (report.agents, report.unnamed_blocks, report.missing_blocks, report.problems) == (1, 0, 0, ())
+    manifest = agents_folder(tmp_path) / "a~5e.json"
+    manifest.rename(manifest.with_name("a~6f.json"))
+    assert "a~6f.json" in verify_folder(tmp_path).problems[0]
 
 
 def test_another_agents_manifest(cache_dir: Path) -> None:
