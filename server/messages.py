@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
+from agentcache.models.json_values import parse_json
 from agentcache.server.validate import Reader
 
 ROLES = {
@@ -94,7 +94,7 @@ def _read_arguments(function: Reader) -> Any:
         return arguments
     text = function.string("arguments") or "{}"
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         return text
     return value if isinstance(value, dict) else text

@@ -36,7 +36,11 @@ def test_calls_have_arguments_as_objects() -> None:
     }
 
 
-@pytest.mark.parametrize("arguments", ["not json", "[1]", "[" * 100_000])
+@pytest.mark.parametrize(
+    "arguments",
+    ["not json", "[1]", "[" * 100_000, '{"x": ' + "[" * 500 + "]" * 500 + "}", r'{"x": "\ud800"}'],
+    ids=["text", "list", "brackets", "nested", "surrogate"],
+)
 def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     [message] = read({"role": "assistant", "content": "x", "tool_calls": [call]})
