@@ -51,6 +51,7 @@ class Reader:
 
     def __init__(self, value: dict[str, Any], path: str = "") -> None:
         self.value = value
+        self.path = path
         self._prefix = f"{path}." if path else ""
 
     def param(self, name: str) -> str:
@@ -129,7 +130,12 @@ class Reader:
         """Refuses every other key."""
         for name in self.value:
             if name not in known:
-                self.fail(name, "is unknown" + _hint(name, known))
+                self.refuse(name, _hint(name, known))
+
+    def refuse(self, name: str, hint: str = "") -> NoReturn:
+        """Refuses a field as unknown; `hint` says what to send instead."""
+        param = self.param(name)
+        raise InvalidRequest(f"unknown field {param!r:.80}{hint and '; ' + hint}.", param=param)
 
 
 def _range(value: float, minimum: float, maximum: float) -> str:
@@ -141,4 +147,4 @@ def _range(value: float, minimum: float, maximum: float) -> str:
 
 def _hint(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"did you mean {near[0]!r}?" if near else ""

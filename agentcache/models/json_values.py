@@ -22,8 +22,8 @@ def parse_json(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
         max_depth: levels of objects and lists there may be.
 
     Raises:
-        ValueError: not JSON (NaN and Infinity are not), nested deeper than `max_depth`, a number of thousands of digits,
-            or half of a surrogate pair in a string.
+        ValueError: not JSON (NaN and Infinity are not), nested deeper than `max_depth`, or with a number of thousands
+            of digits or half of a surrogate pair in it.
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant)

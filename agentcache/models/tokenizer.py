@@ -211,9 +211,8 @@ class Tokenizer:
         except jinja2.TemplateSyntaxError as error:
             raise UnsupportedModel(f"The model's chat template cannot be read: {error}") from error
         except _TEMPLATE_ERRORS as error:
-            raise InvalidRequest(
-                f"The model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+            message = f"The model's chat template refuses these messages: {error}"
+            raise InvalidRequest(message, param="messages", code="refused_by_chat_template") from error
         return str(text)
 
     def _spell_run(self, token_ids: Sequence[int], after: int | None) -> MarkedEnds:

@@ -12,6 +12,7 @@ from agentcache.models.json_values import MAX_DEPTH, parse_json, written_and_rea
 # Clients send calls back inside of messages: what they get must leave room for that.
 _MAX_DEPTH = MAX_DEPTH - 10
 
+
 @dataclass(frozen=True)
 class ToolCall:
     """A call the model asks for."""

@@ -3,13 +3,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
+from agentcache.config import Config
+from agentcache.server.context import Call
 from agentcache.server.messages import read_messages
 from agentcache.server.validate import Reader
+from tests.server.fake_engine import MODEL
 
 
 def read(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    return read_messages(Reader({"messages": list(messages)}))
+    return read_messages(Call(Reader({"messages": list(messages)}), Headers(), MODEL, Config()))
 
 
 @pytest.mark.parametrize(
@@ -24,6 +28,11 @@ def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert read({"role": "user", "content": parts}) == [{"role": "user", "content": "ab"}]
     assert read({"role": "user", "content": []}) == [{"role": "user", "content": ""}]
+
+
+@pytest.mark.parametrize("fields", [{}, {"content": None}, {"content": []}, {"content": ""}])
+def test_an_assistant_may_have_said_nothing(fields: dict[str, Any]) -> None:
+    assert read({"role": "assistant", **fields}) == [{"role": "assistant", "content": ""}]
 
 
 def test_calls_have_arguments_as_objects() -> None:
