@@ -38,7 +38,7 @@ def restore(
         return
     typer.echo(describe(agent, report))
     if isinstance(cache, InProcess):
-        typer.echo(f"verified in {cache.cache_dir}; no server runs, so that it left RAM with this command")
+        typer.echo(f"no server runs: it was verified in {cache.cache_dir}, and is gone from RAM with this command")
 
 
 def describe(agent: str, report: dict[str, Any]) -> str:
