@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import os
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,20 @@ from agentcache.adapter_settings import AdapterFolder, parse_adapters
 from agentcache.errors import ConfigError
 from agentcache.sizes import AUTO_DISK_CEILING, parse_bytes, parse_disk_budget, parse_ram_budget, parse_trunk_budget
 
+log = logging.getLogger("agentcache.config")
+
 ENV_PREFIX = "AGENTCACHE_"
 # Ours, but no settings of the server: which server the CLI talks to, where the config file lies, what make installs.
 OTHER_VARIABLES = frozenset({"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND"})
 
 QUEUE_FACTOR = 16  # waiting requests per running one
+
+
+class Images(StrEnum):
+    """What becomes of images that users send to a model which reads text only."""
+
+    REFUSE = "refuse"
+    PLACEHOLDER = "placeholder"
 
 
 def default_cache_dir() -> Path:
@@ -51,6 +63,7 @@ class Config:
         model: folder or hub id; None for the embedded model.
         host, port: where to listen; port 0 takes any free one.
         api_key: what clients must present; None lets every local client in.
+        api_key_file: file that holds it instead, so that it is on no command line; `load_config` reads it.
         cache_dir: the folder that holds the agents' memory; one process at a time may use it.
         ram_budget, disk_budget: bytes the cache may take.
         trunk_budget: bytes of RAM for hidden states that adapters go on from; 0 for none.
@@ -63,12 +76,17 @@ class Config:
         decode_share: share of the time that generating gets while prompts wait; above 0 and below 1.
         max_lineages: conversations that are kept of one agent.
         adapters: loaded at start.
+        aliases: further names of the served model or its adapters, each with a name it already has.
+        strict_model_names: whether `claude-*` and `gpt-*` are unknown names; else they mean the served model.
+        session_headers: whether a request's agent may be taken from headers and from what clients send unasked.
+        images: what becomes of images in users' messages.
     """
 
     model: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
+    api_key_file: Path | None = None
     cache_dir: Path = field(default_factory=default_cache_dir)
     ram_budget: int = field(default_factory=lambda: parse_ram_budget("auto"))
     disk_budget: int = AUTO_DISK_CEILING
@@ -82,6 +100,10 @@ class Config:
     decode_share: float = 0.5
     max_lineages: int = 8
     adapters: tuple[AdapterFolder, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    strict_model_names: bool = False
+    session_headers: bool = True
+    images: Images = Images.REFUSE
 
     @property
     def max_waiting_requests(self) -> int:
@@ -107,6 +129,10 @@ class Config:
 KEYS = tuple(setting.name for setting in fields(Config))
 _INTEGERS = frozenset({"port", "max_concurrent_requests", "max_context", "prefill_chunk", "max_lineages"})
 _NUMBERS = frozenset({"request_timeout", "max_stall_ms", "decode_share"})
+_SWITCHES = frozenset({"strict_model_names", "session_headers"})
+_ON_OR_OFF = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+_TABLES = frozenset({"adapters", "aliases"})
+_TEXTS = frozenset({"model", "host", "api_key", "api_key_file", "cache_dir", "images"})
 
 
 def load_config(
@@ -121,6 +147,8 @@ def load_config(
         overrides: flags by setting name; None counts as not given.
         environ: the environment; the process's own by default.
         config_file: the TOML file; AGENTCACHE_CONFIG or ~/.agentcache/config.toml by default, which need not exist.
+
+    An unknown environment variable is only warned of: it may be meant for another program.
 
     Raises:
         ConfigError: an unknown key (the nearest known one is named) or a value that makes no sense.
@@ -150,9 +178,10 @@ def _from_file(config_file: Path | None, environ: Mapping[str, str]) -> dict[str
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     names = {name for name in environ if name.startswith(ENV_PREFIX)} - OTHER_VARIABLES
-    ours = {name: environ[name] for name in sorted(names)}
-    _refuse_unknown(ours, [ENV_PREFIX + key.upper() for key in KEYS], "unknown environment variable")
-    return {name.removeprefix(ENV_PREFIX).lower(): value for name, value in ours.items()}
+    known = {ENV_PREFIX + key.upper(): key for key in KEYS}
+    for name in sorted(names - known.keys()):
+        log.warning("unknown environment variable %r%s", name, _nearest(name, [*known, *OTHER_VARIABLES]))
+    return {known[name]: environ[name] for name in sorted(names & known.keys())}
 
 
 def _from_flags(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,14 +194,20 @@ def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> No
     known = list(known)
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            raise ConfigError(f"{what} {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ConfigError(f"{what} {key!r}{_nearest(key, known)}")
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Values as `Config` wants them, from strings and TOML values."""
-    settings: dict[str, Any] = {key: _plain(key, value) for key, value in raw.items() if key != "adapters"}
+    settings: dict[str, Any] = {key: _plain(key, value) for key, value in raw.items() if key not in _TABLES}
     settings["adapters"] = parse_adapters(raw.get("adapters", {}))
+    settings["aliases"] = _aliases(raw.get("aliases", {}))
+    settings |= _key_of_file(settings)
     cache_dir = Path(settings.get("cache_dir", default_cache_dir())).expanduser().absolute()
     settings["cache_dir"] = cache_dir
     settings["ram_budget"] = parse_ram_budget(settings.get("ram_budget", "auto"))
@@ -184,19 +219,64 @@ def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
         settings[key] = _integer(key, settings[key])
     for key in _NUMBERS & settings.keys():
         settings[key] = _number(key, settings[key])
+    if "images" in settings:
+        settings["images"] = _images(settings["images"])
     return settings
 
 
-def _plain(key: str, value: Any) -> str | int | float:
+def _plain(key: str, value: Any) -> str | int | float | bool:
     if isinstance(value, Path):
         return str(value)
+    if key in _SWITCHES:
+        return _switch(key, value)
     if isinstance(value, float) and key in _NUMBERS:
         return value
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ConfigError(f"{key} = {value!r} must be text or a whole number")
-    if not isinstance(value, str) and key in ("model", "host", "api_key", "cache_dir"):
+    if not isinstance(value, str) and key in _TEXTS:
         raise ConfigError(f"{key} = {value!r} must be text")
     return value
+
+
+def _switch(key: str, value: Any) -> bool:
+    switched = value if isinstance(value, bool) else _ON_OR_OFF.get(str(value).lower())
+    if switched is None:
+        raise ConfigError(f"{key} = {value!r} must be on or off")
+    return switched
+
+
+def _images(value: str) -> Images:
+    if value not in list(Images):
+        raise ConfigError(f"images = {value!r} must be {' or '.join(Images)}")
+    return Images(value)
+
+
+def _aliases(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"aliases = {value!r:.80} must be a table of names, each with the name that it stands for")
+    for alias, target in value.items():
+        if not (isinstance(target, str) and target):
+            raise ConfigError(f"aliases: {alias} = {target!r:.80} must be the name that it stands for")
+    return dict(value)
+
+
+def _key_of_file(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`api_key_file` as a path, and the key that is in it; nothing where no file is named."""
+    if "api_key_file" not in settings:
+        return {}
+    if "api_key" in settings:
+        raise ConfigError("api_key and api_key_file are both given; leave one of them out")
+    path = Path(settings["api_key_file"]).expanduser().absolute()
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+        readable = path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file {path} cannot be read: {error}") from error
+    if not key:
+        raise ConfigError(f"api_key_file {path} is empty")
+    if readable:
+        log.warning("api_key_file %s can be read by other users; chmod 600 keeps it to yourself", path)
+    return {"api_key": key, "api_key_file": path}
 
 
 def _integer(key: str, value: str | int) -> int:

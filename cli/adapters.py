@@ -12,8 +12,7 @@ from urllib.parse import quote
 import typer
 
 from agentcache.adapter_settings import parse_adapters
-from agentcache.cli.connection import ApiKey, AsJson, Connection, Url, connect, running_server
-from agentcache.config import load_config
+from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, Connection, Url, connect
 from agentcache.errors import ConfigError
 
 HEADINGS = ("adapter", "policy", "format", "rank", "MB", "running", "folder")
@@ -25,6 +24,9 @@ class Action(StrEnum):
     UNLOAD = "unload"
 
 
+# What would be loaded into the command's own process would end with it.
+WITHOUT_SERVER = "no server is running; name adapters to `agentcache serve --adapter`, or in the config file"
+
 OPERANDS = {Action.LIST: (), Action.LOAD: ("NAME=PATH[:POLICY]",), Action.UNLOAD: ("NAME",)}
 
 
@@ -33,13 +35,13 @@ def adapters(
     names: Annotated[list[str] | None, typer.Argument(help="NAME=PATH[:POLICY] for load, NAME for unload.")] = None,
     url: Url = None,
     api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """List the adapters of a server; load one from a folder on its machine, or unload one."""
     check_operands(action, names or [])
-    if action is not Action.LIST:
-        check_server(url)
-    with connect(url, api_key) as server:
+    without_server = None if action is Action.LIST else WITHOUT_SERVER
+    with connect(url, api_key, api_key_file=api_key_file, without_server=without_server) as server:
         answer = ask(server, action, *(names or []))
     typer.echo(json.dumps(answer) if as_json else describe(action, answer))
 
@@ -48,12 +50,6 @@ def check_operands(action: Action, names: Sequence[str]) -> None:
     operands = OPERANDS[action]
     if len(names) != len(operands):
         raise ConfigError(f"it is called like this: agentcache adapters {' '.join([action, *operands])}")
-
-
-def check_server(url: str | None) -> None:
-    """Raise ConfigError without a running server: what would be loaded into this process ends with it."""
-    if url is None and running_server(load_config()) is None:
-        raise ConfigError("no server is running; name adapters to `agentcache serve --adapter`, or in the config file")
 
 
 def ask(server: Connection, action: Action, operand: str = "") -> Any:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from agentcache.cli.connection import ApiKey, AsJson, CacheDir, Connection, Model, Url, agent_path, connect
+from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, CacheDir, Connection, Model, Url, agent_path, connect
 from agentcache.errors import ConfigError
 
 HEADINGS = ("agent", "state", "tokens", "blocks", "RAM MB", "disk MB", "last used")
@@ -32,13 +32,14 @@ def agents(
     names: Annotated[list[str] | None, typer.Argument(help="AGENT; for fork also the copy's id.")] = None,
     url: Url = None,
     api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     model: Model = None,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
     """List all agents; show, fork or delete one. A fork shares its blocks with the agent it was made from."""
     check_operands(action, names or [])
-    with connect(url, api_key, model, cache_dir) as cache:
+    with connect(url, api_key, model, cache_dir, api_key_file=api_key_file) as cache:
         answer = ask(cache, action, *(names or []))
     typer.echo(json.dumps(answer) if as_json else describe(action, answer))
 

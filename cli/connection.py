@@ -17,6 +17,7 @@ from rich.console import Console
 
 from agentcache.client import Client, ServerError
 from agentcache.config import Config, load_config
+from agentcache.errors import ConfigError
 from agentcache.server.context import SERVER_NAME
 from agentcache.server.engine import Engine
 from agentcache.server.validate import check_agent_id
@@ -27,7 +28,8 @@ Url = Annotated[
     str | None,
     typer.Option(envvar="AGENTCACHE_URL", help="A running server; else one on the configured port, or the folder."),
 ]
-ApiKey = Annotated[str | None, typer.Option(help="The server's API key.")]
+ApiKey = Annotated[str | None, typer.Option(help="The server's API key; others can see it in the list of processes.")]
+ApiKeyFile = Annotated[Path | None, typer.Option(help="File that holds the API key.")]
 Model = Annotated[str | None, typer.Option(help="Without a server: folder or hub id of the model.")]
 CacheDir = Annotated[Path | None, typer.Option(help="Without a server: the cache folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for programs.")]
@@ -46,6 +48,7 @@ class InProcess:
     def __init__(self, engine: Engine, config: Config) -> None:
         from agentcache.server.app import create_app  # the web stack takes a while to import
 
+        self.cache_dir = config.cache_dir
         self._runner = asyncio.Runner()
         self._engine = engine
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
@@ -92,16 +95,35 @@ def agent_path(agent: str, *verb: str) -> str:
     return "/".join(["/v1/agents", check_agent_id(agent, "the agent's id"), *verb])
 
 
+def find_server(
+    url: str | None, api_key: str | None, model: str | None, cache_dir: Path | None, api_key_file: Path | None
+) -> tuple[Config, str | None]:
+    """The settings in force, and a running server: `url`, or one on the configured port.
+
+    Naming a model or a folder means the cache itself, without a server.
+    """
+    config = load_config({"api_key": api_key, "api_key_file": api_key_file, "model": model, "cache_dir": cache_dir})
+    return config, url or (running_server(config) if model is None and cache_dir is None else None)
+
+
 @contextmanager
 def connect(
-    url: str | None, api_key: str | None = None, model: str | None = None, cache_dir: Path | None = None
+    url: str | None,
+    api_key: str | None = None,
+    model: str | None = None,
+    cache_dir: Path | None = None,
+    *,
+    api_key_file: Path | None = None,
+    without_server: str | None = None,
 ) -> Iterator[Connection]:
-    """A running server (`url`, or one on the configured port), or else the cache itself.
+    """The server that `find_server` finds, or else the cache itself.
 
-    Naming a model or a folder means the cache itself.
+    Raises:
+        ConfigError: no server runs, and `without_server` says that there must be one.
     """
-    config = load_config({"api_key": api_key, "model": model, "cache_dir": cache_dir})
-    found = url or (running_server(config) if model is None and cache_dir is None else None)
+    config, found = find_server(url, api_key, model, cache_dir, api_key_file)
+    if found is None and without_server is not None:
+        raise ConfigError(without_server)
     if found is not None:
         with Client(found, config.api_key) as client:
             yield client

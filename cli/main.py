@@ -55,7 +55,7 @@ def hint_for(error: AgentCacheError) -> str | None:
     if isinstance(error, CacheFolderInUse):
         return "talk to the server that uses it with --url, or name another folder with --cache-dir"
     if getattr(error, "status", None) == 401:
-        return "give the server's key with --api-key or AGENTCACHE_API_KEY"
+        return "give the server's key with --api-key-file, AGENTCACHE_API_KEY or --api-key"
     return None
 
 

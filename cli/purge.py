@@ -11,6 +11,7 @@ import typer
 
 from agentcache.cli.connection import (
     ApiKey,
+    ApiKeyFile,
     AsJson,
     CacheDir,
     Connection,
@@ -33,6 +34,7 @@ def purge(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     model: Model = None,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
@@ -43,10 +45,11 @@ def purge(
     if not yes:
         typer.confirm(f"Delete {agent or 'all agents and all cached blocks'} for good?", abort=True, err=True)
     if agent is not None:
-        with connect(url, api_key, model, cache_dir) as cache:
+        with connect(url, api_key, model, cache_dir, api_key_file=api_key_file) as cache:
             answer = cache.request("DELETE", agent_path(agent))
     else:
-        answer = purge_all(url, load_config({"api_key": api_key, "cache_dir": cache_dir}), own=cache_dir is not None)
+        config = load_config({"api_key": api_key, "api_key_file": api_key_file, "cache_dir": cache_dir})
+        answer = purge_all(url, config, own=cache_dir is not None)
     typer.echo(json.dumps(answer) if as_json else "deleted")
 
 

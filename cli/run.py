@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agentcache.cli.connection import ApiKey, AsJson, CacheDir, Model, Url, progress, running_server
+from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, CacheDir, Model, Url, find_server, progress
 from agentcache.cli.run_report import progress_line, recall_lines, say, turn_table
 from agentcache.client import Client, HttpChat, ServerError
-from agentcache.config import load_config
+from agentcache.config import Config
 from agentcache.errors import ConfigError, EngineStopped
 from agentcache.workflow.chat import Chat, LLMChat
 from agentcache.workflow.parse import read_script, shipped_scripts
@@ -31,6 +31,7 @@ def run(
     script: Annotated[str, typer.Argument(help=f"A TOML script, or one of these: {', '.join(shipped_scripts())}.")],
     url: Url = None,
     api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     model: Model = None,
     cache_dir: CacheDir = None,
     session: Annotated[
@@ -74,7 +75,8 @@ def run(
     done = before.turns if before else ()
     phases = parse_phases(only_phases, parsed) if only_phases else None
     pace = Pace(parallel=1 if sequential else PARALLEL, prefetch=prefetch)
-    with _open_chat(url, api_key, model, cache_dir) as chat, _resume_hint(folder / "transcript.json"):
+    server = find_server(url, api_key, model, cache_dir, api_key_file)
+    with _open_chat(*server) as chat, _resume_hint(folder / "transcript.json"):
         workflow = WorkflowRun(parsed, chat, settings, done)
         transcript = take_steps(workflow, workflow.pending(phases), done, folder, Console(stderr=True), pace)
     if as_json:
@@ -101,12 +103,10 @@ def _print_report(transcript: WorkflowTranscript) -> None:
 
 
 @contextmanager
-def _open_chat(url: str | None, api_key: str | None, model: str | None, cache_dir: Path | None) -> Iterator[Chat]:
-    """A running server (`url`, or one on the configured port), or else an engine in this process."""
-    config = load_config({"api_key": api_key, "model": model, "cache_dir": cache_dir})
-    found = url or (running_server(config) if model is None and cache_dir is None else None)
-    if found is not None:
-        with Client(found, config.api_key) as client:
+def _open_chat(config: Config, server: str | None) -> Iterator[Chat]:
+    """A running server, or else an engine in this process."""
+    if server is not None:
+        with Client(server, config.api_key) as client:
             yield HttpChat(client)
         return
     from agentcache.llm import LLM

@@ -36,7 +36,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (8000); 0 takes a free one.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Folder of the agents' memory (~/.agentcache/cache).")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Key that clients must present.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key that clients must present; others can see it in the list of processes.")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, readable by you only.")] = None,
     ram_budget: Annotated[str | None, typer.Option(help="RAM for the cache: 8GB, 20%, auto (25% of RAM).")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="Disk for the cache: 100GB, 20%, auto.")] = None,
     trunk_budget: Annotated[
@@ -50,6 +53,17 @@ def serve(
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH[:POLICY]", help="LoRA adapter to load; may be repeated.")
     ] = None,
+    strict_model_names: Annotated[
+        bool | None,
+        typer.Option("--strict-model-names", help="Refuse claude-* and gpt-* names; else they mean this model."),
+    ] = None,
+    session_headers: Annotated[
+        str | None,
+        typer.Option(metavar="on|off", help="Take agents from headers and from what clients send unasked (on)."),
+    ] = None,
+    images: Annotated[
+        str | None, typer.Option(metavar="refuse|placeholder", help="What becomes of images of users (refuse).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")] = False,
 ) -> None:
     """Serve a model to OpenAI clients, with agents whose memory survives a restart."""
@@ -61,6 +75,7 @@ def serve(
             "port": port,
             "cache_dir": cache_dir,
             "api_key": api_key,
+            "api_key_file": api_key_file,
             "ram_budget": ram_budget,
             "disk_budget": disk_budget,
             "trunk_budget": trunk_budget,
@@ -70,6 +85,9 @@ def serve(
             "max_stall_ms": max_stall_ms,
             "decode_share": decode_share,
             "adapters": adapter or None,
+            "strict_model_names": strict_model_names,
+            "session_headers": session_headers,
+            "images": images,
         }
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -95,7 +113,9 @@ def warn_if_open(config: Config) -> None:
     from agentcache.server.middleware import is_loopback
 
     if config.api_key is None and not is_loopback(config.host):
-        typer.echo(f"warning: {config.host} can be reached by others and there is no --api-key", err=True)
+        typer.echo(
+            f"warning: {config.host} can be reached by others and there is no API key (--api-key-file)", err=True
+        )
 
 
 def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:

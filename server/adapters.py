@@ -10,9 +10,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from agentcache.adapter_settings import AdapterFolder, Policy
-from agentcache.server.context import context_of, engine_of, read_body
+from agentcache.server.context import context_of, engine_of, read_call
 from agentcache.server.middleware import Forbidden, is_loopback
-from agentcache.server.options import known_adapter, read_policy
+from agentcache.server.model_names import known_adapter
+from agentcache.server.options import read_policy
 from agentcache.serving.adapters import AdapterInfo, check_adapter_name
 
 
@@ -29,7 +30,7 @@ async def show_adapter(request: HttpRequest) -> Response:
 async def load_adapter(request: HttpRequest) -> Response:
     check_allowed(request)
     engine = engine_of(request)
-    body = await read_body(request)
+    body = (await read_call(request)).body
     body.only("name", "path", "policy")
     name, path = check_adapter_name(body.required_string("name")), body.required_string("path")
     if not Path(path).is_absolute():

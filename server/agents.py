@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from agentcache.errors import InvalidRequest, NotFound
 from agentcache.server.completion import collect
-from agentcache.server.context import context_of, engine_of, read_body, read_optional_body
+from agentcache.server.context import Call, context_of, engine_of, name_agent, read_call
+from agentcache.server.model_names import read_adapter
 from agentcache.server.openai import read_chat_prompt, read_prompts
-from agentcache.server.options import MAX_SALT_LENGTH, read_adapter, read_policy, read_priority, read_timeout
+from agentcache.server.options import MAX_SALT_LENGTH, read_policy, read_priority, read_timeout
 from agentcache.server.reply import Completion
 from agentcache.server.stream import until_disconnect
 from agentcache.server.validate import Reader, check_agent_id
-from agentcache.serving.report import AgentInfo, ModelInfo
+from agentcache.serving.report import AgentInfo
 from agentcache.serving.request import Prompt, Request, SamplingParams
 
 _WARM_FIELDS = (
@@ -29,6 +33,27 @@ _WARM_FIELDS = (
     "request_timeout",
     "priority",
 )
+_PATH_ID = "{id}"  # what errors call the id in a path, which is no field
+_NAMES_OF_IDS = ("agent", "session_id", "name", "agent_id", "new_id")  # what other fields of this API call it
+
+Handler = Callable[[HttpRequest, str], Awaitable[Response]]
+
+
+def _of_agent(handle: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """A route of the agent in its path: checks the id, shows it in the response, and names it where it is unknown."""
+
+    @functools.wraps(handle)
+    async def route(request: HttpRequest) -> Response:
+        agent_id = check_agent_id(request.path_params["id"], _PATH_ID)
+        name_agent(request, agent_id)
+        try:
+            return await handle(request, agent_id)
+        except NotFound as error:
+            if error.code == "agent_not_found":
+                error.param = _PATH_ID
+            raise
+
+    return route
 
 
 async def list_agents(request: HttpRequest) -> Response:
@@ -37,56 +62,65 @@ async def list_agents(request: HttpRequest) -> Response:
 
 
 async def create_agent(request: HttpRequest) -> Response:
-    engine = engine_of(request)
-    body = await read_body(request)
-    body.only("id", "adapter", "policy", "system")
+    call = await read_call(request)
+    body = call.body
+    _check_fields(body, "id", "adapter", "policy", "system", id_field="goes into 'id'")
     agent_id = check_agent_id(body.required_string("id"), "id")
-    adapter, policy = read_adapter(body, engine.model), read_policy(body)
-    agent = await engine.create_agent(agent_id, adapter=adapter, policy=policy, system=body.string("system"))
+    name_agent(request, agent_id)
+    adapter, policy = read_adapter(call), read_policy(body)
+    agent = await engine_of(request).create_agent(
+        agent_id, adapter=adapter, policy=policy, system=body.string("system")
+    )
     return JSONResponse(agent_object(agent), 201)
 
 
-async def show_agent(request: HttpRequest) -> Response:
-    return JSONResponse(agent_object(await engine_of(request).agent(_agent_id(request))))
+@_of_agent
+async def show_agent(request: HttpRequest, agent_id: str) -> Response:
+    return JSONResponse(agent_object(await engine_of(request).agent(agent_id)))
 
 
-async def delete_agent(request: HttpRequest) -> Response:
-    agent_id = _agent_id(request)
+@_of_agent
+async def delete_agent(request: HttpRequest, agent_id: str) -> Response:
     await engine_of(request).delete_agent(agent_id)
     return JSONResponse({"id": agent_id, "deleted": True})
 
 
-async def fork_agent(request: HttpRequest) -> Response:
-    engine, agent_id = engine_of(request), _agent_id(request)
-    body = await read_body(request)
-    body.only("id")
+@_of_agent
+async def fork_agent(request: HttpRequest, agent_id: str) -> Response:
+    body = (await read_call(request, without_body=b"{}")).body
+    _check_fields(body, "id", id_field="goes into 'id'")
+    if body.string("id") is None:
+        body.fail("id", 'is required: send a JSON object with "id", the new agent\'s name')
     new_id = check_agent_id(body.required_string("id"), "id")
-    return JSONResponse(agent_object(await engine.fork_agent(agent_id, new_id)), 201)
+    return JSONResponse(agent_object(await engine_of(request).fork_agent(agent_id, new_id)), 201)
 
 
-async def restore_agent(request: HttpRequest) -> Response:
-    report = await engine_of(request).restore_agent(_agent_id(request))
-    return JSONResponse(dataclasses.asdict(report))
+@_of_agent
+async def restore_agent(request: HttpRequest, agent_id: str) -> Response:
+    return JSONResponse(dataclasses.asdict(await engine_of(request).restore_agent(agent_id)))
 
 
-async def evict_agent(request: HttpRequest) -> Response:
-    return JSONResponse(agent_object(await engine_of(request).evict_agent(_agent_id(request))))
+@_of_agent
+async def evict_agent(request: HttpRequest, agent_id: str) -> Response:
+    return JSONResponse(agent_object(await engine_of(request).evict_agent(agent_id)))
 
 
-async def save_agent(request: HttpRequest) -> Response:
-    return JSONResponse(agent_object(await engine_of(request).save_agent(_agent_id(request))))
+@_of_agent
+async def save_agent(request: HttpRequest, agent_id: str) -> Response:
+    return JSONResponse(agent_object(await engine_of(request).save_agent(agent_id)))
 
 
-async def warm_agent(request: HttpRequest) -> Response:
+@_of_agent
+async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
     """Caches a prompt for an agent and generates nothing. One that does not invoke the agent's adapter is base's."""
-    engine, agent_id = engine_of(request), _agent_id(request)
-    body = await read_optional_body(request)
-    body.only(*_WARM_FIELDS)
-    prompt = _read_prompt(body, engine.model)
+    call = await read_call(request, without_body=b"{}")
+    body = call.body
+    _check_fields(body, *_WARM_FIELDS, id_field="is in the path")
+    prompt = _read_prompt(call)
     salt = body.string("salt") or ""
     if len(salt) > MAX_SALT_LENGTH:
         body.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
-    await engine.agent(agent_id)
+    await engine_of(request).agent(agent_id)
     job = Request(
         f"warm-{uuid.uuid4().hex}",
         prompt,
@@ -97,15 +131,28 @@ async def warm_agent(request: HttpRequest) -> Response:
         invocation_optional=True,
     )
     work = collect(context_of(request), job, read_timeout(body))
-    return JSONResponse(_warm_object(await until_disconnect(request.receive, work)))
+    completion = await until_disconnect(request.receive, work)
+    return JSONResponse(_warm_object(completion) | {"notes": call.notes})
 
 
-def _read_prompt(body: Reader, model: ModelInfo) -> Prompt:
-    if (body.get("messages") is None) == (body.get("prompt") is None):
-        body.fail("messages", "or prompt is required, and not both")
-    if body.get("messages") is not None:
-        return read_chat_prompt(body, model, add_generation_prompt=False)
-    prompts = read_prompts(body, model)
+def _check_fields(body: Reader, *known: str, id_field: str) -> None:
+    """Refuses other fields; where one names the agent, the refusal says where its id belongs."""
+    for name in _NAMES_OF_IDS:
+        if name in body.value and name not in known:
+            body.refuse(name, f"the id {id_field}")
+    body.only(*known)
+
+
+def _read_prompt(call: Call) -> Prompt:
+    body = call.body
+    given = [name for name in ("messages", "prompt") if body.get(name) is not None]
+    if not given:
+        raise InvalidRequest("messages or prompt is required.", param="messages")
+    if len(given) > 1:
+        body.fail("messages", "and prompt are both there; send one of them")
+    if given == ["messages"]:
+        return read_chat_prompt(call, add_generation_prompt=False)
+    prompts = read_prompts(body, call.model)
     if len(prompts) != 1:
         body.fail("prompt", "must be one prompt")
     return prompts[0]
@@ -126,7 +173,3 @@ def _warm_object(completion: Completion) -> dict[str, Any]:
 
 def agent_object(agent: AgentInfo) -> dict[str, Any]:
     return dataclasses.asdict(agent)
-
-
-def _agent_id(request: HttpRequest) -> str:
-    return check_agent_id(request.path_params["id"], "id")

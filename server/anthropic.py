@@ -10,33 +10,34 @@ from starlette.responses import JSONResponse, Response
 
 from agentcache.server.anthropic_reply import AnthropicReply
 from agentcache.server.completion import Job, answer
-from agentcache.server.context import engine_of, read_body
-from agentcache.server.messages import read_text_part, without_billing_header
-from agentcache.server.options import check_chat, check_model, read_agent, read_options, refuse_unsupported
+from agentcache.server.context import Call, engine_of, name_agent, read_call
+from agentcache.server.messages import without_billing_header
+from agentcache.server.model_names import check_model
+from agentcache.server.options import check_chat, read_options, refuse_unsupported
+from agentcache.server.parts import read_part
 from agentcache.server.sampling import MAX_TOKENS_LIMIT, read_sampling
+from agentcache.server.session import read_agent
 from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader
-from agentcache.serving.report import ModelInfo
 from agentcache.serving.request import ChatPrompt, Request
 
 _BETWEEN_BLOCKS = "\n"
 
 
 async def messages(request: HttpRequest) -> Response:
-    model = engine_of(request).model
-    return await answer(request, read_job(await read_body(request), request, model))
+    return await answer(request, read_job(await read_call(request)))
 
 
 async def count_tokens(request: HttpRequest) -> Response:
-    engine = engine_of(request)
-    body = await read_body(request)
-    prompt = read_prompt(body, engine.model)
-    counted = Request("count", prompt, agent=read_agent(body, request.headers))
-    return JSONResponse({"input_tokens": await engine.count_tokens(counted)})
+    call = await read_call(request)
+    prompt, agent = read_prompt(call), read_agent(call, _user_id(call.body))
+    name_agent(request, agent)
+    return JSONResponse({"input_tokens": await engine_of(request).count_tokens(Request("count", prompt, agent=agent))})
 
 
-def read_job(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
-    prompt = read_prompt(body, model)
+def read_job(call: Call) -> Job:
+    body, model = call.body, call.model
+    prompt = read_prompt(call)
     if prompt.messages[-1]["role"] == "assistant":
         body.fail("messages", "must not end with the assistant: an answer that goes on from there is not supported")
     max_tokens = body.integer("max_tokens", minimum=0, maximum=MAX_TOKENS_LIMIT)
@@ -45,58 +46,70 @@ def read_job(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
     sampling = read_sampling(
         body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=None, stop="stop_sequences"
     )
-    options = read_options(body, request.headers, model)
+    options = read_options(call, _user_id(body))
     job_id = f"msg_{uuid.uuid4().hex}"
     return Job(
         requests=[options.request(job_id, prompt, sampling)],
         reply=AnthropicReply(
-            job_id, options.adapter or model.id, tools_for(model, prompt.tools, body), options.return_token_ids
+            job_id,
+            options.adapter or model.id,
+            tools_for(model, prompt.tools, body),
+            options.return_token_ids,
+            tuple(call.notes),
         ),
         stream=body.boolean("stream"),
         timeout=options.timeout,
     )
 
 
-def read_prompt(body: Reader, model: ModelInfo) -> ChatPrompt:
-    check_model(body, model)
+def _user_id(body: Reader) -> Any:
+    metadata = body.get("metadata")
+    return metadata.get("user_id") if isinstance(metadata, dict) else None
+
+
+def read_prompt(call: Call) -> ChatPrompt:
+    body = call.body
+    check_model(call)
     refuse_unsupported(body)
-    check_chat(model)
+    check_chat(call.model)
     given = body.objects("messages")
     if not given:
         body.fail("messages", "must be a list of at least one message")
-    read = [part for message in given for part in _read_message(message)]
+    read = [part for message in given for part in _read_message(message, call)]
+    if not read:
+        body.fail("messages", "must hold more than an empty system text")
     template_kwargs = body.object("chat_template_kwargs").value
-    return ChatPrompt([*_read_system(body, "system"), *read], _read_tools(body), template_kwargs)
+    return ChatPrompt([*_read_system(body, "system", call), *read], _read_tools(body), template_kwargs)
 
 
-def _read_system(reader: Reader, name: str) -> list[dict[str, Any]]:
-    text = without_billing_header(_read_text(reader, name))
+def _read_system(reader: Reader, name: str, call: Call) -> list[dict[str, Any]]:
+    text = without_billing_header(_read_text(reader, name, "system", call))
     return [{"role": "system", "content": text}] if text else []
 
 
-def _read_text(reader: Reader, name: str) -> str:
-    """A string, or text blocks."""
+def _read_text(reader: Reader, name: str, role: str, call: Call) -> str:
+    """A string, or blocks as text."""
     if not isinstance(reader.get(name), list):
         return reader.string(name) or ""
-    return _BETWEEN_BLOCKS.join(read_text_part(block) for block in reader.objects(name))
+    return _BETWEEN_BLOCKS.join(read_part(block, role, call) for block in reader.objects(name))
 
 
-def _read_message(message: Reader) -> list[dict[str, Any]]:
+def _read_message(message: Reader, call: Call) -> list[dict[str, Any]]:
     """One message of theirs: several of ours where it holds tool results, which have a role of their own."""
     role = message.required_string("role")
     if role not in ("user", "assistant", "system"):
         message.fail("role", 'must be "user", "assistant" or "system"')
-    if message.get("content") is None:
+    if message.get("content") is None and role != "assistant":
         message.fail("content", "is required")
     if role == "system":
-        return _read_system(message, "content")
+        return _read_system(message, "content", call)
     if isinstance(message.get("content"), str):
         return [{"role": role, "content": message.string("content")}]
     blocks = message.objects("content")
-    return [_read_assistant(blocks)] if role == "assistant" else _read_user(blocks)
+    return [_read_assistant(blocks, call)] if role == "assistant" else _read_user(blocks, call)
 
 
-def _read_assistant(blocks: list[Reader]) -> dict[str, Any]:
+def _read_assistant(blocks: list[Reader], call: Call) -> dict[str, Any]:
     """Text and calls. Thinking of earlier turns is not shown to the model again."""
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -105,7 +118,7 @@ def _read_assistant(blocks: list[Reader]) -> dict[str, Any]:
         if kind == "tool_use":
             calls.append(_read_call(block))
         elif kind not in ("thinking", "redacted_thinking"):
-            texts.append(read_text_part(block))
+            texts.append(read_part(block, "assistant", call))
     message = {"role": "assistant", "content": _BETWEEN_BLOCKS.join(texts)}
     return message | ({"tool_calls": calls} if calls else {})
 
@@ -115,24 +128,24 @@ def _read_call(block: Reader) -> dict[str, Any]:
     return {"id": block.required_string("id"), "type": "function", "function": function}
 
 
-def _read_user(blocks: list[Reader]) -> list[dict[str, Any]]:
+def _read_user(blocks: list[Reader], call: Call) -> list[dict[str, Any]]:
     """Tool results, each a message, and the texts between them."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if block.required_string("type") == "tool_result":
-            messages.append(_read_result(block))
+            messages.append(_read_result(block, call))
         elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += _BETWEEN_BLOCKS + read_text_part(block)
+            messages[-1]["content"] += _BETWEEN_BLOCKS + read_part(block, "user", call)
         else:
-            messages.append({"role": "user", "content": read_text_part(block)})
+            messages.append({"role": "user", "content": read_part(block, "user", call)})
     return messages or [{"role": "user", "content": ""}]
 
 
-def _read_result(block: Reader) -> dict[str, Any]:
+def _read_result(block: Reader, call: Call) -> dict[str, Any]:
     return {
         "role": "tool",
         "tool_call_id": block.required_string("tool_use_id"),
-        "content": _read_text(block, "content"),
+        "content": _read_text(block, "content", "tool", call),
     }
 
 

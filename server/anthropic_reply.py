@@ -25,12 +25,14 @@ class AnthropicReply:
     Args:
         id: the message's.
         model: the served model's id.
+        notes: for the report.
     """
 
     id: str
     model: str
     tools: Tools
     return_token_ids: bool
+    notes: tuple[str, ...] = ()
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         [completion] = completions
@@ -49,7 +51,7 @@ class AnthropicReply:
         """`usage`, and beside it what every dialect of ours reports."""
         report = completion.final_report
         token_ids = completion.token_id_fields() if self.return_token_ids else {}
-        return {"usage": usage(report), "agentcache": report_object(report)} | token_ids
+        return {"usage": usage(report), "agentcache": report_object(report, self.notes)} | token_ids
 
 
 class EventWriter:

@@ -14,14 +14,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from agentcache import __version__
 from agentcache.config import Config
 from agentcache.server import adapters, agents, anthropic, cache, openai
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.errors import ErrorResponses, http_error
 from agentcache.server.metrics import Measure
-from agentcache.server.middleware import ApiKey, BodyLimit, LoopbackGuard, RequestLimit, is_loopback
-from agentcache.server.options import adapter_in
+from agentcache.server.middleware import AgentHeader, ApiKey, BodyLimit, LoopbackGuard, RequestLimit, is_loopback
+from agentcache.server.model_names import adapter_in
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
 from agentcache.serving.adapters import AdapterInfo
 from agentcache.serving.report import ModelInfo
@@ -58,6 +59,7 @@ def create_app(
 
 def _routes() -> list[Route]:
     return [
+        Route("/", describe, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/v1/models", list_models, methods=["GET"]),
@@ -103,7 +105,7 @@ def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]
 
 def _middleware(context: Context) -> list[Middleware]:
     config = context.config
-    guards = [Middleware(Measure, metrics=context.metrics), Middleware(ErrorResponses)]
+    guards = [Middleware(Measure, metrics=context.metrics), Middleware(AgentHeader), Middleware(ErrorResponses)]
     if config.api_key is not None:
         guards.append(Middleware(ApiKey, key=config.api_key))
     elif is_loopback(config.host):
@@ -133,6 +135,19 @@ async def _start(engine: Engine, on_start: Started | None) -> None:
         on_start(failure)
 
 
+async def describe(request: Request) -> Response:
+    """Tells who asks for nothing in particular what it has found. Some clients look whether anybody is there."""
+    engine = context_of(request).engine
+    found = {
+        "name": SERVER_NAME,
+        "version": __version__,
+        "model": engine.model.id if engine.ready else None,
+        "api": "/v1",
+    }
+    answer = JSONResponse(found)
+    return Response(headers=answer.headers) if request.method == "HEAD" else answer
+
+
 async def health(request: Request) -> Response:
     engine = context_of(request).engine
     headers = {"Server": SERVER_NAME}
@@ -158,7 +173,7 @@ async def list_models(request: Request) -> Response:
 
 async def show_model(request: Request) -> Response:
     model, name = engine_of(request).model, request.path_params["id"]
-    adapter = model.adapter(adapter_in(name, model) or "")
+    adapter = model.adapter(adapter_in(name, model, context_of(request).config) or "")
     return JSONResponse(_model_object(model) if adapter is None else _adapter_object(model, adapter))
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from agentcache.server.context import Context, context_of
+from agentcache.server.context import Context, context_of, name_agent
 from agentcache.server.errors import WireError, wire_error
 from agentcache.server.reply import Completion
 from agentcache.server.stream import EventStream, UpdateStream, timed_out, until_disconnect
@@ -60,6 +60,7 @@ class Job:
 
 async def answer(request: HttpRequest, job: Job) -> Response:
     context = context_of(request)
+    name_agent(request, job.requests[0].agent)
     deadline = _deadline(context, job.timeout)
     if job.stream:
         return await _stream(request, context, job, deadline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from agentcache.config import Config
@@ -11,6 +12,7 @@ from agentcache.errors import EngineStopped, Overloaded
 from agentcache.server.engine import Engine
 from agentcache.server.metrics import ServerMetrics
 from agentcache.server.validate import Reader, parse_object
+from agentcache.serving.report import ModelInfo
 
 SERVER_NAME = "agentcache"  # of the Server header, by which the command line knows its own kind
 
@@ -23,6 +25,21 @@ class Context:
     config: Config
     keep_alive_seconds: float
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request as it is read: what was sent, to which model, and the settings that say what it means.
+
+    Args:
+        notes: what was read in another way than it was sent, for the client to know.
+    """
+
+    body: Reader
+    headers: Headers
+    model: ModelInfo
+    config: Config
+    notes: list[str] = field(default_factory=list)
 
 
 def context_of(request: Request) -> Context:
@@ -41,9 +58,17 @@ def engine_of(request: Request) -> Engine:
     return engine
 
 
-async def read_body(request: Request) -> Reader:
-    return Reader(parse_object(await request.body()))
+async def read_call(request: Request, *, without_body: bytes = b"") -> Call:
+    """The request, once the engine can answer.
+
+    Args:
+        without_body: what stands for an empty body.
+    """
+    model = engine_of(request).model
+    body = Reader(parse_object(await request.body() or without_body))
+    return Call(body, request.headers, model, context_of(request).config)
 
 
-async def read_optional_body(request: Request) -> Reader:
-    return Reader(parse_object(await request.body() or b"{}"))
+def name_agent(request: Request, agent: str | None) -> None:
+    """Has the response say whose request it is, also if it is a refusal."""
+    request.state.agent = agent

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
+from agentcache.models.json_values import parse_json
+from agentcache.server.context import Call
+from agentcache.server.parts import read_part
 from agentcache.server.validate import Reader
 
 ROLES = {
@@ -20,10 +22,10 @@ ROLES = {
 _BILLING_HEADER = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE | re.MULTILINE)
 
 
-def read_messages(body: Reader) -> list[dict[str, Any]]:
-    messages = [_read_message(message) for message in body.objects("messages")]
+def read_messages(call: Call) -> list[dict[str, Any]]:
+    messages = [_read_message(message, call) for message in call.body.objects("messages")]
     if not messages:
-        body.fail("messages", "must be a list of at least one message")
+        call.body.fail("messages", "must be a list of at least one message")
     return messages
 
 
@@ -43,37 +45,32 @@ def _read_tool(tool: Reader) -> dict[str, Any]:
     return tool.value
 
 
-def _read_message(message: Reader) -> dict[str, Any]:
-    role = message.required_string("role")
-    if role not in ROLES:
+def _read_message(message: Reader, call: Call) -> dict[str, Any]:
+    given = message.required_string("role")
+    if given not in ROLES:
         message.fail("role", f"must be one of {', '.join(ROLES)}")
+    role = ROLES[given]
     message.string("name")
     message.string("tool_call_id")
     calls = [_read_call(call) for call in message.objects("tool_calls")]
     if calls and role != "assistant":
         message.fail("tool_calls", "belongs to assistant messages only")
     read = {name: value for name, value in message.value.items() if value is not None}
-    content = _read_content(message, optional=bool(calls))
-    read |= {"role": ROLES[role], "content": without_billing_header(content) if ROLES[role] == "system" else content}
+    content = _read_content(message, role, call)
+    read |= {"role": role, "content": without_billing_header(content) if role == "system" else content}
     return read | ({"tool_calls": calls} if calls else {})
 
 
-def _read_content(message: Reader, *, optional: bool) -> str:
+def _read_content(message: Reader, role: str, call: Call) -> str:
+    """The content as one text. An assistant may have said nothing."""
     content = message.get("content")
-    if content is None and optional:
+    if content is None and role == "assistant":
         return ""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "".join(read_text_part(part) for part in message.objects("content"))
+        return "".join(read_part(part, role, call) for part in message.objects("content"))
     message.fail("content", "must be a string or a list of text parts")
-
-
-def read_text_part(part: Reader) -> str:
-    kind = part.required_string("type")
-    if kind != "text":
-        part.fail("type", f"is {kind!r}; only text parts are supported")
-    return part.required_string("text")
 
 
 def without_billing_header(text: str) -> str:
@@ -94,7 +91,7 @@ def _read_arguments(function: Reader) -> Any:
         return arguments
     text = function.string("arguments") or "{}"
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         return text
     return value if isinstance(value, dict) else text

@@ -38,6 +38,22 @@ def host_of(authority: str) -> str:
         return ""
 
 
+class AgentHeader:
+    """Says in every response whose request it was, once a route has found out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def named_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and (agent := scope.get("state", {}).get("agent")) is not None:
+                headers = [*message["headers"], (b"x-agentcache-agent", agent.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self.app(scope, receive, named_send if scope["type"] == "http" else send)
+
+
 class LoopbackGuard:
     """Keeps web pages out of a server that has no API key.
 

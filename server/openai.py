@@ -9,9 +9,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from agentcache.server.completion import Job, answer
-from agentcache.server.context import engine_of, read_body
+from agentcache.server.context import Call, read_call
 from agentcache.server.messages import read_messages, read_tools
-from agentcache.server.options import Options, check_chat, check_model, read_options, refuse_unsupported
+from agentcache.server.model_names import check_model
+from agentcache.server.options import Options, check_chat, read_options, refuse_unsupported
 from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_sampling
 from agentcache.server.shapes import ChatShape, OpenAIReply, Shape, TextShape
 from agentcache.server.tool_calls import tools_for
@@ -19,37 +20,35 @@ from agentcache.server.validate import Reader
 from agentcache.serving.report import ModelInfo
 from agentcache.serving.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
 
-CHAT_MAX_TOKENS = 512
 TEXT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
 
 
 async def chat_completions(request: HttpRequest) -> Response:
-    model = engine_of(request).model
-    return await answer(request, read_chat(await read_body(request), request, model))
+    return await answer(request, read_chat(await read_call(request)))
 
 
 async def completions(request: HttpRequest) -> Response:
-    model = engine_of(request).model
-    return await answer(request, read_text(await read_body(request), request, model))
+    return await answer(request, read_text(await read_call(request)))
 
 
-def read_chat(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
-    check_model(body, model)
+def read_chat(call: Call) -> Job:
+    body, model = call.body, call.model
+    check_model(call)
     refuse_unsupported(body)
-    prompt = read_chat_prompt(body, model, add_generation_prompt=body.boolean("add_generation_prompt", True))
+    prompt = read_chat_prompt(call, add_generation_prompt=body.boolean("add_generation_prompt", True))
     logprobs = _read_chat_logprobs(body)
-    max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=CHAT_MAX_TOKENS)
+    max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=None)
     sampling = read_sampling(body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
     shape = ChatShape(logprobs is not None, tools_for(model, prompt.tools, body))
-    return _job(body, request, model, [prompt], sampling, shape)
+    return _job(call, [prompt], sampling, shape)
 
 
-def read_chat_prompt(body: Reader, model: ModelInfo, *, add_generation_prompt: bool) -> ChatPrompt:
-    messages = read_messages(body)
-    check_chat(model)
-    template_kwargs = body.object("chat_template_kwargs").value
-    return ChatPrompt(messages, read_tools(body), template_kwargs, add_generation_prompt)
+def read_chat_prompt(call: Call, *, add_generation_prompt: bool) -> ChatPrompt:
+    messages = read_messages(call)
+    check_chat(call.model)
+    template_kwargs = call.body.object("chat_template_kwargs").value
+    return ChatPrompt(messages, read_tools(call.body), template_kwargs, add_generation_prompt)
 
 
 def _read_chat_logprobs(body: Reader) -> int | None:
@@ -60,8 +59,9 @@ def _read_chat_logprobs(body: Reader) -> int | None:
     return (top or 0) if wanted else None
 
 
-def read_text(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
-    check_model(body, model)
+def read_text(call: Call) -> Job:
+    body, model = call.body, call.model
+    check_model(call)
     refuse_unsupported(body)
     prompts = read_prompts(body, model)
     logprobs = body.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
@@ -74,7 +74,7 @@ def read_text(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:
         logprobs=logprobs,
         prompt_logprobs=echo and (logprobs is not None or None in texts),
     )
-    return _job(body, request, model, prompts, sampling, TextShape(logprobs is not None, echo, texts))
+    return _job(call, prompts, sampling, TextShape(logprobs is not None, echo, texts))
 
 
 def read_prompts(body: Reader, model: ModelInfo) -> list[TextPrompt | TokenPrompt]:
@@ -106,22 +106,17 @@ def _refuse_token(body: Reader, name: str, model: ModelInfo) -> NoReturn:
     body.fail(name, f"must be a token id between 0 and {model.vocab_size - 1}")
 
 
-def _job(
-    body: Reader,
-    request: HttpRequest,
-    model: ModelInfo,
-    prompts: list[Any],
-    sampling: SamplingParams,
-    shape: Shape,
-) -> Job:
-    options = read_options(body, request.headers, model)
+def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape) -> Job:
+    body, options = call.body, read_options(call)
     stream = body.boolean("stream")
     _check_combination(body, len(prompts), options, stream)
     job_id = shape.id_prefix + uuid.uuid4().hex
     usage = options.report or body.object("stream_options").boolean("include_usage")
     return Job(
         requests=[_request(job_id, index, prompt, sampling, options) for index, prompt in enumerate(prompts)],
-        reply=OpenAIReply(job_id, options.adapter or model.id, shape, usage, options.return_token_ids),
+        reply=OpenAIReply(
+            job_id, options.adapter or call.model.id, shape, usage, options.return_token_ids, tuple(call.notes)
+        ),
         stream=stream,
         timeout=options.timeout,
     )

@@ -47,11 +47,11 @@ class Completion:
         return {"prompt_token_ids": list(self.prompt_token_ids), "token_ids": self.token_ids}
 
 
-def report_object(report: Report) -> dict[str, Any]:
-    """The `agentcache` object beside `usage`."""
+def report_object(report: Report, notes: Sequence[str]) -> dict[str, Any]:
+    """The `agentcache` object beside `usage`; `notes` say what was read in another way than it was sent."""
     described = dataclasses.asdict(report)
     del described["completion_tokens"]  # usage has it
-    return described
+    return described | {"notes": list(notes)}
 
 
 def combine(reports: Sequence[Report]) -> Report:

@@ -14,7 +14,7 @@ def read_sampling(
     body: Reader,
     *,
     vocab_size: int,
-    max_tokens: int,
+    max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: bool = False,
     stop: str = "stop",
@@ -40,8 +40,8 @@ def read_sampling(
     )
 
 
-def read_max_tokens(body: Reader, *names: str, default: int) -> int:
-    """The first of `names` that is given."""
+def read_max_tokens(body: Reader, *names: str, default: int | None) -> int | None:
+    """The first of `names` that is given; None for as many as the context holds."""
     given = (body.integer(name, minimum=0, maximum=MAX_TOKENS_LIMIT) for name in names)
     return next((value for value in list(given) if value is not None), default)
 

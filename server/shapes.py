@@ -120,6 +120,7 @@ class OpenAIReply:
         id: the answer's; on every chunk of a stream.
         model: the served model's id.
         usage: whether a stream ends with a chunk of `usage` and `agentcache`.
+        notes: for the report.
     """
 
     id: str
@@ -127,6 +128,7 @@ class OpenAIReply:
     shape: Shape
     usage: bool
     return_token_ids: bool
+    notes: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -134,7 +136,10 @@ class OpenAIReply:
             self.shape.choice(index, completion) | self.token_ids(completion)
             for index, completion in enumerate(completions)
         ]
-        return self.envelope(self.shape.object, choices) | accounting([c.final_report for c in completions])
+        return self.envelope(self.shape.object, choices) | self.accounting(completions)
+
+    def accounting(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return accounting([completion.final_report for completion in completions], self.notes)
 
     def writer(self) -> ChunkWriter:
         return ChunkWriter(self)
@@ -193,7 +198,7 @@ class ChunkWriter:
         last = self._shape.piece("", ()) | {"finish_reason": _finish_reason(completion, self._calls > 0)}
         yield self._reply.chunk(last | self._reply.token_ids(completion))
         if self._reply.usage:
-            yield event(self._reply.envelope(self._shape.chunk_object, []) | accounting([completion.final_report]))
+            yield event(self._reply.envelope(self._shape.chunk_object, []) | self._reply.accounting([completion]))
         yield DONE
 
     def fail(self, error: WireError) -> Iterator[bytes]:
@@ -201,10 +206,10 @@ class ChunkWriter:
         yield DONE
 
 
-def accounting(reports: Sequence[Report]) -> dict[str, Any]:
+def accounting(reports: Sequence[Report], notes: Sequence[str] = ()) -> dict[str, Any]:
     """`usage` and `agentcache` of one answer, whatever number of prompts it had."""
     report = combine(reports)
-    return {"usage": _usage(report), "agentcache": report_object(report)}
+    return {"usage": _usage(report), "agentcache": report_object(report, notes)}
 
 
 def _usage(report: Report) -> dict[str, Any]:

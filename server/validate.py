@@ -3,71 +3,34 @@
 from __future__ import annotations
 
 import difflib
-import json
-import math
 import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from agentcache.errors import InvalidRequest
+from agentcache.models.json_values import parse_json
 
-MAX_DEPTH = 100
 MAX_INTEGER = 2**63 - 1
+MAX_NUMBER = 1e300
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in a request body.
 
     Raises:
-        InvalidRequest: not UTF-8, not JSON (NaN and Infinity are not), not an object, nested deeper than MAX_DEPTH, or
-            with half of a surrogate pair in a string.
+        InvalidRequest: not UTF-8, not an object, or not JSON that `parse_json` reads.
     """
     try:
-        text = raw.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError:
         raise InvalidRequest("The body is not valid UTF-8.", code="invalid_json") from None
-    except RecursionError:
-        raise InvalidRequest("The body is nested too deeply.", code="invalid_json") from None
     except ValueError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
-    _check_tree(value, check_strings=_SURROGATE_ESCAPE.search(text) is not None)
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _check_tree(value: Any, *, check_strings: bool) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        if not level:
-            return
-        level = [child for node in level for child in _children(node, check_strings)]
-    raise InvalidRequest("The body is nested too deeply.", code="invalid_json")
-
-
-def _children(node: Any, check_strings: bool) -> list[Any]:
-    children = [*node.keys(), *node.values()] if isinstance(node, dict) else node
-    if check_strings:
-        for child in children:
-            _check_string(child)
-    return [child for child in children if isinstance(child, dict | list)]
-
-
-def _check_string(value: Any) -> None:
-    if not isinstance(value, str):
-        return
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise InvalidRequest("A string holds half of a surrogate pair.", code="invalid_json") from None
 
 
 def check_agent_id(value: str, param: str) -> str:
@@ -88,6 +51,7 @@ class Reader:
 
     def __init__(self, value: dict[str, Any], path: str = "") -> None:
         self.value = value
+        self.path = path
         self._prefix = f"{path}." if path else ""
 
     def param(self, name: str) -> str:
@@ -127,18 +91,18 @@ class Reader:
         if isinstance(value, bool) or not isinstance(value, int):
             self.fail(name, "must be a whole number")
         if not minimum <= value <= maximum:
-            self.fail(name, f"must be {_range(minimum, maximum)}")
+            self.fail(name, f"must be {_range(value, minimum, maximum)}")
         return value
 
-    def number(self, name: str, default: float, *, minimum: float, maximum: float = math.inf) -> float:
+    def number(self, name: str, default: float, *, minimum: float, maximum: float = MAX_NUMBER) -> float:
         value = self.value.get(name)
         return default if value is None else self.as_number(name, value, minimum=minimum, maximum=maximum)
 
-    def as_number(self, name: str, value: Any, *, minimum: float, maximum: float = math.inf) -> float:
+    def as_number(self, name: str, value: Any, *, minimum: float, maximum: float = MAX_NUMBER) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.fail(name, "must be a number")
-        if not minimum <= value <= maximum or abs(value) > 1e300:
-            self.fail(name, f"must be {_range(minimum, maximum)}")
+        if not minimum <= value <= maximum:
+            self.fail(name, f"must be {_range(value, minimum, maximum)}")
         return float(value)
 
     def object(self, name: str) -> Reader:
@@ -166,13 +130,21 @@ class Reader:
         """Refuses every other key."""
         for name in self.value:
             if name not in known:
-                self.fail(name, "is unknown" + _hint(name, known))
+                self.refuse(name, _hint(name, known))
+
+    def refuse(self, name: str, hint: str = "") -> NoReturn:
+        """Refuses a field as unknown; `hint` says what to send instead."""
+        param = self.param(name)
+        raise InvalidRequest(f"unknown field {param!r:.80}{hint and '; ' + hint}.", param=param)
 
 
-def _range(minimum: float, maximum: float) -> str:
-    return f"at least {minimum}" if maximum >= MAX_INTEGER else f"between {minimum} and {maximum}"
+def _range(value: float, minimum: float, maximum: float) -> str:
+    """What `value` must be: between its bounds; where the upper one is only what can be held, the one it passed."""
+    if maximum < MAX_INTEGER:
+        return f"between {minimum} and {maximum}"
+    return f"at least {minimum}" if value < minimum else f"at most {maximum}"
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"did you mean {near[0]!r}?" if near else ""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentcache import sizes
-from agentcache.config import Config, load_config
+from agentcache.config import Config, Images, load_config
 from agentcache.errors import ConfigError
 
 
@@ -49,19 +49,29 @@ def test_ram_and_trunk_budget_together_beyond_the_machine(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("overrides", "environ", "text", "hint"),
-    [
-        ({"prot": 1}, {}, "", "port"),
-        ({}, {"AGENTCACHE_RAMBUDGET": "1GB"}, "", "AGENTCACHE_RAM_BUDGET"),
-        ({}, {}, "cachedir = 'x'\n", "cache_dir"),
-    ],
+    ("overrides", "text", "hint"), [({"prot": 1}, "", "port"), ({}, "cachedir = 'x'\n", "cache_dir")]
 )
-def test_unknown_keys_name_the_nearest(
-    home: Path, overrides: dict[str, object], environ: dict[str, str], text: str, hint: str
-) -> None:
+def test_unknown_keys_name_the_nearest(home: Path, overrides: dict[str, object], text: str, hint: str) -> None:
     write_config(home, text)
     with pytest.raises(ConfigError, match=f"did you mean '{hint}'"):
-        load_config(overrides, environ=environ)
+        load_config(overrides, environ={})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("AGENTCACHE_RAMBUDGET", "AGENTCACHE_RAM_BUDGET"),
+        ("AGENTCACHE_ULR", "AGENTCACHE_URL"),
+    ],
+)
+def test_an_unknown_variable_is_warned_of_in_one_line(caplog: pytest.LogCaptureFixture, name: str, hint: str) -> None:
+    assert load_config({}, environ={name: "1GB", "AGENTCACHE_PORT": "9"}).port == 9
+    assert caplog.messages == [f"unknown environment variable {name!r}; did you mean {hint!r}?"]
+
+
+def test_known_variables_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    load_config({}, environ={"AGENTCACHE_URL": "http://x", "AGENTCACHE_HOST": "::1", "AGENTCACHE_BACKEND": "cpu"})
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
@@ -88,6 +98,15 @@ def test_unknown_keys_name_the_nearest(
         ({"api_key": "a\nb"}, "api_key"),
         ({"model": 3}, "model"),
         ({"ram_budget": 1.5}, "ram_budget"),
+        ({"session_headers": "maybe"}, "session_headers"),
+        ({"strict_model_names": 3}, "strict_model_names"),
+        ({"images": "show"}, "images"),
+        ({"images": True}, "images"),
+        ({"aliases": "small=default"}, "aliases"),
+        ({"aliases": ["small"]}, "aliases"),
+        ({"aliases": {"small": 3}}, "aliases: small"),
+        ({"aliases": {"small": ""}}, "aliases: small"),
+        ({"api_key_file": 3}, "api_key_file"),
     ],
 )
 def test_values_that_make_no_sense_are_named(overrides: dict[str, object], named: str) -> None:
@@ -131,3 +150,57 @@ def test_a_fraction_of_a_port_is_refused(home: Path) -> None:
     write_config(home, "port = 1.5\n")
     with pytest.raises(ConfigError, match="port"):
         load_config({}, environ={})
+
+
+def test_switches_and_aliases(home: Path) -> None:
+    write_config(home, 'session_headers = false\nimages = "placeholder"\n[aliases]\nsmall = "default"\n')
+    settings = load_config({"strict_model_names": True}, environ={})
+    assert (settings.session_headers, settings.strict_model_names) == (False, True)
+    assert (settings.images, settings.aliases) == (Images.PLACEHOLDER, {"small": "default"})
+    for text, on in (("on", True), ("TRUE", True), ("1", True), ("off", False), ("false", False), ("0", False)):
+        assert load_config({}, environ={"AGENTCACHE_SESSION_HEADERS": text}).session_headers is on
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_text(" s3cret\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_the_key_from_a_file(home: Path, key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_config(home, f'api_key_file = "{key_file}"\n')
+    for settings in (
+        load_config({}, environ={}),
+        load_config({"api_key_file": key_file}, environ={}),
+        load_config({}, environ={"AGENTCACHE_API_KEY_FILE": "~/key"}),
+    ):
+        assert (settings.api_key, settings.api_key_file) == ("s3cret", key_file)
+        assert "s3cret" not in repr(settings)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604])
+def test_a_key_that_others_can_read_is_warned_of(key_file: Path, caplog: pytest.LogCaptureFixture, mode: int) -> None:
+    key_file.chmod(mode)
+    assert load_config({"api_key_file": key_file}, environ={}).api_key == "s3cret"
+    [message] = caplog.messages
+    assert str(key_file) in message and "other users" in message
+
+
+@pytest.mark.parametrize(("text", "problem"), [("", "is empty"), (" \n", "is empty"), ("a\nb", "printable")])
+def test_files_that_hold_no_key(key_file: Path, text: str, problem: str) -> None:
+    key_file.write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        load_config({"api_key_file": key_file}, environ={})
+
+
+def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"api_key_file .*nothing cannot be read"):
+        load_config({"api_key_file": tmp_path / "nothing"}, environ={})
+
+
+def test_a_key_and_a_key_file(key_file: Path) -> None:
+    with pytest.raises(ConfigError, match="api_key and api_key_file"):
+        load_config({"api_key_file": key_file}, environ={"AGENTCACHE_API_KEY": "other"})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentcache.errors import InvalidRequest
+from agentcache.models.json_values import parse_json
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def _with_data_arguments(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = parse_json(function["arguments"])
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": arguments}}

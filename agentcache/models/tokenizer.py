@@ -121,11 +121,15 @@ class Tokenizer:
         refused = _NOT_FOR_TEMPLATES.intersection(template_kwargs)
         if refused:
             raise InvalidRequest(f"{sorted(refused)} cannot be set in a request.", param="chat_template_kwargs")
-        marked = with_strings(plain_messages(messages), self.mark)
-        if not self.has_chat_template:
-            text = self.raw_prompt(_fallback_template(marked, add_generation_prompt), reserved_are_marks=True)
-        else:
-            text = self._apply_template(marked, with_strings(tools, self.mark), add_generation_prompt, template_kwargs)
+        try:
+            marked = with_strings(plain_messages(messages), self.mark)
+            if not self.has_chat_template:
+                text = self.raw_prompt(_fallback_template(marked, add_generation_prompt), reserved_are_marks=True)
+            else:
+                marked_tools = with_strings(tools, self.mark)
+                text = self._apply_template(marked, marked_tools, add_generation_prompt, template_kwargs)
+        except RecursionError as error:
+            raise InvalidRequest("The messages or tools are nested too deeply.", param="messages") from error
         return _without_surrogates(text, "messages")
 
     def raw_prompt(self, text: str, *, reserved_are_marks: bool = False) -> str:
@@ -207,9 +211,8 @@ class Tokenizer:
         except jinja2.TemplateSyntaxError as error:
             raise UnsupportedModel(f"The model's chat template cannot be read: {error}") from error
         except _TEMPLATE_ERRORS as error:
-            raise InvalidRequest(
-                f"The model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+            message = f"The model's chat template refuses these messages: {error}"
+            raise InvalidRequest(message, param="messages", code="refused_by_chat_template") from error
         return str(text)
 
     def _spell_run(self, token_ids: Sequence[int], after: int | None) -> MarkedEnds:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from agentcache.models.json_values import MAX_DEPTH, parse_json, written_and_read
+
+# Clients send calls back inside of messages: what they get must leave room for that.
+_MAX_DEPTH = MAX_DEPTH - 10
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class ToolFormat:
 def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     arguments = call["arguments"]
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(call["name"], str) or not isinstance(arguments, dict):
+        arguments = parse_json(arguments)
+    name, arguments = written_and_read([call["name"], arguments], max_depth=_MAX_DEPTH)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
         raise TypeError("a name and an object of arguments are expected")
-    return ToolCall(call["name"], arguments)
+    return ToolCall(name, arguments)

@@ -25,8 +25,7 @@ def test_list(invoke: Invoke, engine: FakeEngine) -> None:
 
 
 def test_load_and_unload(invoke: Invoke, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "running_server", lambda config: "http://localhost")
-    monkeypatch.setattr(adapters, "connect", lambda *options: InProcess(engine, Config()))
+    monkeypatch.setattr(adapters, "connect", lambda *options, **more: InProcess(engine, Config()))
     loaded = invoke("adapters", "load", "poet=here:exact", "--json")
     assert loaded.exit_code == 0, loaded.stderr
     answer = json.loads(loaded.stdout)

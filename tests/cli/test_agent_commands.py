@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.errors import InvalidRequest
 from agentcache.serving.report import FinishReason, Update
-from agentcache.serving.request import ChatPrompt, TextPrompt
+from agentcache.serving.request import ChatPrompt, Request, TextPrompt
 from tests.cli.conftest import Invoke
-from tests.server.fake_engine import REPORT, FakeEngine
+from tests.server.fake_engine import MODEL, REPORT, FakeEngine, hello
 
 
 def test_warm_makes_the_agent_and_caches_a_file(invoke: Invoke, engine: FakeEngine, tmp_path: Path) -> None:
@@ -18,8 +19,50 @@ def test_warm_makes_the_agent_and_caches_a_file(invoke: Invoke, engine: FakeEngi
     assert result.exit_code == 0, result.stderr
     assert result.stdout == "alice: 7 tokens, 5 cached, 2 computed, 20 ms, was cold\n"
     assert list(engine.known) == ["alice"]
-    assert engine.requests[0].prompt == TextPrompt("long text\n")
+    assert engine.requests[0].prompt == beginning("system", "long text\n")
     assert invoke("warm", "alice", "--prompt-file", str(tmp_path / "p.txt")).exit_code == 0
+
+
+def beginning(role: str, text: str) -> ChatPrompt:
+    return ChatPrompt([{"role": role, "content": text}], add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    ("role", "prompt"),
+    [("system", beginning("system", "x")), ("user", beginning("user", "x")), ("raw", TextPrompt("x"))],
+)
+def test_warm_with_a_text_as_what_it_is(invoke: Invoke, engine: FakeEngine, role: str, prompt: object) -> None:
+    result = invoke("warm", "alice", "--prompt-file", "-", "--role", role, input="x")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert engine.requests[0].prompt == prompt
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_warm_without_a_chat_template_is_raw(invoke: Invoke, engine: FakeEngine, role: str) -> None:
+    engine.model = replace(MODEL, has_chat_template=False)
+    result = invoke("warm", "alice", "--prompt-file", "-", "--role", role, "--json", input="x")
+    assert json.loads(result.stdout)["tokens"] == 7
+    assert f"does not take it as {role}: warmed as raw instead" in result.stderr
+    assert [request.prompt for request in engine.requests] == [TextPrompt("x")]
+
+
+def test_warm_where_the_template_has_no_system_message(invoke: Invoke, engine: FakeEngine) -> None:
+    def refuse_system(request: Request) -> list[Update | float | Exception]:
+        if request.prompt == beginning("system", "x"):
+            return [InvalidRequest("System role not supported", param="messages", code="refused_by_chat_template")]
+        return hello(request)
+
+    engine.script = refuse_system
+    result = invoke("warm", "alice", "--prompt-file", "-", input="x")
+    assert result.exit_code == 0 and "warmed as user instead" in result.stderr
+    assert engine.requests[-1].prompt == beginning("user", "x")
+
+
+def test_warm_that_the_template_refuses_whatever_it_is(invoke: Invoke, engine: FakeEngine) -> None:
+    refusal = InvalidRequest("no", param="messages", code="refused_by_chat_template")
+    engine.script = lambda request: [refusal]
+    assert invoke("warm", "alice", "--prompt-file", "-", input="x").exit_code == 1
+    assert len(engine.requests) == 2
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -38,6 +81,8 @@ def test_warm_with_messages_from_stdin(invoke: Invoke, engine: FakeEngine, wrapp
         (("--prompt-file", "a", "--messages-file", "b"), "--prompt-file"),
         (("--prompt-file", "/nowhere/a"), "/nowhere/a"),
         (("--messages-file", "-"), "JSON"),
+        (("--messages-file", "-", "--role", "user"), "--role"),
+        (("--prompt-file", "-", "--role", "poet"), "poet"),
     ],
 )
 def test_warm_called_wrongly(invoke: Invoke, engine: FakeEngine, arguments: tuple[str, ...], word: str) -> None:
@@ -63,7 +108,9 @@ def test_ids_cannot_lead_to_another_route(invoke: Invoke, engine: FakeEngine) ->
 
 def test_restore(invoke: Invoke, engine: FakeEngine) -> None:
     invoke("warm", "alice", "--prompt-file", "-", input="x")
-    assert invoke("restore", "alice").stdout == "alice: 10 tokens, 0.0 MB in 2 ms, hot\n"
+    lines = invoke("restore", "alice").stdout.splitlines()
+    assert lines[0] == "alice: 10 tokens, 640 bytes in 2 ms, hot"
+    assert "no server runs" in lines[1] and str(engine.config.cache_dir) in lines[1]  # type: ignore[attr-defined]
     assert json.loads(invoke("restore", "alice", "--json").stdout)["restored_bytes"] == 640
 
 

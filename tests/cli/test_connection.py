@@ -61,6 +61,31 @@ def test_a_running_server_is_used(server: HTTPServer, engine: FakeEngine, monkey
         assert cache.request("GET", "/v1/agents")["auth"] == "Bearer k"
 
 
+@pytest.mark.parametrize("source", ["flag", "variable", "variable of a file", "config file"])
+def test_where_commands_have_the_key_from(
+    server: HTTPServer, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setenv("AGENTCACHE_PORT", str(server.server_port))
+    key_file = tmp_path / "key"
+    key_file.write_text("s3cret\n")
+    key_file.chmod(0o600)
+    if source == "variable":
+        monkeypatch.setenv("AGENTCACHE_API_KEY", "s3cret")
+    if source == "variable of a file":
+        monkeypatch.setenv("AGENTCACHE_API_KEY_FILE", str(key_file))
+    if source == "config file":
+        (tmp_path / ".agentcache").mkdir()
+        (tmp_path / ".agentcache" / "config.toml").write_text(f'api_key_file = "{key_file}"\n')
+    flags = ("--api-key-file", str(key_file)) if source == "flag" else ()
+    result = invoke("agents", "show", "alice", "--json", *flags)
+    assert json.loads(result.stdout)["auth"] == "Bearer s3cret"
+
+
+def test_every_command_that_asks_a_server_takes_the_key_from_a_file(invoke: Invoke) -> None:
+    for command in ("serve", "run", "warm", "restore", "agents", "adapters", "purge"):
+        assert "--api-key-file" in invoke(command, "--help").stdout, command
+
+
 def test_a_named_folder_is_opened_here(
     server: HTTPServer, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,3 +84,27 @@ def test_an_open_address_without_a_key_is_warned_of() -> None:
         process.terminate()
         _, err = process.communicate(timeout=10)
     assert "warning: 0.0.0.0 can be reached by others" in err
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="no ps here")
+def test_the_key_in_a_file_opens_and_is_in_no_list_of_processes(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("s3cret\n")
+    (tmp_path / "key").chmod(0o600)
+    with serving("--api-key-file", str(tmp_path / "key")) as process:
+        url = url_of(process)
+        assert httpx.get(f"{url}/").status_code == 401
+        assert httpx.get(f"{url}/", headers={"x-api-key": "s3cret"}).status_code == 200
+        listed = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(process.pid)], capture_output=True, text=True)
+    assert "--api-key-file" in listed.stdout and "s3cret" not in listed.stdout
+
+
+def test_settings_of_what_requests_mean(tmp_path: Path) -> None:
+    body = {"model": "gpt-4o", "messages": [{"role": "user", "content": "hi"}]}
+    with serving("--strict-model-names", "--session-headers", "off", "--images", "placeholder") as process:
+        url = url_of(process)
+        assert httpx.head(f"{url}/").status_code == 200
+        assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 404
+        image = [{"role": "user", "content": [{"type": "image_url"}]}]
+        body = {"max_tokens": 5, "messages": image}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"session_id": "x"})
+        assert answer.status_code == 200 and "x-agentcache-agent" not in answer.headers

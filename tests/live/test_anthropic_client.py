@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_warming_with_max_tokens_0(claude: anthropic.Anthropic, agent: str) -> N
 
 def test_errors(claude: anthropic.Anthropic, http: httpx.Client) -> None:
     with pytest.raises(anthropic.NotFoundError) as unknown:
-        claude.messages.create(model="claude-nobody", messages=HI, max_tokens=1)
+        claude.messages.create(model="nobody", messages=HI, max_tokens=1)
     assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     image: Any = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.png"}}
     with pytest.raises(anthropic.BadRequestError, match="only text parts are supported"):
@@ -125,6 +126,27 @@ def test_errors(claude: anthropic.Anthropic, http: httpx.Client) -> None:
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: "):
         claude.messages.create(messages=long, max_tokens=1, stream=True, **GREEDY)
     assert http.get("/health").status_code == 200
+
+
+def test_a_session_is_durable_unasked(claude: anthropic.Anthropic) -> None:
+    """As an agent's client sends it: a model's name of its own, the session in the user's id, an image from a tool."""
+    session = "5e551011-aaaa-4bbb-8ccc-123456789abc"
+    image: Any = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.png"}}
+    results: Any = [{"type": "tool_result", "tool_use_id": "t1", "content": [image]}]
+    use: Any = [{"type": "tool_use", "id": "t1", "name": "look", "input": {}}]
+    talk: Any = [*HI, {"role": "assistant", "content": use}, {"role": "user", "content": results}]
+    reports = []
+    for messages in (talk, [*talk, {"role": "assistant", "content": []}, *HI]):
+        raw = claude.messages.with_raw_response.create(
+            model="claude-haiku-4-5",
+            messages=messages,
+            max_tokens=1,
+            metadata={"user_id": json.dumps({"device_id": "d", "session_id": session})},
+        )
+        assert raw.headers["x-agentcache-agent"] == session
+        reports.append(raw.parse().model_extra["agentcache"])  # type: ignore[index]
+    assert reports[1]["cached_tokens"]["own"] >= reports[0]["prompt_tokens"] - 16
+    assert reports[0]["notes"] == ["messages[2]: an image in a tool result was replaced by a placeholder"]
 
 
 def test_a_time_limit(claude: anthropic.Anthropic, live_server: ServerProcess) -> None:

@@ -184,8 +184,8 @@ def test_an_id_that_is_none_in_a_header(http: httpx.Client, bad: str) -> None:
 
 @pytest.mark.parametrize("bad", ["a%20b", "%2e%2e%5cx", "gr%C3%B6%C3%9Fe", "a" * 65, "%00", "%ff"])
 def test_an_id_that_is_none_in_a_path(http: httpx.Client, bad: str) -> None:
-    refused(http.get(f"/v1/agents/{bad}"), 400, "id", "invalid_request")
-    refused(http.delete(f"/v1/agents/{bad}"), 400, "id", "invalid_request")
+    refused(http.get(f"/v1/agents/{bad}"), 400, "{id}", "invalid_request")
+    refused(http.delete(f"/v1/agents/{bad}"), 400, "{id}", "invalid_request")
 
 
 @pytest.mark.parametrize("path", ["/v1/agents/../../x", "/v1/agents/%2e%2e", "/v1/agents/a%2Fb", "/v1/agents/"])
@@ -214,7 +214,7 @@ ROUTES: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("method", "action"), ROUTES)
 def test_an_unknown_agent(http: httpx.Client, method: str, action: str) -> None:
     body = {"/warm": {"prompt": "x"}, "/fork": {"id": "copy"}}.get(action)
-    refused(http.request(method, f"/v1/agents/nobody{action}", json=body), 404, "agent", "agent_not_found")
+    refused(http.request(method, f"/v1/agents/nobody{action}", json=body), 404, "{id}", "agent_not_found")
 
 
 def test_a_name_that_is_taken(http: httpx.Client) -> None:
@@ -227,7 +227,7 @@ def test_a_completion_for_an_id_that_differs_by_case_only(http: httpx.Client) ->
     refused(http.post(TEXT, json={"prompt": "x", "agent": "BYSTANDER"}), 409, "agent", "conflict")
 
 
-@pytest.mark.parametrize("model", ["gpt-4o", "", "../x", "default:poet"])
+@pytest.mark.parametrize("model", ["llama-4", "", "../x", "default:poet"])
 def test_a_model_that_is_not_served(http: httpx.Client, model: str) -> None:
     code = "adapter_not_found" if ":" in model else "model_not_found"
     refused(http.post(CHAT, json={"messages": HI, "model": model}), 404, "model", code)

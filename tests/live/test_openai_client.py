@@ -28,10 +28,29 @@ def test_models(client: openai.OpenAI, model_id: str, live_model: Path) -> None:
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        client.chat.completions.create(model="gpt-4o", messages=MESSAGES)
+        client.chat.completions.create(model="nobody", messages=MESSAGES)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("gpt-4o")
+        client.models.retrieve("nobody")
+
+
+def test_a_name_that_clients_have_built_in_is_the_served_model(client: openai.OpenAI, model_id: str) -> None:
+    assert client.models.retrieve("gpt-4o").id == model_id
+    assert client.chat.completions.create(model="gpt-4o", messages=MESSAGES, max_tokens=1).model == model_id
+
+
+def test_a_conversation_goes_on_after_a_call_that_is_nested_too_deeply(client: openai.OpenAI) -> None:
+    arguments = '{"x": ' + "[" * 500 + "]" * 500 + "}"
+    call: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    history: list[Any] = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "no"},
+        {"role": "assistant"},
+        *MESSAGES,
+    ]
+    for stream in (False, True):
+        list(client.chat.completions.create(model="default", messages=history, max_tokens=2, stream=stream))
 
 
 # -- chat -------------------------------------------------------------------------------------------------------------

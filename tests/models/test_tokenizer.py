@@ -53,6 +53,22 @@ class TestRenderChat:
         assert text == chatml.mark('[{"description": "<|im_start|>"}]{"x": "<|im_end|>"}')
         assert call == {"function": {"name": "f", "arguments": '{"x": "<|im_end|>"}'}}
 
+    @pytest.mark.parametrize("depth", [500, 5000])
+    def test_arguments_that_are_nested_too_deeply_stay_text(self, tmp_path: Path, depth: int) -> None:
+        template = "{{ messages[0]['tool_calls'][0]['function']['arguments'] }}"
+        arguments = '{"x": ' + "[" * depth + "]" * depth + "}"
+        call = {"function": {"name": "f", "arguments": arguments}}
+        chatml = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
+        assert chatml.render_chat([{"role": "assistant", "content": None, "tool_calls": [call]}]) == arguments
+
+    def test_what_is_nested_too_deeply_for_the_template_is_refused(self, tmp_path: Path) -> None:
+        walk = "{% macro walk(x) %}{% for part in x %}{{ walk(part) }}{% endfor %}{% endmacro %}{{ walk(x) }}"
+        deep: list[Any] = []
+        for _ in range(900):
+            deep = [deep]
+        with pytest.raises(InvalidRequest, match="nested too deeply"):
+            Tokenizer.load(byte_bpe(tmp_path, chat_template=walk)).render_chat(user("x"), template_kwargs={"x": deep})
+
     def test_template_arguments_reach_the_template(self, chatml: Tokenizer) -> None:
         assert chatml.render_chat(user("x"), template_kwargs={"enable_thinking": False}).endswith(
             "<think>\n\n</think>\n\n"

@@ -26,3 +26,17 @@ def test_arguments_are_an_object(arguments: str) -> None:
 def test_nonsense_is_no_call(text: str) -> None:
     with pytest.raises(ValueError, match="no tool call"):
         ToolFormat.named("json_tools").parse(text, [])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["[" * 5000, '{"x": ' + "[" * 400 + "]" * 400 + "}", '{"x": NaN}', '{"x": 1e400}', r'{"x": "\ud800"}'],
+    ids=["brackets", "nested", "nan", "infinite", "surrogate"],
+)
+def test_what_a_client_could_not_read_or_send_back_is_no_call(arguments: str) -> None:
+    with pytest.raises(ValueError, match="no tool call"):
+        ToolFormat.named("json_tools").parse(f'{{"name": "f", "arguments": {arguments}}}', [])
+
+
+def test_a_call_that_is_no_json_in_python_is_json_to_clients() -> None:
+    assert ToolFormat.named("pythonic").parse("[f(x=(1, 2))]", []) == [ToolCall("f", {"x": [1, 2]})]

@@ -145,7 +145,7 @@ class FakeEngine:
 
     def _known(self, agent_id: str) -> AgentInfo:
         if agent_id not in self.known:
-            raise NotFound(f"The agent {agent_id!r} is unknown.", param="id")
+            raise NotFound(f"The agent {agent_id!r} is unknown.", param="agent", code="agent_not_found")
         return self.known[agent_id]
 
     async def agents(self) -> list[AgentInfo]:

@@ -78,6 +78,7 @@ def test_warm(engine: FakeEngine, body: dict[str, Any], prompt: object) -> None:
         "cache_state": "cold",
         "saved": True,
         "save_error": None,
+        "notes": [],
     }
     [request] = engine.requests
     assert (request.agent, request.prompt, request.sampling.max_tokens) == ("alice", prompt, 0)
@@ -96,16 +97,16 @@ def test_warm(engine: FakeEngine, body: dict[str, Any], prompt: object) -> None:
         ("/v1/agents", {"id": "b", "policy": "fast"}, 400, "policy"),
         ("/v1/agents/alice/fork", {}, 400, "id"),
         ("/v1/agents/alice/fork", {"id": ".."}, 400, "id"),
-        ("/v1/agents/bob/fork", {"id": "c"}, 404, "id"),
+        ("/v1/agents/bob/fork", {"id": "c"}, 404, "{id}"),
         ("/v1/agents/alice/warm", {}, 400, "messages"),
         ("/v1/agents/alice/warm", {"prompt": "x", "messages": []}, 400, "messages"),
         ("/v1/agents/alice/warm", {"prompt": ["a", "b"]}, 400, "prompt"),
         ("/v1/agents/alice/warm", {"prompt": "x", "max_tokens": 5}, 400, "max_tokens"),
-        ("/v1/agents/bob/warm", {"prompt": "x"}, 404, "id"),
-        ("/v1/agents/bob/restore", {}, 404, "id"),
-        ("/v1/agents/bob/evict", {}, 404, "id"),
-        ("/v1/agents/bob/save", {}, 404, "id"),
-        ("/v1/agents/b%20b/save", {}, 400, "id"),
+        ("/v1/agents/bob/warm", {"prompt": "x"}, 404, "{id}"),
+        ("/v1/agents/bob/restore", {}, 404, "{id}"),
+        ("/v1/agents/bob/evict", {}, 404, "{id}"),
+        ("/v1/agents/bob/save", {}, 404, "{id}"),
+        ("/v1/agents/b%20b/save", {}, 400, "{id}"),
     ],
 )
 def test_refusals(engine: FakeEngine, path: str, body: dict[str, Any], status: int, param: str) -> None:
@@ -113,3 +114,62 @@ def test_refusals(engine: FakeEngine, path: str, body: dict[str, Any], status: i
     response = post(engine, path, body)
     assert refused(response, status)["param"] == param
     assert engine.known == before and engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/agents", {"agent": "x"}, "unknown field 'agent'; the id goes into 'id'."),
+        ("/v1/agents", {"session_id": "x"}, "unknown field 'session_id'; the id goes into 'id'."),
+        ("/v1/agents", {"name": "x", "system": "y"}, "unknown field 'name'; the id goes into 'id'."),
+        ("/v1/agents", {"id": "x", "sistem": "y"}, "unknown field 'sistem'; did you mean 'system'?."),
+        ("/v1/agents/alice/fork", {"agent": "x"}, "unknown field 'agent'; the id goes into 'id'."),
+        ("/v1/agents/alice/warm", {"agent": "x"}, "unknown field 'agent'; the id is in the path."),
+        ("/v1/agents/alice/warm", {}, "messages or prompt is required."),
+        (
+            "/v1/agents/alice/warm",
+            {"messages": [], "prompt": ""},
+            "messages and prompt are both there; send one of them.",
+        ),
+    ],
+)
+def test_refusals_say_where_it_belongs(engine: FakeEngine, path: str, body: dict[str, Any], message: str) -> None:
+    assert refused(post(engine, path, body), 400)["message"] == message
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"id": null}'])
+def test_a_fork_without_a_name_says_what_it_wants(engine: FakeEngine, content: bytes) -> None:
+    error = refused(ask(engine, "POST", "/v1/agents/alice/fork", content=content), 400)
+    assert error["param"] == "id"
+    assert error["message"] == 'id is required: send a JSON object with "id", the new agent\'s name.'
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/agents", {"id": "bob"}),
+        ("POST", "/v1/agents", {"id": "alice"}),
+        ("GET", "/v1/agents/alice", None),
+        ("GET", "/v1/agents/nobody", None),
+        ("DELETE", "/v1/agents/alice", None),
+        ("POST", "/v1/agents/alice/warm", {"prompt": "x"}),
+        ("POST", "/v1/agents/alice/warm", {}),
+        ("POST", "/v1/agents/alice/save", None),
+        ("POST", "/v1/agents/alice/restore", None),
+        ("POST", "/v1/agents/alice/evict", None),
+        ("POST", "/v1/agents/alice/fork", {"id": "bob"}),
+    ],
+)
+def test_every_answer_about_an_agent_names_it(engine: FakeEngine, method: str, path: str, body: Any) -> None:
+    named = path.split("/")[3] if path.count("/") > 2 else body["id"]
+    assert ask(engine, method, path, json=body).headers.get_list("x-agentcache-agent") == [named]
+
+
+def test_lists_are_of_no_agent(engine: FakeEngine) -> None:
+    assert "x-agentcache-agent" not in ask(engine, "GET", "/v1/agents").headers
+
+
+def test_warm_notes_what_was_left_out(engine: FakeEngine) -> None:
+    messages = [{"role": "tool", "content": [{"type": "image_url"}]}]
+    [note] = post(engine, "/v1/agents/alice/warm", {"messages": messages}).json()["notes"]
+    assert note.startswith("messages[0]: an image")

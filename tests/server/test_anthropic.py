@@ -184,15 +184,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": -1}, "max_tokens must be"),
         ({"messages": []}, "messages must be a list"),
         ({"messages": "hi"}, "messages must be a list"),
+        ({"messages": [{"role": "system", "content": ""}]}, "messages must hold more"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type is 'image'"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}
-                ]
-            },
-            "messages[0].content[0].content[0].type is 'image'",
-        ),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "--images placeholder"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0].type is 'audio'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is required"),
         ({"messages": [*HI, {"role": "assistant", "content": "Sure:"}]}, "must not end with the assistant"),

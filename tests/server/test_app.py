@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from agentcache import __version__
 from agentcache.config import Config
 from agentcache.errors import StoreError
 from agentcache.server.app import create_app
@@ -40,7 +41,24 @@ def test_models() -> None:
     assert refused(ask(FakeEngine(), "GET", "/v1/models/other"), 404)["param"] == "model"
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/agents/", "/v1/agents/a/b/c", "/v1/agents/a/dance"])
+@pytest.mark.parametrize(
+    ("engine", "model"),
+    [
+        (FakeEngine(), MODEL.id),
+        (FakeEngine(ready=False), None),
+        (FakeEngine(ready=False, failure=RuntimeError("x")), None),
+    ],
+)
+def test_whoever_looks_whether_anybody_is_there_is_told_who(engine: FakeEngine, model: str | None) -> None:
+    answer = ask(engine, "GET", "/")
+    assert answer.status_code == 200
+    assert answer.json() == {"name": "agentcache", "version": __version__, "model": model, "api": "/v1"}
+    head = ask(engine, "HEAD", "/")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == answer.headers["content-length"]
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/nothing", "/v1/agents/", "/v1/agents/a/b/c", "/v1/agents/a/dance"])
 def test_unknown_routes(path: str) -> None:
     assert refused(ask(FakeEngine(), "GET", path), 404)["code"] == "not_found"
 

@@ -3,13 +3,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
+from agentcache.config import Config
+from agentcache.server.context import Call
 from agentcache.server.messages import read_messages
 from agentcache.server.validate import Reader
+from tests.server.fake_engine import MODEL
 
 
 def read(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    return read_messages(Reader({"messages": list(messages)}))
+    return read_messages(Call(Reader({"messages": list(messages)}), Headers(), MODEL, Config()))
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,11 @@ def test_text_parts_are_joined() -> None:
     assert read({"role": "user", "content": []}) == [{"role": "user", "content": ""}]
 
 
+@pytest.mark.parametrize("fields", [{}, {"content": None}, {"content": []}, {"content": ""}])
+def test_an_assistant_may_have_said_nothing(fields: dict[str, Any]) -> None:
+    assert read({"role": "assistant", **fields}) == [{"role": "assistant", "content": ""}]
+
+
 def test_calls_have_arguments_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     [message] = read({"role": "assistant", "content": None, "tool_calls": [call], "refusal": None})
@@ -36,7 +45,11 @@ def test_calls_have_arguments_as_objects() -> None:
     }
 
 
-@pytest.mark.parametrize("arguments", ["not json", "[1]", "[" * 100_000])
+@pytest.mark.parametrize(
+    "arguments",
+    ["not json", "[1]", "[" * 100_000, '{"x": ' + "[" * 500 + "]" * 500 + "}", r'{"x": "\ud800"}'],
+    ids=["text", "list", "brackets", "nested", "surrogate"],
+)
 def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     [message] = read({"role": "assistant", "content": "x", "tool_calls": [call]})

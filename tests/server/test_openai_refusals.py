@@ -6,15 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agentcache.errors import ContextLengthExceeded, OutOfBlocks, Overloaded
-from tests.server.driver import chat, complete, post, refused
+from tests.server.driver import chat, complete, refused
 from tests.server.fake_engine import MODEL, FakeEngine
 
 
-@pytest.mark.parametrize(("name", "word"), [("gpt-4o", "tiny-model"), ("default:poet", "adapter"), ("", "not served")])
+@pytest.mark.parametrize(("name", "word"), [("llama", "tiny-model"), ("default:poet", "adapter"), ("", "not served")])
 def test_unknown_models(name: str, word: str) -> None:
     error = refused(chat(FakeEngine(), {"model": name}), 404)
     assert error["param"] == "model" and word in error["message"]
@@ -22,24 +20,6 @@ def test_unknown_models(name: str, word: str) -> None:
 
 def test_an_adapter_is_unknown() -> None:
     assert refused(chat(FakeEngine(), {"adapter": "poet"}), 404)["param"] == "adapter"
-
-
-@pytest.mark.parametrize(
-    ("fields", "headers", "param"),
-    [
-        ({"agent": "../x"}, {}, "agent"),
-        ({"agent": ""}, {}, "agent"),
-        ({"agent": 5}, {}, "agent"),
-        ({"session_id": ".."}, {}, "session_id"),
-        ({}, {"X-Session-ID": "a/b"}, "X-Session-ID"),
-        ({"agent": "a", "session_id": "b"}, {}, "session_id"),
-        ({"prompt_cache_key": 5}, {}, "prompt_cache_key"),
-    ],
-)
-def test_ids_that_are_refused(fields: dict[str, Any], headers: dict[str, str], param: str) -> None:
-    engine = FakeEngine()
-    assert refused(chat(engine, fields, headers=headers), 400)["param"] == param
-    assert engine.requests == []
 
 
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
@@ -50,7 +30,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
@@ -166,64 +147,3 @@ def test_errors_before_the_first_update_have_their_status(
     assert refused(response, status)["code"] == code
     assert "/secret/path" not in response.text
     assert ("retry-after" in response.headers) == (status == 503)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-FIELDS = [
-    "model",
-    "messages",
-    "prompt",
-    "stream",
-    "stream_options",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "repetition_penalty",
-    "logit_bias",
-    "logprobs",
-    "top_logprobs",
-    "echo",
-    "n",
-    "best_of",
-    "suffix",
-    "response_format",
-    "tools",
-    "tool_choice",
-    "agent",
-    "session_id",
-    "prompt_cache_key",
-    "adapter",
-    "agentcache",
-    "chat_template_kwargs",
-    "ignore_eos",
-    "add_generation_prompt",
-]
-MESSAGE_FIELDS = ["role", "content", "tool_calls", "name"]
-messages = st.lists(
-    st.dictionaries(st.sampled_from(MESSAGE_FIELDS), json_values | st.just("user"), max_size=4),
-    max_size=3,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    path=st.sampled_from(["/v1/chat/completions", "/v1/completions", "/v1/agents", "/v1/agents/a/warm"]),
-    fields=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4),
-    messages=st.none() | messages | st.just([{"role": "user", "content": "x"}]),
-)
-def test_no_json_whatever_is_an_internal_error(path: str, fields: dict[str, Any], messages: Any) -> None:
-    engine = FakeEngine()
-    response = post(engine, path, fields | ({} if messages is None else {"messages": messages}))
-    assert response.status_code in (200, 201, 400, 404)
-    if response.status_code >= 400:
-        refused(response, response.status_code)
-        assert engine.requests == []

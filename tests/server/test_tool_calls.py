@@ -153,3 +153,25 @@ def test_anthropic_stream(engine: FakeEngine) -> None:
     text = "".join(event["delta"].get("text", "") for event in blocks if "delta" in event)
     assert text == "Let me see."
     assert seen[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["[" * 5000, '{"x": ' + "[" * 400 + "]" * 400 + "}", '{"x": 1e400}', r'{"x": "\ud800"}'],
+    ids=["brackets", "nested", "infinite", "surrogate"],
+)
+def test_a_call_that_no_client_could_read_is_text(arguments: str, path: str, streamed: bool) -> None:
+    text = f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>'
+    end = Update(finish_reason=FinishReason.STOP, report=REPORT)
+    engine = FakeEngine(
+        script=lambda request: [Update(text, (1,), prompt_token_ids=(1,)), end],
+        model=replace(MODEL, tool_format="json_tools"),
+    )
+    anthropics = {"name": "look", "input_schema": {"type": "object"}}
+    tools = [anthropics if path == "/v1/messages" else LOOK]
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "tools": tools, "stream": streamed}
+    answer = post(engine, path, body)
+    assert answer.status_code == 200
+    assert json.dumps(text)[1:-1] in answer.text and "internal_error" not in answer.text

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from agentcache.errors import InvalidRequest
-from agentcache.server.validate import MAX_DEPTH, Reader, check_agent_id, parse_object
+from agentcache.models.json_values import MAX_DEPTH
+from agentcache.server.validate import Reader, check_agent_id, parse_object
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ from agentcache.server.validate import MAX_DEPTH, Reader, check_agent_id, parse_
         (b'{"a": ["x", {"\\uDFFF": 1}]}', "surrogate"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
         (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "nested too deeply"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "too many digits"),
     ],
 )
 def test_bodies_that_are_no_json_object(raw: bytes, problem: str) -> None:
@@ -89,6 +91,41 @@ def test_wrong_types_name_the_parameter(read: object, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read(Reader(values))  # type: ignore[operator]
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("text", "minimum", "maximum", "problem"),
+    [
+        ("9223372036854775808", 0, None, "at most 9223372036854775807"),
+        ("1" + "0" * 400, 0, None, "at most 9223372036854775807"),
+        ("-1", 0, None, "at least 0"),
+        ("5", 0, 4, "between 0 and 4"),
+        ("1e400", 0, None, "a whole number"),
+        ("true", 0, None, "a whole number"),
+    ],
+)
+def test_a_whole_number_out_of_range_is_told_the_bound_it_passed(
+    text: str, minimum: int, maximum: int | None, problem: str
+) -> None:
+    body = Reader(parse_object(f'{{"a": {text}}}'.encode()))
+    bounds: dict[str, Any] = {"minimum": minimum} | ({} if maximum is None else {"maximum": maximum})
+    with pytest.raises(InvalidRequest, match=f"a must be {problem}"):
+        body.integer("a", **bounds)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("1e400", r"at most 1e\+300"),
+        ("1" + "0" * 400, r"at most 1e\+300"),
+        ("-1e400", "at least 0"),
+        ("-0.5", "at least 0"),
+        ("false", "a number"),
+    ],
+)
+def test_a_number_out_of_range_is_told_the_bound_it_passed(text: str, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"a must be {problem}"):
+        Reader(parse_object(f'{{"a": {text}}}'.encode())).number("a", 1.0, minimum=0)
 
 
 def test_null_counts_as_absent() -> None:

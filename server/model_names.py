@@ -1,0 +1,82 @@
+"""What the names that clients give to models mean here."""
+
+from __future__ import annotations
+
+import re
+
+from agentcache.config import Config
+from agentcache.errors import NotFound
+from agentcache.server.context import Call
+from agentcache.serving.adapters import AdapterInfo
+from agentcache.serving.report import ModelInfo
+
+# Agents' clients have such names built in, and other ones of the same kind for their side requests.
+_BUILT_IN = re.compile(r"(claude|gpt)-.", re.IGNORECASE)
+
+
+def check_model(call: Call) -> None:
+    """Accepts the served model under each of its names, with or without an adapter; absent means it, too."""
+    if (name := call.body.string("model")) is not None:
+        adapter_in(name, call.model, call.config)
+
+
+def read_adapter(call: Call) -> str | None:
+    """The adapter that the request names, by `adapter` or by `model`."""
+    body = call.body
+    name, target = body.string("adapter"), body.string("model")
+    by_model = None if target is None else adapter_in(target, call.model, call.config)
+    if name is None:
+        return by_model
+    if by_model not in (None, name):
+        body.fail("adapter", f"is another one than that of the model {target!r}")
+    return known_adapter(name, call.model, body.param("adapter")).name
+
+
+def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
+    """The adapter that a model's name means; None for base.
+
+    The served model's names, `<base>:<adapter>` and adapters' own names come first, then the settings' aliases of them,
+    then the names that clients have built in.
+
+    Raises:
+        NotFound: the name means nothing here.
+    """
+    try:
+        return _served(name, model)
+    except NotFound as unknown:
+        if name in config.aliases:
+            return _aliased(name, model, config)
+        if _BUILT_IN.match(name) and not config.strict_model_names:
+            adapter = model.adapter(name.rpartition(":")[2])
+            return None if adapter is None else adapter.name
+        raise unknown
+
+
+def _served(name: str, model: ModelInfo) -> str | None:
+    if model.is_called(name):
+        return None
+    base, _, adapter = name.rpartition(":")
+    if adapter and model.is_called(base):
+        return known_adapter(adapter, model, "model").name
+    if model.adapter(name) is not None:
+        return name
+    message = f"The model {name!r} is not served here; this is {model.id!r}."
+    raise NotFound(message, param="model", code="model_not_found")
+
+
+def _aliased(alias: str, model: ModelInfo, config: Config) -> str | None:
+    try:
+        return _served(config.aliases[alias], model)
+    except NotFound as error:
+        message = f"The alias {alias!r} of the settings leads nowhere: {error.message}"
+        raise NotFound(message, param="model", code=error.code) from error
+
+
+def known_adapter(name: str, model: ModelInfo, param: str) -> AdapterInfo:
+    """The loaded adapter of that name. Raises NotFound."""
+    adapter = model.adapter(name)
+    if adapter is None:
+        known = ", ".join(adapter.name for adapter in model.adapters) or "none"
+        message = f"The adapter {name!r:.80} is unknown; loaded: {known}."
+        raise NotFound(message, param=param, code="adapter_not_found")
+    return adapter
