@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 
@@ -35,12 +36,15 @@ def agents(
     api_key_file: ApiKeyFile = None,
     model: Model = None,
     cache_dir: CacheDir = None,
+    lineage: Annotated[str | None, typer.Option(help="Fork or delete only this conversation of the agent.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List all agents; show, fork or delete one. A fork shares its blocks with the agent it was made from."""
     check_operands(action, names or [])
+    if lineage is not None and action not in (Action.FORK, Action.DELETE):
+        raise ConfigError("--lineage goes with fork and delete")
     with connect(url, api_key, model, cache_dir, api_key_file=api_key_file) as cache:
-        answer = ask(cache, action, *(names or []))
+        answer = ask(cache, action, *(names or []), lineage=lineage)
     typer.echo(json.dumps(answer) if as_json else describe(action, answer))
 
 
@@ -50,18 +54,28 @@ def check_operands(action: Action, names: Sequence[str]) -> None:
         raise ConfigError(f"it is called like this: agentcache agents {' '.join([action, *operands])}")
 
 
-def ask(cache: Connection, action: Action, agent: str = "", new_id: str = "") -> Any:
+def ask(cache: Connection, action: Action, agent: str = "", new_id: str = "", *, lineage: str | None = None) -> Any:
+    named = {} if lineage is None else {"lineage": lineage}
     if action is Action.LIST:
         return cache.request("GET", "/v1/agents")["data"]
     if action is Action.FORK:
-        return cache.request("POST", agent_path(agent, "fork"), {"id": new_id})
-    return cache.request("DELETE" if action is Action.DELETE else "GET", agent_path(agent))
+        return cache.request("POST", agent_path(agent, "fork"), {"id": new_id} | named)
+    if action is Action.DELETE:
+        return cache.request("DELETE", agent_path(agent) + (f"?{urlencode(named)}" if named else ""))
+    return cache.request("GET", agent_path(agent))
 
 
 def describe(action: Action, answer: Any) -> str:
     if action is Action.DELETE:
-        return f"{answer['id']}: deleted"
-    return table(answer if action is Action.LIST else [answer])
+        return f"{answer['id']}: deleted" + (f" (lineage {answer['lineage']})" if "lineage" in answer else "")
+    if action is Action.LIST:
+        return table(answer)
+    return table([answer]) + "".join(map(line_of, answer["lineages"]))
+
+
+def line_of(lineage: Mapping[str, Any]) -> str:
+    """One conversation of an agent."""
+    return f"\n  lineage {lineage['id']}: {lineage['tokens']} tokens, last used {when(lineage['last_used'])}"
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
@@ -81,5 +95,9 @@ def row(agent: Mapping[str, Any]) -> tuple[str, ...]:
         str(agent["blocks"]),
         f"{agent['ram_bytes'] / 1e6:.1f}",
         f"{agent['disk_bytes'] / 1e6:.1f}",
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(agent["last_used"])),
+        when(agent["last_used"]),
     )
+
+
+def when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

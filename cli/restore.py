@@ -28,11 +28,12 @@ def restore(
     api_key_file: ApiKeyFile = None,
     model: Model = None,
     cache_dir: CacheDir = None,
+    lineage: Annotated[str | None, typer.Option(help="Only this conversation of the agent.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read an agent's cache from disk into RAM, verifying every block. Without a server this checks the files."""
     with connect(url, api_key, model, cache_dir, api_key_file=api_key_file) as cache, progress(f"restoring {agent}"):
-        report = cache.request("POST", agent_path(agent, "restore"))
+        report = cache.request("POST", agent_path(agent, "restore"), {} if lineage is None else {"lineage": lineage})
     if as_json:
         typer.echo(json.dumps(report))
         return

@@ -50,6 +50,7 @@ def serve(
     max_context: Annotated[int | None, typer.Option(help="Tokens a sequence may have (the model's limit).")] = None,
     max_stall_ms: Annotated[float | None, typer.Option(help="Milliseconds a prompt may hold up others (100).")] = None,
     decode_share: Annotated[float | None, typer.Option(help="Share of the time for decoding (0.5).")] = None,
+    max_lineages: Annotated[int | None, typer.Option(help="Conversations kept of one agent (8).")] = None,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH[:POLICY]", help="LoRA adapter to load; may be repeated.")
     ] = None,
@@ -84,6 +85,7 @@ def serve(
             "max_context": max_context,
             "max_stall_ms": max_stall_ms,
             "decode_share": decode_share,
+            "max_lineages": max_lineages,
             "adapters": adapter or None,
             "strict_model_names": strict_model_names,
             "session_headers": session_headers,

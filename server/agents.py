@@ -29,6 +29,7 @@ _WARM_FIELDS = (
     "tools",
     "tool_choice",
     "chat_template_kwargs",
+    "lineage",
     "salt",
     "request_timeout",
     "priority",
@@ -81,33 +82,36 @@ async def show_agent(request: HttpRequest, agent_id: str) -> Response:
 
 @_of_agent
 async def delete_agent(request: HttpRequest, agent_id: str) -> Response:
-    await engine_of(request).delete_agent(agent_id)
-    return JSONResponse({"id": agent_id, "deleted": True})
+    lineage = request.query_params.get("lineage")
+    await engine_of(request).delete_agent(agent_id, lineage)
+    return JSONResponse({"id": agent_id, "deleted": True} | ({} if lineage is None else {"lineage": lineage}))
 
 
 @_of_agent
 async def fork_agent(request: HttpRequest, agent_id: str) -> Response:
     body = (await read_call(request, without_body=b"{}")).body
-    _check_fields(body, "id", id_field="goes into 'id'")
+    _check_fields(body, "id", "lineage", id_field="goes into 'id'")
     if body.string("id") is None:
         body.fail("id", 'is required: send a JSON object with "id", the new agent\'s name')
     new_id = check_agent_id(body.required_string("id"), "id")
-    return JSONResponse(agent_object(await engine_of(request).fork_agent(agent_id, new_id)), 201)
+    agent = await engine_of(request).fork_agent(agent_id, new_id, body.string("lineage"))
+    return JSONResponse(agent_object(agent), 201)
 
 
 @_of_agent
 async def restore_agent(request: HttpRequest, agent_id: str) -> Response:
-    return JSONResponse(dataclasses.asdict(await engine_of(request).restore_agent(agent_id)))
+    report = await engine_of(request).restore_agent(agent_id, await _read_lineage(request))
+    return JSONResponse(dataclasses.asdict(report))
 
 
 @_of_agent
 async def evict_agent(request: HttpRequest, agent_id: str) -> Response:
-    return JSONResponse(agent_object(await engine_of(request).evict_agent(agent_id)))
+    return JSONResponse(agent_object(await engine_of(request).evict_agent(agent_id, await _read_lineage(request))))
 
 
 @_of_agent
 async def save_agent(request: HttpRequest, agent_id: str) -> Response:
-    return JSONResponse(agent_object(await engine_of(request).save_agent(agent_id)))
+    return JSONResponse(agent_object(await engine_of(request).save_agent(agent_id, await _read_lineage(request))))
 
 
 @_of_agent
@@ -126,6 +130,7 @@ async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
         prompt,
         SamplingParams(max_tokens=0),
         agent=agent_id,
+        lineage=body.string("lineage"),
         salt=salt,
         priority=read_priority(body),
         invocation_optional=True,
@@ -133,6 +138,13 @@ async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
     work = collect(context_of(request), job, read_timeout(body))
     completion = await until_disconnect(request.receive, work)
     return JSONResponse(_warm_object(completion) | {"notes": call.notes})
+
+
+async def _read_lineage(request: HttpRequest) -> str | None:
+    """The lineage that the body names, if there is a body; None for all."""
+    body = (await read_call(request, without_body=b"{}")).body
+    _check_fields(body, "lineage", id_field="is in the path")
+    return body.string("lineage")
 
 
 def _check_fields(body: Reader, *known: str, id_field: str) -> None:
@@ -166,6 +178,7 @@ def _warm_object(completion: Completion) -> dict[str, Any]:
         "cached": report.reused_tokens,
         "ms": report.total_ms,
         "cache_state": report.cache_state,
+        "lineage": report.lineage,
         "saved": report.saved,
         "save_error": report.save_error,
     }

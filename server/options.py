@@ -16,6 +16,17 @@ from agentcache.serving.request import Priority, Prompt, Request, SamplingParams
 
 MAX_SALT_LENGTH = 256
 
+_EXTRAS = (
+    "report",
+    "policy",
+    "salt",
+    "lineage",
+    "invocation_start",
+    "invocation",
+    "return_token_ids",
+    "parse_tools",
+)
+
 # Fields that would change the answer if they were ignored, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -52,6 +63,7 @@ class Options:
     """The `agentcache` object of a request, whose request it is, its adapter, time limit in seconds and priority."""
 
     agent: str | None
+    lineage: str | None
     salt: str
     report: bool
     return_token_ids: bool
@@ -69,6 +81,7 @@ class Options:
             prompt,
             sampling,
             agent=self.agent,
+            lineage=self.lineage,
             salt=self.salt,
             priority=self.priority,
             adapter=self.adapter,
@@ -106,12 +119,16 @@ def read_options(call: Call, user_id: Any = None) -> Options:
     """
     body = call.body
     extras = body.object("agentcache")
-    extras.only("report", "policy", "salt", "invocation_start", "invocation", "return_token_ids", "parse_tools")
+    extras.only(*_EXTRAS)
     salt = extras.string("salt") or ""
     if len(salt) > MAX_SALT_LENGTH:
         extras.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
+    agent, lineage = read_agent(call, user_id), extras.string("lineage")
+    if lineage is not None and agent is None:
+        extras.fail("lineage", "needs an agent")
     return Options(
-        agent=read_agent(call, user_id),
+        agent=agent,
+        lineage=lineage,
         salt=salt,
         report=extras.boolean("report"),
         return_token_ids=extras.boolean("return_token_ids"),

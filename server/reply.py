@@ -64,6 +64,7 @@ def combine(reports: Sequence[Report]) -> Report:
         cached_tokens=_combine_cached(report.cached_tokens for report in reports),
         computed_tokens=sum(report.computed_tokens for report in reports),
         time_to_first_token_ms=reports[0].time_to_first_token_ms,
+        lost_tokens=sum(report.lost_tokens for report in reports),
         restore_ms=sum(report.restore_ms for report in reports),
         restored_bytes=sum(report.restored_bytes for report in reports),
         written_bytes=sum(report.written_bytes for report in reports),

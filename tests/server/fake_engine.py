@@ -110,6 +110,7 @@ class FakeEngine:
     finished: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     known: dict[str, AgentInfo] = field(default_factory=dict)
+    lineages: list[str | None] = field(default_factory=list)  # that operations on agents were for
     systems: dict[str, str | None] = field(default_factory=dict)
     cleared: int = 0
     closed: bool = False
@@ -163,22 +164,30 @@ class FakeEngine:
         self.systems[agent_id] = system
         return self.known[agent_id]
 
-    async def delete_agent(self, agent_id: str, /) -> None:
-        del self.known[self._known(agent_id).id]
+    def _lineage(self, agent_id: str, lineage: str | None) -> AgentInfo:
+        """The agent, if it has that lineage."""
+        info = self._known(agent_id)
+        self.lineages.append(lineage)
+        if lineage not in (None, "first"):
+            raise NotFound(f"no lineage {lineage!r}", param="lineage", code="lineage_not_found")
+        return info
 
-    async def fork_agent(self, agent_id: str, new_id: str, /) -> AgentInfo:
-        self._known(agent_id)
+    async def delete_agent(self, agent_id: str, lineage: str | None = None, /) -> None:
+        del self.known[self._lineage(agent_id, lineage).id]
+
+    async def fork_agent(self, agent_id: str, new_id: str, lineage: str | None = None, /) -> AgentInfo:
+        self._lineage(agent_id, lineage)
         return await self.create_agent(new_id)
 
-    async def restore_agent(self, agent_id: str, /) -> RestoreReport:
-        self._known(agent_id)
+    async def restore_agent(self, agent_id: str, lineage: str | None = None, /) -> RestoreReport:
+        self._lineage(agent_id, lineage)
         return RestoreReport(tokens=10, restored_bytes=640, restore_ms=1.5, cache_state=CacheState.HOT)
 
-    async def evict_agent(self, agent_id: str, /) -> AgentInfo:
-        return replace(self._known(agent_id), cache_state=CacheState.WARM)
+    async def evict_agent(self, agent_id: str, lineage: str | None = None, /) -> AgentInfo:
+        return replace(self._lineage(agent_id, lineage), cache_state=CacheState.WARM)
 
-    async def save_agent(self, agent_id: str, /) -> AgentInfo:
-        return self._known(agent_id)
+    async def save_agent(self, agent_id: str, lineage: str | None = None, /) -> AgentInfo:
+        return self._lineage(agent_id, lineage)
 
     async def load_adapter(self, folder: AdapterFolder, /) -> AdapterInfo:
         if folder.path == "/nothing":

@@ -19,6 +19,7 @@ ALICE = {
     "disk_bytes": 0,
     "created": 1.0,
     "last_used": 2.0,
+    "lineages": [],
 }
 
 
@@ -57,6 +58,29 @@ def test_restore_evict_and_save(engine: FakeEngine) -> None:
     assert ask(engine, "POST", "/v1/agents/alice/save").json() == ALICE
 
 
+@pytest.mark.parametrize("operation", ["restore", "evict", "save", "fork"])
+def test_one_lineage_by_name(engine: FakeEngine, operation: str) -> None:
+    path, body = f"/v1/agents/alice/{operation}", {"id": "copy"} if operation == "fork" else {}
+    assert post(engine, path, body | {"lineage": "first"}).is_success
+    assert refused(post(engine, path, body | {"lineage": "5e"}), 404)["param"] == "lineage"
+    assert refused(post(engine, path, body | {"lineage": 5}), 400)["param"] == "lineage"
+    assert engine.lineages[0] == "first"
+
+
+def test_delete_one_lineage(engine: FakeEngine) -> None:
+    assert refused(ask(engine, "DELETE", "/v1/agents/alice?lineage=5e"), 404)["param"] == "lineage"
+    answer = ask(engine, "DELETE", "/v1/agents/alice?lineage=first")
+    assert answer.json() == {"id": "alice", "deleted": True, "lineage": "first"}
+
+
+def test_a_request_may_name_the_lineage(engine: FakeEngine) -> None:
+    body = {"prompt": "hi", "agentcache": {"lineage": "5e"}}
+    assert post(engine, "/v1/completions", body | {"agent": "alice"}).is_success
+    assert post(engine, "/v1/agents/alice/warm", {"prompt": "hi", "lineage": "6f"}).is_success
+    assert [request.lineage for request in engine.requests] == ["5e", "6f"]
+    assert refused(post(engine, "/v1/completions", body), 400)["param"] == "agentcache.lineage"
+
+
 @pytest.mark.parametrize(
     ("body", "prompt"),
     [
@@ -76,6 +100,7 @@ def test_warm(engine: FakeEngine, body: dict[str, Any], prompt: object) -> None:
         "cached": 5,
         "ms": 20.0,
         "cache_state": "cold",
+        "lineage": None,
         "saved": True,
         "save_error": None,
         "notes": [],
