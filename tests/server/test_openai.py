@@ -40,6 +40,8 @@ def test_chat_answer() -> None:
         "policy": "exact",
         "adapter": None,
         "activated_at": None,
+        "lineage": None,
+        "lost_tokens": 0,
         "divergence": None,
         "time_to_first_token_ms": 12.5,
         "restore_ms": 0.5,
