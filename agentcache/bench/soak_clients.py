@@ -182,16 +182,31 @@ class Client:
             self._talk = []
             if not self._allowed("delete", await self._http.delete(f"/v1/agents/{agent}"), {(200, "")} | _GONE | _BUSY):
                 return
+        if self._talk and rng.random() < 0.2:
+            self._talk = self._talk[:-2]  # a question is put otherwise; what was said before may go now
+            self._observed.confirmed.pop(agent, None)
         talk = [*self._talk, {"role": "user", "content": words(rng, 12)}]
-        body = {"messages": talk, "agent": agent, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        title = [{"role": "system", "content": words(rng, 6)}, {"role": "user", "content": words(rng, 8)}]
+        if rng.random() < 0.3:
+            said, _ = await asyncio.gather(self._ask_own("careful", talk), self._ask_own("title", title))
+        else:
+            said = await self._ask_own("careful", talk)
+        if said is None:
+            return
+        self._talk = [*talk, {"role": "assistant", "content": said["choices"][0]["message"]["content"]}]
+        if said["agentcache"]["saved"]:
+            self._observed.confirmed[agent] = said["usage"]["total_tokens"]
+
+    async def _ask_own(self, what: str, messages: list[dict[str, str]]) -> dict[str, Any] | None:
+        """A request of its own agent; a side request is another conversation of it, and takes nothing away."""
+        body = {"messages": messages, "agent": self._own_agent, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
         body["agentcache"] = {"return_token_ids": True}
         answer = await self._http.post("/v1/chat/completions", json=body)
-        if self._allowed("careful", answer, {(200, "")} | _BUSY):
-            said = answer.json()
-            self._talk = [*talk, {"role": "assistant", "content": said["choices"][0]["message"]["content"]}]
-            self._note(DIALECTS[0], said)
-            if said["agentcache"]["saved"]:
-                self._observed.confirmed[agent] = said["usage"]["total_tokens"]
+        if not self._allowed(what, answer, {(200, "")} | _BUSY):
+            return None
+        said: dict[str, Any] = answer.json()
+        self._note(DIALECTS[0], said)
+        return said
 
     # -- rudeness -----------------------------------------------------------------------------------------------------
 
