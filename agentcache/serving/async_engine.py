@@ -1,6 +1,6 @@
 """The engine as asyncio sees it. With `engine_thread.py` the only module that knows threads and event loops.
 
-Prompts are rendered, matched and tokenised on a worker thread, so that neither the engine nor the event loop waits.
+Prompts are rendered, matched and tokenised on worker threads, so that neither the engine nor the event loop waits.
 """
 
 from __future__ import annotations
@@ -8,32 +8,41 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.config import Config
 from agentcache.errors import AgentCacheError, Conflict, EngineStopped, Overloaded, StoreError
 from agentcache.models.embedded import embedded_model_path
+from agentcache.models.work_limit import WorkLimit
 from agentcache.serving.adapter_loader import AdapterLoader
 from agentcache.serving.adapters import AdapterInfo
 from agentcache.serving.agent_turns import AgentTurns, Turn
 from agentcache.serving.engine import Engine
-from agentcache.serving.engine_thread import EngineThread, Receive
+from agentcache.serving.engine_thread import EngineThread, Receive, shutting_down
 from agentcache.serving.generation import Generation, Saved
 from agentcache.serving.output import Output
-from agentcache.serving.prepare import Prepared, agent_policy, choose_adapter, match_prompt, prepare_request
+from agentcache.serving.prepare import (
+    Prepared,
+    agent_policy,
+    choose_adapter,
+    match_prompt,
+    prepare_request,
+    rough_size,
+)
+from agentcache.serving.prompt_workers import HasEnded, PromptWorkers
 from agentcache.serving.receiver import Receiver
 from agentcache.serving.report import AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
-from agentcache.serving.request import Request
+from agentcache.serving.request import Request, TokenPrompt
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 _EMBEDDED_NAME = "agentcache-embedded"
+# A prompt that is only counted may be so many times as long as one that is to run.
+_COUNTED = 4
 
 
 class AsyncEngine:
@@ -47,7 +56,7 @@ class AsyncEngine:
         self.config = config
         self._warm_up = warm_up
         self._thread = EngineThread(lambda post: Engine(config, _model_path(config), post))
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="agentcache-prepare")
+        self._workers = PromptWorkers()
         self._turns = AgentTurns()
         self._active = 0
         self._is_open = False
@@ -60,6 +69,7 @@ class AsyncEngine:
         """Load the model and its adapters, and open the cache folder; raises whatever stands in the way."""
         await self._thread.start()
         if self._warm_up:
+            await asyncio.to_thread(self._thread.alive().loaded.tokenizer.start)
             await self._call(Engine.warm_up)
         self._model = _describe(self._thread.alive(), self.config)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
@@ -74,8 +84,9 @@ class AsyncEngine:
     async def close(self) -> None:
         """Cancel what runs, write what is due, give the cache folder back."""
         self._is_open = False
-        await self._thread.close()
-        self._worker.shutdown()
+        await asyncio.gather(self._thread.close(), self._workers.close(shutting_down()))
+        if self._thread.engine is not None:
+            self._thread.engine.loaded.tokenizer.close()
         if self._adapters is not None:
             self._adapters.close()
 
@@ -105,9 +116,15 @@ class AsyncEngine:
         """Run `function` on the engine's thread and return what it returns."""
         return await self._thread.call(function)
 
-    async def _in_background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function` on the worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, partial(function, *args, **kwargs))
+    async def _read(self, engine: Engine, request: Request, times: int, work: Callable[[WorkLimit], T]) -> T:
+        """Run `work` on a worker thread, with a limit of `times` the tokens that may run."""
+        refuse = partial(engine.check, param=request.prompt_param, counted=isinstance(request.prompt, TokenPrompt))
+        limit = WorkLimit(times * engine.max_prompt_tokens, refuse)
+
+        def read(has_ended: HasEnded) -> T:
+            return work(replace(limit, has_ended=has_ended))
+
+        return await self._workers.run(rough_size(request.prompt), read)
 
     # -- completions ------------------------------------------------------------------------------------------------
 
@@ -130,9 +147,10 @@ class AsyncEngine:
             self._active -= 1
 
     async def count_tokens(self, request: Request) -> int:
-        """Tokens that the request's prompt has, without running it; raises InvalidRequest."""
+        """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
         engine = self._thread.alive()
-        match = await self._in_background(match_prompt, request, engine.agents, engine.loaded.tokenizer)
+        work = partial(match_prompt, request, engine.agents, engine.loaded.tokenizer)
+        match = await self._read(engine, request, _COUNTED, work)
         return len(match.transcript.ids)
 
     async def _run(self, engine: Engine, request: Request, receiver: Receiver, submitted_at: float, turn: Turn) -> None:
@@ -143,7 +161,8 @@ class AsyncEngine:
         try:
             async with self.adapters.lease(choice.name) as adapter:
                 known = (engine.agents, engine.loaded.tokenizer)
-                prepared = await self._in_background(prepare_request, request, *known, adapter, choice.policy)
+                work = partial(prepare_request, request, *known, adapter, choice.policy)
+                prepared = await self._read(engine, request, 1, work)
                 generation = self._submit(engine, request, prepared, receiver, submitted_at)
                 turn.lasts_until(receiver.settled)
                 await receiver.ended
@@ -187,7 +206,7 @@ class AsyncEngine:
 
     @staticmethod
     def _max_tokens(engine: Engine, request: Request, num_prompt_tokens: int) -> int:
-        room = min(engine.loaded.max_context, engine.cache.slots.max_tokens()) - num_prompt_tokens
+        room = engine.max_prompt_tokens + 1 - num_prompt_tokens
         return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
 
     # -- agents -----------------------------------------------------------------------------------------------------

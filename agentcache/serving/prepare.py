@@ -1,9 +1,10 @@
-"""From a request to token ids and the use of an adapter, against what its agent holds. Runs on a worker thread."""
+"""From a request to token ids and the use of an adapter, against what its agent holds. Runs on worker threads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from agentcache.adapter_settings import Policy
@@ -11,32 +12,78 @@ from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import InvalidRequest
 from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.work_limit import UNLIMITED, WorkLimit
 from agentcache.serving.activation import AdapterUse, refuse_without_adapter, use_adapter
 from agentcache.serving.adapters import ServedAdapter, settle_policy
 from agentcache.serving.agents import AgentTable
-from agentcache.serving.request import ChatPrompt, Prompt, Request, TokenPrompt
+from agentcache.serving.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
+
+# A template may leave out what a model once thought, and tools that it does not know: messages get as much more room.
+_ROOM_TO_LEAVE_OUT = 4
+_ALWAYS_RENDERED = 1_000_000  # characters
 
 
-def prepare(prompt: Prompt, transcript: Transcript | None, system: str | None, tokenizer: Tokenizer) -> PromptMatch:
+def rough_size(prompt: Prompt) -> int:
+    """Token ids, or about as many characters as there are. Quick, also where the prompt is huge."""
+    if isinstance(prompt, TokenPrompt):
+        return len(prompt.token_ids)
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    return sum(len(message.get("content") or "") for message in prompt.messages)
+
+
+def check_size(prompt: Prompt, tokenizer: Tokenizer, limit: WorkLimit) -> None:
+    """Refuse by its size a prompt that would take long to read, and be refused then."""
+    if isinstance(prompt, TokenPrompt):
+        limit.check(len(prompt.token_ids))
+    elif isinstance(prompt, TextPrompt):
+        tokenizer.check_length(len(prompt.text), limit)
+    else:
+        limit.check(len(prompt.messages))
+        num_chars = _num_chars(prompt.messages) + _num_chars(prompt.tools) + _num_chars(prompt.template_kwargs)
+        if num_chars > _ALWAYS_RENDERED:
+            tokenizer.check_length(num_chars // _ROOM_TO_LEAVE_OUT, limit)
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, Sequence) else 0
+
+
+def prepare(
+    prompt: Prompt,
+    transcript: Transcript | None,
+    system: str | None,
+    tokenizer: Tokenizer,
+    limit: WorkLimit = UNLIMITED,
+) -> PromptMatch:
     """The prompt as tokens, keeping those the agent has.
 
     Args:
         transcript: the agent's, empty for a new one; None for a request without agent, whose text nobody will need.
         system: put in front as a system message where the messages have none.
+        limit: when to give up.
 
     Raises:
         InvalidRequest: the messages do not fit the chat template, or the text or token ids are none.
+        ContextLengthExceeded, InvalidRequest: what `limit` refuses with.
     """
+    check_size(prompt, tokenizer, limit)
     if isinstance(prompt, TokenPrompt):
         _check_ids(prompt.token_ids, tokenizer.vocab_size)
         spell = _no_text if transcript is None else tokenizer.spell
         return match_tokens(transcript or Transcript.empty(), prompt.token_ids, spell)
     if isinstance(prompt, ChatPrompt):
         messages = _with_system(prompt.messages, system)
-        text = tokenizer.render_chat(messages, prompt.tools, prompt.add_generation_prompt, prompt.template_kwargs)
+        options = (prompt.tools, prompt.add_generation_prompt, prompt.template_kwargs)
+        text = tokenizer.render_chat(messages, *options, limit=limit)
     else:
         text = tokenizer.raw_prompt(prompt.text)
-    return match_text(transcript or Transcript.empty(), text, tokenizer.encode, tokenizer.control_ids)
+    encode = partial(tokenizer.encode, limit=limit)
+    return match_text(transcript or Transcript.empty(), text, encode, tokenizer.control_ids)
 
 
 def _no_text(token_ids: Sequence[int]) -> Spelling:
@@ -93,27 +140,33 @@ class Prepared:
 
 
 def prepare_request(
-    request: Request, agents: AgentTable, tokenizer: Tokenizer, adapter: ServedAdapter | None, policy: Policy | None
+    request: Request,
+    agents: AgentTable,
+    tokenizer: Tokenizer,
+    adapter: ServedAdapter | None,
+    policy: Policy | None,
+    limit: WorkLimit,
 ) -> Prepared:
     """Everything about a request that must be known before it runs.
 
     Args:
         adapter, policy: what `choose_adapter` said.
+        limit: when to give up.
 
     Raises:
         InvalidRequest: the prompt is none, or does not go with the adapter.
     """
-    match = match_prompt(request, agents, tokenizer)
+    match = match_prompt(request, agents, tokenizer, limit)
     if adapter is None:
         refuse_without_adapter(request)
         return Prepared(match, None)
     return Prepared(match, use_adapter(adapter, policy or adapter.policy, request, match.transcript.ids))
 
 
-def match_prompt(request: Request, agents: AgentTable, tokenizer: Tokenizer) -> PromptMatch:
+def match_prompt(request: Request, agents: AgentTable, tokenizer: Tokenizer, limit: WorkLimit) -> PromptMatch:
     """The request's prompt as tokens; raises InvalidRequest."""
     agent = request.agent
     record = agents.get(agent) if agent is not None and agent in agents else None
     known = record.transcript if record else Transcript.empty()
     transcript = None if agent is None else known
-    return prepare(request.prompt, transcript, record.system if record else None, tokenizer)
+    return prepare(request.prompt, transcript, record.system if record else None, tokenizer, limit)
