@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from agentcache.server.completion import collect
-from agentcache.server.context import context_of, engine_of, read_body, read_optional_body
+from agentcache.server.context import context_of, engine_of, read_body, read_prompt_body
 from agentcache.server.openai import read_chat_prompt, read_prompts
 from agentcache.server.options import MAX_SALT_LENGTH, read_adapter, read_policy, read_priority, read_timeout
 from agentcache.server.reply import Completion
@@ -80,14 +80,23 @@ async def save_agent(request: HttpRequest) -> Response:
 async def warm_agent(request: HttpRequest) -> Response:
     """Caches a prompt for an agent and generates nothing. One that does not invoke the agent's adapter is base's."""
     engine, agent_id = engine_of(request), _agent_id(request)
-    body = await read_optional_body(request)
+
+    def read(body: Reader) -> tuple[Request, float | None]:
+        return _read_warm(body, agent_id, engine.model), read_timeout(body)
+
+    job, timeout = await read_prompt_body(request, "prompt", read, empty=b"{}")
+    await engine.agent(agent_id)
+    work = collect(context_of(request), job, timeout)
+    return JSONResponse(_warm_object(await until_disconnect(request.receive, work)))
+
+
+def _read_warm(body: Reader, agent_id: str, model: ModelInfo) -> Request:
     body.only(*_WARM_FIELDS)
-    prompt = _read_prompt(body, engine.model)
+    prompt = _read_prompt(body, model)
     salt = body.string("salt") or ""
     if len(salt) > MAX_SALT_LENGTH:
         body.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
-    await engine.agent(agent_id)
-    job = Request(
+    return Request(
         f"warm-{uuid.uuid4().hex}",
         prompt,
         SamplingParams(max_tokens=0),
@@ -96,8 +105,6 @@ async def warm_agent(request: HttpRequest) -> Response:
         priority=read_priority(body),
         invocation_optional=True,
     )
-    work = collect(context_of(request), job, read_timeout(body))
-    return JSONResponse(_warm_object(await until_disconnect(request.receive, work)))
 
 
 def _read_prompt(body: Reader, model: ModelInfo) -> Prompt:

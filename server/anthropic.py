@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from agentcache.server.anthropic_reply import AnthropicReply
 from agentcache.server.completion import Job, answer
-from agentcache.server.context import engine_of, read_body
+from agentcache.server.context import engine_of, read_prompt_body
 from agentcache.server.messages import read_text_part, without_billing_header
 from agentcache.server.options import check_chat, check_model, read_agent, read_options, refuse_unsupported
 from agentcache.server.sampling import MAX_TOKENS_LIMIT, read_sampling
@@ -24,14 +24,18 @@ _BETWEEN_BLOCKS = "\n"
 
 async def messages(request: HttpRequest) -> Response:
     model = engine_of(request).model
-    return await answer(request, read_job(await read_body(request), request, model))
+    return await answer(
+        request, await read_prompt_body(request, "messages", lambda body: read_job(body, request, model))
+    )
 
 
 async def count_tokens(request: HttpRequest) -> Response:
     engine = engine_of(request)
-    body = await read_body(request)
-    prompt = read_prompt(body, engine.model)
-    counted = Request("count", prompt, agent=read_agent(body, request.headers))
+
+    def read(body: Reader) -> Request:
+        return Request("count", read_prompt(body, engine.model), agent=read_agent(body, request.headers))
+
+    counted = await read_prompt_body(request, "messages", read)
     return JSONResponse({"input_tokens": await engine.count_tokens(counted)})
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -10,9 +13,12 @@ from agentcache.config import Config
 from agentcache.errors import EngineStopped, Overloaded
 from agentcache.server.engine import Engine
 from agentcache.server.metrics import ServerMetrics
-from agentcache.server.validate import Reader, parse_object
+from agentcache.server.validate import Reader, parse_object, refuse_many_values
+
+T = TypeVar("T")
 
 SERVER_NAME = "agentcache"  # of the Server header, by which the command line knows its own kind
+SMALL_BODY = 128 << 10  # bytes that are read in a millisecond or two
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,20 @@ def engine_of(request: Request) -> Engine:
 
 
 async def read_body(request: Request) -> Reader:
-    return Reader(parse_object(await request.body()))
+    return await _read(await request.body(), Reader)
 
 
-async def read_optional_body(request: Request) -> Reader:
-    return Reader(parse_object(await request.body() or b"{}"))
+async def read_prompt_body(request: Request, param: str, read: Callable[[Reader], T], *, empty: bytes = b"") -> T:
+    """What `read` makes of a body that holds a prompt, under the name `param`; `empty` stands for no body."""
+    raw = await request.body() or empty
+    refuse_many_values(raw, engine_of(request).model.max_context, param)
+    return await _read(raw, lambda value: read(Reader(value)))
+
+
+async def _read(raw: bytes, read: Callable[[dict[str, Any]], T]) -> T:
+    """What `read` makes of the JSON object in a body; of a large one on a thread, while the event loop goes on."""
+
+    def work() -> T:
+        return read(parse_object(raw))
+
+    return work() if len(raw) <= SMALL_BODY else await asyncio.to_thread(work)

@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from agentcache.server.completion import Job, answer
-from agentcache.server.context import engine_of, read_body
+from agentcache.server.context import engine_of, read_prompt_body
 from agentcache.server.messages import read_messages, read_tools
 from agentcache.server.options import Options, check_chat, check_model, read_options, refuse_unsupported
 from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_sampling
@@ -26,12 +26,14 @@ MAX_PROMPTS = 256
 
 async def chat_completions(request: HttpRequest) -> Response:
     model = engine_of(request).model
-    return await answer(request, read_chat(await read_body(request), request, model))
+    job = await read_prompt_body(request, "messages", lambda body: read_chat(body, request, model))
+    return await answer(request, job)
 
 
 async def completions(request: HttpRequest) -> Response:
     model = engine_of(request).model
-    return await answer(request, read_text(await read_body(request), request, model))
+    job = await read_prompt_body(request, "prompt", lambda body: read_text(body, request, model))
+    return await answer(request, job)
 
 
 def read_chat(body: Reader, request: HttpRequest, model: ModelInfo) -> Job:

@@ -9,10 +9,14 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from agentcache.errors import InvalidRequest
+from agentcache.errors import ContextLengthExceeded, InvalidRequest
 
 MAX_DEPTH = 100
 MAX_INTEGER = 2**63 - 1
+# What JSON takes of memory and time goes by its values. So many are read in a tenth of a second, and more are for
+# prompts of long contexts, or many of them, only.
+MANY_VALUES = 2**20
+_VALUES_PER_TOKEN = 4
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -38,6 +42,27 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
     _check_tree(value, check_strings=_SURROGATE_ESCAPE.search(text) is not None)
     return value
+
+
+def refuse_many_values(raw: bytes, max_context: int, param: str) -> None:
+    """Refuse a body, before it is parsed, that holds more values than prompts of `max_context` tokens need.
+
+    Commas and brackets in strings count, too: they are tokens, just as a list's.
+
+    Raises:
+        ContextLengthExceeded: with `param`, the prompt's name.
+    """
+    if len(raw) <= MANY_VALUES:
+        return
+    num_lists = raw.count(b"[")
+    num_values = raw.count(b",") + raw.count(b"{") + num_lists
+    most = max(MANY_VALUES, max_context * max(num_lists, _VALUES_PER_TOKEN))
+    if num_values > most:
+        raise ContextLengthExceeded(
+            f"The body has {num_values} commas and brackets; within the model's context of {max_context} tokens, "
+            f"prompts have at most {most}.",
+            param=param,
+        )
 
 
 def _refuse_constant(name: str) -> NoReturn:
