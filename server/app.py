@@ -19,6 +19,7 @@ from agentcache.server import adapters, agents, anthropic, cache, openai
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.errors import ErrorResponses, http_error
+from agentcache.server.large_bodies import LargeBodies
 from agentcache.server.metrics import Measure
 from agentcache.server.middleware import ApiKey, BodyLimit, LoopbackGuard, RequestLimit, is_loopback
 from agentcache.server.options import adapter_in
@@ -103,7 +104,7 @@ def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]
 
 def _middleware(context: Context) -> list[Middleware]:
     config = context.config
-    guards = [Middleware(Measure, metrics=context.metrics), Middleware(ErrorResponses)]
+    guards = [Middleware(LargeBodies), Middleware(Measure, metrics=context.metrics), Middleware(ErrorResponses)]
     if config.api_key is not None:
         guards.append(Middleware(ApiKey, key=config.api_key))
     elif is_loopback(config.host):

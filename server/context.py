@@ -13,7 +13,7 @@ from agentcache.config import Config
 from agentcache.errors import EngineStopped, Overloaded
 from agentcache.server.engine import Engine
 from agentcache.server.metrics import ServerMetrics
-from agentcache.server.validate import Reader, parse_object, refuse_many_values
+from agentcache.server.validate import Reader, parse_object, refuse_long_lists, refuse_many_values
 
 T = TypeVar("T")
 
@@ -54,8 +54,14 @@ async def read_body(request: Request) -> Reader:
 async def read_prompt_body(request: Request, param: str, read: Callable[[Reader], T], *, empty: bytes = b"") -> T:
     """What `read` makes of a body that holds a prompt, under the name `param`; `empty` stands for no body."""
     raw = await request.body() or empty
-    refuse_many_values(raw, engine_of(request).model.max_context, param)
-    return await _read(raw, lambda value: read(Reader(value)))
+    max_context = engine_of(request).model.max_context
+    refuse_many_values(raw, max_context, param)
+
+    def check_and_read(value: dict[str, Any]) -> T:
+        refuse_long_lists(value, max_context)
+        return read(Reader(value))
+
+    return await _read(raw, check_and_read)
 
 
 async def _read(raw: bytes, read: Callable[[dict[str, Any]], T]) -> T:

@@ -65,6 +65,20 @@ def refuse_many_values(raw: bytes, max_context: int, param: str) -> None:
         )
 
 
+def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
+    """Refuse messages or token ids of which there are more than tokens fit, before anybody looks at them one by one.
+
+    Raises:
+        ContextLengthExceeded: with the name of the list.
+    """
+    for param in ("messages", "prompt"):
+        items = body.get(param)
+        if isinstance(items, list) and len(items) > max_context:
+            raise ContextLengthExceeded(
+                f"{param} has {len(items)} items; the model's context has {max_context} tokens.", param=param
+            )
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
