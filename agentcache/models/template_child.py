@@ -45,7 +45,8 @@ class Reply:
 
 def main() -> None:
     """Answer requests until the other side is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end is seen as an end of file
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # for the parent, which may still have to render; its end is seen below
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     own_memory = _address_space()
     while head := requests.read(8):
