@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,27 +148,18 @@ def served_during(
     server: ServerProcess, memory: int, path: str, body: dict[str, Any], folder: Path
 ) -> list[tuple[int, dict[str, Any]]]:
     """Attack; check that others are served meanwhile and memory stays; the answers that the attacker got."""
-    with http_of(server) as health_client, http_of(server) as client:
-        quiet = [short_request(client) for _ in range(10)]
-        attacker = attacking(server, path, body, folder, SECONDS)
-        health: list[float] = []
-        short: list[float] = []
-        peak: list[int] = []
-        watching = [
-            watch(attacker, lambda: health.append(look(health_client))),
-            watch(attacker, lambda: short.append(short_request(client))),
-            watch(attacker, lambda: peak.append(memory_of(server))),
-        ]
-        output, _ = attacker.communicate(timeout=PATIENCE)
-        for thread in watching:
-            thread.join()
+    quiet = watched(server, subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"], text=True))
+    attacker = attacking(server, path, body, folder, SECONDS)
+    seen = watched(server, attacker)
+    output, _ = attacker.communicate(timeout=PATIENCE)
+    health, short, peak = seen.health, seen.short, seen.memory
     p95, median = statistics.quantiles(health, n=20)[-1], statistics.median(short)
     print(f"{len(output.splitlines())} attacks;")
     print(f"/health p95 {p95 * 1e3:.0f} ms, max {max(health) * 1e3:.0f} ms of {len(health)};")
-    print(f"short request {median * 1e3:.1f} ms, {statistics.median(quiet) * 1e3:.1f} ms quiet;")
+    print(f"short request {median * 1e3:.1f} ms, {statistics.median(quiet.short) * 1e3:.1f} ms quiet;")
     print(f"memory {(max(peak) - memory) / 1e6:+.0f} MB")
     assert p95 < HEALTH_P95
-    assert median < 3 * statistics.median(quiet) + SLACK
+    assert median < 3 * statistics.median(quiet.short) + SLACK
     assert max(peak) - memory < MEMORY
     assert stats(server)["running"] == 0
     answers = [line.split(" ", 1) for line in output.splitlines()]
@@ -183,6 +175,28 @@ def attacking(
     address = server.client.url.removeprefix("http://")
     command = [sys.executable, "-c", ATTACK, address, path, str(content), str(seconds)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Seconds that looks at /health and short requests took, and bytes of memory, all while a process ran."""
+
+    health: list[float]
+    short: list[float]
+    memory: list[int]
+
+
+def watched(server: ServerProcess, process: subprocess.Popen[str]) -> Seen:
+    seen = Seen([], [], [])
+    with http_of(server) as health_client, http_of(server) as client:
+        watching = [
+            watch(process, lambda: seen.health.append(look(health_client))),
+            watch(process, lambda: seen.short.append(short_request(client))),
+            watch(process, lambda: seen.memory.append(memory_of(server))),
+        ]
+        for thread in watching:
+            thread.join()
+    return seen
 
 
 def watch(process: subprocess.Popen[str], sample: Callable[[], object]) -> threading.Thread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import threading
 import time
@@ -172,6 +173,17 @@ class TestProcesses:
         process: subprocess.Popen[bytes] = child._process
         del tokenizer, child
         assert process.wait(5) is not None
+
+    def test_they_end_with_the_process_that_asks_them(self, tmp_path: Path) -> None:
+        """However it ends: its end of the socket is closed then. Signals to all of a service's processes do nothing."""
+        tokenizer = made(tmp_path, "x")
+        assert tokenizer.render_chat(user("x")) == "x"
+        [child] = tokenizer._template._idle
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            child._process.send_signal(number)
+        assert tokenizer.render_chat(user("x")) == "x"
+        child._socket.close()
+        assert child._process.wait(5) == 0
 
     def test_what_they_import(self, tmp_path: Path) -> None:
         """Neither this package nor what is large: a process starts quickly and stays small."""
