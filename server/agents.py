@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.server.completion import collect
-from agentcache.server.context import Call, context_of, engine_of, name_agent, read_call
+from agentcache.server.context import Call, context_of, engine_of, name_agent, read_call, read_prompt
 from agentcache.server.model_names import read_adapter
 from agentcache.server.openai import read_chat_prompt, read_prompts
 from agentcache.server.options import MAX_SALT_LENGTH, read_policy, read_priority, read_timeout
@@ -117,15 +117,25 @@ async def save_agent(request: HttpRequest, agent_id: str) -> Response:
 @_of_agent
 async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
     """Caches a prompt for an agent and generates nothing. One that does not invoke the agent's adapter is base's."""
-    call = await read_call(request, without_body=b"{}")
+
+    def read(call: Call) -> tuple[Call, Request]:
+        return call, _read_warm(call, agent_id)
+
+    call, job = await read_prompt(request, "prompt", read, without_body=b"{}")
+    await engine_of(request).agent(agent_id)
+    work = collect(context_of(request), job, read_timeout(call.body))
+    completion = await until_disconnect(request.receive, work)
+    return JSONResponse(_warm_object(completion) | {"notes": call.notes})
+
+
+def _read_warm(call: Call, agent_id: str) -> Request:
     body = call.body
     _check_fields(body, *_WARM_FIELDS, id_field="is in the path")
     prompt = _read_prompt(call)
     salt = body.string("salt") or ""
     if len(salt) > MAX_SALT_LENGTH:
         body.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
-    await engine_of(request).agent(agent_id)
-    job = Request(
+    return Request(
         f"warm-{uuid.uuid4().hex}",
         prompt,
         SamplingParams(max_tokens=0),
@@ -135,9 +145,6 @@ async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
         priority=read_priority(body),
         invocation_optional=True,
     )
-    work = collect(context_of(request), job, read_timeout(body))
-    completion = await until_disconnect(request.receive, work)
-    return JSONResponse(_warm_object(completion) | {"notes": call.notes})
 
 
 async def _read_lineage(request: HttpRequest) -> str | None:

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from agentcache.server.anthropic_reply import AnthropicReply
 from agentcache.server.completion import Job, answer
-from agentcache.server.context import Call, engine_of, name_agent, read_call
+from agentcache.server.context import Call, engine_of, name_agent, read_prompt
 from agentcache.server.messages import without_billing_header
 from agentcache.server.model_names import check_model
 from agentcache.server.options import check_chat, read_options, refuse_unsupported
@@ -25,19 +25,22 @@ _BETWEEN_BLOCKS = "\n"
 
 
 async def messages(request: HttpRequest) -> Response:
-    return await answer(request, read_job(await read_call(request)))
+    return await answer(request, await read_prompt(request, "messages", read_job))
 
 
 async def count_tokens(request: HttpRequest) -> Response:
-    call = await read_call(request)
-    prompt, agent = read_prompt(call), read_agent(call, _user_id(call.body))
-    name_agent(request, agent)
-    return JSONResponse({"input_tokens": await engine_of(request).count_tokens(Request("count", prompt, agent=agent))})
+    counted = await read_prompt(request, "messages", _read_counted)
+    name_agent(request, counted.agent)
+    return JSONResponse({"input_tokens": await engine_of(request).count_tokens(counted)})
+
+
+def _read_counted(call: Call) -> Request:
+    return Request("count", read_chat_prompt(call), agent=read_agent(call, _user_id(call.body)))
 
 
 def read_job(call: Call) -> Job:
     body, model = call.body, call.model
-    prompt = read_prompt(call)
+    prompt = read_chat_prompt(call)
     if prompt.messages[-1]["role"] == "assistant":
         body.fail("messages", "must not end with the assistant: an answer that goes on from there is not supported")
     max_tokens = body.integer("max_tokens", minimum=0, maximum=MAX_TOKENS_LIMIT)
@@ -67,7 +70,7 @@ def _user_id(body: Reader) -> Any:
     return metadata.get("user_id") if isinstance(metadata, dict) else None
 
 
-def read_prompt(call: Call) -> ChatPrompt:
+def read_chat_prompt(call: Call) -> ChatPrompt:
     body = call.body
     check_model(call)
     refuse_unsupported(body)

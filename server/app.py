@@ -20,6 +20,7 @@ from agentcache.server import adapters, agents, anthropic, cache, openai
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.errors import ErrorResponses, http_error
+from agentcache.server.large_bodies import LargeBodies
 from agentcache.server.metrics import Measure
 from agentcache.server.middleware import AgentHeader, ApiKey, BodyLimit, LoopbackGuard, RequestLimit, is_loopback
 from agentcache.server.model_names import adapter_in
@@ -105,7 +106,12 @@ def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]
 
 def _middleware(context: Context) -> list[Middleware]:
     config = context.config
-    guards = [Middleware(Measure, metrics=context.metrics), Middleware(AgentHeader), Middleware(ErrorResponses)]
+    guards = [
+        Middleware(LargeBodies),
+        Middleware(Measure, metrics=context.metrics),
+        Middleware(AgentHeader),
+        Middleware(ErrorResponses),
+    ]
     if config.api_key is not None:
         guards.append(Middleware(ApiKey, key=config.api_key))
     elif is_loopback(config.host):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -11,10 +14,13 @@ from agentcache.config import Config
 from agentcache.errors import EngineStopped, Overloaded
 from agentcache.server.engine import Engine
 from agentcache.server.metrics import ServerMetrics
-from agentcache.server.validate import Reader, parse_object
+from agentcache.server.validate import Reader, parse_object, refuse_long_lists, refuse_many_values
 from agentcache.serving.report import ModelInfo
 
+T = TypeVar("T")
+
 SERVER_NAME = "agentcache"  # of the Server header, by which the command line knows its own kind
+SMALL_BODY = 128 << 10  # bytes that are read in a millisecond or two
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,40 @@ async def read_call(request: Request, *, without_body: bytes = b"") -> Call:
     Args:
         without_body: what stands for an empty body.
     """
-    model = engine_of(request).model
-    body = Reader(parse_object(await request.body() or without_body))
-    return Call(body, request.headers, model, context_of(request).config)
+    make = _maker(request)
+    return await _parse(await request.body() or without_body, make)
+
+
+async def read_prompt(request: Request, param: str, read: Callable[[Call], T], *, without_body: bytes = b"") -> T:
+    """What `read` makes of a request that holds a prompt, under the name `param`; as `read_call` otherwise.
+
+    Raises:
+        ContextLengthExceeded: the prompt is so long that it is refused unread.
+    """
+    make = _maker(request)
+    raw, max_context = await request.body() or without_body, engine_of(request).model.max_context
+    refuse_many_values(raw, max_context, param)
+
+    def check_and_read(value: dict[str, Any]) -> T:
+        refuse_long_lists(value, max_context)
+        return read(make(value))
+
+    return await _parse(raw, check_and_read)
+
+
+def _maker(request: Request) -> Callable[[dict[str, Any]], Call]:
+    """What makes the call of a body."""
+    model, config = engine_of(request).model, context_of(request).config
+    return lambda value: Call(Reader(value), request.headers, model, config)
+
+
+async def _parse(raw: bytes, read: Callable[[dict[str, Any]], T]) -> T:
+    """What `read` makes of the JSON object in a body; of a large one on a thread, while the event loop goes on."""
+
+    def work() -> T:
+        return read(parse_object(raw))
+
+    return work() if len(raw) <= SMALL_BODY else await asyncio.to_thread(work)
 
 
 def name_agent(request: Request, agent: str | None) -> None:

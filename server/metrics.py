@@ -83,7 +83,7 @@ class ServerMetrics:
 
 
 class Measure:
-    """Outermost middleware: counts and times requests by route, never by raw path, of which there is no end."""
+    """Middleware around what answers: counts and times by route, never by raw path, of which there is no end."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app = app

@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from agentcache.server.completion import Job, answer
-from agentcache.server.context import Call, read_call
+from agentcache.server.context import Call, read_prompt
 from agentcache.server.messages import read_messages, read_tools
 from agentcache.server.model_names import check_model
 from agentcache.server.options import Options, check_chat, read_options, refuse_unsupported
@@ -25,11 +25,11 @@ MAX_PROMPTS = 256
 
 
 async def chat_completions(request: HttpRequest) -> Response:
-    return await answer(request, read_chat(await read_call(request)))
+    return await answer(request, await read_prompt(request, "messages", read_chat))
 
 
 async def completions(request: HttpRequest) -> Response:
-    return await answer(request, read_text(await read_call(request)))
+    return await answer(request, await read_prompt(request, "prompt", read_text))
 
 
 def read_chat(call: Call) -> Job:

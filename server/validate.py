@@ -7,11 +7,15 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from agentcache.errors import InvalidRequest
+from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.models.json_values import parse_json
 
 MAX_INTEGER = 2**63 - 1
 MAX_NUMBER = 1e300
+# What JSON takes of memory and time goes by its values. So many are read in a tenth of a second, and more are for
+# prompts of long contexts, or many of them, only.
+MANY_VALUES = 2**20
+_VALUES_PER_TOKEN = 4
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -31,6 +35,41 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
     return value
+
+
+def refuse_many_values(raw: bytes, max_context: int, param: str) -> None:
+    """Refuse a body, before it is parsed, that holds more values than prompts of `max_context` tokens need.
+
+    Commas and brackets in strings count, too: they are tokens, just as a list's.
+
+    Raises:
+        ContextLengthExceeded: with `param`, the prompt's name.
+    """
+    if len(raw) <= MANY_VALUES:
+        return
+    num_lists = raw.count(b"[")
+    num_values = raw.count(b",") + raw.count(b"{") + num_lists
+    most = max(MANY_VALUES, max_context * max(num_lists, _VALUES_PER_TOKEN))
+    if num_values > most:
+        raise ContextLengthExceeded(
+            f"The body has {num_values} commas and brackets; within the model's context of {max_context} tokens, "
+            f"prompts have at most {most}.",
+            param=param,
+        )
+
+
+def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
+    """Refuse messages or token ids of which there are more than tokens fit, before anybody looks at them one by one.
+
+    Raises:
+        ContextLengthExceeded: with the name of the list.
+    """
+    for param in ("messages", "prompt"):
+        items = body.get(param)
+        if isinstance(items, list) and len(items) > max_context:
+            raise ContextLengthExceeded(
+                f"{param} has {len(items)} items; the model's context has {max_context} tokens.", param=param
+            )
 
 
 def check_agent_id(value: str, param: str) -> str:

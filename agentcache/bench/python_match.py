@@ -41,7 +41,7 @@ class MatchPlan:
 
 @dataclass(frozen=True)
 class MatchCost:
-    """Milliseconds of CPU for one prompt.
+    """Milliseconds of CPU for one prompt; of the clock for the template, which a process of its own renders.
 
     `template_ms` renders the messages, `transcript_ms` finds what the agent has of the text and tokenises the rest,
     `tree_ms` finds the cached blocks of the tokens, `open_ms` makes the block tables of a sequence that uses them.
@@ -81,7 +81,7 @@ class _MatchBench:
         ids = list(self._match(transcript, messages).transcript.ids)
         text = self._tokenizer.render_chat(messages)
         return MatchCost(
-            template_ms=self._median(lambda: self._tokenizer.render_chat(messages)),
+            template_ms=self._median(lambda: self._tokenizer.render_chat(messages), time.perf_counter),
             transcript_ms=self._median(
                 lambda: match_text(transcript, text, self._tokenizer.encode, self._tokenizer.control_ids)
             ),
@@ -91,12 +91,13 @@ class _MatchBench:
             tree_nodes=sum(1 for _ in self._cache.tree.walk()),
         )
 
-    def _median(self, work: Callable[[], object]) -> float:
+    def _median(self, work: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
+        """By the thread's own time, unless `work` waits: other processes' work does not count then."""
         times = []
         for _ in range(self._plan.repeats):
-            started = time.thread_time()  # nothing here waits, and other processes' work does not count
+            started = clock()
             work()
-            times.append((time.thread_time() - started) * 1e3)
+            times.append((clock() - started) * 1e3)
         return statistics.median(times)
 
     def _converse(self) -> tuple[list[dict[str, Any]], Transcript]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -10,8 +11,16 @@ import tokenizers
 
 from agentcache.blocks.transcript import Encoding
 from agentcache.models.marks import MarkPlaces, Marks
+from agentcache.models.work_limit import UNLIMITED, WorkLimit
 
 _Token = tuple[int, tuple[int, int]]
+# A text that has more characters than these for each token of the limit is counted before it is encoded as a whole.
+_USUAL_CHARS = 6
+# What is counted at once; and tokens that a cut may make of one.
+_PIECE_CHARS = 16_384
+_CUT_TOKENS = 64
+# The tokenizers library lets other threads run during batches only; a longer text is worth the detour.
+_SHORT_CHARS = 4096
 
 
 class MarkedEncoder:
@@ -31,14 +40,39 @@ class MarkedEncoder:
         self._marks = marks
         self._controls = controls
         self._backend = _bare(saved)
+        self._lock = threading.Lock()
 
-    def encode(self, text: str) -> Encoding:
-        """Tokens of marked text; adds none that the text does not ask for."""
-        whole = self._backend.encode(text, add_special_tokens=False)
-        if not self._marks.are_in(text):
+    def encode(self, text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
+        """Tokens of marked text; adds none that the text does not ask for. Stops where `limit` says so."""
+        limit.go_on()
+        has_marks = self._marks.are_in(text)
+        if limit.max_tokens is not None:
+            num_chars = len(self._marks.unmark(text)) if has_marks else len(text)
+            if num_chars > _USUAL_CHARS * limit.max_tokens:
+                self._count(text, limit)
+        whole = _encode(self._backend, text)
+        if not has_marks:
+            limit.check(len(whole))
             return Encoding(whole.ids, _clean_ends(whole.offsets, len(text)))
-        tokens = [token for section in self._sections(whole, text) for token in section]
+        tokens: list[_Token] = []
+        for section in self._sections(whole, text):
+            tokens.extend(section)
+            limit.go_on()
+            limit.check(len(tokens))
         return Encoding([token[0] for token in tokens], _clean_ends([token[1] for token in tokens], len(text)))
+
+    def _count(self, text: str, limit: WorkLimit) -> None:
+        """Stop where the text has too many tokens, whatever its pieces lose to being cut."""
+        at_least = 0
+        for begin in range(0, len(text), _PIECE_CHARS):
+            limit.go_on()
+            at_least += max(0, self._num_tokens(text[begin : begin + _PIECE_CHARS]) - _CUT_TOKENS)
+            limit.check(at_least)
+
+    def _num_tokens(self, piece: str) -> int:
+        if self._marks.are_in(piece):
+            return len(self.encode(piece).ids)
+        return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
 
     def _sections(self, whole: tokenizers.Encoding, text: str) -> Iterator[Sequence[_Token]]:
         """Tokens with their offsets, section by section; control tokens part the sections."""
@@ -58,7 +92,7 @@ class MarkedEncoder:
     def _encode_plain(self, section: str, begin: int, control: int | None) -> Sequence[_Token]:
         """Tokens of a section with marks. The control token before it goes in front: some tokenizers heed it."""
         front = "" if control is None else self._marks.mark_of[self._controls[control]]
-        plain = self._plain_backend.encode(front + self._marks.unmark(section), add_special_tokens=False)
+        plain = _encode(self._plain_backend, front + self._marks.unmark(section))
         places = MarkPlaces(self._marks, section)
         first = plain.ids.index(control) + 1 if control is not None else 0
         return [
@@ -66,10 +100,21 @@ class MarkedEncoder:
             for token_id, (start, stop) in zip(plain.ids[first:], plain.offsets[first:], strict=True)
         ]
 
-    @cached_property
+    @property
     def _plain_backend(self) -> tokenizers.Tokenizer:
         """The tokenizer with every control token renamed to its mark, so that no text spells one."""
+        with self._lock:  # it is large: two threads must not both make one
+            return self._made_plain_backend
+
+    @cached_property
+    def _made_plain_backend(self) -> tokenizers.Tokenizer:
         return _bare(_renamed(self._saved, self._marks.mark_of))
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    if len(text) <= _SHORT_CHARS:
+        return backend.encode(text, add_special_tokens=False)
+    return backend.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _bare(saved: str) -> tokenizers.Tokenizer:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
 from agentcache.blocks.transcript import Encoding, Spelling
-from agentcache.errors import InvalidRequest, UnsupportedModel
+from agentcache.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from agentcache.models.detokenizer import Detokenizer, DummySpace, TokenBytes
 from agentcache.models.encoder import MarkedEncoder
+from agentcache.models.longest_token import longest_token
 from agentcache.models.marks import MarkedEnds, Marks
 from agentcache.models.messages import plain_messages, with_strings
+from agentcache.models.template import MAX_BYTES, ChatTemplate, RenderedTooLong, is_rendered_here, refused
+from agentcache.models.work_limit import UNLIMITED, WorkLimit
 
 __all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
 
@@ -37,6 +40,7 @@ _FILES = (
 _NOT_FOR_TEMPLATES = {
     "add_generation_prompt",
     "chat_template",
+    "continue_final_message",
     "conversation",
     "documents",
     "max_length",
@@ -46,13 +50,14 @@ _NOT_FOR_TEMPLATES = {
     "return_assistant_tokens_mask",
     "return_dict",
     "return_tensors",
+    "sanitize_control_tokens",
     "self",
     "tokenize",
     "tokenizer_kwargs",
     "tools",
     "truncation",
 }
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_UTF8_BYTES = 4  # of a character, at most
 
 
 class Tokenizer:
@@ -88,7 +93,11 @@ class Tokenizer:
         controls = {token_id: self._contents[token_id] for token_id in sorted(self.control_ids)}
         self._marks = Marks(list(controls.values()))
         self._encoder = MarkedEncoder(saved, self._marks, controls)
-        self._token_bytes = TokenBytes(json.loads(saved).get("decoder"), backend.id_to_token, self._contents)
+        content = json.loads(saved)
+        self._token_bytes = TokenBytes(content.get("decoder"), backend.id_to_token, self._contents)
+        self._longest_token = longest_token(content)
+        self._template = ChatTemplate(wrapper)
+        self._lock = threading.Lock()
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -103,6 +112,15 @@ class Tokenizer:
             raise UnsupportedModel(f"The tokenizer in {path} cannot be loaded: {error}") from error
         return cls(wrapper, fingerprint(path))
 
+    def start(self) -> None:
+        """Have the first chat rendered as quickly as any other."""
+        if self.has_chat_template and not is_rendered_here(self._wrapper):
+            self._template.start()
+
+    def close(self) -> None:
+        """End the processes that render chats; they come back when they are needed."""
+        self._template.close()
+
     # Text in
 
     def render_chat(
@@ -111,23 +129,25 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        limit: WorkLimit = UNLIMITED,
     ) -> str:
         """The chat template's text for `messages`, marked: strings in them are text, whatever they spell.
 
         Raises:
-            InvalidRequest: messages the template does not take, or `template_kwargs` that are not the template's.
+            InvalidRequest: messages the template does not take, takes too long or too much memory for, or
+                `template_kwargs` that are not the template's.
         """
         template_kwargs = template_kwargs or {}
-        refused = _NOT_FOR_TEMPLATES.intersection(template_kwargs)
-        if refused:
-            raise InvalidRequest(f"{sorted(refused)} cannot be set in a request.", param="chat_template_kwargs")
+        reserved = _NOT_FOR_TEMPLATES.intersection(template_kwargs)
+        if reserved:
+            raise InvalidRequest(f"{sorted(reserved)} cannot be set in a request.", param="chat_template_kwargs")
         try:
             marked = with_strings(plain_messages(messages), self.mark)
             if not self.has_chat_template:
                 text = self.raw_prompt(_fallback_template(marked, add_generation_prompt), reserved_are_marks=True)
             else:
                 marked_tools = with_strings(tools, self.mark)
-                text = self._apply_template(marked, marked_tools, add_generation_prompt, template_kwargs)
+                text = self._apply_template(marked, marked_tools, add_generation_prompt, template_kwargs, limit)
         except RecursionError as error:
             raise InvalidRequest("The messages or tools are nested too deeply.", param="messages") from error
         return _without_surrogates(text, "messages")
@@ -157,13 +177,19 @@ class Tokenizer:
 
     # Tokens
 
-    def encode(self, marked_text: str) -> Encoding:
+    def encode(self, marked_text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
         """Tokens of marked text. Adds no special tokens; a mark becomes plain pieces, never a control token.
 
         Raises:
             InvalidRequest: lone surrogates in the text.
         """
-        return self._encoder.encode(_without_surrogates(marked_text, None))
+        self.check_length(len(marked_text), limit)
+        return self._encoder.encode(_without_surrogates(marked_text, None), limit)
+
+    def check_length(self, num_chars: int, limit: WorkLimit) -> None:
+        """Refuse a text whose length alone says that it has too many tokens."""
+        if self._longest_token is not None:
+            limit.check(num_chars // self._longest_token)
 
     def spell(self, token_ids: Sequence[int]) -> Spelling:
         """Marked text of token ids that came without text. Control tokens appear as their strings."""
@@ -202,18 +228,41 @@ class Tokenizer:
     # Inside
 
     def _apply_template(
+        self,
+        messages: Any,
+        tools: Any,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+        limit: WorkLimit,
+    ) -> str:
+        if is_rendered_here(self._wrapper):
+            return self._apply_code(messages, tools, add_generation_prompt, template_kwargs)
+        most = self._most_chars(limit)
+        max_bytes = MAX_BYTES if most is None else _UTF8_BYTES * most
+        try:
+            return self._template.render(
+                messages, tools, add_generation_prompt, template_kwargs, limit=limit, max_bytes=max_bytes
+            )
+        except RenderedTooLong as error:
+            self.check_length(error.num_bytes // _UTF8_BYTES, limit)
+            raise ContextLengthExceeded(str(error), param="messages") from None
+
+    def _apply_code(
         self, messages: Any, tools: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
     ) -> str:
+        """For templates that are Python code of a library."""
         try:
             text = self._wrapper.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **template_kwargs
             )
-        except jinja2.TemplateSyntaxError as error:
-            raise UnsupportedModel(f"The model's chat template cannot be read: {error}") from error
-        except _TEMPLATE_ERRORS as error:
-            message = f"The model's chat template refuses these messages: {error}"
-            raise InvalidRequest(message, param="messages", code="refused_by_chat_template") from error
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise refused(error) from error
         return str(text)
+
+    def _most_chars(self, limit: WorkLimit) -> int | None:
+        if limit.max_tokens is None or self._longest_token is None:
+            return None
+        return limit.max_tokens * self._longest_token
 
     def _spell_run(self, token_ids: Sequence[int], after: int | None) -> MarkedEnds:
         detokenizer = self.detokenizer(after)
@@ -225,7 +274,9 @@ class Tokenizer:
     @cached_property
     def _bos(self) -> str:
         """What the tokenizer puts in front of raw text."""
-        with_special, without = self._wrapper.encode("a"), self.encode("a").ids
+        with self._lock:  # transformers sets its tokenizer up anew for every text
+            with_special = self._wrapper.encode("a")
+        without = self.encode("a").ids
         num_front = 0
         while num_front < len(with_special) - len(without) and with_special[num_front] in self.control_ids:
             num_front += 1

@@ -1,6 +1,6 @@
 """The engine as asyncio sees it. With `engine_thread.py` the only module that knows threads and event loops.
 
-Prompts are rendered, matched and tokenised on a worker thread, so that neither the engine nor the event loop waits.
+Prompts are rendered, matched and tokenised on worker threads, so that neither the engine nor the event loop waits.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.config import Config
 from agentcache.errors import AgentCacheError, Conflict, EngineStopped, Overloaded, StoreError
 from agentcache.kv.manifest import lineage_name
 from agentcache.models.embedded import embedded_model_path
+from agentcache.models.work_limit import WorkLimit
 from agentcache.serving.adapter_loader import AdapterLoader
 from agentcache.serving.adapters import AdapterInfo
 from agentcache.serving.agent_turns import WHOLE, AgentTurns, Claim, Turn
 from agentcache.serving.agents import AgentTable
 from agentcache.serving.engine import Engine
-from agentcache.serving.engine_thread import EngineThread, Receive
+from agentcache.serving.engine_thread import EngineThread, Receive, shutting_down
 from agentcache.serving.generation import Generation, Saved
 from agentcache.serving.lineages import PlainPrompt
 from agentcache.serving.output import Output
@@ -37,15 +37,18 @@ from agentcache.serving.prepare import (
     match,
     plain_prompt,
     prepare_request,
+    rough_size,
 )
+from agentcache.serving.prompt_workers import HasEnded, PromptWorkers
 from agentcache.serving.receiver import Receiver
 from agentcache.serving.report import AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
-from agentcache.serving.request import Request
+from agentcache.serving.request import Request, TokenPrompt
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 _EMBEDDED_NAME = "agentcache-embedded"
+# A prompt that is only counted may be so many times as long as one that is to run.
+_COUNTED = 4
 
 
 class AsyncEngine:
@@ -59,7 +62,7 @@ class AsyncEngine:
         self.config = config
         self._warm_up = warm_up
         self._thread = EngineThread(lambda post: Engine(config, _model_path(config), post))
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="agentcache-prepare")
+        self._workers = PromptWorkers()
         self._turns = AgentTurns()
         self._active = 0
         self._is_open = False
@@ -72,6 +75,7 @@ class AsyncEngine:
         """Load the model and its adapters, and open the cache folder; raises whatever stands in the way."""
         await self._thread.start()
         if self._warm_up:
+            await asyncio.to_thread(self._thread.alive().loaded.tokenizer.start)
             await self._call(Engine.warm_up)
         self._model = _describe(self._thread.alive(), self.config)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
@@ -86,8 +90,9 @@ class AsyncEngine:
     async def close(self) -> None:
         """Cancel what runs, write what is due, give the cache folder back."""
         self._is_open = False
-        await self._thread.close()
-        self._worker.shutdown()
+        await asyncio.gather(self._thread.close(), self._workers.close(shutting_down()))
+        if self._thread.engine is not None:
+            self._thread.engine.loaded.tokenizer.close()
         if self._adapters is not None:
             self._adapters.close()
 
@@ -117,9 +122,17 @@ class AsyncEngine:
         """Run `function` on the engine's thread and return what it returns."""
         return await self._thread.call(function)
 
-    async def _in_background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function` on the worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, partial(function, *args, **kwargs))
+    async def _in_background(
+        self, engine: Engine, request: Request, work: Callable[[WorkLimit], T], *, times: int = 1
+    ) -> T:
+        """Run `work` on the request's prompt on a worker thread, with a limit of `times` the tokens that may run."""
+        refuse = partial(engine.check, param=request.prompt_param, counted=isinstance(request.prompt, TokenPrompt))
+        limit = WorkLimit(times * engine.max_prompt_tokens, refuse)
+
+        def read(has_ended: HasEnded) -> T:
+            return work(replace(limit, has_ended=has_ended))
+
+        return await self._workers.run(rough_size(request.prompt), read)
 
     # -- completions ------------------------------------------------------------------------------------------------
 
@@ -142,21 +155,22 @@ class AsyncEngine:
             self._active -= 1
 
     async def count_tokens(self, request: Request) -> int:
-        """Tokens that the request's prompt has, without running it; raises InvalidRequest."""
-        prompt, engine = await self._read(request), self._thread.alive()
-        found = choose_lineage(request, prompt, engine.agents)
-        matched = await self._in_background(match, prompt, held_by(request, found), engine.loaded.tokenizer)
-        return len(matched.transcript.ids)
-
-    async def _read(self, request: Request) -> PlainPrompt:
+        """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
         engine = self._thread.alive()
-        return await self._in_background(plain_prompt, request, engine.agents, engine.loaded.tokenizer)
+        tokenizer = engine.loaded.tokenizer
+        read = partial(plain_prompt, request, engine.agents, tokenizer)
+        prompt = await self._in_background(engine, request, read, times=_COUNTED)
+        held = held_by(request, choose_lineage(request, prompt, engine.agents))
+        matched = await self._in_background(engine, request, partial(match, prompt, held, tokenizer), times=_COUNTED)
+        return len(matched.transcript.ids)
 
     async def _run(self, request: Request, turn: Turn, receiver: Receiver, submitted_at: float) -> None:
         """Have the engine work on the request, once nobody else is at work on the lineage that it goes on from and its
         adapter is there, until its end or a cancellation.
         """
-        prompt = await self._read(request)
+        engine = self._thread.alive()
+        read = partial(plain_prompt, request, engine.agents, engine.loaded.tokenizer)
+        prompt = await self._in_background(engine, request, read)
         found = (await turn.wait(lambda: _claim_for(request, prompt, self._thread.alive().agents))).found
         turn.lasts_until(receiver.settled)
         generation: Generation | None = None
@@ -165,9 +179,8 @@ class AsyncEngine:
             choice = choose_adapter(engine.agents, request)
             self._thread.tell_of_the_end(receiver, until=receiver.settled)
             async with self.adapters.lease(choice.name) as adapter:
-                prepared = await self._in_background(
-                    prepare_request, request, prompt, found, engine.loaded.tokenizer, adapter, choice.policy
-                )
+                work = partial(prepare_request, request, prompt, found, engine.loaded.tokenizer, adapter, choice.policy)
+                prepared = await self._in_background(engine, request, work)
                 generation = self._submit(engine, request, prepared, receiver, submitted_at)
                 await receiver.ended
         finally:
@@ -211,7 +224,7 @@ class AsyncEngine:
 
     @staticmethod
     def _max_tokens(engine: Engine, request: Request, num_prompt_tokens: int) -> int:
-        room = min(engine.loaded.max_context, engine.cache.slots.max_tokens()) - num_prompt_tokens
+        room = engine.max_prompt_tokens + 1 - num_prompt_tokens
         return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
 
     # -- agents -----------------------------------------------------------------------------------------------------

@@ -131,19 +131,30 @@ class Engine:
 
     # -- requests in ------------------------------------------------------------------------------------------------
 
-    def check(self, num_prompt_tokens: int, param: str = "prompt") -> None:
-        """Refuse a prompt that cannot run, before anything is done for it. `param` is what the wire calls it."""
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens that a prompt may have now; from any thread."""
+        return min(self.loaded.max_context, self.cache.slots.max_tokens()) - 1
+
+    def check(self, num_prompt_tokens: int, param: str = "prompt", *, counted: bool = True) -> None:
+        """Refuse a prompt that cannot run, before anything is done for it.
+
+        Args:
+            param: what the wire calls the prompt.
+            counted: whether all its tokens have been counted; else it has at least so many.
+        """
+        how_many = f"the prompt has {'' if counted else 'at least '}{num_prompt_tokens} tokens"
         if num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty", param=param)
         if num_prompt_tokens >= self.loaded.max_context:
             raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens; with at least one to generate, the model's context of "
+                f"{how_many}; with at least one to generate, the model's context of "
                 f"{self.loaded.max_context} is exceeded",
                 param=param,
             )
         if num_prompt_tokens + 1 > self.cache.slots.max_tokens():
             raise InvalidRequest(
-                f"the prompt has {num_prompt_tokens} tokens; the RAM budget holds {self.cache.slots.max_tokens()}",
+                f"{how_many}; the RAM budget holds {self.cache.slots.max_tokens()}",
                 param=param,
                 code="insufficient_memory",
             )

@@ -66,7 +66,7 @@ class EngineThread:
         if self.failure is not None:
             raise EngineStopped(f"the engine has failed: {self.failure}")
         if self._stopping:
-            raise _shutting_down()
+            raise shutting_down()
         if self.engine is None:
             raise EngineStopped("the engine is not running")
         return self.engine
@@ -84,7 +84,7 @@ class EngineThread:
             mx.clear_streams()
 
     def _run_until_stopped(self, engine: Engine) -> None:
-        end: AgentCacheError = _shutting_down()
+        end: AgentCacheError = shutting_down()
         try:
             self._serve(engine)
             engine.drop_all(end)
@@ -204,5 +204,6 @@ def _hand_out(updates: list[tuple[Receive, Update | BaseException]]) -> None:
         receive(update)
 
 
-def _shutting_down() -> Overloaded:
+def shutting_down() -> Overloaded:
+    """What those are told who come too late, or wait for too long."""
     return Overloaded("the server is shutting down", code="shutting_down")

@@ -1,10 +1,11 @@
-"""From a request to token ids and the use of an adapter, against what its agent holds. Runs on a worker thread."""
+"""From a request to token ids and the use of an adapter, against what its agent holds. Runs on worker threads."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from agentcache.adapter_settings import Policy
@@ -13,41 +14,85 @@ from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import InvalidRequest
 from agentcache.kv.manifest import AgentRecord
 from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.work_limit import UNLIMITED, WorkLimit
 from agentcache.serving.activation import AdapterUse, refuse_without_adapter, use_adapter
 from agentcache.serving.adapters import ServedAdapter, settle_policy
 from agentcache.serving.agents import AgentTable
 from agentcache.serving.lineages import PlainPrompt, choose
 from agentcache.serving.request import Prompt, Request, TextPrompt, TokenPrompt
 
+# A template may leave out what a model once thought, and tools that it does not know: messages get as much more room.
+_ROOM_TO_LEAVE_OUT = 4
+_ALWAYS_RENDERED = 1_000_000  # characters
 
-def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer) -> PlainPrompt:
+
+def rough_size(prompt: Prompt) -> int:
+    """Token ids, or about as many characters as there are. Quick, also where the prompt is huge."""
+    if isinstance(prompt, TokenPrompt):
+        return len(prompt.token_ids)
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    return sum(len(message.get("content") or "") for message in prompt.messages)
+
+
+def check_size(prompt: Prompt, tokenizer: Tokenizer, limit: WorkLimit) -> None:
+    """Refuse by its size a prompt that would take long to read, and be refused then."""
+    if isinstance(prompt, TokenPrompt):
+        limit.check(len(prompt.token_ids))
+    elif isinstance(prompt, TextPrompt):
+        tokenizer.check_length(len(prompt.text), limit)
+    else:
+        limit.check(len(prompt.messages))
+        num_chars = _num_chars(prompt.messages) + _num_chars(prompt.tools) + _num_chars(prompt.template_kwargs)
+        if num_chars > _ALWAYS_RENDERED:
+            tokenizer.check_length(num_chars // _ROOM_TO_LEAVE_OUT, limit)
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, Sequence) else 0
+
+
+def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED) -> PlainPrompt:
     """The prompt as marked text, or as the token ids that it came as.
 
     Args:
         system: put in front as a system message where the messages have none.
+        limit: when to give up.
 
     Raises:
         InvalidRequest: the messages do not fit the chat template, or the text or token ids are none.
+        ContextLengthExceeded, InvalidRequest: what `limit` refuses with.
     """
+    check_size(prompt, tokenizer, limit)
     if isinstance(prompt, TokenPrompt):
         _check_ids(prompt.token_ids, tokenizer.vocab_size)
         return PlainPrompt(array("I", prompt.token_ids))
     if isinstance(prompt, TextPrompt):
         return PlainPrompt(tokenizer.raw_prompt(prompt.text))
     messages = _with_system(prompt.messages, system)
-    options = prompt.add_generation_prompt, prompt.template_kwargs
-    return PlainPrompt(tokenizer.render_chat(messages, prompt.tools, *options))
+    options = prompt.tools, prompt.add_generation_prompt, prompt.template_kwargs
+    return PlainPrompt(tokenizer.render_chat(messages, *options, limit=limit))
 
 
-def match(prompt: PlainPrompt, transcript: Transcript | None, tokenizer: Tokenizer) -> PromptMatch:
+def match(
+    prompt: PlainPrompt, transcript: Transcript | None, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED
+) -> PromptMatch:
     """The prompt as tokens, keeping those that a lineage has.
 
     Args:
         transcript: the lineage's, empty for a new one; None for a request without agent, whose text nobody will need.
+        limit: when to give up.
+
+    Raises:
+        ContextLengthExceeded, InvalidRequest: what `limit` refuses with.
     """
     held = transcript or Transcript.empty()
     if isinstance(prompt.content, str):
-        return match_text(held, prompt.content, tokenizer.encode, tokenizer.control_ids)
+        return match_text(held, prompt.content, partial(tokenizer.encode, limit=limit), tokenizer.control_ids)
     return match_tokens(held, prompt.content, _no_text if transcript is None else tokenizer.spell)
 
 
@@ -112,6 +157,7 @@ def prepare_request(
     tokenizer: Tokenizer,
     adapter: ServedAdapter | None,
     policy: Policy | None,
+    limit: WorkLimit,
 ) -> Prepared:
     """Everything about a request that must be known before it runs.
 
@@ -119,11 +165,12 @@ def prepare_request(
         prompt: the request's, as `plain_prompt` has read it.
         found: the lineage that it goes on from; None for another beginning, and without an agent.
         adapter, policy: what `choose_adapter` said.
+        limit: when to give up.
 
     Raises:
         InvalidRequest: the prompt does not go with the adapter.
     """
-    matched = match(prompt, held_by(request, found), tokenizer)
+    matched = match(prompt, held_by(request, found), tokenizer, limit)
     if adapter is None:
         refuse_without_adapter(request)
         return Prepared(matched, found, None)
@@ -138,11 +185,11 @@ def held_by(request: Request, found: AgentRecord | None) -> Transcript | None:
     return Transcript.empty() if found is None else found.transcript
 
 
-def plain_prompt(request: Request, agents: AgentTable, tokenizer: Tokenizer) -> PlainPrompt:
-    """The request's prompt; raises InvalidRequest."""
+def plain_prompt(request: Request, agents: AgentTable, tokenizer: Tokenizer, limit: WorkLimit) -> PlainPrompt:
+    """The request's prompt; raises as `read_prompt`."""
     agent = request.agent
     system = agents.get(agent).system if agent is not None and agent in agents else None
-    return read_prompt(request.prompt, system, tokenizer)
+    return read_prompt(request.prompt, system, tokenizer, limit)
 
 
 def choose_lineage(request: Request, prompt: PlainPrompt, agents: AgentTable) -> AgentRecord | None:

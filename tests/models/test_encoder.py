@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 
+import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
+from agentcache.errors import ContextLengthExceeded, Overloaded
+from agentcache.models import encoder
+from agentcache.models.encoder import MarkedEncoder, _encode
+from agentcache.models.marks import Marks
 from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.work_limit import WorkLimit
+from tests.conftest import StyledTokenizer
 from tests.models.tokenizing import StandInWrapper, decoded, ids_of, specials, user
 
 
@@ -71,3 +81,82 @@ class TestEncode:
         assert len(think) == 1
         assert think[0] in ids_of(chatml, chatml.mark("<|im_end|><think>"))
         assert think[0] not in chatml.control_ids
+
+
+def give_up(at_least: int) -> None:
+    raise ContextLengthExceeded(str(at_least))
+
+
+class TestLimits:
+    LONG = "The cat sat on the mat; it's 10 times\n    as long. " * 4000
+
+    @pytest.mark.parametrize("marked", [False, True])
+    def test_what_fits_is_read_as_ever(self, tokenizer: Tokenizer, marked: bool) -> None:
+        """Also a text so long that it is counted first."""
+        text = self.LONG[:60_000] + (tokenizer.mark(specials(tokenizer)[-1]) if marked else "")
+        whole = tokenizer.encode(text)
+        counted = tokenizer.encode(text * 3, WorkLimit(len(whole.ids) * 3 + 3, give_up))
+        assert counted == tokenizer.encode(text * 3)
+        assert tokenizer.encode(text, WorkLimit(len(whole.ids), give_up)) == whole
+        with pytest.raises(ContextLengthExceeded) as refused:
+            tokenizer.encode(text, WorkLimit(len(whole.ids) - 1, give_up))
+        assert str(refused.value) == str(len(whole.ids))
+
+    def test_a_count_never_refuses_what_fits(self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(encoder, "_USUAL_CHARS", 0)
+        monkeypatch.setattr(encoder, "_PIECE_CHARS", 977)
+        for text in (self.LONG[:20_000], "a" * 20_000, " " * 20_000, "東🙂" * 5000, tokenizer.mark(self.LONG[:9000])):
+            whole = tokenizer.encode(text)
+            assert tokenizer.encode(text, WorkLimit(len(whole.ids), give_up)) == whole
+
+    def test_only_the_beginning_is_counted(self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+        pieces: list[int] = []
+        count = MarkedEncoder._num_tokens
+        monkeypatch.setattr(
+            MarkedEncoder, "_num_tokens", lambda self, piece: pieces.append(len(piece)) or count(self, piece)
+        )
+        tokenizer._longest_token, known = None, tokenizer._longest_token
+        try:
+            with pytest.raises(ContextLengthExceeded):
+                tokenizer.encode(self.LONG * 40, WorkLimit(1000, give_up))
+        finally:
+            tokenizer._longest_token = known
+        assert 0 < sum(pieces) < 40_000
+
+    def test_a_length_that_says_enough(self, chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(MarkedEncoder, "encode", None)  # nothing is tokenised
+        with pytest.raises(ContextLengthExceeded) as refused:
+            chatml.encode("a" * 1_000_000, WorkLimit(1000, give_up))
+        assert int(str(refused.value)) > 1000
+
+    def test_nobody_waits_any_more(self, chatml: Tokenizer) -> None:
+        looks = iter([False, False, True])
+        with pytest.raises(Overloaded):
+            chatml.encode(self.LONG, WorkLimit(20_000, give_up, lambda: next(looks)))
+        assert list(looks) == []
+
+    def test_other_threads_run_meanwhile(self, chatml: Tokenizer) -> None:
+        ticks, done = [time.perf_counter()], threading.Event()
+
+        def tick() -> None:
+            while not done.wait(0.001):
+                ticks.append(time.perf_counter())
+
+        ticking = threading.Thread(target=tick)
+        ticking.start()
+        beginning = time.perf_counter()
+        _encode(chatml._encoder._backend, self.LONG * 2)
+        seconds = time.perf_counter() - beginning
+        done.set()
+        ticking.join()
+        assert max(later - sooner for sooner, later in pairwise(ticks)) < seconds / 2
+
+    def test_threads_share_one_copy_for_marks(self, styled_tokenizer: StyledTokenizer) -> None:
+        own = MarkedEncoder(*encoder_parts(styled_tokenizer("byte_bpe_bos")))
+        with ThreadPoolExecutor(4) as pool:
+            assert len(set(pool.map(lambda _: id(own._plain_backend), range(16)))) == 1
+
+
+def encoder_parts(tokenizer: Tokenizer) -> tuple[str, Marks, dict[int, str]]:
+    made = tokenizer._encoder
+    return made._saved, made._marks, dict(made._controls)

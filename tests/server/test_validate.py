@@ -5,9 +5,16 @@ from typing import Any
 
 import pytest
 
-from agentcache.errors import InvalidRequest
+from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.models.json_values import MAX_DEPTH
-from agentcache.server.validate import Reader, check_agent_id, parse_object
+from agentcache.server.validate import (
+    MANY_VALUES,
+    Reader,
+    check_agent_id,
+    parse_object,
+    refuse_long_lists,
+    refuse_many_values,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +48,25 @@ def test_pairs_of_surrogate_escapes_are_a_character() -> None:
 def test_nesting_up_to_the_limit_is_read() -> None:
     depth = MAX_DEPTH - 2
     assert parse_object(b'{"a": ' + b"[" * depth + b"]" * depth + b"}")
+
+
+def test_more_values_than_any_prompt_needs() -> None:
+    many = MANY_VALUES * b"1,"
+    with pytest.raises(ContextLengthExceeded) as refused:
+        refuse_many_values(b'{"prompt": [' + many + b"1]}", 32768, "prompt")
+    assert refused.value.param == "prompt"
+    refuse_many_values(b'{"prompt": [' + many + b"1]}", MANY_VALUES, "prompt")  # a context that holds them
+    refuse_many_values(b'{"prompt": [' + b"[1]," * 100 + b"[" + many + b"1]]}", 32768, "prompt")  # a hundred prompts
+    refuse_many_values(b'{"prompt": "' + b"no values " * MANY_VALUES + b'"}', 32768, "prompt")
+
+
+def test_lists_that_are_longer_than_the_context() -> None:
+    for param in ("prompt", "messages"):
+        refuse_long_lists({param: [1] * 100}, 100)
+        refuse_long_lists({param: "x" * 101}, 100)
+        with pytest.raises(ContextLengthExceeded) as refused:
+            refuse_long_lists({param: [1] * 101}, 100)
+        assert refused.value.param == param
 
 
 @pytest.mark.parametrize("value", ["a", "A.b_c-9", "x" * 64, "...", ".a"])

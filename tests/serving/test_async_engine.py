@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.config import Config
-from agentcache.errors import Conflict, EngineStopped, Overloaded
+from agentcache.errors import Conflict, EngineStopped, Overloaded, RequestError
 from agentcache.serving import engine_thread
 from agentcache.serving.async_engine import AsyncEngine
 from agentcache.serving.engine import Engine
@@ -110,6 +110,19 @@ def test_the_queue_is_bounded(model: Path, tmp_path: Path) -> None:
         assert await outcome_of(complete(engine, None, 1)) == "done"
 
     run(test, model, tmp_path, max_concurrent_requests=1)
+
+
+def test_prompts_are_counted_up_to_a_multiple_of_what_may_run(model: Path, tmp_path: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        most = engine._thread.alive().max_prompt_tokens
+        too_long = Request("1", TokenPrompt([9] * (most + 1)))
+        assert await engine.count_tokens(too_long) == most + 1
+        with pytest.raises(RequestError, match=f"has {most + 1} tokens"):
+            await engine.generate(too_long, lambda update: None)
+        with pytest.raises(RequestError, match=f"has {4 * most + 1} tokens"):
+            await engine.count_tokens(Request("2", TokenPrompt([9] * (4 * most + 1))))
+
+    run(test, model, tmp_path)
 
 
 def test_closing_tells_those_who_wait(model: Path, tmp_path: Path) -> None:

@@ -104,11 +104,11 @@ def test_a_turn_writes_and_reads_only_what_it_adds(num_tokens: int, model: Path,
 def count_encoded(llm: LLM) -> list[int]:
     """Gets the number of characters of every text that is tokenised from now on."""
     tokenizer, sizes = engine_of(llm).loaded.tokenizer, []
-    encode: Callable[[str], Encoding] = tokenizer.encode
+    encode: Callable[..., Encoding] = tokenizer.encode
 
-    def count(text: str) -> Encoding:
+    def count(text: str, *options: Any, **named: Any) -> Encoding:
         sizes.append(len(text))
-        return encode(text)
+        return encode(text, *options, **named)
 
     tokenizer.encode = count
     return sizes

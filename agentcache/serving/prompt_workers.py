@@ -1,0 +1,150 @@
+"""Threads that turn prompts into tokens, short prompts first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from agentcache.errors import AgentCacheError
+
+log = logging.getLogger("agentcache.engine")
+
+T = TypeVar("T")
+HasEnded = Callable[[], bool]
+
+LARGE = 64_000  # characters, or token ids
+CLOSE_SECONDS = 1.5
+
+
+@dataclass(order=True)
+class _Job(Generic[T]):
+    """Work that somebody waits for. Jobs are ordered by size, and those of one size as they came."""
+
+    size: int
+    number: int
+    work: Callable[[HasEnded], T] = field(compare=False)
+    future: asyncio.Future[T] = field(compare=False)
+    ended: bool = field(default=False, compare=False)
+
+    @property
+    def is_large(self) -> bool:
+        return self.size > LARGE
+
+    def has_ended(self) -> bool:
+        return self.ended
+
+    def run(self) -> None:
+        try:
+            result = self.work(self.has_ended)
+        except BaseException as error:
+            self._tell(self.future.set_exception, error)
+        else:
+            self._tell(self.future.set_result, result)
+
+    def fail(self, error: AgentCacheError) -> None:
+        """On the event loop's thread."""
+        self.ended = True
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def _tell(self, settle: Callable[[Any], None], outcome: Any) -> None:
+        def tell() -> None:
+            if not self.future.done():
+                settle(outcome)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all who waited
+            self.future.get_loop().call_soon_threadsafe(tell)
+
+
+class PromptWorkers:
+    """Runs work on threads: the smallest job first, and large ones never on all threads at once.
+
+    `run` and `close` belong to one event loop.
+    """
+
+    def __init__(self, num_workers: int | None = None) -> None:
+        self._num_workers = num_workers or min(4, max(2, os.cpu_count() or 1))
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._waiting: list[_Job[Any]] = []
+        self._running: list[_Job[Any]] = []
+        self._numbers = itertools.count()
+        self._closed: AgentCacheError | None = None
+
+    async def run(self, size: int, work: Callable[[HasEnded], T]) -> T:
+        """What `work` returns.
+
+        Args:
+            size: characters or token ids that it is about.
+            work: called with a function that says whether it may stop, since nobody waits for it any more.
+        """
+        if self._closed is not None:
+            raise self._closed
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        job = _Job(size, next(self._numbers), work, future)
+        with self._changed:
+            heapq.heappush(self._waiting, job)
+            self._start_thread()
+            self._changed.notify()
+        try:
+            return await future
+        finally:
+            job.ended = True
+
+    async def close(self, error: AgentCacheError) -> None:
+        """Tell all who wait, have what runs stop, and wait a little until it has."""
+        self._closed = error
+        with self._changed:
+            for job in [*self._waiting, *self._running]:
+                job.fail(error)
+            self._waiting.clear()
+            self._changed.notify_all()
+        await asyncio.to_thread(self._join)
+
+    def _start_thread(self) -> None:
+        if len(self._threads) < self._num_workers:
+            thread = threading.Thread(target=self._work, name="agentcache-prepare", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            log.warning("a prompt is still being read after %.1f s; it is left behind", CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            job.run()
+            with self._changed:
+                self._running.remove(job)
+                self._changed.notify_all()
+            del job  # and with it the prompt
+
+    def _next(self) -> _Job[Any] | None:
+        """The next job, once there is one that may run; None at the end."""
+        with self._changed:
+            while self._closed is None:
+                self._drop_ended()
+                if self._waiting and self._may_run(self._waiting[0]):
+                    self._running.append(job := heapq.heappop(self._waiting))
+                    return job
+                self._changed.wait()
+        return None
+
+    def _drop_ended(self) -> None:
+        while self._waiting and self._waiting[0].ended:
+            heapq.heappop(self._waiting)
+
+    def _may_run(self, job: _Job[Any]) -> bool:
+        return not job.is_large or sum(other.is_large for other in self._running) < self._num_workers - 1
