@@ -15,7 +15,8 @@ AgentCacheError
 ├── UnsupportedModel             the model cannot be served exactly; says which layer and why
 ├── CacheFolderInUse             another process holds the cache folder
 ├── StoreError                   a file could not be written (disk full, permissions)
-│   └── DiskBudgetExceeded       writing would pass the disk budget even after eviction
+│   ├── DiskBudgetExceeded       writing would pass the disk budget even after eviction
+│   └── BlocksLost               somebody has removed files from the cache folder
 ├── BlockRejected                a cache file failed verification; it has been quarantined
 ├── BlockMissing                 a cache file is not there
 ├── OutOfBlocks                  the RAM budget holds no further block
@@ -113,6 +114,10 @@ class StoreError(AgentCacheError):
 
 
 class DiskBudgetExceeded(StoreError):
+    pass
+
+
+class BlocksLost(StoreError):
     pass
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from agentcache.blocks.keys import block_key
 from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest
-from agentcache.kv.atomic import Fault, append_file, read_file, replace_file, sync_folder
+from agentcache.kv.atomic import Fault, append_file, replace_file
+from agentcache.kv.cache_files import CacheFiles
 from agentcache.kv.disk_usage import DiskUsage
 from agentcache.kv.manifest import (
     MAX_MANIFEST_BYTES,
@@ -76,12 +77,14 @@ class AgentFolder:
     """The agents in one folder below ``agents/``; the only writer of their files.
 
     Args:
+        files: the way to them.
         folder: an existing folder whose files `usage` knows.
         usage: keeps the sizes and the budget.
         fault: called at each step of the write path.
     """
 
-    def __init__(self, folder: Path, usage: DiskUsage, fault: Fault) -> None:
+    def __init__(self, files: CacheFiles, folder: Path, usage: DiskUsage, fault: Fault) -> None:
+        self._files = files
         self._folder = folder
         self._usage = usage
         self._fault = fault
@@ -116,16 +119,22 @@ class AgentFolder:
         self._loaded = True
 
     def _read(self, agent_id: str) -> SavedAgent:
-        manifest = decode_manifest(_read_whole(self._manifest_path(agent_id), MAX_MANIFEST_BYTES))
+        manifest = decode_manifest(self._read_whole(self._manifest_path(agent_id), MAX_MANIFEST_BYTES))
         if manifest.id != agent_id or not valid_id(agent_id) or manifest.model[:16] != self._folder.name:
             raise BlockRejected(f"the manifest is of agent {manifest.id!r:.80} of model {manifest.model!r:.80}")
-        log = _read_whole(self._log_path(agent_id, manifest.log.generation), _MAX_LOG_BYTES)
+        log = self._read_whole(self._log_path(agent_id, manifest.log.generation), _MAX_LOG_BYTES)
         content = parse_log(log, agent_id, manifest.model, manifest.log)
         if not 0 <= manifest.num_saved <= len(content.transcript.ids):
             raise BlockRejected(f"{manifest.num_saved} of {len(content.transcript.ids)} tokens are named as saved")
         if len(content.chains) != len(manifest.spans()):
             raise BlockRejected(f"{len(content.chains)} blocks are named for {manifest.num_saved} tokens")
         return SavedAgent(manifest, content)
+
+    def _read_whole(self, path: Path, max_bytes: int) -> bytes:
+        try:
+            return self._files.read(path, max_bytes)
+        except OSError as error:
+            raise BlockRejected(f"cannot read {path.name}: {error}") from error
 
     def _reject(self, agent_id: str, reason: str) -> None:
         logs = [self._log_path(agent_id, generation) for generation in self._generations.pop(agent_id, ())]
@@ -169,7 +178,7 @@ class AgentFolder:
         self._names.discard(agent_id)
         self._agents.pop(agent_id, None)
         self._fault("delete-before-folder-fsync")
-        sync_folder(self._folder)
+        self._files.sync_folder(self._folder)
         self._remove_logs(agent_id)
 
     def _check(self, record: AgentRecord, num_groups: int) -> None:
@@ -196,7 +205,7 @@ class AgentFolder:
     def _can_extend(self, saved: SavedAgent, model: str) -> bool:
         end = saved.manifest.log
         try:
-            size = self._log_path(saved.manifest.id, end.generation).lstat().st_size
+            size = self._files.status(self._log_path(saved.manifest.id, end.generation)).st_size
         except FileNotFoundError:
             return False
         return saved.extendable and saved.manifest.model == model and size >= end.num_bytes
@@ -209,10 +218,10 @@ class AgentFolder:
         path = self._log_path(agent_id, log.end.generation)
         try:
             if log.appends:
-                append_file(path, log.data, log.end.num_bytes - len(log.data), "log", self._fault)
+                append_file(self._files, path, log.data, log.end.num_bytes - len(log.data), "log", self._fault)
             else:
                 self._generations[agent_id].add(log.end.generation)
-                replace_file(path, log.data, "log", self._fault)
+                replace_file(self._files, path, log.data, "log", self._fault)
         except BaseException:
             self._usage.refresh(path)
             raise
@@ -222,18 +231,24 @@ class AgentFolder:
         path = self._manifest_path(agent_id)
         self._names.add(agent_id)
         try:
-            replace_file(path, encoded, "manifest", self._fault)
+            replace_file(self._files, path, encoded, "manifest", self._fault)
         except BaseException:
             self._usage.refresh(path)
-            self._keep_logs_if_replaced(agent_id, encoded)
+            self._keep_logs_if_replaced(agent_id)
             raise
         self._usage.record_written(path, len(encoded), len(encoded))
 
-    def _keep_logs_if_replaced(self, agent_id: str, encoded: bytes) -> None:
+    def _keep_logs_if_replaced(self, agent_id: str) -> None:
         """After a rename that may not be durable either manifest may be found, so the logs must not change any more."""
         saved = self._agents.get(agent_id)
-        if saved and self._manifest_path(agent_id).read_bytes() != encode_manifest(saved.manifest):
+        if saved and not self._is_on_disk(saved.manifest):
             self._agents[agent_id] = replace(saved, extendable=False)
+
+    def _is_on_disk(self, manifest: Manifest) -> bool:
+        try:
+            return self._files.read(self._manifest_path(manifest.id), MAX_MANIFEST_BYTES) == encode_manifest(manifest)
+        except OSError:
+            return False
 
     def _remove_logs(self, agent_id: str) -> None:
         """Remove the agent's logs, but for the one its manifest names."""
@@ -250,13 +265,6 @@ class AgentFolder:
 
     def _log_path(self, agent_id: str, generation: int) -> Path:
         return self._folder / f"{agent_id}.{generation}.log"
-
-
-def _read_whole(path: Path, max_bytes: int) -> bytes:
-    try:
-        return read_file(path, max_bytes)
-    except OSError as error:
-        raise BlockRejected(f"cannot read {path.name}: {error}") from error
 
 
 def _manifest_of(record: AgentRecord, cache: str, groups: tuple[str, ...], end: LogEnd) -> Manifest:
