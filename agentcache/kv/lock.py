@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from pathlib import Path
 
 from agentcache.errors import CacheFolderInUse, StoreError
 from agentcache.kv.cache_files import CacheFiles
@@ -17,11 +18,11 @@ class FolderLock:
         StoreError: the file system cannot lock.
     """
 
-    def __init__(self, files: CacheFiles) -> None:
-        self._files = files
-        cache_dir = files.root
+    def __init__(self, cache_dir: Path) -> None:
+        self._files = CacheFiles(cache_dir)
+        self._path = cache_dir / "lock"
         try:
-            with files.open(cache_dir / "lock", os.O_RDWR | os.O_CREAT) as fd:
+            with self._files.open(self._path, os.O_RDWR | os.O_CREAT) as fd:
                 self._fd: int | None = os.dup(fd)
         except OSError as error:
             raise StoreError(f"cannot open the lock of {cache_dir}: {error}") from error
@@ -42,7 +43,7 @@ class FolderLock:
         """Whether the lock that is held is the one that others find; not so once the folder was removed."""
         assert self._fd is not None
         try:
-            return os.path.samestat(os.fstat(self._fd), self._files.status(self._files.root / "lock"))
+            return os.path.samestat(os.fstat(self._fd), self._files.status(self._path))
         except FileNotFoundError:
             return False
 

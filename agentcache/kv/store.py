@@ -74,7 +74,7 @@ class Store:
             self._block_dir, self._agent_dir = root / "blocks", root / "agents" / model_fingerprint[:16]
             self._usage = DiskUsage(self._files, disk_budget)
             self._blocks = BlockFolder(self._files, self._block_dir, spec, self._usage, fault)
-            self._lock = FolderLock(self._files)
+            self._lock = FolderLock(self._files.root)
             try:
                 self._take_stock()
             except BaseException:
@@ -117,7 +117,7 @@ class Store:
 
     def _lock_again(self) -> None:
         try:
-            lock = FolderLock(self._files)
+            lock = FolderLock(self._files.root)
         except CacheFolderInUse as error:
             raise StoreError(str(error)) from error
         self._lock.release()
