@@ -123,6 +123,7 @@ def test_a_folder_replaced_by_a_link_while_running(model: Path, tmp_path: Path) 
         talk = TokenTalk()
         talk.turn(llm, 300)
         for name in ("blocks", "agents"):
+            engine_of(llm).persistence.flush()
             (cache_dir / name).rename(cache_dir / "aside")
             (cache_dir / name).symlink_to(outside)
             turn = talk.turn(llm, len(talk.ids) + 20)
