@@ -291,7 +291,10 @@ class Store:
 
 def _make_root(root: Path) -> None:
     """Make the cache folder if it is not there. Its mode is set only if it is ours: new, empty, or used before."""
-    root.mkdir(0o700, parents=True, exist_ok=True)
+    try:
+        root.mkdir(0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError("it is not a folder") from None
     with CacheFiles(root).folder(root) as fd:
         if set(os.listdir(fd)) <= _OWN_ENTRIES:
             os.fchmod(fd, 0o700)
