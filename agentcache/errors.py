@@ -8,6 +8,7 @@ AgentCacheError
 │   ├── Unauthorized             401  missing or wrong API key
 │   ├── NotFound                 404  unknown agent, model or adapter
 │   ├── Conflict                 409  the name is taken
+│   ├── RequestTooSlow           408  the request was not all there within its time
 │   ├── PayloadTooLarge          413  request body over the limit
 │   ├── Overloaded               503  queue full or shutting down
 │   └── RequestTimedOut          504  not done within the request's time limit
@@ -73,6 +74,12 @@ class NotFound(RequestError):
     status = 404
     code = "not_found"
     type = "not_found_error"
+
+
+class RequestTooSlow(RequestError):
+    status = 408
+    code = "request_too_slow"
+    type = "timeout_error"
 
 
 class Conflict(RequestError):
