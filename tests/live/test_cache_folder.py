@@ -149,3 +149,14 @@ def test_an_adapter_that_is_none_is_refused_at_once(live_server: ServerProcess, 
         answer = http.post("/v1/adapters", json={"name": "none", "path": str(tmp_path)})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path"), answer.text
     assert time.monotonic() - beginning < 1
+
+
+def test_sigterm_when_the_folder_is_gone(live_model: Path, tmp_path: Path, agent: str) -> None:
+    cache_dir = tmp_path / "cache"
+    with serving(live_model, cache_dir) as server:
+        complete(server, make_ids(300), 4, agent=agent)
+        shutil.rmtree(cache_dir)
+        beginning = time.monotonic()
+        assert stop(server) == 0
+        assert time.monotonic() - beginning < DRAIN_SECONDS + 2
+    assert "Traceback" not in log_of(cache_dir)
