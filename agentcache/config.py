@@ -16,6 +16,7 @@ from typing import Any
 
 from agentcache.adapter_settings import AdapterFolder, parse_adapters
 from agentcache.errors import ConfigError
+from agentcache.origins import parse_origins
 from agentcache.sizes import AUTO_DISK_CEILING, parse_bytes, parse_disk_budget, parse_ram_budget, parse_trunk_budget
 
 log = logging.getLogger("agentcache.config")
@@ -49,6 +50,8 @@ _POSITIVE = (
     "request_timeout",
     "max_context",
     "max_body_bytes",
+    "body_timeout",
+    "header_timeout",
     "prefill_chunk",
     "max_stall_ms",
     "max_lineages",
@@ -71,6 +74,8 @@ class Config:
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
         max_body_bytes: largest request body.
+        header_timeout, body_timeout: seconds within which a request's headers, and then its body, must have come.
+        cors_origins: web pages that may ask, as `scheme://host[:port]`, or `*` for all.
         prefill_chunk: prompt tokens computed at once, at most; on a GPU up to 2,048 while nobody generates.
         max_stall_ms: milliseconds that computing prompt tokens may keep others from generating.
         decode_share: share of the time that generating gets while prompts wait; above 0 and below 1.
@@ -95,6 +100,9 @@ class Config:
     request_timeout: float | None = None
     max_context: int | None = None
     max_body_bytes: int = 32 * 10**6
+    header_timeout: float = 10.0
+    body_timeout: float = 30.0
+    cors_origins: tuple[str, ...] = ()
     prefill_chunk: int = 256
     max_stall_ms: float = 100.0
     decode_share: float = 0.5
@@ -128,10 +136,10 @@ class Config:
 
 KEYS = tuple(setting.name for setting in fields(Config))
 _INTEGERS = frozenset({"port", "max_concurrent_requests", "max_context", "prefill_chunk", "max_lineages"})
-_NUMBERS = frozenset({"request_timeout", "max_stall_ms", "decode_share"})
+_NUMBERS = frozenset({"request_timeout", "header_timeout", "body_timeout", "max_stall_ms", "decode_share"})
 _SWITCHES = frozenset({"strict_model_names", "session_headers"})
 _ON_OR_OFF = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
-_TABLES = frozenset({"adapters", "aliases"})
+_STRUCTURED = frozenset({"adapters", "aliases", "cors_origins"})
 _TEXTS = frozenset({"model", "host", "api_key", "api_key_file", "cache_dir", "images"})
 
 
@@ -204,9 +212,10 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Values as `Config` wants them, from strings and TOML values."""
-    settings: dict[str, Any] = {key: _plain(key, value) for key, value in raw.items() if key not in _TABLES}
+    settings: dict[str, Any] = {key: _plain(key, value) for key, value in raw.items() if key not in _STRUCTURED}
     settings["adapters"] = parse_adapters(raw.get("adapters", {}))
     settings["aliases"] = _aliases(raw.get("aliases", {}))
+    settings["cors_origins"] = parse_origins(raw.get("cors_origins", ()))
     settings |= _key_of_file(settings)
     cache_dir = Path(settings.get("cache_dir", default_cache_dir())).expanduser().absolute()
     settings["cache_dir"] = cache_dir

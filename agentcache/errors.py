@@ -8,6 +8,7 @@ AgentCacheError
 │   ├── Unauthorized             401  missing or wrong API key
 │   ├── NotFound                 404  unknown agent, model or adapter
 │   ├── Conflict                 409  the name is taken
+│   ├── RequestTooSlow           408  the request was not all there within its time
 │   ├── PayloadTooLarge          413  request body over the limit
 │   ├── Overloaded               503  queue full or shutting down
 │   └── RequestTimedOut          504  not done within the request's time limit
@@ -15,7 +16,8 @@ AgentCacheError
 ├── UnsupportedModel             the model cannot be served exactly; says which layer and why
 ├── CacheFolderInUse             another process holds the cache folder
 ├── StoreError                   a file could not be written (disk full, permissions)
-│   └── DiskBudgetExceeded       writing would pass the disk budget even after eviction
+│   ├── DiskBudgetExceeded       writing would pass the disk budget even after eviction
+│   └── BlocksLost               somebody has removed files from the cache folder
 ├── BlockRejected                a cache file failed verification; it has been quarantined
 ├── BlockMissing                 a cache file is not there
 ├── OutOfBlocks                  the RAM budget holds no further block
@@ -74,6 +76,12 @@ class NotFound(RequestError):
     type = "not_found_error"
 
 
+class RequestTooSlow(RequestError):
+    status = 408
+    code = "request_too_slow"
+    type = "timeout_error"
+
+
 class Conflict(RequestError):
     status = 409
     code = "conflict"
@@ -118,6 +126,10 @@ class DiskBudgetExceeded(StoreError):
     def __init__(self, message: str, num_bytes: int = 0) -> None:
         super().__init__(message)
         self.num_bytes = num_bytes
+
+
+class BlocksLost(StoreError):
+    pass
 
 
 class BlockRejected(AgentCacheError):

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -40,6 +40,7 @@ class ServerProcess:
         extra: further arguments of `agentcache serve`.
         command: what to run in place of `agentcache serve`.
         ready_seconds: how long it may take until `/health` answers 200.
+        environment: settings beside the arguments, as AGENTCACHE_* variables.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class ServerProcess:
         extra: Sequence[str] = (),
         command: Sequence[str] = SERVE,
         ready_seconds: float = 300.0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._log = log
         self._ready_seconds = ready_seconds
+        self._environment = {**_environment(), **(environment or {})}
         self._port = free_port()
         options = ["--host", "127.0.0.1", "--port", str(self._port), "--cache-dir", str(cache_dir), *extra]
         self._command = [*command, *options, *(["--model", model] if model else [])]
@@ -106,7 +109,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(),
+                env=self._environment,
                 start_new_session=True,
             )
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, StoreError
 
 AUTO_RAM_SHARE = 0.25
 AUTO_DISK_SHARE = 0.20
@@ -34,11 +34,17 @@ def available_disk(cache_dir: Path) -> int:
     """Bytes that are free on the cache folder's disk, plus those that its block files hold already.
 
     A percentage is taken of both, so that a restart with a full cache does not shrink its own budget.
+
+    Raises:
+        StoreError: there can be no such folder, or it may not be looked at.
     """
     nearest = cache_dir
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    return shutil.disk_usage(nearest).free + _held_bytes(cache_dir / "blocks")
+    try:
+        while not nearest.exists() and nearest != nearest.parent:
+            nearest = nearest.parent
+        return shutil.disk_usage(nearest).free + _held_bytes(cache_dir / "blocks")
+    except OSError as error:
+        raise StoreError(f"cannot use the cache folder {cache_dir}: {error.strerror}") from error
 
 
 def _held_bytes(folder: Path) -> int:

@@ -138,7 +138,7 @@ def _holder(cache_dir: Path) -> str | None:
     if not (cache_dir / "lock").exists():
         return None
     try:
-        FolderLock(cache_dir).release()
+        FolderLock(cache_dir.resolve()).release()
     except CacheFolderInUse:
         return "in use by a running server"
     return None

@@ -83,7 +83,7 @@ def empty_folder(cache_dir: Path) -> int:
 
     if not (cache_dir / "lock").is_file():
         return 0
-    lock = FolderLock(cache_dir)
+    lock = FolderLock(cache_dir.resolve())
     try:
         return sum(_remove(cache_dir / name) for name in FOLDERS)
     except OSError as error:

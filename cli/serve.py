@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,6 +52,9 @@ def serve(
     max_stall_ms: Annotated[float | None, typer.Option(help="Milliseconds a prompt may hold up others (100).")] = None,
     decode_share: Annotated[float | None, typer.Option(help="Share of the time for decoding (0.5).")] = None,
     max_lineages: Annotated[int | None, typer.Option(help="Conversations kept of one agent (8).")] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help="Web page that may ask, or *; may be repeated.")
+    ] = None,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH[:POLICY]", help="LoRA adapter to load; may be repeated.")
     ] = None,
@@ -86,6 +90,7 @@ def serve(
             "max_stall_ms": max_stall_ms,
             "decode_share": decode_share,
             "max_lineages": max_lineages,
+            "cors_origins": cors_origin or None,
             "adapters": adapter or None,
             "strict_model_names": strict_model_names,
             "session_headers": session_headers,
@@ -140,21 +145,23 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
             server.should_exit = True
 
     app = create_app(engine, config, on_start=on_start)
-    server = DrainingServer(uvicorn_config(app), engine)
+    server = DrainingServer(uvicorn_config(app, config), engine)
     leave_in_order(server)
     server.run(sockets=[listener])
     if failures:
         raise start_error(failures[0])
 
 
-def uvicorn_config(app: object) -> uvicorn.Config:
+def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
     import uvicorn
 
+    from agentcache.server.connection import ClientConnection, most_connections
     from agentcache.server.drain import CUT_SECONDS
 
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
+        http=partial(ClientConnection, head_seconds=config.header_timeout, most=most_connections()),  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         server_header=False,

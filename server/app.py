@@ -10,25 +10,38 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agentcache import __version__
 from agentcache.config import Config
+from agentcache.origins import hosts_of
 from agentcache.server import adapters, agents, anthropic, cache, openai
+from agentcache.server.body import BodyLimit, WholeBody
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.errors import ErrorResponses, http_error
 from agentcache.server.large_bodies import LargeBodies
 from agentcache.server.metrics import Measure
-from agentcache.server.middleware import AgentHeader, ApiKey, BodyLimit, LoopbackGuard, RequestLimit, is_loopback
+from agentcache.server.middleware import (
+    AgentHeader,
+    ApiKey,
+    HostGuard,
+    OriginGuard,
+    RequestLimit,
+    is_loopback,
+    own_names,
+)
 from agentcache.server.model_names import adapter_in
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
 from agentcache.serving.adapters import AdapterInfo
 from agentcache.serving.report import ModelInfo
 
 Started = Callable[[BaseException | None], None]
+
+HALF_BODIES = 4  # of the largest size, that may be on their way at once
 
 
 def create_app(
@@ -106,18 +119,38 @@ def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]
 
 def _middleware(context: Context) -> list[Middleware]:
     config = context.config
-    guards = [
+    local = is_loopback(config.host)
+    layers = [
         Middleware(LargeBodies),
         Middleware(Measure, metrics=context.metrics),
         Middleware(AgentHeader),
         Middleware(ErrorResponses),
+        Middleware(OriginGuard, allowed=config.cors_origins, local=local),
     ]
+    if config.api_key is None:
+        names = own_names() | hosts_of(config.cors_origins) | {config.host.lower()}
+        layers.append(Middleware(HostGuard, names=names, addresses=not local))
+    if config.cors_origins:
+        # Browsers ask whether they may without the key; refusals behind this can be read by the page, too.
+        layers += [Middleware(CORSMiddleware, **_cors(config)), Middleware(ErrorResponses)]
     if config.api_key is not None:
-        guards.append(Middleware(ApiKey, key=config.api_key))
-    elif is_loopback(config.host):
-        guards.append(Middleware(LoopbackGuard))
-    limits = [Middleware(RequestLimit, limit=config.max_waiting_requests)]
-    return [*guards, *limits, Middleware(BodyLimit, limit=config.max_body_bytes)]
+        layers.append(Middleware(ApiKey, key=config.api_key))
+    return [
+        *layers,
+        Middleware(BodyLimit, limit=config.max_body_bytes),
+        Middleware(WholeBody, seconds=config.body_timeout, room=HALF_BODIES * config.max_body_bytes),
+        Middleware(RequestLimit, limit=config.max_waiting_requests),
+    ]
+
+
+def _cors(config: Config) -> dict[str, Any]:
+    methods, headers = ("GET", "POST", "DELETE"), ("*",)
+    return {
+        "allow_origins": config.cors_origins,
+        "allow_methods": methods,
+        "allow_headers": headers,
+        "expose_headers": ("Retry-After", "X-Agentcache-Agent"),
+    }
 
 
 @contextlib.asynccontextmanager

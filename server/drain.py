@@ -7,6 +7,7 @@ import socket
 
 import uvicorn
 
+from agentcache.server.connection import ClientConnection
 from agentcache.server.engine import Engine
 
 # How long running requests may take to finish after a signal; then they are told that the server is shutting down.
@@ -16,7 +17,10 @@ CUT_SECONDS = 15
 
 
 class DrainingServer(uvicorn.Server):
-    """Closes `engine` when it has drained for `drain_seconds`, which ends streams properly; uvicorn would cut them."""
+    """Closes `engine` when it has drained for `drain_seconds`, which ends streams properly; uvicorn would cut them.
+
+    Requests of which not everything has come by then are cut.
+    """
 
     def __init__(self, config: uvicorn.Config, engine: Engine, drain_seconds: float = DRAIN_SECONDS) -> None:
         super().__init__(config)
@@ -33,4 +37,7 @@ class DrainingServer(uvicorn.Server):
 
     async def _end_requests(self) -> None:
         await asyncio.sleep(self._drain_seconds)
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, ClientConnection) and connection.waits_for_client:
+                connection.cut()
         await self._engine.close()

@@ -19,6 +19,7 @@ from agentcache.errors import (
     OutOfBlocks,
     Overloaded,
     RequestError,
+    RequestTooSlow,
     StoreError,
     Unauthorized,
 )
@@ -59,6 +60,8 @@ class WireError:
 
     def response(self, path: str) -> JSONResponse:
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status == 503 else {}
+        if self.status == RequestTooSlow.status:
+            headers["Connection"] = "close"
         if self.status == Unauthorized.status:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body_for(path), self.status, headers)

@@ -1,15 +1,18 @@
-"""Who may ask, and how much: pure ASGI middleware that raises, inside `ErrorResponses`."""
+"""Who may ask, and how many at once: pure ASGI middleware that raises, inside `ErrorResponses`."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import socket
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentcache.errors import InvalidRequest, Overloaded, PayloadTooLarge, RequestError, Unauthorized
+from agentcache.errors import Overloaded, RequestError, Unauthorized
+from agentcache.origins import ANY_ORIGIN, is_same_origin
 
 OPEN_PATHS = ("/health", "/metrics")  # for supervisors and Prometheus, which have no key
 
@@ -28,6 +31,22 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def is_address(host: str) -> bool:
+    """Whether `host` is an IP address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def own_names() -> frozenset[str]:
+    """The names by which this machine is known to its neighbours."""
+    name = socket.gethostname().rstrip(".").lower()
+    short = name.partition(".")[0]
+    return frozenset(filter(None, (name, short, short and f"{short}.local")))
 
 
 def host_of(authority: str) -> str:
@@ -54,28 +73,61 @@ class AgentHeader:
         await self.app(scope, receive, named_send if scope["type"] == "http" else send)
 
 
-class LoopbackGuard:
-    """Keeps web pages out of a server that has no API key.
+class OriginGuard:
+    """Keeps out web pages of elsewhere, which a user's browser lets ask any server that it can reach.
 
-    A page in the user's browser can reach 127.0.0.1: by a name of its own that resolves there (then Host is that
-    name), or by a plain cross-site request (then Origin is the page's).
+    Args:
+        allowed: origins that may ask, or `*`.
+        local: whether to listen on this machine only; then pages that it serves itself may ask.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, allowed: Sequence[str], local: bool) -> None:
         self.app = app
+        self._allowed = allowed
+        self._local = local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            self._check(Headers(scope=scope))
+            headers = Headers(scope=scope)
+            for origin in headers.getlist("origin"):
+                if not self._is_allowed(origin, headers.get("host", "")):
+                    raise Forbidden(
+                        f"Requests from the web page {origin!r:.200} are refused; cors_origins allows them."
+                    )
         await self.app(scope, receive, send)
 
-    def _check(self, headers: Headers) -> None:
-        host = headers.get("host", "")
-        if not is_loopback(host_of(host)):
-            raise Forbidden(f"Host {host!r} is not this machine; set an API key to serve other names.")
-        origin = headers.get("origin")
-        if origin is not None and not is_loopback(host_of(origin.partition("://")[2])):
-            raise Forbidden(f"Requests from the web page {origin!r} are refused; set an API key to allow them.")
+    def _is_allowed(self, origin: str, host: str) -> bool:
+        if ANY_ORIGIN in self._allowed or origin.lower() in self._allowed:
+            return True
+        is_local = self._local and is_loopback(host_of(origin.partition("://")[2]))
+        return is_local or is_same_origin(origin, host)
+
+
+class HostGuard:
+    """For a server without an API key: refuses names that anybody could have resolve to this machine.
+
+    A web page could reach it by such a name as if it were the page's own server.
+
+    Args:
+        names: further hosts that may be named, in lower case.
+        addresses: whether the machine's addresses may be; no page can be served under one that is not its own.
+    """
+
+    def __init__(self, app: ASGIApp, names: frozenset[str], addresses: bool) -> None:
+        self.app = app
+        self._names = names
+        self._addresses = addresses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host", "")
+            if not self._is_ours(host_of(host)):
+                raise Forbidden(f"Host {host!r:.200} is not this machine; set an API key to serve other names.")
+        await self.app(scope, receive, send)
+
+    def _is_ours(self, host: str) -> bool:
+        name = host.rstrip(".").lower()
+        return is_loopback(name) or name in self._names or (self._addresses and is_address(name))
 
 
 class RequestLimit:
@@ -117,38 +169,3 @@ class ApiKey:
             raise Unauthorized("An API key is needed: Authorization: Bearer KEY, or x-api-key.", code="missing_api_key")
         if not hmac.compare_digest(presented.encode("latin-1", "replace"), self._key):
             raise Unauthorized("The API key is wrong.")
-
-
-class BodyLimit:
-    """Refuses bodies over `limit` bytes: by their announced length, and by counting what comes."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app = app
-        self._limit = limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        self._check_announced(Headers(scope=scope).get("content-length"))
-        received = 0
-
-        async def counted_receive() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            self._check(received)
-            return message
-
-        await self.app(scope, counted_receive, send)
-
-    def _check_announced(self, length: str | None) -> None:
-        if length is None:
-            return
-        if not (length.isascii() and length.isdigit()):
-            raise InvalidRequest("Content-Length must be a number of bytes.", param="Content-Length")
-        # More than 18 digits are too many whatever the limit, and int() refuses thousands of them.
-        self._check(int(length) if len(length) <= 18 else 10**18)
-
-    def _check(self, size: int) -> None:
-        if size > self._limit:
-            raise PayloadTooLarge(f"The body is over {self._limit} bytes.")

@@ -140,6 +140,13 @@ def test_a_time_limit_in_the_file_and_the_environment(home: Path) -> None:
     assert load_config({}, environ={"AGENTCACHE_REQUEST_TIMEOUT": "7"}).request_timeout == 7.0
 
 
+@pytest.mark.parametrize("key", ["header_timeout", "body_timeout"])
+def test_time_limits_of_requests_on_their_way(key: str) -> None:
+    assert getattr(load_config({}, environ={f"AGENTCACHE_{key.upper()}": "2.5"}), key) == 2.5
+    with pytest.raises(ConfigError, match=key):
+        load_config({key: 0}, environ={})
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf", "", True])
 def test_bad_time_limits(text: object) -> None:
     with pytest.raises(ConfigError, match="request_timeout"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentcache import sizes
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, StoreError
 from agentcache.sizes import parse_bytes, parse_disk_budget, parse_ram_budget
 
 
@@ -53,3 +53,8 @@ def test_the_disk_share_counts_what_the_cache_holds_already(tmp_path: Path, monk
     (tmp_path / "cache" / "blocks" / "ab" / "x.safetensors").write_bytes(b"1" * 500)
     assert sizes.available_disk(tmp_path / "cache") == 1500
     assert sizes.available_disk(tmp_path / "not" / "there" / "yet") == 1000
+
+
+def test_a_folder_that_there_can_be_none(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot use the cache folder .*: File name too long"):
+        sizes.available_disk(tmp_path / ("x" * 300))

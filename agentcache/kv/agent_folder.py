@@ -12,7 +12,8 @@ from pathlib import Path
 from agentcache.blocks.keys import block_key
 from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest
-from agentcache.kv.atomic import Fault, append_file, read_file, replace_file, sync_folder
+from agentcache.kv.atomic import Fault, append_file, replace_file
+from agentcache.kv.cache_files import CacheFiles
 from agentcache.kv.disk_usage import DiskUsage
 from agentcache.kv.manifest import (
     MAX_MANIFEST_BYTES,
@@ -79,12 +80,14 @@ class AgentFolder:
     """The lineages in one folder below ``agents/``, by name (`manifest.lineage_name`); the only writer of their files.
 
     Args:
+        files: the way to them.
         folder: an existing folder whose files `usage` knows.
         usage: keeps the sizes and the budget.
         fault: called at each step of the write path.
     """
 
-    def __init__(self, folder: Path, usage: DiskUsage, fault: Fault) -> None:
+    def __init__(self, files: CacheFiles, folder: Path, usage: DiskUsage, fault: Fault) -> None:
+        self._files = files
         self._folder = folder
         self._usage = usage
         self._fault = fault
@@ -119,16 +122,22 @@ class AgentFolder:
         self._loaded = True
 
     def _read(self, name: str) -> SavedAgent:
-        manifest = decode_manifest(_read_whole(self._manifest_path(name), MAX_MANIFEST_BYTES))
+        manifest = decode_manifest(self._read_whole(self._manifest_path(name), MAX_MANIFEST_BYTES))
         if manifest.name != name or not _valid(manifest) or manifest.model[:16] != self._folder.name:
             raise BlockRejected(f"the manifest is of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
-        log = _read_whole(self._log_path(name, manifest.log.generation), _MAX_LOG_BYTES)
+        log = self._read_whole(self._log_path(name, manifest.log.generation), _MAX_LOG_BYTES)
         content = parse_log(log, name, manifest.model, manifest.log)
         if not 0 <= manifest.num_saved <= len(content.transcript.ids):
             raise BlockRejected(f"{manifest.num_saved} of {len(content.transcript.ids)} tokens are named as saved")
         if len(content.chains) != len(manifest.spans()):
             raise BlockRejected(f"{len(content.chains)} blocks are named for {manifest.num_saved} tokens")
         return SavedAgent(manifest, content)
+
+    def _read_whole(self, path: Path, max_bytes: int) -> bytes:
+        try:
+            return self._files.read(path, max_bytes)
+        except OSError as error:
+            raise BlockRejected(f"cannot read {path.name}: {error}") from error
 
     def _reject(self, name: str, reason: str) -> None:
         logs = [self._log_path(name, generation) for generation in self._generations.pop(name, ())]
@@ -172,7 +181,7 @@ class AgentFolder:
         self._names.discard(name)
         self._agents.pop(name, None)
         self._fault("delete-before-folder-fsync")
-        sync_folder(self._folder)
+        self._files.sync_folder(self._folder)
         self._remove_logs(name)
 
     def _check(self, record: AgentRecord, num_groups: int) -> None:
@@ -205,7 +214,7 @@ class AgentFolder:
     def _can_extend(self, saved: SavedAgent, model: str) -> bool:
         end = saved.manifest.log
         try:
-            size = self._log_path(saved.manifest.name, end.generation).lstat().st_size
+            size = self._files.status(self._log_path(saved.manifest.name, end.generation)).st_size
         except FileNotFoundError:
             return False
         return saved.extendable and saved.manifest.model == model and size >= end.num_bytes
@@ -218,10 +227,10 @@ class AgentFolder:
         path = self._log_path(name, log.end.generation)
         try:
             if log.appends:
-                append_file(path, log.data, log.end.num_bytes - len(log.data), "log", self._fault)
+                append_file(self._files, path, log.data, log.end.num_bytes - len(log.data), "log", self._fault)
             else:
                 self._generations[name].add(log.end.generation)
-                replace_file(path, log.data, "log", self._fault)
+                replace_file(self._files, path, log.data, "log", self._fault)
         except BaseException:
             self._usage.refresh(path)
             raise
@@ -231,18 +240,24 @@ class AgentFolder:
         path = self._manifest_path(name)
         self._names.add(name)
         try:
-            replace_file(path, encoded, "manifest", self._fault)
+            replace_file(self._files, path, encoded, "manifest", self._fault)
         except BaseException:
             self._usage.refresh(path)
-            self._keep_logs_if_replaced(name, encoded)
+            self._keep_logs_if_replaced(name)
             raise
         self._usage.record_written(path, len(encoded), len(encoded))
 
-    def _keep_logs_if_replaced(self, name: str, encoded: bytes) -> None:
+    def _keep_logs_if_replaced(self, name: str) -> None:
         """After a rename that may not be durable either manifest may be found, so the logs must not change any more."""
         saved = self._agents.get(name)
-        if saved and self._manifest_path(name).read_bytes() != encode_manifest(saved.manifest):
+        if saved and not self._is_on_disk(saved.manifest):
             self._agents[name] = replace(saved, extendable=False)
+
+    def _is_on_disk(self, manifest: Manifest) -> bool:
+        try:
+            return self._files.read(self._manifest_path(manifest.name), MAX_MANIFEST_BYTES) == encode_manifest(manifest)
+        except OSError:
+            return False
 
     def _remove_logs(self, name: str) -> None:
         """Remove the lineage's logs, but for the one its manifest names."""
@@ -259,13 +274,6 @@ class AgentFolder:
 
     def _log_path(self, name: str, generation: int) -> Path:
         return self._folder / f"{name}.{generation}.log"
-
-
-def _read_whole(path: Path, max_bytes: int) -> bytes:
-    try:
-        return read_file(path, max_bytes)
-    except OSError as error:
-        raise BlockRejected(f"cannot read {path.name}: {error}") from error
 
 
 def _manifest_of(record: AgentRecord, cache: str, groups: tuple[str, ...], end: LogEnd) -> Manifest:

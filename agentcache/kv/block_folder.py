@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant
-from agentcache.kv.atomic import Fault, Replacement, make_folder, read_file, sync_folder
+from agentcache.kv.atomic import Fault, Replacement
 from agentcache.kv.block_file import (
     BlockHeader,
     decode_block,
@@ -21,6 +21,7 @@ from agentcache.kv.block_file import (
     tensor_layout,
 )
 from agentcache.kv.block_layout import Array
+from agentcache.kv.cache_files import CacheFiles
 from agentcache.kv.disk_usage import DiskUsage
 from agentcache.kv.spec import CacheSpec
 
@@ -40,13 +41,15 @@ class BlockFolder:
     """The files below ``blocks/``; their only writer.
 
     Args:
+        files: the way to them.
         folder: an existing folder whose files `usage` knows.
         spec: the model's cache.
         usage: keeps the sizes and the budget.
         fault: called at each step of the write path.
     """
 
-    def __init__(self, folder: Path, spec: CacheSpec, usage: DiskUsage, fault: Fault) -> None:
+    def __init__(self, files: CacheFiles, folder: Path, spec: CacheSpec, usage: DiskUsage, fault: Fault) -> None:
+        self._files = files
         self._folder = folder
         self._spec = spec
         self._usage = usage
@@ -60,6 +63,14 @@ class BlockFolder:
         """Bytes of the block's file; 0 where there is none."""
         return self._usage.size_of(self._name(key))
 
+    def all_there(self, keys: Iterable[str]) -> bool:
+        """Whether there still are files for the blocks. Looks at the disk, but not into them.
+
+        Raises:
+            OSError: a link is in a folder's place.
+        """
+        return self._files.all_there(self._folder, [f"{key[:2]}/{key}{_SUFFIX}" for key in keys])
+
     def read(self, header: BlockHeader) -> Array:
         """The bytes of the block's tensors, verified: uint8 [n].
 
@@ -69,7 +80,7 @@ class BlockFolder:
         """
         path = self._path(header.block_key)
         try:
-            data = read_file(path, max_encoded_size(self._spec, header))
+            data = self._files.read(path, max_encoded_size(self._spec, header))
             block = decode_block(self._spec, header, data)
         except FileNotFoundError:
             self._usage.forget(path)
@@ -96,12 +107,12 @@ class BlockFolder:
         """
         new = {block.header.block_key: block for block in blocks if not self.has(block.header.block_key)}
         self._usage.require(sum(encoded_size(self._spec, block.header) for block in new.values()))
-        files = {key: Replacement(self._path(key), "block", self._fault) for key in new}
+        files = {key: Replacement(self._files, self._path(key), "block", self._fault) for key in new}
         try:
             sizes = {key: self._write_temp(files[key], new[key]) for key in new}
             self._put_in_place(list(files.values()))
         except BaseException:
-            _undo(files.values())
+            self._undo(files.values())
             raise
         for key, size in sizes.items():
             self._usage.record_written(files[key].path, size, size)
@@ -121,7 +132,7 @@ class BlockFolder:
 
     def _write_temp(self, file: Replacement, block: BlockWrite) -> int:
         data = encode_block(self._spec, block.header, block.arrays)
-        make_folder(file.path.parent)
+        self._files.make_folder(file.path.parent)
         file.write(data)
         return len(data)
 
@@ -132,7 +143,14 @@ class BlockFolder:
             file.replace()
         for folder in {file.path.parent for file in files}:
             self._fault("block-before-folder-fsync")
-            sync_folder(folder)
+            self._files.sync_folder(folder)
+
+    def _undo(self, files: Iterable[Replacement]) -> None:
+        """Nothing of a failed batch stays: a block that was renamed may yet vanish if its folder was not synced."""
+        for file in files:
+            file.discard()
+            with suppress(OSError):
+                self._files.remove(file.path)
 
     def _name(self, key: str) -> str:
         return f"{self._folder}/{key[:2]}/{key}{_SUFFIX}"
@@ -141,11 +159,3 @@ class BlockFolder:
         if not _BLOCK_KEY.fullmatch(key):
             raise BrokenInvariant(f"{key!r:.80} is no block key")
         return Path(self._name(key))
-
-
-def _undo(files: Iterable[Replacement]) -> None:
-    """Nothing of a failed batch stays: a block that was renamed, but whose folder was not synced, may yet vanish."""
-    for file in files:
-        file.discard()
-        with suppress(OSError):
-            file.path.unlink()

@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
+import stat
 import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 from agentcache.errors import DiskBudgetExceeded
-from agentcache.kv.atomic import TEMP_SUFFIX, make_folder
+from agentcache.kv.atomic import TEMP_SUFFIX
+from agentcache.kv.cache_files import CacheFiles
 
 logger = logging.getLogger("agentcache.store")
 
 
 class DiskUsage:
-    """Owner of the sizes of all files below `root`, of the budget they must keep to, and of the quarantine folder.
+    """Owner of the sizes of all files of the cache, of the budget they must keep to, and of the quarantine folder.
 
     Readers reject files on their own threads, so every method may be called from any thread.
     """
 
-    def __init__(self, root: Path, budget: int) -> None:
+    def __init__(self, files: CacheFiles, budget: int) -> None:
         self.budget = budget
         self.total = 0
         self.written = 0
         self.read = 0
         self.quarantined = 0
-        self._root = root
-        self._quarantine = root / "quarantine"
+        self._files = files
+        self._quarantine = files.root / "quarantine"
         self._sizes: dict[str, int] = {}
         self._by_folder: Counter[str] = Counter()
         self._lock = threading.Lock()
-        make_folder(self._quarantine)
-        for entry in os.scandir(self._quarantine):
-            self._record(entry.path, entry.stat(follow_symlinks=False).st_size)
+
+    def start_over(self) -> None:
+        """Forget all files but those in quarantine, at which it looks again; the others are to be adopted."""
+        with self._lock:
+            self._sizes = {}
+            self._by_folder.clear()
+            self.total = 0
+        self._files.make_folder(self._quarantine)
+        for name, status in self._files.list_folder(self._quarantine):
+            self._record(str(self._quarantine / name), status.st_size)
 
     def __contains__(self, path: Path | str) -> bool:
         return str(path) in self._sizes
@@ -62,7 +70,7 @@ class DiskUsage:
     def refresh(self, path: Path) -> None:
         """Look again at a file whose write has failed: it may be there or not."""
         try:
-            self._record(str(path), path.lstat().st_size)
+            self._record(str(path), self._files.status(path).st_size)
         except OSError:
             self.forget(path)
 
@@ -73,7 +81,7 @@ class DiskUsage:
 
     def remove(self, path: Path) -> int:
         """Delete the file, if it is there; returns the bytes it had."""
-        path.unlink(missing_ok=True)
+        self._files.remove(path)
         return self.forget(path)
 
     def forget(self, path: Path) -> int:
@@ -98,26 +106,27 @@ class DiskUsage:
 
     def adopt(self, folder: Path) -> None:
         """Take stock of a folder of files: temporary ones go, what is not a regular file goes to quarantine."""
-        for entry in os.scandir(folder):
-            if not entry.is_file(follow_symlinks=False):
-                self.quarantine("it is not a regular file", Path(entry.path))
-            elif entry.name.endswith(TEMP_SUFFIX):
-                os.unlink(entry.path)
+        for name, status in self._files.list_folder(folder):
+            path = folder / name
+            if not stat.S_ISREG(status.st_mode):
+                self.quarantine("it is not a regular file", path)
+            elif name.endswith(TEMP_SUFFIX):
+                self._files.remove(path)
             else:
-                status = entry.stat(follow_symlinks=False)
-                _tighten(entry.path, status.st_mode)
-                self._record(entry.path, status.st_size)
+                if status.st_mode & 0o077:
+                    self._files.tighten(path)
+                self._record(str(path), status.st_size)
 
     def adopt_folders(self, parent: Path) -> list[Path]:
         """Take stock of the folders of files in `parent`; links to elsewhere go to quarantine."""
         folders = []
-        for entry in os.scandir(parent):
-            if entry.is_symlink():
-                self.quarantine("it is a symbolic link", Path(entry.path))
-            elif entry.is_dir():
-                folders.append(Path(entry.path))
+        for name, status in self._files.list_folder(parent):
+            if stat.S_ISLNK(status.st_mode):
+                self.quarantine("it is a symbolic link", parent / name)
+            elif stat.S_ISDIR(status.st_mode):
+                folders.append(parent / name)
         for folder in folders:
-            make_folder(folder)
+            self._files.make_folder(folder)
             self.adopt(folder)
         return folders
 
@@ -127,14 +136,15 @@ class DiskUsage:
         if moved:
             with self._lock:
                 self.quarantined += 1
-            logger.warning("quarantined %s: %s", moved[0].relative_to(self._root), reason)
+            logger.warning("quarantined %s: %s", moved[0].relative_to(self._files.root), reason)
 
     def _move_to_quarantine(self, path: Path) -> bool:
         """Whether there was anything at `path`; False when another reader was faster."""
         target = self._quarantine / f"{path.name}.{secrets.token_hex(6)}"
         try:
-            os.rename(path, target)
-            self._record(str(target), os.lstat(target).st_size)
+            self._files.make_folder(self._quarantine)
+            self._files.rename(path, target)
+            self._record(str(target), self._files.status(target).st_size)
         except FileNotFoundError:
             self.forget(path)
             return False
@@ -151,14 +161,9 @@ class DiskUsage:
             self._sizes[path] = size
 
     def _folder_of(self, path: str) -> str:
-        return path[len(str(self._root)) + 1 :].partition("/")[0]
+        return path[len(str(self._files.root)) + 1 :].partition("/")[0]
 
     def _empty_quarantine(self) -> None:
         for path in self.paths(self._quarantine):
             with suppress(OSError):
                 self.remove(path)
-
-
-def _tighten(path: str, mode: int) -> None:
-    if mode & 0o077:
-        os.chmod(path, 0o600)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from agentcache.errors import CacheFolderInUse, StoreError
+from agentcache.kv.cache_files import CacheFiles
 
 
 class FolderLock:
@@ -18,14 +19,15 @@ class FolderLock:
     """
 
     def __init__(self, cache_dir: Path) -> None:
+        self._files = CacheFiles(cache_dir)
+        self._path = cache_dir / "lock"
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            self._fd: int | None = os.open(cache_dir / "lock", flags, 0o600)
+            with self._files.open(self._path, os.O_RDWR | os.O_CREAT) as fd:
+                self._fd: int | None = os.dup(fd)
         except OSError as error:
             raise StoreError(f"cannot open the lock of {cache_dir}: {error}") from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
@@ -36,6 +38,14 @@ class FolderLock:
         except OSError as error:
             self.release()
             raise StoreError(f"cannot lock {cache_dir}: {error}") from error
+
+    def is_in_place(self) -> bool:
+        """Whether the lock that is held is the one that others find; not so once the folder was removed."""
+        assert self._fd is not None
+        try:
+            return os.path.samestat(os.fstat(self._fd), self._files.status(self._path))
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
         """Give the folder free; a second call does nothing."""

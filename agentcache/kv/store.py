@@ -8,26 +8,31 @@
 
 One writer thread calls `write_blocks`, `save_agent` and the deletions; `read_block` and `has` may be called from any
 thread. A crash at any point leaves every agent as some save made it; what else it leaves goes at the next start.
+What somebody removes of the folder while it is in use, the next write makes again, empty.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from agentcache.errors import BrokenInvariant
+from agentcache.errors import BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
 from agentcache.kv.agent_folder import AgentFolder, SavedAgent
-from agentcache.kv.atomic import Fault, as_store_error, make_folder
+from agentcache.kv.atomic import Fault, as_store_error
 from agentcache.kv.block_file import BlockHeader
 from agentcache.kv.block_folder import BlockFolder, BlockWrite
 from agentcache.kv.block_layout import Array
+from agentcache.kv.cache_files import CacheFiles
 from agentcache.kv.disk_usage import DiskUsage
 from agentcache.kv.lock import FolderLock
 from agentcache.kv.manifest import AgentRecord, valid_id
 from agentcache.kv.spec import CacheSpec
 
 __all__ = ["AgentRecord", "BlockWrite", "Store"]
+
+log = logging.getLogger("agentcache.store")
 
 _OWN_ENTRIES = {"agents", "blocks", "lock", "quarantine"}
 
@@ -46,6 +51,9 @@ class Store:
         disk_budget: bytes that all files together may take.
         fault: called with the name of each step of the write path, for crash tests.
 
+    Attributes:
+        when_lost: called on the writer thread when files were found to be gone; `has` knows which.
+
     Raises:
         CacheFolderInUse: another process has it.
         StoreError: the folder cannot be made, read or locked.
@@ -58,25 +66,63 @@ class Store:
             raise BrokenInvariant(f"{model_fingerprint!r:.80} cannot name a folder")
         self._spec = spec
         self._model = model_fingerprint
+        self._fault = fault
+        self.when_lost: Callable[[], None] = lambda: None
         with as_store_error(f"use the cache folder {cache_dir}"):
-            root = _make_root(cache_dir)
-            self._lock = FolderLock(root)
+            root = cache_dir.resolve()
+            _make_root(root)
+            self._files = CacheFiles(root)
+            self._block_dir, self._agent_dir = root / "blocks", root / "agents" / model_fingerprint[:16]
+            self._usage = DiskUsage(self._files, disk_budget)
+            self._blocks = BlockFolder(self._files, self._block_dir, spec, self._usage, fault)
+            self._lock = FolderLock(self._files.root)
             try:
-                self._open_folders(root, disk_budget, fault)
+                self._take_stock()
             except BaseException:
                 self._lock.release()
                 raise
 
-    def _open_folders(self, root: Path, disk_budget: int, fault: Fault) -> None:
-        blocks, agents = root / "blocks", root / "agents"
-        for folder in (blocks, agents, agents / self._model[:16]):
-            make_folder(folder)
-        self._usage = DiskUsage(root, disk_budget)
-        self._usage.adopt_folders(blocks)
-        self._blocks = BlockFolder(blocks, self._spec, self._usage, fault)
-        models = self._usage.adopt_folders(agents)
-        self._agents_by_model = {path.name: AgentFolder(path, self._usage, fault) for path in models}
+    def _take_stock(self) -> None:
+        """Make the folders that are not there, and find out what is in the others."""
+        for folder in (self._block_dir, self._agent_dir.parent, self._agent_dir):
+            self._files.make_folder(folder)
+        self._usage.start_over()
+        self._usage.adopt_folders(self._block_dir)
+        models = self._usage.adopt_folders(self._agent_dir.parent)
+        self._agents_by_model = {path.name: AgentFolder(self._files, path, self._usage, self._fault) for path in models}
         self._agents = self._agents_by_model[self._model[:16]]
+        self._folders = self._identities()
+
+    # --- folders that somebody removes ---
+
+    def _look_at_folders(self) -> None:
+        """Before every write: what is no longer there is made again."""
+        if not self._lock.is_in_place() or self._identities() != self._folders:
+            self._start_over()
+
+    def _identities(self) -> list[tuple[int, int]]:
+        try:
+            return [self._files.identity(folder) for folder in (self._block_dir, self._agent_dir)]
+        except FileNotFoundError:
+            return []
+
+    def _start_over(self) -> None:
+        log.warning("files are gone from the cache folder %s: looking for what is left", self._files.root)
+        _make_root(self._files.root)
+        if not self._lock.is_in_place():
+            self._lock_again()
+        self._take_stock()
+        for folder in self._agents_by_model.values():
+            folder.load()
+        self.when_lost()
+
+    def _lock_again(self) -> None:
+        try:
+            lock = FolderLock(self._files.root)
+        except CacheFolderInUse as error:
+            raise StoreError(str(error)) from error
+        self._lock.release()
+        self._lock = lock
 
     def close(self) -> None:
         """Give the folder free. The store must not be used after it."""
@@ -106,6 +152,7 @@ class Store:
         if record.model != self._model:
             raise BrokenInvariant(f"agent {record.id} is of model {record.model}, not of {self._model}")
         with as_store_error(f"save agent {record.name}"):
+            self._look_at_folders()
             return self._agents.save(record, self._spec.digest, tuple(group.name for group in self._spec.groups))
 
     def delete_agent(self, name: str) -> None:
@@ -115,6 +162,7 @@ class Store:
             StoreError: they could not be removed.
         """
         with as_store_error(f"delete agent {name}"):
+            self._look_at_folders()
             self._agents.delete(name)
 
     # --- blocks ---
@@ -144,7 +192,21 @@ class Store:
             StoreError: a block is malformed or could not be written; none of them is there.
         """
         with as_store_error("write blocks"):
+            self._look_at_folders()
             return self._blocks.write(blocks)
+
+    def require_blocks(self, keys: Iterable[str]) -> None:
+        """Make sure that blocks are still there, so that a manifest may name them.
+
+        Raises:
+            BlocksLost: somebody has removed some; `has` knows which.
+            StoreError: a link, say, is in a folder's place.
+        """
+        with as_store_error("look for blocks"):
+            self._look_at_folders()
+            if not self._blocks.all_there(keys):
+                self._start_over()
+                raise BlocksLost("blocks are gone from the cache folder")
 
     def delete_blocks(self, keys: Iterable[str]) -> int:
         """Remove block files; returns the bytes freed.
@@ -153,6 +215,7 @@ class Store:
             StoreError: a file could not be removed.
         """
         with as_store_error("delete blocks"):
+            self._look_at_folders()
             return self._blocks.delete(keys)
 
     def collect_orphans(self) -> int:
@@ -236,10 +299,12 @@ class Store:
         return self._usage.quarantined
 
 
-def _make_root(cache_dir: Path) -> Path:
-    """The cache folder, without links in its path. Its mode is set only if it is ours: new, empty, or used before."""
-    cache_dir.mkdir(0o700, parents=True, exist_ok=True)
-    root = cache_dir.resolve()
-    if {entry.name for entry in os.scandir(root)} <= _OWN_ENTRIES:
-        os.chmod(root, 0o700)
-    return root
+def _make_root(root: Path) -> None:
+    """Make the cache folder if it is not there. Its mode is set only if it is ours: new, empty, or used before."""
+    try:
+        root.mkdir(0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError("it is not a folder") from None
+    with CacheFiles(root).folder(root) as fd:
+        if set(os.listdir(fd)) <= _OWN_ENTRIES:
+            os.fchmod(fd, 0o700)

@@ -11,6 +11,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ import xxhash
 from agentcache.blocks.keys import Namespace, block_key, chain_key
 from agentcache.blocks.lanes import chain_keys, name_blocks
 from agentcache.errors import BlockRejected
-from agentcache.kv.atomic import read_file
+from agentcache.kv.cache_files import CacheFiles
 from agentcache.kv.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from agentcache.kv.transcript_log import Content, parse_log
 
@@ -52,10 +53,11 @@ class FolderReport:
 def verify_folder(cache_dir: Path) -> FolderReport:
     """Read and recompute every block, manifest and transcript below `cache_dir`; what vanishes meanwhile counts not."""
     problems: list[str] = []
-    blocks = sorted((cache_dir / "blocks").glob("??/*.safetensors"))
-    agents = sorted((cache_dir / "agents").glob("*/*.json"))
-    sound = set(_sound(blocks, _examine_block, problems))
-    lineages = list(_sound(agents, _examine_lineage, problems))
+    files = CacheFiles(cache_dir.resolve())
+    blocks = sorted((files.root / "blocks").glob("??/*.safetensors"))
+    agents = sorted((files.root / "agents").glob("*/*.json"))
+    sound = set(_sound(blocks, partial(_examine_block, files), problems))
+    lineages = list(_sound(agents, partial(_examine_lineage, files), problems))
     keys = set[str]().union(*(lineage.block_keys for lineage in lineages))
     missing = keys - {path.stem for path in blocks}
     return FolderReport(
@@ -86,9 +88,9 @@ def _sound(paths: Iterable[Path], examine: Callable[[Path], T], problems: list[s
             problems.append(f"{path.parent.name}/{path.name}: {error}")
 
 
-def _examine_block(path: Path) -> str:
+def _examine_block(files: CacheFiles, path: Path) -> str:
     """The key of the block in the file: it follows from the content, and has to be the file's name."""
-    data = read_file(path, MAX_BLOCK_BYTES)
+    data = files.read(path, MAX_BLOCK_BYTES)
     head_size = 8 + int.from_bytes(data[:8], "little")
     head, tensors = data[:head_size], data[head_size:]
     try:
@@ -110,13 +112,13 @@ def _unpack(packed: str) -> array[int]:
     return array("I", zlib.decompress(base64.b64decode(packed)))
 
 
-def _examine_lineage(path: Path) -> _Lineage:
+def _examine_lineage(files: CacheFiles, path: Path) -> _Lineage:
     """A lineage whose chains are those of its tokens."""
-    manifest = decode_manifest(read_file(path, MAX_MANIFEST_BYTES))
+    manifest = decode_manifest(files.read(path, MAX_MANIFEST_BYTES))
     if (manifest.name, manifest.model[:16]) != (path.stem, path.parent.name):
         raise BlockRejected(f"it is the manifest of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
     log = path.with_name(f"{manifest.name}.{manifest.log.generation}.log")
-    content = parse_log(read_file(log, MAX_LOG_BYTES), manifest.name, manifest.model, manifest.log)
+    content = parse_log(files.read(log, MAX_LOG_BYTES), manifest.name, manifest.model, manifest.log)
     _check_chains(manifest, content)
     names = [name for block in name_blocks(content.chains, manifest.spans()) for name in block.names]
     keys = frozenset(block_key(name.chain, manifest.groups[name.group]) for name in names)

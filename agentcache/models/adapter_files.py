@@ -6,6 +6,7 @@ pickles; whatever is not plain LoRA of linear modules is refused by name.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from safetensors import SafetensorError, deserialize
 
 from agentcache.errors import UnsupportedAdapter
 from agentcache.models.adapter_config import AdapterConfig, read_mlx_lm_config, read_peft_config
-from agentcache.models.plain_file import read_plain_file
+from agentcache.models.plain_file import open_plain_file, read_exactly
 
 MAX_BYTES = 4 << 30
+_MAX_HEADER_BYTES = 16 << 20
 
 Array = NDArray[np.float32]
 
@@ -145,10 +147,34 @@ def _format_of(folder: Path) -> _Format:
 def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
     """All tensors as float32, by name, so that a broken file always gets the same sentence."""
     try:
-        tensors = sorted(deserialize(read_plain_file(file, max_bytes)), key=itemgetter(0))
+        tensors = sorted(deserialize(_read_safetensors(file, max_bytes)), key=itemgetter(0))
     except SafetensorError as error:
         raise UnsupportedAdapter(f"{file.name} is not a safetensors file: {error!s:.100}") from None
     return {name: _float32(name, tensor["dtype"], tensor["data"], tensor["shape"]) for name, tensor in tensors}
+
+
+def _read_safetensors(file: Path, max_bytes: int) -> bytes:
+    """The whole file, once its header and its size agree: a file may say that it has gigabytes, and have none."""
+    with open_plain_file(file, max_bytes) as (stream, size):
+        header_bytes = int.from_bytes(read_exactly(stream, min(8, size), file.name), "little")
+        if header_bytes > _MAX_HEADER_BYTES or 8 + header_bytes > size:
+            raise UnsupportedAdapter(
+                f"{file.name} is not a safetensors file: its header would pass its end or any size"
+            )
+        stated = 8 + header_bytes + _data_bytes(read_exactly(stream, header_bytes, file.name), file.name)
+        if stated != size:
+            raise UnsupportedAdapter(f"{file.name} is not a safetensors file: it has {size} bytes, not {stated}")
+        stream.seek(0)
+        return read_exactly(stream, size, file.name)
+
+
+def _data_bytes(header: bytes, name: str) -> int:
+    """Where the last tensor ends, by the header."""
+    try:
+        entries = [entry for key, entry in json.loads(header).items() if key != "__metadata__"]
+        return max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UnsupportedAdapter(f"{name} is not a safetensors file: {error!r:.100}") from None
 
 
 def _float32(name: str, dtype: str, data: bytes, shape: list[int]) -> Array:

@@ -14,10 +14,10 @@ import mlx.nn as nn
 from mlx_lm.utils import load_model
 from safetensors import SafetensorError, safe_open
 
-from agentcache.errors import UnsupportedAdapter
+from agentcache.errors import UnsupportedAdapter, UnsupportedModel
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.fingerprint import file_identity, model_fingerprint
-from agentcache.models.loader import LoadedModel, WantedPositions, install_wanted_positions
+from agentcache.models.loader import LoadedModel, WantedPositions, check_files, install_wanted_positions
 from agentcache.models.rehost import rehost_in_pieces
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -73,12 +73,13 @@ def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
         UnsupportedAdapter: its weights have other names or shapes, or its tokenizer another vocabulary.
     """
     try:
+        check_files(folder)
         files = _identities(folder)
         _check_weights(folder, base)
         _check_vocabulary(folder, base)
         digest = model_fingerprint(folder, "", memo)
         nbytes = sum(file.stat().st_size for file in _weight_files(folder))
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, UnsupportedModel) as error:
         raise UnsupportedAdapter(f"the model in {folder} cannot be read: {error!s:.200}") from None
     return Decoder(digest, folder, nbytes, files)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
+from agentcache.errors import StoreError
 from agentcache.models.new_folder import make_folder
 
 DATA = Path(__file__).parent / "embedded_model"
@@ -41,13 +42,16 @@ def embedded_model_path(home: Path) -> Path:
     rename, mode 0700: processes that start at once do not see half a model.
 
     Raises:
-        OSError: `home` cannot be written.
+        StoreError: `home` cannot be written.
     """
     packaged = {name: embedded_file(name) for name in (*TEXT_FILES, "config.json", WEIGHTS_FILE)}
     folder = home / "models" / f"embedded-{_digest(packaged)[:8]}"
     if not folder.is_dir():
         weights = {name: array.astype(np.float32) for name, array in load(packaged[WEIGHTS_FILE]).items()}
-        make_folder(folder, packaged | {WEIGHTS_FILE: save(weights, metadata={"format": "mlx"})})
+        try:
+            make_folder(folder, packaged | {WEIGHTS_FILE: save(weights, metadata={"format": "mlx"})})
+        except OSError as error:
+            raise StoreError(f"cannot write the embedded model below {home}: {error}") from error
     return folder
 
 

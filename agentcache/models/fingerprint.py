@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +74,11 @@ def _read_memo(memo: Path | None) -> dict[str, str]:
 
 def _write_memo(memo: Path, digests: dict[str, str]) -> None:
     """Best effort: without it the next start reads the weights once more."""
-    temporary = memo.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
-            json.dump(digests, stream)
-        os.replace(temporary, memo)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    temporary = memo.with_suffix(f".{secrets.token_hex(6)}.tmp")
+    with suppress(OSError):
+        try:
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+                json.dump(digests, stream)
+            os.replace(temporary, memo)
+        except OSError:
+            temporary.unlink(missing_ok=True)

@@ -21,6 +21,8 @@ from agentcache.models.trunk import ModelTrunk
 
 _DEFAULT_CONTEXT = 8192
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TEXT_SUFFIXES = (".json", ".jinja", ".txt")
+_MAX_TEXT_BYTES = 1 << 28
 _T = TypeVar("_T")
 
 
@@ -128,6 +130,7 @@ def _folder(path_or_hub_id: str) -> Path:
         if not any((folder / name).is_file() for name in _VOCABULARIES):
             # transformers would make an empty tokenizer for some model types.
             raise UnsupportedModel(f"{folder} has no tokenizer.json")
+        check_files(folder)
         return folder.resolve()
     if folder.is_absolute() or path_or_hub_id.startswith((".", "~")) or path_or_hub_id.count("/") != 1:
         raise UnsupportedModel(f"there is no model folder {path_or_hub_id!r} (a hub id looks like owner/name)")
@@ -135,6 +138,21 @@ def _folder(path_or_hub_id: str) -> Path:
         return Path(_download(path_or_hub_id))
     except Exception as error:  # the hub client raises many kinds; all mean: not to be had
         raise UnsupportedModel(f"model {path_or_hub_id!r} could not be fetched: {error}") from error
+
+
+def check_files(folder: Path) -> None:
+    """Refuse what mlx-lm and transformers would wait at for ever, such as a pipe, or read whole whatever its size.
+
+    Raises:
+        UnsupportedModel: names the file.
+    """
+    for file in folder.iterdir():
+        if not file.exists() or file.is_dir():
+            continue
+        if not file.is_file():
+            raise UnsupportedModel(f"{file} is not a file")
+        if file.suffix in _TEXT_SUFFIXES and file.stat().st_size > _MAX_TEXT_BYTES:
+            raise UnsupportedModel(f"{file} is larger than {_MAX_TEXT_BYTES} bytes")
 
 
 def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:

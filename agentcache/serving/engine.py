@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -52,7 +53,7 @@ class Engine:
 
     def __init__(self, config: Config, model_path: str, post: Callable[[Callable[[], None]], None]) -> None:
         keep_freed_memory()
-        memo = config.cache_dir / "weights.json" if config.cache_dir.is_dir() else None
+        memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
         self.loaded: LoadedModel = load(model_path, memo=memo, max_context=config.max_context)
         self.cache = PrefixCache(self.loaded.spec.groups, config.ram_budget)
         if config.ram_budget < self.cache.slots.min_ram_budget:

@@ -16,7 +16,7 @@ from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import LaneBlock
 from agentcache.blocks.sequence import Sequence as CacheSequence
-from agentcache.errors import StoreError
+from agentcache.errors import BlocksLost, StoreError
 from agentcache.kv.manifest import AgentRecord
 from agentcache.kv.store import BlockWrite, Store
 from agentcache.models.runner import ModelRunner
@@ -69,6 +69,7 @@ class Persistence:
         self._namespace = namespace
         self._max_lineages = max_lineages
         self._writes = WriteQueue(post, self._make_room, store.evict_other_model)
+        store.when_lost = lambda: post(self._forget_lost)
         self.save_failures = 0
 
     def close(self) -> None:
@@ -172,13 +173,16 @@ class Persistence:
             self._forget(self._agents.release(claimed))
             done(saved)
 
-        targets = [
+        self._write(self._unwritten(blocks), lambda result: self._save_record(record, blocks, result, settle))
+
+    def _unwritten(self, blocks: Sequence[LaneBlock]) -> list[_Target]:
+        """What is in RAM of the blocks, and neither on disk nor on the way there."""
+        return [
             _Target(block.node, index, block.node.block_ids[index])
             for block in blocks
             for index in block.groups
             if index in block.node.block_ids and self._wanted(block.node, index)
         ]
-        self._write(targets, lambda result: self._save_record(record, blocks, result, settle))
 
     def _wanted(self, node: Node, index: int) -> bool:
         return index not in node.stored and index not in node.pending
@@ -221,22 +225,43 @@ class Persistence:
         elif any(not block.node.pending.isdisjoint(block.groups) for block in blocks):
             # A block went back into the queue behind a removal that makes room for it.
             self._writes.submit(lambda: result, lambda _: self._save_record(record, blocks, result, done))
-        elif not self._restorable(blocks, record.num_saved):
-            self._fail(record.id, StoreError("an earlier block of the agent could not be written"), done)
+        elif targets := self._unwritten(blocks):
+            # Their files are gone, or could not be written before.
+            self._write(targets, lambda again: self._save_record(record, blocks, _sum(result, again), done))
         else:
-            save = partial(self._store.save_agent, record)
-            self._writes.submit(save, lambda outcome: self._saved(record, result, outcome, done))
+            self._save_manifest(record, blocks, result, done)
 
-    def _restorable(self, blocks: Sequence[LaneBlock], num_tokens: int) -> bool:
-        """Whether the agent's tokens are on disk as far as they will be attended to."""
+    def _save_manifest(
+        self, record: AgentRecord, blocks: Sequence[LaneBlock], block_bytes: int, done: Callable[[Saved], None]
+    ) -> None:
+        needed = self._needed(blocks, record.num_saved)
+        if not all(name.group in node.stored for node, name in needed):
+            self._fail(record.id, StoreError("an earlier block of the agent is neither on disk nor in RAM"), done)
+            return
+
+        def saved(outcome: int | StoreError) -> None:
+            if isinstance(outcome, BlocksLost):
+                self._save_record(record, blocks, block_bytes, done)
+            else:
+                self._saved(record, block_bytes, outcome, done)
+
+        self._writes.submit(partial(self._save_with_blocks, record, [name for _, name in needed]), saved)
+
+    def _save_with_blocks(self, record: AgentRecord, needed: Sequence[BlockName]) -> int:
+        """On the writer thread: the manifest must name nothing that somebody has removed meanwhile."""
+        self._store.require_blocks(block_key(name.chain, self._cache.groups[name.group].name) for name in needed)
+        return self._store.save_agent(record)
+
+    def _needed(self, blocks: Sequence[LaneBlock], num_tokens: int) -> list[tuple[Node, BlockName]]:
+        """What has to be on disk of an agent's tokens: as far as they will be attended to."""
         # A tail in front of others is base's, for those who go on from there; the agent can do without.
-        path = (block for block in blocks if block.node.is_full or block.node.end == num_tokens)
-        return all(
-            index in block.node.stored
-            for block in path
+        return [
+            (block.node, BlockName(block.node.chain, index))
+            for block in blocks
+            if block.node.is_full or block.node.end == num_tokens
             for index in block.groups
             if block.node.position >= self._cache.groups[index].first_block_needed(num_tokens)
-        )
+        ]
 
     def _saved(
         self, record: AgentRecord, block_bytes: int, outcome: int | StoreError, done: Callable[[Saved], None]
@@ -317,6 +342,12 @@ class Persistence:
         if group in node.stored:
             self._cache.mark_missing(node, group)
 
+    def _forget_lost(self) -> None:
+        """Somebody has removed files: what is in RAM of them is written again by the next turns that need it."""
+        for node in list(self._cache.tree.walk()):
+            for index in [index for index in node.stored if not self._store.has(self._key(node, index))]:
+                self._cache.mark_missing(node, index)
+
     def save_less(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
         """Replace a lineage by one that names no blocks, in memory at once; RAM keeps what it has of the old one."""
         self._forget(self._agents.put(record))
@@ -372,6 +403,10 @@ def _names(blocks: Iterable[LaneBlock]) -> list[BlockName]:
 
 def _count(result: int | StoreError) -> int:
     return 0 if isinstance(result, StoreError) else result
+
+
+def _sum(first: int, second: int | StoreError) -> int | StoreError:
+    return second if isinstance(second, StoreError) else first + second
 
 
 def _error(result: int | StoreError) -> str | None:

@@ -114,19 +114,22 @@ def test_what_is_written_is_flushed_before_it_is_named(tmp_path: Path, monkeypat
     paths: dict[int, str] = {}
     real_open, real_fsync, real_replace = os.open, os.fsync, os.replace
 
-    def spy_open(path: str | Path, *args: int, **kwargs: int) -> int:
-        fd = real_open(path, *args, **kwargs)
-        paths[fd] = str(path)
+    def whole(path: str | Path, folder: int | None) -> str:
+        return str(path) if folder is None else f"{paths[folder]}/{path}"
+
+    def spy_open(path: str | Path, *args: int, dir_fd: int | None = None) -> int:
+        fd = real_open(path, *args, dir_fd=dir_fd)
+        paths[fd] = whole(path, dir_fd)
         return int(fd)
 
     def spy_fsync(fd: int) -> None:
         real_fsync(fd)
         events.append(("fsync", paths[fd]))
 
-    def spy_replace(source: str | Path, target: str | Path) -> None:
-        real_replace(source, target)
-        assert ("fsync", str(source)) in events
-        events.append(("replace", str(target)))
+    def spy_replace(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        real_replace(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        assert ("fsync", whole(source, src_dir_fd)) in events
+        events.append(("replace", whole(target, dst_dir_fd)))
 
     record = make_record("a", make_transcript(10))
     with open_store(tmp_path) as store:

@@ -27,19 +27,22 @@ PATIENCE = 60.0
 
 
 @contextmanager
-def serving(model: Path, cache_dir: Path, *extra: str) -> Iterator[ServerProcess]:
-    """A server that answers; stopped at the end if it has not been killed meanwhile."""
+def serving(model: Path, cache_dir: Path, *extra: str, **settings: str) -> Iterator[ServerProcess]:
+    """A server that answers; stopped at the end if it has not been killed meanwhile. `settings` have no flag."""
     log = cache_dir.parent / f"{cache_dir.name}.log"
     options: dict[str, Any] = {"model": str(model), "extra": (*BUDGETS, *extra), "ready_seconds": PATIENCE}
+    options["environment"] = {f"AGENTCACHE_{name.upper()}": value for name, value in settings.items()}
     with ServerProcess(cache_dir, log, **options) as server:
         server.client._http.timeout = PATIENCE  # a test that waits for ever says nothing
         yield server
 
 
-def start_plainly(model: Path, cache_dir: Path, *extra: str) -> subprocess.Popen[str]:
-    """`agentcache serve` without waiting for anything; its output can be read from pipes."""
+def start_plainly(model: Path | None, cache_dir: Path, *extra: str) -> subprocess.Popen[str]:
+    """`agentcache serve` (of the embedded model without `model`); waits for nothing, output can be read from pipes."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "AGENTCACHE_CONFIG": os.devnull}
-    options = ["--model", str(model), "--cache-dir", str(cache_dir), "--port", str(free_port()), *BUDGETS, *extra]
+    options = ["--cache-dir", str(cache_dir), "--port", str(free_port()), *BUDGETS, *extra]
+    if model is not None:
+        options += ["--model", str(model)]
     return subprocess.Popen(
         [sys.executable, "-m", "agentcache.cli.main", "serve", *options],
         env=environment,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import stat
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,19 @@ def replaced_by_pipe(name: str) -> Change:
     return change
 
 
+def replaced_by_socket(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mknod(folder / name, stat.S_IFSOCK | 0o600)
+
+    return change
+
+
+def sparse(num_bytes: int) -> Change:
+    """As long as the tensors of a model, and nearly empty."""
+    return lambda folder: os.truncate(folder / TENSORS[style_of(folder)], num_bytes)
+
+
 def linked_to(target: str) -> Change:
     def change(folder: Path) -> None:
         (folder / "adapter_config.json").unlink()
@@ -96,12 +111,19 @@ def linked_to(target: str) -> Change:
     return change
 
 
+def link_tensors(folder: Path, target: str) -> None:
+    file = folder / TENSORS[style_of(folder)]
+    file.unlink()
+    file.symlink_to(target)
+
+
 EXPERT = "layers.0.mlp.experts.gate_proj"
 BOTH: dict[str, tuple[Change, str]] = {
     "no config": (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json cannot be read: No such file"),
     "config is a pipe": (replaced_by_pipe("adapter_config.json"), "adapter_config.json is not a file"),
     "config is a device": (linked_to("/dev/zero"), "adapter_config.json is not a file"),
     "config is a folder": (linked_to("/"), "adapter_config.json (is not a file|cannot be read)"),
+    "config is a socket": (replaced_by_socket("adapter_config.json"), "adapter_config.json is not a file"),
     "config is not JSON": (linked_to("/etc/passwd"), "^adapter_config.json is not JSON$"),
     "config cut off": (raw_config('{"r": 3'), "adapter_config.json is not JSON"),
     "config is a list": (raw_config("[]"), "adapter_config.json is not a JSON object"),
@@ -114,6 +136,11 @@ BOTH: dict[str, tuple[Change, str]] = {
     "tensors are noise": (write_tensors(b"\x10" + bytes(7) + b"not json, at all"), "is not a safetensors file"),
     "an endless header": (write_tensors((2**62).to_bytes(8, "little") + b"{}"), "is not a safetensors file"),
     "tensors are a pipe": (lambda f: replaced_by_pipe(TENSORS[style_of(f)])(f), "it has no adapters.safetensors or"),
+    "tensors are a device": (lambda f: link_tensors(f, "/dev/zero"), "it has no adapters.safetensors or"),
+    "tensors are a folder": (lambda f: link_tensors(f, "/"), "it has no adapters.safetensors or"),
+    "50 GB of nothing": (sparse(50 * 10**9), "safetensors is larger than 4294967296 bytes"),
+    "3 GB of nothing": (sparse(3 * 10**9), "it has 3000000000 bytes, not [0-9]+$"),
+    "3 GB and no header": (lambda f: (write_tensors(b"")(f), sparse(3 * 10**9)(f)), "is not a safetensors file"),
     "no tensors": (lambda f: edit_tensors(f, dict.clear), "safetensors holds no matrices"),
     "no file": (lambda f: (f / TENSORS[style_of(f)]).unlink(), "pickles \\(.bin\\), are never opened"),
     "whole numbers": (replaced("lora_a", lambda a: a.astype(np.int32)), "holds I32, not F32, F16 or BF16"),
@@ -209,6 +236,16 @@ def check(folder: Path, change: Change, sentence: str) -> None:
 @pytest.mark.parametrize("name", BOTH)
 def test_broken_folders_are_refused(folder: Path, name: str) -> None:
     check(folder, *BOTH[name])
+
+
+@pytest.mark.parametrize("name", [name for name in BOTH if name[0].isdigit()])
+def test_what_is_too_large_is_not_read(folder: Path, name: str) -> None:
+    tracemalloc.start()
+    try:
+        check(folder, *BOTH[name])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", MLX_LM)

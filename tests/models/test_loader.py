@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,30 @@ def test_a_folder_loads(folder: Path) -> None:
     assert loaded.spec.num_layers == 2 and loaded.spec.num_attention_heads == 2
     assert loaded.max_context == 32768 and loader.load(str(folder), max_context=100).max_context == 100
     assert len(loaded.fingerprint) == 32
+
+
+def pipe(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (pipe("config.json"), "has no config.json"),
+        (pipe("tokenizer_config.json"), "tokenizer_config.json is not a file"),
+        (pipe("model.safetensors"), "model.safetensors is not a file"),
+        (pipe("generation_config.json"), "generation_config.json is not a file"),
+        (lambda folder: os.truncate(folder / "config.json", 50 * 10**9), "config.json is larger than"),
+    ],
+)
+def test_files_that_would_hold_up_the_start(folder: Path, change: Change, said: str) -> None:
+    change(folder)
+    with pytest.raises(UnsupportedModel, match=said):
+        loader.load(str(folder))
 
 
 def test_the_same_folder_has_the_same_spec_and_fingerprint(folder: Path) -> None:

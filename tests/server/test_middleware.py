@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import socket
 
 import pytest
 
@@ -76,34 +76,92 @@ def test_other_pages_may_not(origin: str) -> None:
     refused(chat(FakeEngine(), headers={"Origin": origin}), 403)
 
 
-def test_a_key_or_another_address_lifts_the_guard() -> None:
-    headers = {"Host": "mac.local", "x-api-key": "s3cret"}
+OPEN = Config(host="0.0.0.0")
+
+
+def test_with_a_key_any_host_may_be_named() -> None:
+    headers = {"Host": "mac.lan", "x-api-key": "s3cret"}
     assert chat(FakeEngine(), config=KEYED, headers=headers).status_code == 200
-    assert chat(FakeEngine(), config=Config(host="0.0.0.0"), headers={"Host": "mac.local"}).status_code == 200
 
 
-SMALL = Config(max_body_bytes=100)
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "10.0.0.7:8000", "[fe80::1]:8000", "MAC.local", "mac"])
+def test_names_of_a_server_on_the_network(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Mac.lan")
+    assert chat(FakeEngine(), config=OPEN, headers={"Host": host}).status_code == 200
 
 
-def test_announced_length_over_the_limit() -> None:
-    refused(ask(FakeEngine(), "POST", "/v1/completions", config=SMALL, content=b"x" * 101), 413)
+@pytest.mark.parametrize(
+    "host", ["evil.example", "xlocalhost", "localhost.evil.com", "10.0.0.7.evil.com", "", "mac.evil"]
+)
+@pytest.mark.parametrize("listens_on", ["0.0.0.0", "127.0.0.1", "::"])
+def test_other_names_are_refused_wherever_it_listens(
+    monkeypatch: pytest.MonkeyPatch, host: str, listens_on: str
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "mac")
+    refused(chat(FakeEngine(), config=Config(host=listens_on), headers={"Host": host}), 403)
 
 
-def test_chunked_bodies_are_counted() -> None:
-    async def chunks() -> AsyncIterator[bytes]:
-        for _ in range(3):
-            yield b" " * 50
-
-    answer = ask(FakeEngine(), "POST", "/v1/completions", config=SMALL, content=chunks())
-    assert refused(answer, 413)["code"] == "payload_too_large"
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:3000", "http://10.0.0.7:81", ""])
+@pytest.mark.parametrize("key", [None, "s3cret"])
+def test_foreign_pages_are_refused_on_the_network_with_or_without_a_key(origin: str, key: str | None) -> None:
+    headers = {"Origin": origin, "Host": "10.0.0.7:8000", "x-api-key": "s3cret"}
+    refused(chat(FakeEngine(), config=Config(host="0.0.0.0", api_key=key), headers=headers), 403)
 
 
-def test_a_body_at_the_limit_is_read() -> None:
-    body = b'{"prompt": "x"}'.ljust(100)
-    assert ask(FakeEngine(), "POST", "/v1/completions", config=SMALL, content=body).status_code == 200
+def test_foreign_pages_are_refused_on_this_machine_with_a_key_too() -> None:
+    headers = {"Origin": "https://evil.example", "x-api-key": "s3cret"}
+    refused(chat(FakeEngine(), config=KEYED, headers=headers), 403)
 
 
-@pytest.mark.parametrize(("length", "status"), [("-5", 400), ("ten", 400), ("9" * 5000, 413)])
-def test_odd_lengths(length: str, status: int) -> None:
-    headers = {"Content-Length": length}
-    refused(ask(FakeEngine(), "POST", "/v1/completions", headers=headers, content=b"{}"), status)
+@pytest.mark.parametrize(
+    ("origin", "host"),
+    [
+        ("http://10.0.0.7:8000", "10.0.0.7:8000"),
+        ("http://10.0.0.7", "10.0.0.7:80"),
+        ("https://10.0.0.7", "10.0.0.7"),
+        ("http://[fe80::1]:1", "[fe80::1]:1"),
+    ],
+)
+def test_a_page_of_the_same_origin_may_ask(origin: str, host: str) -> None:
+    assert chat(FakeEngine(), config=OPEN, headers={"Origin": origin, "Host": host}).status_code == 200
+
+
+PAGE = "https://ui.example:8443"
+LISTED = Config(api_key="s3cret", cors_origins=(PAGE,))
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,x-api-key,content-type,anthropic-version,x-session-id",
+}
+
+
+def test_a_listed_page_may_ask_and_read_answers_and_refusals() -> None:
+    """A browser asks first, without the key."""
+    asked = ask(FakeEngine(), "OPTIONS", "/v1/messages", config=LISTED, headers={"Origin": PAGE, **PREFLIGHT})
+    assert asked.status_code == 200
+    assert set(PREFLIGHT["Access-Control-Request-Headers"].split(",")) <= set(
+        asked.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")
+    )
+    for key, status in (("s3cret", 200), ("wrong", 401)):
+        answer = chat(FakeEngine(), config=LISTED, headers={"Origin": PAGE, "x-api-key": key})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://ui.example", "https://ui.example:8443.evil", "http://ui.example:8443", "null"]
+)
+def test_only_exactly_that_page_may(origin: str) -> None:
+    for method, headers in (("OPTIONS", PREFLIGHT), ("POST", {"x-api-key": "s3cret"}), ("GET", {})):
+        answer = ask(FakeEngine(), method, "/v1/models", config=LISTED, headers={"Origin": origin, **headers})
+        assert refused(answer, 403)["code"] == "forbidden"
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_all_pages_may_if_the_user_says_so() -> None:
+    answer = chat(FakeEngine(), config=Config(cors_origins=("*",)), headers={"Origin": "https://any.example"})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+    refused(chat(FakeEngine(), config=Config(cors_origins=("*",)), headers={"Host": "evil.example"}), 403)
+
+
+def test_the_host_of_a_listed_page_may_be_named() -> None:
+    config = Config(cors_origins=(PAGE,))
+    assert chat(FakeEngine(), config=config, headers={"Host": "ui.example"}).status_code == 200

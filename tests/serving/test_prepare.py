@@ -10,7 +10,7 @@ from agentcache.blocks.transcript import Transcript
 from agentcache.errors import ContextLengthExceeded
 from agentcache.models.tokenizer import Tokenizer
 from agentcache.models.work_limit import WorkLimit
-from agentcache.serving.prepare import prepare, rough_size
+from agentcache.serving.prepare import match, read_prompt, rough_size
 from agentcache.serving.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 
@@ -43,19 +43,19 @@ def test_what_says_by_its_size_that_it_is_too_long(
     for name in ("render_chat", "encode", "spell", "raw_prompt"):
         monkeypatch.setattr(chatml, name, None)
     with pytest.raises(ContextLengthExceeded):
-        prepare(prompt, Transcript.empty(), None, chatml, LIMIT)
+        read_prompt(prompt, None, chatml, LIMIT)
 
 
 def test_what_a_template_leaves_out_does_not_count(chatml: Tokenizer) -> None:
     thought = {"role": "assistant", "content": "b", "reasoning_content": "hm " * 100_000}
-    match = prepare(ChatPrompt([user("a"), thought, user("c")]), Transcript.empty(), None, chatml, LIMIT)
-    assert len(match.transcript.ids) < 100
+    prompt = read_prompt(ChatPrompt([user("a"), thought, user("c")]), None, chatml, LIMIT)
+    assert len(match(prompt, Transcript.empty(), chatml, LIMIT).transcript.ids) < 100
 
 
 def test_what_a_template_makes_too_long_is_refused(chatml: Tokenizer) -> None:
     for size in (3_000, 300_000):
         with pytest.raises(ContextLengthExceeded):
-            prepare(ChatPrompt([user("a b c " * size)]), Transcript.empty(), None, chatml, LIMIT)
+            match(read_prompt(ChatPrompt([user("a b c " * size)]), None, chatml, LIMIT), None, chatml, LIMIT)
 
 
 @pytest.mark.parametrize(

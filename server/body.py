@@ -1,0 +1,106 @@
+"""Requests' bodies: how large they may be, how long they may take, and how much of them may be there half."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentcache.errors import InvalidRequest, Overloaded, PayloadTooLarge, RequestTooSlow
+
+SMALL_BODY = 64 << 10  # bytes that every body may have, whatever others hold
+
+
+class BodyLimit:
+    """Refuses bodies over `limit` bytes: by their announced length, and by counting what comes."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        self._check_announced(Headers(scope=scope).get("content-length"))
+        received = 0
+
+        async def counted_receive() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            self._check(received)
+            return message
+
+        await self.app(scope, counted_receive, send)
+
+    def _check_announced(self, length: str | None) -> None:
+        if length is None:
+            return
+        if not (length.isascii() and length.isdigit()):
+            raise InvalidRequest("Content-Length must be a number of bytes.", param="Content-Length")
+        # More than 18 digits are too many whatever the limit, and int() refuses thousands of them.
+        self._check(int(length) if len(length) <= 18 else 10**18)
+
+    def _check(self, size: int) -> None:
+        if size > self._limit:
+            raise PayloadTooLarge(f"The body is over {self._limit} bytes.")
+
+
+class WholeBody:
+    """Hands a request on once its body is there, so that one that is still coming takes nobody's place.
+
+    Args:
+        seconds: within which a body must have come.
+        room: bytes that all bodies that are still coming may take together, but for the first `SMALL_BODY` of each.
+    """
+
+    def __init__(self, app: ASGIApp, seconds: float, room: int) -> None:
+        self.app = app
+        self._seconds = seconds
+        self._room = room
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        pending: list[Message] = [{"type": "http.request", "body": await self._read(receive), "more_body": False}]
+
+        async def receive_rest() -> Message:
+            return pending.pop() if pending else await receive()
+
+        await self.app(scope, receive_rest, send)
+
+    async def _read(self, receive: Receive) -> bytes:
+        body = _Body()
+        try:
+            async with asyncio.timeout(self._seconds):
+                while not body.is_complete:
+                    self._add(body, await receive())
+        except TimeoutError:
+            raise RequestTooSlow(f"The body was not there within {self._seconds:g} s.") from None
+        finally:
+            self._room += body.held
+        return b"".join(body.parts)
+
+    def _add(self, body: _Body, message: Message) -> None:
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect()
+        body.parts.append(message.get("body", b""))
+        body.size += len(body.parts[-1])
+        body.is_complete = not message.get("more_body", False)
+        held = max(0, body.size - SMALL_BODY)
+        if not body.is_complete and held - body.held > self._room:
+            raise Overloaded("Too many large bodies are on their way; try again later.")
+        self._room -= held - body.held
+        body.held = held
+
+
+class _Body:
+    """What has come of a body. `held` is what it takes of the room."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+        self.held = 0
+        self.is_complete = False

@@ -1,0 +1,162 @@
+"""What somebody does to the cache folder of a running server, and folders on which none can start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentcache.server.drain import DRAIN_SECONDS
+from agentcache.server_process import ServerProcess
+from tests.live.servers import (
+    PATIENCE,
+    agent_info,
+    all_ids,
+    check_against_cold,
+    complete,
+    http_of,
+    log_of,
+    make_ids,
+    serving,
+    start_plainly,
+    stats,
+    stop,
+)
+
+
+def disk_bytes(cache_dir: Path) -> int:
+    files = (path for path in cache_dir.rglob("*") if path.is_file() and path.name not in ("lock", "weights.json"))
+    return sum(path.stat().st_size for path in files)
+
+
+@pytest.mark.parametrize("name", ["", "blocks", "agents"])
+def test_a_removed_folder_is_made_again(
+    live_model: Path, live_server: ServerProcess, tmp_path: Path, agent: str, name: str
+) -> None:
+    """After a kill the agent goes on with all that the turn behind the removal has reported as saved."""
+    cache_dir = tmp_path / "cache"
+    with serving(live_model, cache_dir) as server:
+        first = complete(server, make_ids(600), 4, agent=agent)
+        shutil.rmtree(cache_dir / name)
+        second = complete(server, [*all_ids(first), *make_ids(20, seed=1)], 4, agent=agent)
+        assert second["agentcache"]["saved"] is True and second["agentcache"]["cache_state"] == "hot"
+        assert stats(server)["save_failures"] == 0
+        server.kill()
+    with serving(live_model, cache_dir) as server:
+        assert agent_info(server, agent)["tokens"] == len(all_ids(second))
+        assert stats(server)["disk_bytes"] == disk_bytes(cache_dir)
+        third = complete(server, [*all_ids(second), *make_ids(20, seed=2)], 4, agent=agent)
+        assert (third["agentcache"]["cache_state"], third["agentcache"]["computed_tokens"]) == ("warm", 21)
+        check_against_cold(live_server, third)
+
+
+@pytest.mark.parametrize("name", ["blocks", "agents"])
+def test_a_link_in_a_folders_place(live_model: Path, tmp_path: Path, agent: str, name: str) -> None:
+    cache_dir, outside = tmp_path / "cache", tmp_path / "outside"
+    outside.mkdir()
+    with serving(live_model, cache_dir) as server:
+        first = complete(server, make_ids(300), 4, agent=agent)
+        shutil.rmtree(cache_dir / name)
+        (cache_dir / name).symlink_to(outside)
+        second = complete(server, [*all_ids(first), *make_ids(20, seed=1)], 4, agent=agent)
+        assert second["agentcache"]["saved"] is False and "link" in second["agentcache"]["save_error"]
+        assert list(outside.iterdir()) == []
+        (cache_dir / name).unlink()
+        third = complete(server, [*all_ids(second), *make_ids(20, seed=2)], 4, agent=agent)
+        assert third["agentcache"]["saved"] is True
+        (cache_dir / name).rename(cache_dir / "aside")
+        (cache_dir / name).symlink_to(outside)
+        beginning = time.monotonic()
+        assert stop(server) == 0
+        assert time.monotonic() - beginning < DRAIN_SECONDS + 2
+    assert list(outside.iterdir()) == []
+    assert "Traceback" not in log_of(cache_dir)
+
+
+def below_a_file(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file" / "cache"
+
+
+def a_file(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file"
+
+
+def a_file_in_a_folders_place(folder: Path) -> Path:
+    (folder / "cache").mkdir()
+    (folder / "cache" / "blocks").touch()
+    return folder / "cache"
+
+
+def a_name_that_is_too_long(folder: Path) -> Path:
+    return folder / ("x" * 300)
+
+
+def a_read_only_disk(folder: Path) -> Path:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("there is no tmpfs here")
+    mount = ["mount", "-t", "tmpfs", "-o", "ro", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a file system is not permitted here")
+    return folder / "cache"
+
+
+@pytest.mark.parametrize(
+    "make", [below_a_file, a_file, a_file_in_a_folders_place, a_name_that_is_too_long, a_read_only_disk]
+)
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_folder_that_cannot_be_used_is_one_line(
+    live_model: Path, tmp_path: Path, make: Callable[[Path], Path], embedded: bool
+) -> None:
+    folder = tmp_path / "there"
+    folder.mkdir()
+    cache_dir = make(folder)
+    try:
+        process = start_plainly(None if embedded else live_model, cache_dir)
+        out, err = process.communicate(timeout=PATIENCE)
+    finally:
+        if os.path.ismount(folder):
+            subprocess.run(["umount", str(folder)], check=True)
+    assert (process.returncode, out) == (1, "")
+    [line] = err.splitlines()
+    assert line.startswith("error: cannot ") and str(folder) in line
+
+
+@pytest.mark.parametrize("kind", ["sparse", "pipe", "device", "socket", "linked folder"])
+def test_an_adapter_that_is_none_is_refused_at_once(live_server: ServerProcess, tmp_path: Path, kind: str) -> None:
+    weights = tmp_path / "adapters.safetensors"
+    (tmp_path / "adapter_config.json").write_text('{"lora_parameters": {"rank": 2, "scale": 1}}')
+    if kind == "sparse":
+        weights.touch()
+        os.truncate(weights, 50 * 10**9)
+    elif kind == "socket":
+        weights.touch()
+        (tmp_path / "adapter_config.json").unlink()
+        os.mknod(tmp_path / "adapter_config.json", 0o140600)
+    elif kind == "pipe":
+        os.mkfifo(weights)
+    else:
+        weights.symlink_to("/dev/zero" if kind == "device" else "/")
+    beginning = time.monotonic()
+    with http_of(live_server) as http:
+        answer = http.post("/v1/adapters", json={"name": "none", "path": str(tmp_path)})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path"), answer.text
+    assert time.monotonic() - beginning < 1
+
+
+def test_sigterm_when_the_folder_is_gone(live_model: Path, tmp_path: Path, agent: str) -> None:
+    cache_dir = tmp_path / "cache"
+    with serving(live_model, cache_dir) as server:
+        complete(server, make_ids(300), 4, agent=agent)
+        shutil.rmtree(cache_dir)
+        beginning = time.monotonic()
+        assert stop(server) == 0
+        assert time.monotonic() - beginning < DRAIN_SECONDS + 2
+    assert "Traceback" not in log_of(cache_dir)
