@@ -157,7 +157,10 @@ def python(
     from agentcache.server.app import create_app
 
     (prompt_tokens,) = parse_sizes(prompt)
-    step, match = StepPlan(rows, rounds=1 if quick else 5), MatchPlan(agents, prompt_tokens, repeats=5 if quick else 50)
+    step, match = (
+        StepPlan(rows, rounds=1 if quick else 5),
+        MatchPlan(agents, prompt_tokens=prompt_tokens, repeats=5 if quick else 50),
+    )
     plan = PythonPlan(step, match)
     costs = python_rows(plan, measure_python(plan, create_app, say))
     table = Table("", "ms", "limit")

@@ -67,16 +67,20 @@ async def _measure(plan: PythonPlan, config: Config, make_app: MakeApp, progress
 def python_rows(plan: PythonPlan, cost: PythonCost) -> list[dict[str, Any]]:
     """The result as rows for a table or JSON; `limit_ms` is None for what has no limit."""
     step, match = cost.step, cost.match
-    prompt, rows = f"{match.prompt_tokens} tokens, {plan.match.agents} agents", f"{plan.step.rows} rows"
+    prompt, rows = (
+        f"{match.prompt_tokens} tokens, {plan.match.agents} agents x {plan.match.lineages}",
+        f"{plan.step.rows} rows",
+    )
     named: list[tuple[str, float, float | None]] = [
         (f"step, {rows}: engine thread, CPU", step.engine_ms, None),
         (f"step, {rows}: event loop thread, CPU", step.streaming_ms, None),
         (f"step, {rows}: both", step.python_ms, STEP_LIMIT_MS),
         (f"step, {rows}: wall clock, empty model", step.wall_ms, None),
         (f"prompt, {prompt}: chat template", match.template_ms, None),
+        (f"prompt, {prompt}: lineage", match.lineage_ms, None),
         (f"prompt, {prompt}: transcript", match.transcript_ms, None),
         (f"prompt, {prompt}: tree", match.tree_ms, None),
-        (f"prompt, {prompt}: matching, both", match.match_ms, MATCH_LIMIT_MS),
+        (f"prompt, {prompt}: matching, all three", match.match_ms, MATCH_LIMIT_MS),
         (f"prompt, {prompt}: match and open a sequence", match.open_ms, None),
     ]
     return [{"what": what, "ms": ms, "limit_ms": limit} for what, ms, limit in named]

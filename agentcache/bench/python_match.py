@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentcache.bench.workload import WORDS
@@ -16,7 +16,10 @@ from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import PromptMatch, match_text
 from agentcache.blocks.slots import Group
 from agentcache.blocks.transcript import Transcript
+from agentcache.kv.manifest import AgentRecord
 from agentcache.models.tokenizer import Tokenizer
+from agentcache.serving.agents import AgentTable
+from agentcache.serving.lineages import PlainPrompt, choose
 
 _ROOT = "root"
 _OWN_TOKENS = 2 * BLOCK_SIZE + 100  # of each agent of the tree, behind what all share
@@ -29,11 +32,13 @@ class MatchPlan:
 
     Args:
         agents: agents in the tree that the prompt is matched against.
+        lineages: conversations of each; those of the prompt's own agent share most of it, too.
         prompt_tokens: at least this many tokens in the prompt.
         repeats: times each part is measured.
     """
 
     agents: int = 1000
+    lineages: int = 8
     prompt_tokens: int = 32768
     repeats: int = 50
     seed: int = 0
@@ -43,11 +48,12 @@ class MatchPlan:
 class MatchCost:
     """Milliseconds of CPU for one prompt; of the clock for the template, which a process of its own renders.
 
-    `template_ms` renders the messages, `transcript_ms` finds what the agent has of the text and tokenises the rest,
-    `tree_ms` finds the cached blocks of the tokens, `open_ms` makes the block tables of a sequence that uses them.
+    `template_ms` renders the messages, `lineage_ms` chooses the lineage that they go on from, `transcript_ms` finds
+    what that has of the text and tokenises the rest, `tree_ms` finds the cached blocks of the tokens, `open_ms` makes the block tables of a sequence that uses them.
     """
 
     template_ms: float
+    lineage_ms: float
     transcript_ms: float
     tree_ms: float
     open_ms: float
@@ -56,7 +62,7 @@ class MatchCost:
 
     @property
     def match_ms(self) -> float:
-        return self.transcript_ms + self.tree_ms
+        return self.lineage_ms + self.transcript_ms + self.tree_ms
 
 
 def measure_match(plan: MatchPlan, tokenizer: Tokenizer, groups: Sequence[Group]) -> MatchCost:
@@ -80,8 +86,10 @@ class _MatchBench:
         gc.collect()
         ids = list(self._match(transcript, messages).transcript.ids)
         text = self._tokenizer.render_chat(messages)
+        lineages = self._lineages(transcript)
         return MatchCost(
             template_ms=self._median(lambda: self._tokenizer.render_chat(messages), time.perf_counter),
+            lineage_ms=self._median(lambda: self._choose(lineages, PlainPrompt(text))),
             transcript_ms=self._median(
                 lambda: match_text(transcript, text, self._tokenizer.encode, self._tokenizer.control_ids)
             ),
@@ -124,8 +132,21 @@ class _MatchBench:
         """The agent itself, and the others, who leave its path close to the end: the widest node lies deepest."""
         self._insert(token_ids)
         shared = token_ids[:-_OWN_TOKENS]
-        for _ in range(self._plan.agents - 1):
+        for _ in range(self._plan.agents * self._plan.lineages - 1):
             self._insert(shared + self._random.choices(range(1000), k=_OWN_TOKENS))
+
+    def _lineages(self, transcript: Transcript) -> list[AgentRecord]:
+        """The agent's: the conversation itself, and others that leave it here and there."""
+        blank, num_tokens = AgentTable("model").new("alice"), len(transcript)
+        step = num_tokens // (2 * self._plan.lineages)
+        cuts = [transcript.cut(num_tokens - step * number) for number in range(1, self._plan.lineages)]
+        left = [cut.extended(more := self._words(5), [1], [len(more)], "generated") for cut in cuts]
+        return [replace(blank, lineage=str(number), transcript=each) for number, each in enumerate([*left, transcript])]
+
+    @staticmethod
+    def _choose(lineages: Sequence[AgentRecord], prompt: PlainPrompt) -> None:
+        found = choose(lineages, prompt, "")
+        assert found is lineages[-1] and prompt.extends(found.transcript)
 
     def _insert(self, token_ids: list[int]) -> None:
         sequence = self._cache.open(_ROOT, self._cache.match_prefix(_ROOT, token_ids, len(token_ids)))
