@@ -49,7 +49,8 @@ class MatchCost:
     """Milliseconds of CPU for one prompt; of the clock for the template, which a process of its own renders.
 
     `template_ms` renders the messages, `lineage_ms` chooses the lineage that they go on from, `transcript_ms` finds
-    what that has of the text and tokenises the rest, `tree_ms` finds the cached blocks of the tokens, `open_ms` makes the block tables of a sequence that uses them.
+    what that has of the text and tokenises the rest, `tree_ms` finds the cached blocks of the tokens, `open_ms` makes
+    the block tables of a sequence that uses them.
     """
 
     template_ms: float
