@@ -27,19 +27,20 @@ _VALUES_A_WORD = 8  # of 4 bits in 32
 
 
 def recompute(cache_dir: Path, quiet: Client) -> int:
-    """Have a quiet server compute and save the tokens of every agent in a cache folder; returns how many agents."""
+    """Have a quiet server compute and save the tokens of every lineage in a cache folder; returns how many there are."""
     count = 0
     for path in sorted((cache_dir / "agents").glob("*/*.json")):
         manifest = decode_manifest(path.read_bytes())
         if manifest.num_saved:
-            quiet.cache_prompt(_saved_tokens(path, manifest), agent=manifest.id)
+            # An agent each: none of them may be given up there.
+            quiet.cache_prompt(_saved_tokens(path, manifest), agent=path.stem.replace("~", "."))
             count += 1
     return count
 
 
 def _saved_tokens(path: Path, manifest: Manifest) -> list[int]:
-    log = path.with_name(f"{manifest.id}.{manifest.log.generation}.log").read_bytes()
-    content = parse_log(log, manifest.id, manifest.model, manifest.log)
+    log = path.with_name(f"{manifest.name}.{manifest.log.generation}.log").read_bytes()
+    content = parse_log(log, manifest.name, manifest.model, manifest.log)
     return list(content.transcript.ids[: manifest.num_saved])
 
 

@@ -212,7 +212,8 @@ def _text(kind: bytes, content: bytes) -> str:
 
 
 def refused(why: object) -> InvalidRequest:
-    return InvalidRequest(f"The model's chat template refuses these messages: {why}", param="messages")
+    message = f"The model's chat template refuses these messages: {why}"
+    return InvalidRequest(message, param="messages", code="refused_by_chat_template")
 
 
 def _took_too_much(what: str) -> InvalidRequest:

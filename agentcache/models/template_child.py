@@ -86,6 +86,8 @@ def _answer(request: bytes) -> tuple[bytes, bytes]:
         text = _compiled(template).render(**variables).encode("utf-8", "surrogatepass")
     except MemoryError:
         return Reply.MEMORY, b""
+    except RecursionError:
+        return Reply.REFUSED, b"they are nested too deeply"
     except jinja2.TemplateSyntaxError as error:
         return Reply.SYNTAX, _message(error)
     except Exception as error:  # whatever the template's own code comes to

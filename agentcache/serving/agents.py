@@ -128,9 +128,12 @@ class AgentTable:
         return replace(record, lineage=secrets.token_hex(4))
 
     def fork(self, agent_id: str, new_id: str, lineage: str | None = None) -> list[AgentRecord]:
-        """Lineages with the same memory under a new id; raises NotFound, Conflict. Not yet put."""
+        """Lineages with the same memory under a new id, as if used now; raises NotFound, Conflict. Not yet put."""
         sources, blank = self.lineages(agent_id, lineage), self.new(new_id)
-        return [replace(source, id=new_id, created=blank.created, last_used=blank.last_used) for source in sources]
+        later = blank.last_used - max(source.last_used for source in sources)
+        return [
+            replace(source, id=new_id, created=blank.created, last_used=source.last_used + later) for source in sources
+        ]
 
     # -- who is at work ---------------------------------------------------------------------------------------------
 

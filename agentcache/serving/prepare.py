@@ -185,7 +185,9 @@ def held_by(request: Request, found: AgentRecord | None) -> Transcript | None:
     return Transcript.empty() if found is None else found.transcript
 
 
-def plain_prompt(request: Request, agents: AgentTable, tokenizer: Tokenizer, limit: WorkLimit) -> PlainPrompt:
+def plain_prompt(
+    request: Request, agents: AgentTable, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED
+) -> PlainPrompt:
     """The request's prompt; raises as `read_prompt`."""
     agent = request.agent
     system = agents.get(agent).system if agent is not None and agent in agents else None

@@ -112,7 +112,10 @@ def test_a_fork_shares_and_then_goes_its_own_way(live_server: ServerProcess, htt
     before, disk = agent_info(live_server, agent), stats(live_server)["disk_bytes"]
     forked = http.post(f"/v1/agents/{agent}/fork", json={"id": fork})
     assert forked.status_code == 201
-    assert {**forked.json(), "id": agent, "created": 0, "last_used": 0} == before | {"created": 0, "last_used": 0}
+    [lineage] = forked.json()["lineages"]
+    assert lineage | {"last_used": 0} == before["lineages"][0] | {"last_used": 0}
+    same = {"id": agent, "created": 0, "last_used": 0, "lineages": []}
+    assert forked.json() | same == before | same
     # A table is copied, and the transcript; no block is.
     assert stats(live_server)["disk_bytes"] - disk < before["disk_bytes"] / 10
 

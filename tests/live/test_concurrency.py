@@ -51,7 +51,10 @@ def test_one_agents_requests_run_in_order_of_arrival(live_server: ServerProcess,
     # Each finds the prompt of the one before it, and computes what it adds.
     assert [answer["agentcache"]["cached_tokens"]["own"] for answer in answers] == [300, 301, 302]
     assert all(answer["agentcache"]["saved"] for answer in answers)
-    assert agent_info(live_server, agent)["tokens"] == len(all_ids(answers[-1])) == 307
+    # Each leaves out the answer of the one before it, which can be gone back to.
+    info = agent_info(live_server, agent)
+    assert [lineage["tokens"] for lineage in info["lineages"]] == [500, 305, 306, 307]
+    assert info["tokens"] == 500 and len(all_ids(answers[-1])) == 307
 
 
 def test_ten_agents_get_what_each_gets_alone(live_server: ServerProcess, agent: str) -> None:

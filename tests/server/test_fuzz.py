@@ -65,8 +65,12 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "stream": st.booleans(),
     "stream_options": nearly(include_usage=st.booleans()),
     "metadata": nearly(user_id=ODD_TEXT),
-    "agentcache": nearly(report=st.booleans(), salt=ODD_TEXT, invocation_start=st.none() | ODD_NUMBER),
-    **dict.fromkeys(["agent", "session_id", "prompt_cache_key", "id", "name", "path", "policy", "salt"], ODD_TEXT),
+    "agentcache": nearly(
+        report=st.booleans(), salt=ODD_TEXT, lineage=ODD_TEXT, invocation_start=st.none() | ODD_NUMBER
+    ),
+    **dict.fromkeys(
+        ["agent", "session_id", "prompt_cache_key", "id", "name", "path", "policy", "salt", "lineage"], ODD_TEXT
+    ),
     **dict.fromkeys(["system", "adapter", "model", "priority"], ODD_TEXT),
     **dict.fromkeys(["max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed"], ODD_NUMBER),
     **dict.fromkeys(["stop", "stop_sequences", "logit_bias", "logprobs", "top_logprobs", "echo", "n"], anything),

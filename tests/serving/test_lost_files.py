@@ -108,11 +108,13 @@ def test_another_agents_memory_is_written_by_its_own_next_turn(model: Path, tmp_
 def test_a_fork_and_a_deletion_after_the_folder_is_gone(model: Path, tmp_path: Path) -> None:
     cache_dir = tmp_path / "cache"
     with open_llm(model, cache_dir) as llm:
-        assert llm.generate(make_ids(300), greedy(3), agent="alice").report.saved
+        first = llm.generate(make_ids(300), greedy(3), agent="alice")
+        assert first.report.saved
         remove(llm, cache_dir)
         llm.fork("alice", "twin")
         llm.delete("alice")
-        assert llm.generate(make_ids(320), greedy(3), agent="twin").report.saved
+        longer = [*make_ids(300), *first.token_ids, *make_ids(20, seed=1)]
+        assert llm.generate(longer, greedy(3), agent="twin").report.saved
         check_disk(llm, cache_dir)
 
 
