@@ -27,7 +27,7 @@ _VALUES_A_WORD = 8  # of 4 bits in 32
 
 
 def recompute(cache_dir: Path, quiet: Client) -> int:
-    """Have a quiet server compute and save the tokens of every lineage in a cache folder; returns how many there are."""
+    """Have a quiet server compute and save the tokens of every lineage in a cache folder; returns how many."""
     count = 0
     for path in sorted((cache_dir / "agents").glob("*/*.json")):
         manifest = decode_manifest(path.read_bytes())
