@@ -39,6 +39,7 @@ SAMPLE_EVERY = 1.0
 _NICENESS = 5  # of the clients: about a third of an ordinary thread's share
 SLACK_BYTES = 24 * 10**6  # of resident memory that may come and go
 GROWTH = 1.05
+LAZY_FILES = 3  # processes for chat templates come as they are needed, at most one for each thread that reads prompts
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ def _is_quiet(now: Numbers, before: Numbers) -> bool:
         now.live_blocks == 0
         and now.in_flight <= 1
         and now.tasks <= before.tasks
-        and now.open_files <= before.open_files
+        and now.open_files <= before.open_files + LAZY_FILES
     )
 
 
