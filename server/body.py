@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache.errors import InvalidRequest, Overloaded, PayloadTooLarge, RequestTooSlow
 
-SMALL_BODY = 64 << 10  # bytes that every body may have, whatever others hold
+FREE_BYTES = 64 << 10  # bytes that every body may have, whatever others hold
 
 
 class BodyLimit:
@@ -53,7 +53,7 @@ class WholeBody:
 
     Args:
         seconds: within which a body must have come.
-        room: bytes that all bodies that are still coming may take together, but for the first `SMALL_BODY` of each.
+        room: bytes that all bodies that are still coming may take together, but for the first `FREE_BYTES` of each.
     """
 
     def __init__(self, app: ASGIApp, seconds: float, room: int) -> None:
@@ -89,7 +89,7 @@ class WholeBody:
         body.parts.append(message.get("body", b""))
         body.size += len(body.parts[-1])
         body.is_complete = not message.get("more_body", False)
-        held = max(0, body.size - SMALL_BODY)
+        held = max(0, body.size - FREE_BYTES)
         if not body.is_complete and held - body.held > self._room:
             raise Overloaded("Too many large bodies are on their way; try again later.")
         self._room -= held - body.held

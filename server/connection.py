@@ -54,6 +54,7 @@ class ClientConnection(H11Protocol):
         self._head_seconds = head_seconds
         self._most = most
         self._timer: asyncio.TimerHandle | None = None
+        self._linger: asyncio.TimerHandle | None = None
         self._waiting_since = self.loop.time()
 
     # -- uvicorn's and asyncio's calls --------------------------------------------------------------------------------
@@ -66,6 +67,7 @@ class ClientConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        self._end_linger()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -78,12 +80,15 @@ class ClientConnection(H11Protocol):
         super().handle_events()
         if self.conn.their_state is not h11.IDLE:
             self._cancel_timer()
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._end_linger()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._waiting_since = self.loop.time()
-        if self.conn.their_state is h11.SEND_BODY:
-            self._set_timer(LINGER_SECONDS, self.cut)
+        answered = self.cycle is None or self.cycle.response_complete  # the next request may have begun
+        if answered and self.conn.their_state is h11.SEND_BODY:
+            self._linger = self.loop.call_later(LINGER_SECONDS, self.cut)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidRequest(msg, code="invalid_http"))
@@ -103,7 +108,13 @@ class ClientConnection(H11Protocol):
     def cut(self) -> None:
         """Close the connection, whatever is under way on it."""
         self._cancel_timer()
+        self._end_linger()
         self.transport.abort()
+
+    def _end_linger(self) -> None:
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
 
     def _make_room(self) -> None:
         """Close many at once, since finding the right ones takes a look at all."""

@@ -106,6 +106,10 @@ class AgentFolder:
         """The lineages loaded or saved so far, by name."""
         return [self._agents[name] for name in sorted(self._agents)]
 
+    def has(self, name: str) -> bool:
+        """Whether the lineage has been loaded or saved, and not deleted since."""
+        return name in self._agents
+
     # --- reading ---
 
     def load(self) -> None:
@@ -220,7 +224,7 @@ class AgentFolder:
         return saved.extendable and saved.manifest.model == model and size >= end.num_bytes
 
     def _new_log(self, record: AgentRecord, content: Content) -> _LogWrite:
-        generation = max(self._generations[record.name], default=0) + 1
+        generation = max(self._generations.get(record.name, ()), default=0) + 1
         return _LogWrite(*start_log(record.name, record.model, generation, content), appends=False)
 
     def _write_log(self, name: str, log: _LogWrite) -> None:
@@ -263,11 +267,13 @@ class AgentFolder:
         """Remove the lineage's logs, but for the one its manifest names."""
         saved = self._agents.get(name)
         current = saved.manifest.log.generation if saved else None
-        for generation in sorted(self._generations[name] - {current}):
+        for generation in sorted(self._generations.get(name, set()) - {current}):
             self._fault("log-before-remove")
             self._usage.remove(self._log_path(name, generation))
             self._generations[name].discard(generation)
             self._fault("log-removed")
+        if not self._generations.get(name, True):
+            del self._generations[name]
 
     def _manifest_path(self, name: str) -> Path:
         return self._folder / f"{name}.json"

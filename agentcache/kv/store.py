@@ -155,6 +155,10 @@ class Store:
             self._look_at_folders()
             return self._agents.save(record, self._spec.digest, tuple(group.name for group in self._spec.groups))
 
+    def has_agent(self, name: str) -> bool:
+        """Whether the lineage of that name has ever been saved, and not deleted since. From any thread."""
+        return self._agents.has(name)
+
     def delete_agent(self, name: str) -> None:
         """Remove the manifest and log of the lineage of that name, if there are any; its blocks may be shared and stay.
 

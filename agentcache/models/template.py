@@ -101,7 +101,7 @@ class ChatTemplate:
             packed = marshal.dumps(request)
         except ValueError:
             raise InvalidRequest("Messages must be plain data, as JSON knows it.", param="messages") from None
-        process = _pop(self._idle) or TemplateProcess()
+        process = self._idle_process() or TemplateProcess()
         try:
             kind, content = process.ask(packed, request[2], limit)
         except BaseException:
@@ -112,6 +112,14 @@ class ChatTemplate:
             raise _took_too_much(f"more memory than {MEMORY_BYTES >> 20} MB")
         self._idle.append(process)
         return _text(kind, content)
+
+    def _idle_process(self) -> TemplateProcess | None:
+        """One that waits for work; those that somebody has ended meanwhile are passed over."""
+        while (process := _pop(self._idle)) is not None:
+            if process.is_alive:
+                return process
+            process.close()
+        return None
 
 
 def is_rendered_here(wrapper: TokenizerWrapper) -> bool:
@@ -153,6 +161,11 @@ class TemplateProcess:
             return head[:1], self._receive(size, deadline, limit)
         except (ConnectionError, EOFError):
             raise self._death() from None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
 
     def close(self) -> None:
         """End the process at once."""

@@ -17,7 +17,7 @@ class Claim:
     """What a turn needs for itself.
 
     Args:
-        lineage: name of a lineage that it goes on from, or works on.
+        lineage: name of the lineage that it goes on from.
         prompt: what it computes; who goes on from there has to wait for the answer.
         whole: the whole agent.
         found: the lineage that the prompt goes on from, or changes, as it was when this was said.
@@ -114,10 +114,10 @@ class AgentTurns:
             turn.leave(lambda: self._tidy(agent_id))
 
     @asynccontextmanager
-    async def turn(self, agent_id: str, claim: Claim = WHOLE) -> AsyncIterator[Turn]:
-        """Inside, nobody else has what the claim names."""
+    async def turn(self, agent_id: str) -> AsyncIterator[Turn]:
+        """Inside, nobody else is at work on the agent."""
         async with self.arrive(agent_id) as turn:
-            await turn.wait(lambda: claim)
+            await turn.wait(lambda: WHOLE)
             yield turn
 
     def _tidy(self, agent_id: str | None) -> None:

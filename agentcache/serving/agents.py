@@ -12,7 +12,7 @@ from agentcache.blocks.keys import BlockName
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import Conflict, InvalidRequest, NotFound
-from agentcache.kv.manifest import AgentRecord, agent_of, lineage_name, valid_id
+from agentcache.kv.manifest import AgentRecord, agent_of, valid_id
 from agentcache.serving.lineages import staleness, unshared_tokens
 
 
@@ -54,14 +54,19 @@ class AgentTable:
         """Of all agents, sorted."""
         return sorted(self._lineages)
 
+    def known(self, agent_id: str | None) -> tuple[AgentRecord, ...]:
+        """The agent's lineages; none for an agent that is not there."""
+        return () if agent_id is None else self._lineages.get(agent_id, ())
+
     def lineages(self, agent_id: str, lineage: str | None = None) -> tuple[AgentRecord, ...]:
         """The agent's lineages, or only the one with that id; raises NotFound."""
-        if agent_id not in self._lineages:
+        found = self.known(agent_id)
+        if not found:
             raise NotFound(f"there is no agent {agent_id!r}", param="agent", code="agent_not_found")
-        found = self._lineages[agent_id]
         if lineage is None:
             return found
-        if (record := self.find(lineage_name(agent_id, lineage))) is None:
+        record = next((record for record in found if record.lineage == lineage), None)
+        if record is None:
             message = f"agent {agent_id!r} has no lineage {lineage!r:.40}"
             raise NotFound(message, param="lineage", code="lineage_not_found")
         return (record,)
@@ -70,9 +75,13 @@ class AgentTable:
         """The agent's longest lineage, and of equals the one used last; raises NotFound."""
         return max(self.lineages(agent_id), key=lambda record: (len(record.transcript), record.last_used))
 
+    def count(self, agent_id: str) -> int:
+        """How many lineages the agent has."""
+        return len(self.known(agent_id))
+
     def find(self, name: str) -> AgentRecord | None:
         """The lineage of that name, if there is one."""
-        return next((record for record in self._lineages.get(agent_of(name), ()) if record.name == name), None)
+        return next((record for record in self.known(agent_of(name)) if record.name == name), None)
 
     # -- making -----------------------------------------------------------------------------------------------------
 

@@ -16,13 +16,11 @@ from typing import TypeVar
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.config import Config
 from agentcache.errors import AgentCacheError, Conflict, EngineStopped, Overloaded, StoreError
-from agentcache.kv.manifest import lineage_name
 from agentcache.models.embedded import embedded_model_path
 from agentcache.models.work_limit import WorkLimit
 from agentcache.serving.adapter_loader import AdapterLoader
 from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.agent_turns import WHOLE, AgentTurns, Claim, Turn
-from agentcache.serving.agents import AgentTable
+from agentcache.serving.agent_turns import AgentTurns, Claim, Turn
 from agentcache.serving.engine import Engine
 from agentcache.serving.engine_thread import EngineThread, Receive, shutting_down
 from agentcache.serving.generation import Generation, Saved
@@ -35,9 +33,10 @@ from agentcache.serving.prepare import (
     choose_lineage,
     held_by,
     match,
-    plain_prompt,
     prepare_request,
+    read_prompt,
     rough_size,
+    system_of,
 )
 from agentcache.serving.prompt_workers import HasEnded, PromptWorkers
 from agentcache.serving.receiver import Receiver
@@ -158,7 +157,7 @@ class AsyncEngine:
         """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
         engine = self._thread.alive()
         tokenizer = engine.loaded.tokenizer
-        read = partial(plain_prompt, request, engine.agents, tokenizer)
+        read = partial(read_prompt, request.prompt, system_of(request, engine.agents), tokenizer)
         prompt = await self._in_background(engine, request, read, times=_COUNTED)
         held = held_by(request, choose_lineage(request, prompt, engine.agents))
         matched = await self._in_background(engine, request, partial(match, prompt, held, tokenizer), times=_COUNTED)
@@ -168,10 +167,7 @@ class AsyncEngine:
         """Have the engine work on the request, once nobody else is at work on the lineage that it goes on from and its
         adapter is there, until its end or a cancellation.
         """
-        engine = self._thread.alive()
-        read = partial(plain_prompt, request, engine.agents, engine.loaded.tokenizer)
-        prompt = await self._in_background(engine, request, read)
-        found = (await turn.wait(lambda: _claim_for(request, prompt, self._thread.alive().agents))).found
+        prompt, claim = await self._take_turn(request, turn)
         turn.lasts_until(receiver.settled)
         generation: Generation | None = None
         try:
@@ -179,15 +175,34 @@ class AsyncEngine:
             choice = choose_adapter(engine.agents, request)
             self._thread.tell_of_the_end(receiver, until=receiver.settled)
             async with self.adapters.lease(choice.name) as adapter:
-                work = partial(prepare_request, request, prompt, found, engine.loaded.tokenizer, adapter, choice.policy)
+                known = (claim.found, engine.loaded.tokenizer)
+                work = partial(prepare_request, request, prompt, *known, adapter, choice.policy)
                 prepared = await self._in_background(engine, request, work)
-                generation = self._submit(engine, request, prepared, receiver, submitted_at)
+                generation = self._submit(engine, request, prepared, claim, receiver, submitted_at)
                 await receiver.ended
         finally:
             if generation is None:
                 receiver.settle()
             elif not receiver.settled.done():
                 self._thread.post(partial(self._leave, engine, generation, receiver))
+
+    async def _take_turn(self, request: Request, turn: Turn) -> tuple[PlainPrompt, Claim]:
+        """The prompt, and what it goes on from when its turn has come."""
+        while True:
+            engine = self._thread.alive()
+            system = system_of(request, engine.agents)
+            read = partial(read_prompt, request.prompt, system, engine.loaded.tokenizer)
+            prompt = await self._in_background(engine, request, read)
+            claim = await turn.wait(partial(self._claim, request, prompt))
+            # The agent may have been made, or deleted, by those who were before.
+            if system_of(request, self._thread.alive().agents) == system:
+                return prompt, claim
+
+    def _claim(self, request: Request, prompt: PlainPrompt) -> Claim:
+        """What the request needs for itself. One that changes what a lineage has said leaves that lineage alone."""
+        found = choose_lineage(request, prompt, self._thread.alive().agents)
+        goes_on = found is not None and prompt.goes_on_from(found.transcript)
+        return Claim(found.name if found is not None and goes_on else None, prompt, found=found)
 
     def _leave(self, engine: Engine, generation: Generation, receiver: Receiver) -> None:
         """On the engine's thread: whatever is not being saved by now is over."""
@@ -196,7 +211,13 @@ class AsyncEngine:
             self._thread.call_back(receiver.settle)
 
     def _submit(
-        self, engine: Engine, request: Request, prepared: Prepared, receive: Receive, submitted_at: float
+        self,
+        engine: Engine,
+        request: Request,
+        prepared: Prepared,
+        claim: Claim,
+        receive: Receive,
+        submitted_at: float,
     ) -> Generation:
         match, use = prepared.match, prepared.adapter
         engine.check(len(match.transcript.ids), request.prompt_param)
@@ -208,7 +229,8 @@ class AsyncEngine:
             output=Output(engine.loaded.tokenizer.detokenizer(after=match.transcript.ids[-1]), request.sampling.stop),
             emit=partial(self._thread.send, receive),
             submitted_at=submitted_at,
-            found=prepared.found,
+            found=claim.found,
+            goes_on=claim.lineage is not None,
             adapter=use,
             producer=None if use is None else use.producer,
         )
@@ -257,25 +279,25 @@ class AsyncEngine:
         if new_id == agent_id:
             raise Conflict(f"agent {new_id!r} exists already", param="id")
         # In one order for all, or two that fork into each other's place would wait for ever.
-        claims = sorted([(agent_id, _claim_of(agent_id, lineage)), (new_id, WHOLE)], key=lambda claim: claim[0])
-        async with self._turns.turn(*claims[0]) as one, self._turns.turn(*claims[1]) as two:
+        first, second = sorted((agent_id, new_id))
+        async with self._turns.turn(first) as one, self._turns.turn(second) as two:
             await self._save([one, two], lambda engine, done: engine.memory.fork(agent_id, new_id, done, lineage))
             return await self.agent(new_id)
 
     async def delete_agent(self, agent_id: str, lineage: str | None = None) -> None:
         """Forget an agent (or one of its lineages) in RAM and on disk; raises NotFound."""
-        async with self._turns.turn(agent_id, _claim_of(agent_id, lineage)) as turn:
+        async with self._turns.turn(agent_id) as turn:
             await self._save([turn], lambda engine, done: engine.memory.delete(agent_id, done, lineage))
 
     async def save_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
         """Return when everything the agent (or one of its lineages) has is on disk; raises NotFound, StoreError."""
-        async with self._turns.turn(agent_id, _claim_of(agent_id, lineage)) as turn:
+        async with self._turns.turn(agent_id) as turn:
             await self._save([turn], lambda engine, done: engine.memory.save(agent_id, done, lineage))
             return await self.agent(agent_id)
 
     async def restore_agent(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
         """Bring the blocks of an agent (or of one of its lineages) from disk into RAM; raises NotFound."""
-        async with self._turns.turn(agent_id, _claim_of(agent_id, lineage)) as turn:
+        async with self._turns.turn(agent_id) as turn:
             restored: asyncio.Future[RestoreReport] = self._thread.begin(
                 lambda engine, done: engine.memory.restore(agent_id, done, lineage)
             )
@@ -283,7 +305,7 @@ class AsyncEngine:
 
     async def evict_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
         """Free the RAM of the agent (or of one of its lineages); it stays on disk; raises NotFound."""
-        async with self._turns.turn(agent_id, _claim_of(agent_id, lineage)):
+        async with self._turns.turn(agent_id):
             await self._call(lambda engine: engine.memory.evict(agent_id, lineage))
             return await self.agent(agent_id)
 
@@ -316,18 +338,6 @@ class AsyncEngine:
     async def clear_cache(self) -> None:
         """Free all RAM that nobody is reading; agents stay on disk."""
         await self._call(lambda engine: engine.clear())
-
-
-def _claim_for(request: Request, prompt: PlainPrompt, agents: AgentTable) -> Claim:
-    """What the request needs for itself. One that changes what a lineage has said leaves that lineage alone."""
-    found = choose_lineage(request, prompt, agents)
-    goes_on = found is not None and prompt.extends(found.transcript)
-    return Claim(found.name if found is not None and goes_on else None, prompt, found=found)
-
-
-def _claim_of(agent_id: str, lineage: str | None) -> Claim:
-    """What an operation on an agent, or on one of its lineages, needs for itself."""
-    return WHOLE if lineage is None else Claim(lineage_name(agent_id, lineage))
 
 
 async def _result(turns: Iterable[Turn], work: asyncio.Future[T]) -> T:

@@ -40,6 +40,7 @@ class Generation:
         passed_over: how often others went before it.
         decoded_at: number of the last step that it decoded in.
         found: the agent's lineage that the prompt was matched with; None for another beginning.
+        goes_on: whether the prompt goes on from `found`, and does not change what it says.
         record: the lineage that this turn will be, before the turn.
         producer: who computes the keys and values of its tokens; None for base.
         adapter: what it is computed with, the whole way; None for base.
@@ -70,6 +71,7 @@ class Generation:
     written_bytes: int = 0
     saved_early: list[LaneBlock] = field(default_factory=list)
     found: AgentRecord | None = None
+    goes_on: bool = False
     record: AgentRecord | None = None
     producer: Producer | None = None
     adapter: AdapterUse | None = None

@@ -7,14 +7,19 @@ subagents, requests for a title, and what an edit or a regeneration has left beh
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
 from agentcache.kv.manifest import AgentRecord
+
+# Text behind something left out is known again by so many characters, at the old text's end by a few; and so often may
+# something be left out.
+_ANCHOR_CHARS, _LEAST_CHARS, _MOST_OMISSIONS = 32, 8, 64
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,15 @@ class PlainPrompt:
         """Whether it begins with all of a transcript."""
         return self.shared_with(transcript) == len(self._same_of(transcript))
 
+    def goes_on_from(self, transcript: Transcript) -> bool:
+        """Whether the conversation is the same one: all of the transcript, but for generated text that was left out.
+
+        Many chat templates leave out what a model has thought, once it has answered.
+        """
+        if self.extends(transcript):
+            return True
+        return isinstance(self.content, str) and _leaves_out_generated_text_only(self.content, transcript)
+
     def begins_with(self, other: PlainPrompt) -> bool:
         """Whether it begins with all of another prompt of its kind."""
         if type(self.content) is not type(other.content):
@@ -47,6 +61,43 @@ class PlainPrompt:
     def is_another_beginning(self, transcript: Transcript, shared: int) -> bool:
         """Whether what it shares with a transcript is less than half of either: a template's first words, say."""
         return not shared or 2 * shared < min(len(self._same_of(transcript)), len(self.content))
+
+
+def _leaves_out_generated_text_only(text: str, transcript: Transcript) -> bool:
+    generated, old = _generated_ranges(transcript), transcript.text
+    at, old_at = 0, 0
+    for _ in range(_MOST_OMISSIONS):
+        shared = len_common_prefix(old[old_at:], text[at:])
+        at, old_at = at + shared, old_at + shared
+        if old_at == len(old):
+            return True
+        end = next((end for begin, end in generated if begin <= old_at < end), None)
+        resumed = None if end is None else _resumed_at(old, old_at, end, text[at : at + _ANCHOR_CHARS])
+        if resumed is None:
+            return False
+        old_at = resumed
+    return False
+
+
+def _resumed_at(old: str, start: int, end: int, following: str) -> int | None:
+    """Where from `start` to `end` the old text goes on as the new one does, whose next characters are `following`."""
+    if following and (found := old.find(following, start, end + len(following))) >= 0:
+        return found
+    if end < len(old):
+        return None
+    tails = range(max(start, end - len(following)), end - _LEAST_CHARS + 1)
+    return next((tail for tail in tails if following.startswith(old[tail:])), None)
+
+
+def _generated_ranges(transcript: Transcript) -> list[tuple[int, int]]:
+    """Where generated text begins and ends, in characters."""
+    ranges, first = [], 0
+    for kind, count in transcript.spans:
+        begin, end = transcript.ends[first - 1] if first else 0, transcript.ends[first + count - 1]
+        first += count
+        if kind == "generated" and begin < end:
+            ranges.append((begin, end))
+    return ranges
 
 
 def choose(lineages: Iterable[AgentRecord], prompt: PlainPrompt, salt: str) -> AgentRecord | None:
@@ -72,14 +123,23 @@ def _tokens_within(transcript: Transcript, prompt: PlainPrompt, shared: int) -> 
     return bisect_right(transcript.ends, shared) if isinstance(prompt.content, str) else shared
 
 
+def _shared_blocks(one: AgentRecord, other: AgentRecord) -> int:
+    """Leading blocks that both name. A block's chain covers all before it, so a few looks suffice."""
+    pairs = range(min(len(one.blocks), len(other.blocks)))
+    return bisect_left(pairs, True, key=lambda index: one.blocks[index].chain != other.blocks[index].chain)
+
+
 def unshared_tokens(lineages: Sequence[AgentRecord]) -> dict[str, int]:
-    """By name, how many saved tokens of each lineage no other of these has: what would be computed again without it."""
+    """By name, how many saved tokens of each lineage no other of these has: what would be computed again without it.
+
+    To the block: tokens of a block that only begins alike count as the lineage's own.
+    """
     shared = dict.fromkeys((record.name for record in lineages), 0)
     for one, other in combinations(lineages, 2):
         if one.salt == other.salt:
-            common = len_common_prefix(one.transcript.ids, other.transcript.ids)
-            shared[one.name] = max(shared[one.name], min(common, other.num_saved))
-            shared[other.name] = max(shared[other.name], min(common, one.num_saved))
+            common = _shared_blocks(one, other) * BLOCK_SIZE
+            shared[one.name] = max(shared[one.name], common)
+            shared[other.name] = max(shared[other.name], common)
     return {record.name: max(0, record.num_saved - shared[record.name]) for record in lineages}
 
 

@@ -107,6 +107,9 @@ class AgentMemory:
         def settle(saved: Saved) -> None:
             for name in sources:
                 self._agents.set_idle(name)
+            if saved.error is not None:  # all or nothing
+                for copy in filter(None, (self._agents.find(copy.name) for copy in copies)):
+                    self._persistence.delete_lineage(copy, lambda _: None)
             done(saved)
 
         saved_all = when_all(len(copies), settle)

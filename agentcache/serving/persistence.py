@@ -84,7 +84,7 @@ class Persistence:
         for record in self._agents:
             self._index_agent(record)
         for agent_id in self._agents.ids:
-            self.keep_bound(agent_id)
+            self.keep_bound(max(self._agents.lineages(agent_id), key=lambda record: record.last_used))
         self.flush()
         self._store.collect_orphans()
         while self._store.free_budget < 0 and (self._drop_stalest() or self._store.evict_other_model()):
@@ -162,7 +162,7 @@ class Persistence:
         self._agents.put(replace(record, num_saved=durable.num_saved, blocks=durable.blocks))
         if num_bytes > self._store.disk_budget:  # nobody else's blocks are dropped for it
             reason = f"with it and all transcripts there would be {num_bytes} bytes on disk"
-            self._fail(record.id, StoreError(f"{reason}, over the budget of {self._store.disk_budget}"), done)
+            self._fail(record.name, StoreError(f"{reason}, over the budget of {self._store.disk_budget}"), done)
             return
         claimed = names_of(set(record.blocks).difference(durable.blocks))
         self._agents.claim(claimed)
@@ -221,7 +221,7 @@ class Persistence:
     ) -> None:
         """The turn's blocks are written, or not; in order, so all earlier ones are settled too."""
         if isinstance(result, StoreError):
-            self._fail(record.id, result, done)
+            self._fail(record.name, result, done)
         elif any(not block.node.pending.isdisjoint(block.groups) for block in blocks):
             # A block went back into the queue behind a removal that makes room for it.
             self._writes.submit(lambda: result, lambda _: self._save_record(record, blocks, result, done))
@@ -236,7 +236,7 @@ class Persistence:
     ) -> None:
         needed = self._needed(blocks, record.num_saved)
         if not all(name.group in node.stored for node, name in needed):
-            self._fail(record.id, StoreError("an earlier block of the agent is neither on disk nor in RAM"), done)
+            self._fail(record.name, StoreError("an earlier block of the agent is neither on disk nor in RAM"), done)
             return
 
         def saved(outcome: int | StoreError) -> None:
@@ -267,16 +267,16 @@ class Persistence:
         self, record: AgentRecord, block_bytes: int, outcome: int | StoreError, done: Callable[[Saved], None]
     ) -> None:
         if isinstance(outcome, StoreError):
-            self._fail(record.id, outcome, done)
+            self._fail(record.name, outcome, done)
             return
         current = self._agents.find(record.name) or record
         released = self._agents.put(replace(current, num_saved=record.num_saved, blocks=record.blocks))
         self._forget(released)
         done(Saved(block_bytes + outcome))
 
-    def _fail(self, agent_id: str, error: StoreError, done: Callable[[Saved], None]) -> None:
+    def _fail(self, name: str, error: StoreError, done: Callable[[Saved], None]) -> None:
         self.save_failures += 1
-        log.error("agent %s was not saved: %s", agent_id, error)
+        log.error("agent %s was not saved: %s", name, error)
         done(Saved(error=str(error)))
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
@@ -293,11 +293,23 @@ class Persistence:
 
     # -- deleting ---------------------------------------------------------------------------------------------------
 
-    def keep_bound(self, agent_id: str) -> None:
-        """Give up lineages as long as the agent has too many and some are idle."""
-        while (surplus := self._agents.surplus(agent_id, self._max_lineages)) is not None:
-            log.info("dropping a lineage of agent %s, which has more than %d", agent_id, self._max_lineages)
-            self.delete_lineage(surplus, lambda saved: None)
+    def keep_bound(self, latest: AgentRecord) -> None:
+        """Give up lineages as long as the agent has too many and some are idle.
+
+        Args:
+            latest: the one used last, which stays; but where it is not on disk, no other goes for it.
+        """
+        if not self._store.has_agent(latest.name):
+            self._give_up_unsaved(latest)
+            return
+        while (surplus := self._agents.surplus(latest.id, self._max_lineages)) is not None:
+            log.info("dropping a lineage of agent %s, which has more than %d", surplus.id, self._max_lineages)
+            self.delete_lineage(surplus, partial(_note_removal, surplus))
+
+    def _give_up_unsaved(self, record: AgentRecord) -> None:
+        known = self._agents.find(record.name)
+        if known is not None and self._agents.count(record.id) > self._max_lineages:
+            self.delete_lineage(known, partial(_note_removal, known))
 
     def _make_room(self, num_bytes: int) -> bool:
         """Queue the removal of some lineage's blocks; False if dropping all that may go could not make so much room."""
@@ -312,9 +324,9 @@ class Persistence:
             return False
         log.info("dropping the blocks of agent %s to keep the disk budget", victim.name)
         if victim is not self._agents.get(victim.id):
-            self.delete_lineage(victim, lambda saved: None)
+            self.delete_lineage(victim, partial(_note_removal, victim))
             return True
-        self.save_less(replace(victim, num_saved=0, blocks=()), lambda saved: None)
+        self.save_less(replace(victim, num_saved=0, blocks=()), partial(_note_removal, victim))
         return True
 
     def _forget(self, names: Iterable[BlockName]) -> None:
@@ -395,6 +407,12 @@ def _is_outgrown(tail: Node, group: int) -> bool:
         producer=tail.producer,
     )
     return bool(longer.items)
+
+
+def _note_removal(record: AgentRecord, saved: Saved) -> None:
+    """Nobody waits for the outcome; what could not be removed is there again after a restart."""
+    if saved.error is not None:
+        log.error("lineage %s could not be removed from disk: %s", record.name, saved.error)
 
 
 def _names(blocks: Iterable[LaneBlock]) -> list[BlockName]:

@@ -123,8 +123,7 @@ class AdapterChoice:
 
 def choose_adapter(agents: AgentTable, request: Request) -> AdapterChoice:
     """The request's, or else its agent's. The agent's policy is for its own adapter only."""
-    agent = request.agent
-    record = agents.get(agent) if agent is not None and agent in agents else None
+    record = next(iter(agents.known(request.agent)), None)
     if record is None or record.adapter is None or request.adapter not in (None, record.adapter):
         return AdapterChoice(request.adapter, request.policy)
     own = Policy(record.policy)
@@ -143,10 +142,13 @@ def agent_policy(adapter: ServedAdapter | None, policy: Policy | None) -> Policy
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request's prompt as tokens, matched with the lineage `found`, and how it uses its adapter; None for base."""
+    """A request's prompt as tokens, matched with the lineage that was found, and how it uses its adapter.
+
+    Args:
+        adapter: None for base.
+    """
 
     match: PromptMatch
-    found: AgentRecord | None
     adapter: AdapterUse | None
 
 
@@ -162,7 +164,7 @@ def prepare_request(
     """Everything about a request that must be known before it runs.
 
     Args:
-        prompt: the request's, as `plain_prompt` has read it.
+        prompt: the request's, as `read_prompt` has read it.
         found: the lineage that it goes on from; None for another beginning, and without an agent.
         adapter, policy: what `choose_adapter` said.
         limit: when to give up.
@@ -173,9 +175,8 @@ def prepare_request(
     matched = match(prompt, held_by(request, found), tokenizer, limit)
     if adapter is None:
         refuse_without_adapter(request)
-        return Prepared(matched, found, None)
-    use = use_adapter(adapter, policy or adapter.policy, request, matched.transcript.ids)
-    return Prepared(matched, found, use)
+        return Prepared(matched, None)
+    return Prepared(matched, use_adapter(adapter, policy or adapter.policy, request, matched.transcript.ids))
 
 
 def held_by(request: Request, found: AgentRecord | None) -> Transcript | None:
@@ -185,13 +186,10 @@ def held_by(request: Request, found: AgentRecord | None) -> Transcript | None:
     return Transcript.empty() if found is None else found.transcript
 
 
-def plain_prompt(
-    request: Request, agents: AgentTable, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED
-) -> PlainPrompt:
-    """The request's prompt; raises as `read_prompt`."""
-    agent = request.agent
-    system = agents.get(agent).system if agent is not None and agent in agents else None
-    return read_prompt(request.prompt, system, tokenizer, limit)
+def system_of(request: Request, agents: AgentTable) -> str | None:
+    """The system text of the request's agent."""
+    record = next(iter(agents.known(request.agent)), None)
+    return None if record is None else record.system
 
 
 def choose_lineage(request: Request, prompt: PlainPrompt, agents: AgentTable) -> AgentRecord | None:
@@ -200,9 +198,7 @@ def choose_lineage(request: Request, prompt: PlainPrompt, agents: AgentTable) ->
     Raises:
         NotFound: it names one that is not there.
     """
-    agent = request.agent
     if request.lineage is not None:
-        return next(iter(agents.lineages(agent or "", request.lineage)))
-    if agent is None or agent not in agents:
-        return None
-    return choose(agents.lineages(agent), prompt, request.salt)
+        [record] = agents.lineages(request.agent or "", request.lineage)
+        return record if record.salt == request.salt or not record.transcript.ids else None
+    return choose(agents.known(request.agent), prompt, request.salt)

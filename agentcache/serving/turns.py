@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from agentcache.blocks.lanes import agreed_tokens
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.prefix_match import Match, len_common_prefix
+from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
 from agentcache.kv.manifest import AgentRecord
 from agentcache.models.sampler import TokenScore
@@ -49,7 +49,7 @@ class Turns:
         agent, found = generation.request.agent, generation.found
         if agent is None:
             return
-        if found is not None:
+        if found is not None and found.transcript.ids:
             common = len_common_prefix(found.transcript.ids, generation.match.transcript.ids)
             generation.own_tokens = agreed_tokens(found.producer, generation.producer, common)
             # The last token that was generated has never been computed; the prompt's last one always is.
@@ -59,15 +59,13 @@ class Turns:
         self._agents.set_busy(generation.record.name)
 
     def _extended(self, generation: Generation) -> AgentRecord | None:
-        """The lineage whose whole transcript the prompt begins with, if nobody has changed it since it was matched.
+        """The lineage that the prompt goes on from, if nobody has changed it since it was matched.
 
-        A prompt that leaves some of it out (an edit, an answer to be given anew) becomes another lineage, so that the
+        A prompt that changes what it says (an edit, an answer to be given anew) becomes another lineage, so that the
         old one can be gone back to.
         """
         found = generation.found
-        if found is None or generation.match.match not in (Match.EXACT, Match.EXTEND):
-            return None
-        if found.salt != generation.request.salt or self._agents.is_busy(found.name):
+        if found is None or not generation.goes_on or self._agents.is_busy(found.name):
             return None
         known = self._agents.find(found.name)
         return known if known is not None and known.transcript is found.transcript else None
@@ -169,10 +167,11 @@ class Turns:
         """The last update, when the turn is safe on disk or known not to be."""
         self.ending.discard(generation)
         self._set_idle(generation)
+        if generation.record is not None:
+            self._persistence.keep_bound(generation.record)
         report, stop_string = make_report(generation, saved), generation.output.stop_string
         generation.emit(Update(finish_reason=generation.finish_reason, stop_string=stop_string, report=report))
 
     def _set_idle(self, generation: Generation) -> None:
         if generation.record is not None:
             self._agents.set_idle(generation.record.name)
-            self._persistence.keep_bound(generation.record.id)

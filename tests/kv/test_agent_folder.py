@@ -128,6 +128,16 @@ def test_the_first_lineage_is_saved_as_agents_were_before_there_were_others(tmp_
     assert b"lineage" not in (agents_folder(tmp_path) / "a.json").read_bytes()
 
 
+def test_nothing_is_remembered_of_lineages_that_are_gone(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        for number in range(5):
+            store.save_agent(make_record("a", make_transcript(5), lineage=f"l{number}"))
+            store.delete_agent(f"a~l{number}")
+        store.save_agent(make_record("a", make_transcript(5)))
+        assert set(store._agents._generations) == {"a"}
+        assert store.has_agent("a") and not store.has_agent("a~l0")
+
+
 @pytest.mark.parametrize("lineage", ["", "A", "../x", "a b", "a" * 17, "~"])
 def test_bad_names_of_lineages_are_refused(tmp_path: Path, lineage: str) -> None:
     with open_store(tmp_path) as store, pytest.raises(BrokenInvariant):

@@ -226,3 +226,13 @@ def _by_transformers(tokenizer: Tokenizer, messages: Any, tools: Any, prompted: 
         )
     except Exception as error:
         return f"The model's chat template refuses these messages: {error}"
+
+
+def test_a_process_that_somebody_has_ended_meanwhile_costs_nobody_anything(tmp_path: Path) -> None:
+    tokenizer = made(tmp_path, "{{ messages[0].content }}")
+    assert tokenizer.render_chat(user("one")) == "one"
+    [process] = tokenizer._template._idle
+    process._process.kill()
+    process._process.wait()
+    assert tokenizer.render_chat(user("two")) == "two"
+    tokenizer.close()

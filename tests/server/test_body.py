@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentcache.config import Config
 from agentcache.errors import Overloaded, RequestTooSlow
-from agentcache.server.body import SMALL_BODY, WholeBody
+from agentcache.server.body import FREE_BYTES, WholeBody
 from tests.server.driver import ask, refused
 from tests.server.fake_engine import FakeEngine
 
@@ -143,22 +143,22 @@ def test_large_bodies_share_the_room_and_small_ones_need_none() -> None:
         layer = WholeBody(taker, 5.0, room=1000)
         first, second, small = Sender(), Sender(), Sender()
         tasks = [start(layer, sender) for sender in (first, second, small)]
-        first.send(bytes(SMALL_BODY + 600))
-        second.send(bytes(SMALL_BODY))
+        first.send(bytes(FREE_BYTES + 600))
+        second.send(bytes(FREE_BYTES))
         await asyncio.sleep(0.01)
         second.send(bytes(500))
         with pytest.raises(Overloaded):
             await tasks[1]
-        small.send(bytes(SMALL_BODY - 1))
+        small.send(bytes(FREE_BYTES - 1))
         small.send(b"x", more=False)
         await asyncio.sleep(0.01)
-        assert [len(body) for body in taker.bodies] == [SMALL_BODY]
+        assert [len(body) for body in taker.bodies] == [FREE_BYTES]
         first.leave()
         with pytest.raises(ClientDisconnect):
             await tasks[0]
         again = Sender()
         task = start(layer, again)
-        again.send(bytes(SMALL_BODY + 1000))
+        again.send(bytes(FREE_BYTES + 1000))
         again.send(b"", more=False)
         again.leave(), small.leave()
         await asyncio.gather(task, tasks[2])

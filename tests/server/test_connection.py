@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
+import time
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TypeVar
 
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from agentcache.server import connection
 from agentcache.server.connection import ClientConnection, most_connections
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -20,6 +25,26 @@ async def slow_app(scope: Scope, receive: Receive, send: Send) -> None:
     await asyncio.sleep(0.5)
     await send({"type": "http.response.start", "status": 204, "headers": []})
     await send({"type": "http.response.body"})
+
+
+T = TypeVar("T")
+
+
+def run_client(app: Callable[[Scope, Receive, Send], Awaitable[None]], client: Callable[[int], Awaitable[T]]) -> T:
+    """What `client` returns, given the port of a server of `app`."""
+
+    async def run() -> T:
+        listener = socket.create_server(("127.0.0.1", 0))
+        http = partial(ClientConnection, head_seconds=30.0, most=8)
+        config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, ws="none")  # type: ignore[arg-type]
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server._serve([listener]))
+        result = await asyncio.wait_for(client(listener.getsockname()[1]), 30)
+        server.should_exit = True
+        await serving
+        return result
+
+    return asyncio.run(run())
 
 
 def test_those_that_have_waited_longest_make_room_and_running_requests_stay() -> None:
@@ -60,3 +85,55 @@ def test_the_process_is_given_as_many_as_it_may_have(
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: given.append(limits))
     assert most_connections() == most
     assert all(soft < limits[0] and limits[1] == hard for limits in given) or soft == hard
+
+
+async def whole_body_app(scope: Scope, receive: Receive, send: Send) -> None:
+    while (await receive()).get("more_body"):
+        continue
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def refusing_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers before the body is there."""
+    await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+def test_who_was_refused_does_not_stay_by_sending_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.3)
+
+    async def client(port: int) -> float:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
+        assert b"413" in await reader.read(1000)
+        begun = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < begun + 10:
+                writer.write(b"x")
+                await writer.drain()
+                with contextlib.suppress(TimeoutError):
+                    if await asyncio.wait_for(reader.read(10), 0.05) == b"":
+                        break
+        writer.close()
+        return time.monotonic() - begun
+
+    assert run_client(refusing_app, client) < 5
+
+
+def test_a_request_that_is_sent_before_the_last_answer_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.2)
+    half = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nab"
+
+    async def client(port: int) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(half + b"cd" + half)
+        await asyncio.sleep(0.6)
+        writer.write(b"cd")
+        answered = b""
+        while answered.count(b"200 OK") < 2 and (more := await reader.read(1000)):
+            answered += more
+        writer.close()
+        return answered.count(b"200 OK")
+
+    assert run_client(whole_body_app, client) == 2

@@ -17,7 +17,7 @@ from agentcache.serving.activation import AdapterUse
 from agentcache.serving.engine import Engine
 from agentcache.serving.generation import Generation
 from agentcache.serving.output import Output
-from agentcache.serving.prepare import choose_lineage, held_by, match, plain_prompt
+from agentcache.serving.prepare import choose_lineage, held_by, match, read_prompt
 from agentcache.serving.report import Report, Update
 from agentcache.serving.request import Request, SamplingParams, TokenPrompt
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, proving_once
@@ -63,13 +63,14 @@ class ByHand:
     ) -> Receiver:
         engine, tokenizer = self.engine, self.engine.loaded.tokenizer
         request = Request(uuid.uuid4().hex, TokenPrompt(list(ids)), sampling, agent)
-        prompt = plain_prompt(request, engine.agents, tokenizer)
+        prompt = read_prompt(request.prompt, None, tokenizer)
         found = choose_lineage(request, prompt, engine.agents)
         receiver = Receiver(
             Generation(
                 request=request,
                 match=match(prompt, held_by(request, found), tokenizer),
                 found=found,
+                goes_on=found is not None and prompt.goes_on_from(found.transcript),
                 max_tokens=sampling.max_tokens or 0,
                 output=Output(tokenizer.detokenizer(after=ids[-1]), sampling.stop),
                 emit=lambda update: receiver.updates.append(update),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from agentcache.errors import NotFound
+from agentcache.errors import NotFound, StoreError
 from agentcache.kv.verify import verify_folder
 from agentcache.llm import LLM, Completion
+from agentcache.serving.report import Update
+from agentcache.serving.request import ChatPrompt, Request
 from tests.serving.conversation import (
     Chat,
     Stream,
@@ -23,6 +26,7 @@ from tests.serving.conversation import (
     on_loop,
     open_llm,
 )
+from tests.serving.gate import Gate
 
 SIDE = [{"role": "system", "content": "Give a title."}, {"role": "user", "content": "hi"}]
 
@@ -350,3 +354,133 @@ def test_settings_of_the_agent_hold_for_every_lineage(model: Path, tmp_path: Pat
         records = engine_of(llm).agents.lineages("alice")
         assert len(records) == 2 and {record.system for record in records} == {system}
         assert all(record.transcript.text.find(system) >= 0 for record in records)
+
+
+def fail_manifests(llm: LLM) -> Callable[[], None]:
+    """No manifest can be written until the result is called."""
+    folder = engine_of(llm).persistence.store._agents
+    before = folder._fault
+
+    def fault(step: str) -> None:
+        if step == "manifest-before-temp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder._fault = fault
+    return lambda: setattr(folder, "_fault", before)
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_no_saved_conversation_goes_for_one_that_is_not_saved(bound: int, model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path, max_lineages=bound) as llm:
+        for seed in range(bound):
+            llm.generate(make_ids(200, seed=seed), greedy(3), agent="alice")
+        saved = set(manifests(tmp_path))
+        repair = fail_manifests(llm)
+        for seed in range(10, 13):
+            assert llm.generate(make_ids(200, seed=seed), greedy(3), agent="alice").report.saved is False
+            assert len(llm.agent("alice").lineages) == bound
+        assert set(manifests(tmp_path)) == saved
+        repair()
+        assert llm.generate(make_ids(200, seed=20), greedy(3), agent="alice").report.saved
+        assert len(manifests(tmp_path)) == bound
+    report = verify_folder(tmp_path)
+    assert (report.unnamed_blocks, report.missing_blocks, report.problems) == (0, 0, ())
+
+
+def test_a_fork_that_fails_leaves_nothing_and_can_be_repeated(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        for seed in range(3):
+            llm.generate(make_ids(200, seed=seed), greedy(3), agent="alice")
+        folder, written = engine_of(llm).persistence.store._agents, 0
+        before = folder._fault
+
+        def fault(step: str) -> None:
+            nonlocal written
+            written += step == "manifest-before-temp"
+            if step == "manifest-before-temp" and written == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        folder._fault = fault
+        with pytest.raises(StoreError):
+            llm.fork("alice", "bob")
+        folder._fault = before
+        assert [info.id for info in llm.agents()] == ["alice"]
+        assert len(llm.fork("alice", "bob").lineages) == 3
+    assert len(manifests(tmp_path)) == 6
+
+
+def test_an_empty_lineage_by_name(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        on_loop(llm, llm._engine.create_agent("alice"))
+        first = llm.generate(make_ids(100), greedy(3), agent="alice", lineage="first").report
+        assert (first.lineage, first.match, first.lost_tokens) == ("first", "NEW", 0)
+        llm.delete("alice", "first")
+        report = llm.chat([{"role": "user", "content": "Hi"}], greedy(3), agent="alice", lineage="first").report
+        assert report.lineage == "first" and report.saved
+
+
+def test_a_lineage_by_name_with_another_salt_shares_nothing(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        ids = make_ids(200)
+        llm.generate(ids, greedy(3), agent="alice", salt="one")
+        report = llm.generate(ids, greedy(3), agent="alice", salt="two", lineage="first").report
+        assert (report.computed_tokens, report.lost_tokens) == (200, 0)
+        assert report.lineage != "first"
+
+
+def test_a_lineage_that_is_being_saved_is_deleted_when_it_is(model: Path, tmp_path: Path) -> None:
+    """Not before: the save would bring it back."""
+    with open_llm(model, tmp_path) as llm:
+        llm.generate(make_ids(100), greedy(3), agent="alice")
+
+        async def run() -> None:
+            gate = await llm._engine._call(Gate.of)
+            stream = Stream(llm, make_ids(100, seed=1), max_tokens=3)
+            await gate.reached()
+            while len(known := (await llm._engine.agent("alice")).lineages) < 2:
+                await asyncio.sleep(0.001)
+            deleting = asyncio.ensure_future(llm._engine.delete_agent("alice", known[1].id))
+            await asyncio.sleep(0.05)
+            assert not deleting.done()
+            gate.opened.set()
+            await asyncio.gather(stream.task, deleting)
+
+        on_loop(llm, run())
+        assert [lineage.id for lineage in llm.agent("alice").lineages] == ["first"]
+    assert list(manifests(tmp_path)) == ["alice"]
+
+
+def test_a_request_that_waits_for_its_agent_to_be_made_has_its_system_text(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+
+        async def run() -> int:
+            gate = await llm._engine._call(Gate.of)
+            making = asyncio.ensure_future(llm._engine.create_agent("alice", system=make_text(60, seed=1)))
+            await gate.reached()
+            request = Request("1", ChatPrompt([{"role": "user", "content": "Hi"}]), greedy(1), "alice")
+            updates: list[Update] = []
+            asking = asyncio.ensure_future(llm._engine.generate(request, updates.append))
+            await asyncio.sleep(0.05)
+            gate.opened.set()
+            await asyncio.gather(making, asking)
+            report = updates[-1].report
+            assert report is not None
+            return report.prompt_tokens
+
+        assert on_loop(llm, run()) > 60
+
+
+def test_thoughts_that_are_left_out_are_no_other_lineage(model: Path, tmp_path: Path) -> None:
+    """The client sends the answer without its beginning, as templates of reasoning models do."""
+    chat = Chat()
+    with open_llm(model, tmp_path) as llm:
+        for turn in range(4):
+            completion = chat.turn(llm, make_text(30, seed=turn), max_tokens=60)
+            thought, answer = completion.text[:20], completion.text[20:]
+            assert thought and len(answer) > 40
+            chat.messages[-1]["content"] = answer
+            assert completion.report.lineage == "first"
+            if turn:
+                assert completion.report.match in ("PARTIAL", "DIVERGE")
+        assert len(llm.agent("alice").lineages) == 1
+    assert list(manifests(tmp_path)) == ["alice"]

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.kv.manifest import AgentRecord
 from agentcache.serving.agents import AgentTable
@@ -18,11 +20,13 @@ BLANK = AgentTable("model").new("alice")
 
 
 def lineage(name: str, text: str, last_used: float = 0.0, **fields: object) -> AgentRecord:
-    """One whose tokens are the characters of its text, all saved."""
+    """One whose tokens are the characters of its text, all saved in blocks of 256."""
     ids = [ord(character) for character in text]
     transcript = Transcript.empty().extended(text, ids, range(1, len(text) + 1), "prompt")
-    record = replace(BLANK, lineage=name, transcript=transcript, num_saved=len(text), last_used=last_used)
-    return replace(record, **fields)  # type: ignore[arg-type]
+    chains = [str(hash(text[: begin + BLOCK_SIZE])) for begin in range(0, len(text), BLOCK_SIZE)]
+    blocks = tuple(NamedBlock(chain, (0,)) for chain in chains)
+    record = replace(BLANK, lineage=name, transcript=transcript, num_saved=len(text), blocks=blocks)
+    return replace(record, last_used=last_used, **fields)  # type: ignore[arg-type]
 
 
 def ids_of(text: str) -> PlainPrompt:
@@ -85,15 +89,76 @@ def test_what_begins_with_what() -> None:
     assert not PlainPrompt("ab").extends(lineage("a", "abc").transcript)
 
 
+def said(*parts: tuple[str, str]) -> Transcript:
+    """A transcript of these (kind, text), a token for each character."""
+    transcript = Transcript.empty()
+    for kind, text in parts:
+        transcript = transcript.extended(text, map(ord, text), range(1, len(text) + 1), kind)  # type: ignore[arg-type]
+    return transcript
+
+
+THOUGHT = said(
+    ("prompt", "<user>How many are seven and five?<bot>"),
+    ("generated", "<think>Seven and five, let me see: twelve.</think>They are twelve, as everybody knows."),
+)
+WITH_TOOLS = said(
+    ("prompt", "<user>How warm is it in the garden?<bot>"),
+    ("generated", "<think>I have to look it up.</think><call>temperature of the garden now</call>"),
+    ("prompt", "<result>21 degrees in the garden, and no wind at all</result><bot>"),
+    ("generated", "<think>That is warm.</think>It is 21 degrees there."),
+)
+
+
+@pytest.mark.parametrize(
+    ("transcript", "prompt", "goes_on"),
+    [
+        (THOUGHT, THOUGHT.text, True),
+        (THOUGHT, THOUGHT.text + "<user>And eight?", True),
+        (THOUGHT, "<user>How many are seven and five?<bot>They are twelve, as everybody knows.<user>And eight?", True),
+        (THOUGHT, "<user>How many are seven and five?<bot>", False),
+        (THOUGHT, "<user>How many are seven and five?<bot>They are thirteen.<user>And eight?", False),
+        (THOUGHT, "<user>How many are seven and six?<bot>They are twelve, as everybody knows.<user>And eight?", False),
+        (THOUGHT, "<user>How many are seven and five?<bot>knows.<user>And eight?", False),
+        (
+            WITH_TOOLS,
+            "<user>How warm is it in the garden?<bot><call>temperature of the garden now</call>"
+            "<result>21 degrees in the garden, and no wind at all</result><bot>It is 21 degrees there.<user>Thanks",
+            True,
+        ),
+        (
+            WITH_TOOLS,
+            "<user>How warm is it in the garden?<bot><call>temperature of the garden now</call>"
+            "<bot>It is 21 degrees there.<user>Thanks",
+            False,
+        ),
+    ],
+)
+def test_thoughts_that_a_template_leaves_out_are_no_other_conversation(
+    transcript: Transcript, prompt: str, goes_on: bool
+) -> None:
+    assert PlainPrompt(prompt).goes_on_from(transcript) is goes_on
+
+
+@given(st.text("ab<", min_size=1, max_size=30), st.integers(0, 30), st.integers(0, 30), st.text("ab<", max_size=9))
+def test_any_part_of_an_answer_may_be_left_out(answer: str, first: int, last: int, more: str) -> None:
+    """Where the rest of it is long enough to be known again."""
+    known = "And this is what everybody can see of it, at length."
+    transcript = said(("prompt", "Question? "), ("generated", answer + known))
+    first, last = sorted((min(first, len(answer)), min(last, len(answer))))
+    prompt = PlainPrompt("Question? " + answer[:first] + answer[last:] + known + more)
+    assert prompt.goes_on_from(transcript)
+    assert not PlainPrompt("Question! " + answer + known + more).goes_on_from(transcript)
+
+
 def test_tokens_that_nobody_else_has() -> None:
-    main, edited = lineage("main", "system, long story"), lineage("edited", "system, long stork!")
-    title, salted = lineage("title", "a title"), lineage("salted", "system, long story", salt="x")
-    unsaved = lineage("unsaved", "a title, too", num_saved=2)
+    main, edited = lineage("main", "m" * 600), lineage("edited", "m" * 590 + "e" * 20)
+    title, salted = lineage("title", "a title"), lineage("salted", "m" * 600, salt="x")
+    unsaved = lineage("unsaved", "a title, too", num_saved=0, blocks=())
     assert unshared_tokens([main, edited, title, salted, unsaved]) == {
-        "alice~main": 1,
-        "alice~edited": 2,
-        "alice~title": 5,
-        "alice~salted": 18,
+        "alice~main": 600 - 512,
+        "alice~edited": 610 - 512,
+        "alice~title": 7,
+        "alice~salted": 600,
         "alice~unsaved": 0,
     }
 
@@ -118,6 +183,6 @@ def test_a_long_one_that_is_silent_for_long_goes_before_one_not_much_smaller() -
 
 
 def test_what_an_edit_has_left_behind_is_worth_only_what_it_has_alone() -> None:
-    main, left = lineage("main", "m" * 1000 + "x" * 50, last_used=90.0), lineage("left", "m" * 1000 + "y" * 50, 80.0)
+    main, left = lineage("main", "m" * 1100 + "x" * 50, last_used=90.0), lineage("left", "m" * 1100 + "y" * 50, 60.0)
     side = lineage("side", "s" * 200, last_used=70.0)
     assert order(main, left, side)[0] == "left"
