@@ -7,7 +7,8 @@ import contextlib
 import resource
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -28,48 +29,49 @@ async def slow_app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 T = TypeVar("T")
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def run_client(app: Callable[[Scope, Receive, Send], Awaitable[None]], client: Callable[[int], Awaitable[T]]) -> T:
+@asynccontextmanager
+async def serving(app: App) -> AsyncIterator[tuple[uvicorn.Server, int]]:
+    """A server of `app` for at most eight connections, and its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    http = partial(ClientConnection, head_seconds=30.0, most=8)
+    config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, ws="none")  # type: ignore[arg-type]
+    server = uvicorn.Server(config)
+    running = asyncio.create_task(server._serve([listener]))
+    yield server, listener.getsockname()[1]
+    server.should_exit = True
+    await running
+
+
+def run_client(app: App, client: Callable[[int], Awaitable[T]]) -> T:
     """What `client` returns, given the port of a server of `app`."""
 
     async def run() -> T:
-        listener = socket.create_server(("127.0.0.1", 0))
-        http = partial(ClientConnection, head_seconds=30.0, most=8)
-        config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, ws="none")  # type: ignore[arg-type]
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server._serve([listener]))
-        result = await asyncio.wait_for(client(listener.getsockname()[1]), 30)
-        server.should_exit = True
-        await serving
-        return result
+        async with serving(app) as (_, port):
+            return await asyncio.wait_for(client(port), 30)
 
     return asyncio.run(run())
 
 
 def test_those_that_have_waited_longest_make_room_and_running_requests_stay() -> None:
     async def run() -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        http = partial(ClientConnection, head_seconds=30.0, most=8)
-        config = uvicorn.Config(slow_app, http=http, lifespan="off", log_config=None, ws="none")  # type: ignore[arg-type]
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server._serve([listener]))
-        address = listener.getsockname()
-        busy_reader, busy_writer = await asyncio.open_connection(*address)
-        busy_writer.write(GET)
-        await asyncio.sleep(0.05)
-        idle = [await asyncio.open_connection(*address) for _ in range(30)]
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(GET)
-        for answered in (busy_reader, reader):
-            assert (await asyncio.wait_for(answered.readuntil(b"\r\n\r\n"), 10)).startswith(b"HTTP/1.1 204")
-        await asyncio.sleep(0.05)
-        assert len(server.server_state.connections) <= 8
-        assert [stream.at_eof() for stream, _ in idle[:20]] == [True] * 20
-        for _, other in [(busy_reader, busy_writer), (reader, writer), *idle]:
-            other.close()
-        server.should_exit = True
-        await serving
+        async with serving(slow_app) as (server, port):
+            address = ("127.0.0.1", port)
+            busy_reader, busy_writer = await asyncio.open_connection(*address)
+            busy_writer.write(GET)
+            await asyncio.sleep(0.05)
+            idle = [await asyncio.open_connection(*address) for _ in range(30)]
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(GET)
+            for answered in (busy_reader, reader):
+                assert (await asyncio.wait_for(answered.readuntil(b"\r\n\r\n"), 10)).startswith(b"HTTP/1.1 204")
+            await asyncio.sleep(0.05)
+            assert len(server.server_state.connections) <= 8
+            assert [stream.at_eof() for stream, _ in idle[:20]] == [True] * 20
+            for _, other in [(busy_reader, busy_writer), (reader, writer), *idle]:
+                other.close()
 
     asyncio.run(run())
 

@@ -27,7 +27,7 @@ ROUTES = [
 ]
 DEEP = '{"x": ' + "[" * 500 + "]" * 500 + "}"
 ODD_TEXT = st.sampled_from(
-    ["", "user", "tool", "alice", "../x", "poet", "gpt-4o", DEEP, "[" * 5000, '"\ud7ff"', "text"]
+    ["", "user", "tool", "alice", "first", "../x", "poet", "gpt-4o", DEEP, "[" * 5000, '"\ud7ff"', "text"]
 )
 ODD_NUMBER = st.sampled_from([HUGE, -1, 0, 1, 2**31, 2**63, 10**400, 0.5, -1e308])
 anything = st.recursive(
