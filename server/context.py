@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from agentcache.config import Config
 from agentcache.errors import EngineStopped, Overloaded
@@ -71,7 +71,7 @@ async def read_call(request: Request, *, without_body: bytes = b"") -> Call:
         without_body: what stands for an empty body.
     """
     make = _maker(request)
-    return await _parse(await request.body() or without_body, make)
+    return await _parse(await _body_of(request) or [without_body], make)
 
 
 async def read_prompt(request: Request, param: str, read: Callable[[Call], T], *, without_body: bytes = b"") -> T:
@@ -81,8 +81,8 @@ async def read_prompt(request: Request, param: str, read: Callable[[Call], T], *
         ContextLengthExceeded: the prompt is so long that it is refused unread.
     """
     make = _maker(request)
-    raw, max_context = await request.body() or without_body, engine_of(request).model.max_context
-    refuse_many_values(raw, max_context, param)
+    raw, max_context = await _body_of(request) or [without_body], engine_of(request).model.max_context
+    refuse_many_values(raw[0], max_context, param)
 
     def check_and_read(value: dict[str, Any]) -> T:
         refuse_long_lists(value, max_context)
@@ -97,13 +97,24 @@ def _maker(request: Request) -> Callable[[dict[str, Any]], Call]:
     return lambda value: Call(Reader(value), request.headers, model, config)
 
 
-async def _parse(raw: bytes, read: Callable[[dict[str, Any]], T]) -> T:
+async def _body_of(request: Request) -> list[bytes]:
+    """The body, in a list, so that who parses it can let go of it; empty for none.
+
+    Starlette's `body` would keep it as long as the request. `WholeBody` hands it on in one piece.
+    """
+    message = await request.receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect()
+    return [message["body"]] if message.get("body") else []
+
+
+async def _parse(raw: list[bytes], read: Callable[[dict[str, Any]], T]) -> T:
     """What `read` makes of the JSON object in a body; of a large one on a thread, while the event loop goes on."""
 
     def work() -> T:
-        return read(parse_object(raw))
+        return read(parse_object(raw.pop()))
 
-    return work() if len(raw) <= SMALL_BODY else await asyncio.to_thread(work)
+    return work() if len(raw[0]) <= SMALL_BODY else await asyncio.to_thread(work)
 
 
 def name_agent(request: Request, agent: str | None) -> None:

@@ -27,7 +27,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         InvalidRequest: not UTF-8, not an object, or not JSON that `parse_json` reads.
     """
     try:
-        value = parse_json(raw.decode("utf-8"))
+        text = raw.decode("utf-8")
+        del raw  # a large one should not be there twice
+        value = parse_json(text)
     except UnicodeDecodeError:
         raise InvalidRequest("The body is not valid UTF-8.", code="invalid_json") from None
     except ValueError as error:

@@ -187,15 +187,22 @@ class Client:
             self._observed.confirmed.pop(agent, None)
         talk = [*self._talk, {"role": "user", "content": words(rng, 12)}]
         title = [{"role": "system", "content": words(rng, 6)}, {"role": "user", "content": words(rng, 8)}]
-        if rng.random() < 0.3:
-            said, _ = await asyncio.gather(self._ask_own("careful", talk), self._ask_own("title", title))
-        else:
-            said = await self._ask_own("careful", talk)
+        said = await self._ask_with_title(talk, title) if rng.random() < 0.3 else await self._ask_own("careful", talk)
         if said is None:
             return
         self._talk = [*talk, {"role": "assistant", "content": said["choices"][0]["message"]["content"]}]
         if said["agentcache"]["saved"]:
             self._observed.confirmed[agent] = said["usage"]["total_tokens"]
+
+    async def _ask_with_title(self, talk: list[dict[str, str]], title: list[dict[str, str]]) -> dict[str, Any] | None:
+        """Both at once; the answer to the first."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                said = group.create_task(self._ask_own("careful", talk))
+                group.create_task(self._ask_own("title", title))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return said.result()
 
     async def _ask_own(self, what: str, messages: list[dict[str, str]]) -> dict[str, Any] | None:
         """A request of its own agent; a side request is another conversation of it, and takes nothing away."""
