@@ -196,13 +196,15 @@ class Client:
 
     async def _ask_with_title(self, talk: list[dict[str, str]], title: list[dict[str, str]]) -> dict[str, Any] | None:
         """Both at once; the answer to the first."""
+        beside = asyncio.create_task(self._ask_own("title", title))
         try:
-            async with asyncio.TaskGroup() as group:
-                said = group.create_task(self._ask_own("careful", talk))
-                group.create_task(self._ask_own("title", title))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return said.result()
+            said = await self._ask_own("careful", talk)
+            await asyncio.wait({beside})  # who is cancelled here is told so, whatever comes of the other
+        finally:
+            beside.cancel()
+            await asyncio.wait({beside})
+        beside.result()
+        return said
 
     async def _ask_own(self, what: str, messages: list[dict[str, str]]) -> dict[str, Any] | None:
         """A request of its own agent; a side request is another conversation of it, and takes nothing away."""
