@@ -53,7 +53,8 @@ class WholeBody:
 
     Args:
         seconds: within which a body must have come.
-        room: bytes that all bodies that are still coming may take together, but for the first `FREE_BYTES` of each.
+        room: bytes that all bodies that are still coming or being read may take together, but for the first
+            `FREE_BYTES` of each.
     """
 
     def __init__(self, app: ASGIApp, seconds: float, room: int) -> None:
@@ -64,24 +65,33 @@ class WholeBody:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        pending: list[Message] = [{"type": "http.request", "body": await self._read(receive), "more_body": False}]
-
-        async def receive_rest() -> Message:
-            return pending.pop() if pending else await receive()
-
-        await self.app(scope, receive_rest, send)
-
-    async def _read(self, receive: Receive) -> bytes:
         body = _Body()
+        try:
+            pending: list[Message] = [await self._read(body, receive)]
+
+            async def receive_rest() -> Message:
+                if pending:
+                    return pending.pop()
+                self._give_back(body)  # who asks what comes next has read it
+                return await receive()
+
+            await self.app(scope, receive_rest, send)
+        finally:
+            self._give_back(body)
+
+    async def _read(self, body: _Body, receive: Receive) -> Message:
         try:
             async with asyncio.timeout(self._seconds):
                 while not body.is_complete:
                     self._add(body, await receive())
         except TimeoutError:
             raise RequestTooSlow(f"The body was not there within {self._seconds:g} s.") from None
-        finally:
-            self._room += body.held
-        return b"".join(body.parts)
+        parts, body.parts = body.parts, []
+        return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+
+    def _give_back(self, body: _Body) -> None:
+        self._room += body.held
+        body.held = 0
 
     def _add(self, body: _Body, message: Message) -> None:
         if message["type"] == "http.disconnect":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -13,14 +14,16 @@ from starlette.requests import ClientDisconnect, Request
 from agentcache.config import Config
 from agentcache.errors import EngineStopped, Overloaded
 from agentcache.server.engine import Engine
+from agentcache.server.large_json import LargeJson
 from agentcache.server.metrics import ServerMetrics
-from agentcache.server.validate import Reader, parse_object, refuse_long_lists, refuse_many_values
+from agentcache.server.validate import Reader, parse_object, refuse_long_lists
 from agentcache.serving.report import ModelInfo
 
 T = TypeVar("T")
 
 SERVER_NAME = "agentcache"  # of the Server header, by which the command line knows its own kind
 SMALL_BODY = 128 << 10  # bytes that are read in a millisecond or two
+LARGE_BODY = 512 << 10  # bytes that take ten
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,10 @@ class Context:
     config: Config
     keep_alive_seconds: float
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
+
+    @cached_property
+    def large_json(self) -> LargeJson:
+        return LargeJson(self.engine)
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,7 @@ async def read_call(request: Request, *, without_body: bytes = b"") -> Call:
     Args:
         without_body: what stands for an empty body.
     """
-    make = _maker(request)
-    return await _parse(await _body_of(request) or [without_body], make)
+    return await _read(request, None, lambda call: call, without_body)
 
 
 async def read_prompt(request: Request, param: str, read: Callable[[Call], T], *, without_body: bytes = b"") -> T:
@@ -80,21 +86,24 @@ async def read_prompt(request: Request, param: str, read: Callable[[Call], T], *
     Raises:
         ContextLengthExceeded: the prompt is so long that it is refused unread.
     """
-    make = _maker(request)
-    raw, max_context = await _body_of(request) or [without_body], engine_of(request).model.max_context
-    refuse_many_values(raw[0], max_context, param)
-
-    def check_and_read(value: dict[str, Any]) -> T:
-        refuse_long_lists(value, max_context)
-        return read(make(value))
-
-    return await _parse(raw, check_and_read)
+    return await _read(request, param, read, without_body)
 
 
-def _maker(request: Request) -> Callable[[dict[str, Any]], Call]:
-    """What makes the call of a body."""
-    model, config = engine_of(request).model, context_of(request).config
-    return lambda value: Call(Reader(value), request.headers, model, config)
+async def _read(request: Request, param: str | None, read: Callable[[Call], T], without_body: bytes) -> T:
+    """A small body is read at once, a larger one on a thread, and a large one in another process."""
+    model, context = engine_of(request).model, context_of(request)
+    raw = await _body_of(request) or [without_body]
+
+    def made(value: dict[str, Any]) -> T:
+        refuse_long_lists(value, model.max_context)
+        return read(Call(Reader(value), request.headers, model, context.config))
+
+    if len(raw[0]) <= SMALL_BODY:
+        return made(parse_object(raw))
+    if len(raw[0]) <= LARGE_BODY:
+        return await asyncio.to_thread(lambda: made(parse_object(raw)))
+    value = await context.large_json.parse(raw, param)
+    return await asyncio.to_thread(made, value)
 
 
 async def _body_of(request: Request) -> list[bytes]:
@@ -106,15 +115,6 @@ async def _body_of(request: Request) -> list[bytes]:
     if message["type"] == "http.disconnect":
         raise ClientDisconnect()
     return [message["body"]] if message.get("body") else []
-
-
-async def _parse(raw: list[bytes], read: Callable[[dict[str, Any]], T]) -> T:
-    """What `read` makes of the JSON object in a body; of a large one on a thread, while the event loop goes on."""
-
-    def work() -> T:
-        return read(parse_object(raw.pop()))
-
-    return work() if len(raw[0]) <= SMALL_BODY else await asyncio.to_thread(work)
 
 
 def name_agent(request: Request, agent: str | None) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
-import sys
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentcache.malloc import give_back_freed
 
 LARGE_BODY = 1 << 20  # bytes
 
@@ -40,6 +40,4 @@ class LargeBodies:
 
 def _free() -> None:
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+    give_back_freed()

@@ -20,16 +20,17 @@ _VALUES_PER_TOKEN = 4
 _AGENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: list[bytes]) -> dict[str, Any]:
     """The JSON object in a request body.
+
+    Args:
+        raw: the body alone; it is taken out, since a large one should not be there twice.
 
     Raises:
         InvalidRequest: not UTF-8, not an object, or not JSON that `parse_json` reads.
     """
     try:
-        text = raw.decode("utf-8")
-        del raw  # a large one should not be there twice
-        value = parse_json(text)
+        value = parse_json(raw.pop().decode("utf-8"))
     except UnicodeDecodeError:
         raise InvalidRequest("The body is not valid UTF-8.", code="invalid_json") from None
     except ValueError as error:
@@ -39,13 +40,13 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def refuse_many_values(raw: bytes, max_context: int, param: str) -> None:
+def refuse_many_values(raw: bytes, max_context: int) -> None:
     """Refuse a body, before it is parsed, that holds more values than prompts of `max_context` tokens need.
 
     Commas and brackets in strings count, too: they are tokens, just as a list's.
 
     Raises:
-        ContextLengthExceeded: with `param`, the prompt's name.
+        ContextLengthExceeded: whose fault it is, nobody knows yet.
     """
     if len(raw) <= MANY_VALUES:
         return
@@ -55,8 +56,7 @@ def refuse_many_values(raw: bytes, max_context: int, param: str) -> None:
     if num_values > most:
         raise ContextLengthExceeded(
             f"The body has {num_values} commas and brackets; within the model's context of {max_context} tokens, "
-            f"prompts have at most {most}.",
-            param=param,
+            f"prompts have at most {most}."
         )
 
 

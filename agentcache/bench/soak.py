@@ -39,7 +39,6 @@ SAMPLE_EVERY = 1.0
 _NICENESS = 5  # of the clients: about a third of an ordinary thread's share
 SLACK_BYTES = 24 * 10**6  # of resident memory that may come and go
 GROWTH = 1.05
-LAZY_FILES = 3  # processes for chat templates come as they are needed, at most one for each thread that reads prompts
 
 
 @dataclass(frozen=True)
@@ -166,12 +165,12 @@ class Soak:
         async with _http(server) as http:
             await self._check_confirmed(http)
             await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "stream": True})
-            before = await read_numbers(http)
+            before = await read_numbers(http, server.pid)
         first = len(self._report.numbers)
         async with self._load(server, asyncio.Event()):
             await asyncio.sleep(seconds)
         async with _http(server) as http:
-            await self._check_quiet(http, before)
+            await self._check_quiet(http, server.pid, before)
             await self._check_confirmed(http)
         self._check_memory(self._report.numbers[first:])
         return False
@@ -187,7 +186,7 @@ class Soak:
                 for number in range(plan.clients)
             ]
             running = [asyncio.create_task(client.run(plan.pause)) for client in clients]
-            running.append(asyncio.create_task(self._sample(http, killed)))
+            running.append(asyncio.create_task(self._sample(http, server.pid, killed)))
             try:
                 yield
             finally:
@@ -210,10 +209,10 @@ class Soak:
         if not killed:
             self._report.failures += [f"/health: {failure}" for failure in health.failures]
 
-    async def _sample(self, http: httpx.AsyncClient, killed: asyncio.Event) -> None:
+    async def _sample(self, http: httpx.AsyncClient, pid: int, killed: asyncio.Event) -> None:
         while True:
             try:
-                numbers = await read_numbers(http)
+                numbers = await read_numbers(http, pid)
             except httpx.HTTPError as error:
                 self._report.require(killed.is_set(), f"/metrics: {error!r}")
                 return
@@ -231,13 +230,13 @@ class Soak:
             found = answer.json()["tokens"] if answer.is_success else 0
             self._report.require(found >= tokens, f"agent {agent} has {found} tokens, {tokens} were reported as saved")
 
-    async def _check_quiet(self, http: httpx.AsyncClient, before: Numbers) -> None:
+    async def _check_quiet(self, http: httpx.AsyncClient, pid: int, before: Numbers) -> None:
         """Once nobody asks for anything, nothing is held, and nothing is left of the requests that were."""
         deadline = asyncio.get_running_loop().time() + QUIET_SECONDS
-        now = await read_numbers(http)
+        now = await read_numbers(http, pid)
         while not _is_quiet(now, before) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.2)
-            now = await read_numbers(http)
+            now = await read_numbers(http, pid)
         self._report.require(_is_quiet(now, before), f"something is left: {now}, before the load: {before}")
 
     def _check_memory(self, numbers: Sequence[Numbers]) -> None:
@@ -314,7 +313,7 @@ def _is_quiet(now: Numbers, before: Numbers) -> bool:
         now.live_blocks == 0
         and now.in_flight <= 1
         and now.tasks <= before.tasks
-        and now.open_files <= before.open_files + LAZY_FILES
+        and now.open_files - now.children <= before.open_files - before.children
     )
 
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -135,11 +136,15 @@ def _sleep_again_and_again(late: list[float]) -> None:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The server's own numbers at one moment. Bytes and counts; `at` by `time.monotonic`."""
+    """The server's numbers at one moment. Bytes and counts; `at` by `time.monotonic`.
+
+    Of `open_files`, as many as it has `children` are its ends of what they talk through.
+    """
 
     at: float
     rss: float
     open_files: float
+    children: int
     tasks: float
     in_flight: float
     live_blocks: float
@@ -149,7 +154,8 @@ class Numbers:
     disk_budget: float
 
 
-async def read_numbers(http: httpx.AsyncClient) -> Numbers:
+async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
+    """What the server, whose process `pid` is, says of itself, and how many children the kernel knows of."""
     answer = await http.get("/metrics")
     answer.raise_for_status()
     samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
@@ -159,6 +165,7 @@ async def read_numbers(http: httpx.AsyncClient) -> Numbers:
         at=time.monotonic(),
         rss=plain.get("agentcache_process_resident_memory_bytes", 0.0),  # both are known on Linux only
         open_files=plain.get("agentcache_process_open_fds", 0.0),
+        children=_num_children(pid),
         tasks=plain["agentcache_asyncio_tasks"],
         in_flight=plain["agentcache_http_requests_in_flight"],
         live_blocks=by_label["agentcache_kv_blocks", "live"],
@@ -167,6 +174,15 @@ async def read_numbers(http: httpx.AsyncClient) -> Numbers:
         disk=plain["agentcache_disk_bytes"],
         disk_budget=plain["agentcache_disk_budget_bytes"],
     )
+
+
+def _num_children(pid: int) -> int:
+    """0 where the kernel does not tell, which tells of open files neither."""
+    count = 0
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has ended, whose children are another's now
+            count += len(children.read_text().split())
+    return count
 
 
 if __name__ == "__main__":

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import marshal
-import signal
-import socket
-import subprocess
-import sys
-import time
-import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
+from agentcache.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLong
 from agentcache.errors import InvalidRequest, UnsupportedModel
-from agentcache.models.template_child import CPU_SECONDS, MEMORY_BYTES, Reply
+from agentcache.models.template_child import Reply
 from agentcache.models.work_limit import WorkLimit
 
 MAX_BYTES = 64 << 20
-# The child's own limit is CPU time; this is for a machine that has none to spare, and a child that does not get any.
-_PATIENCE_SECONDS = 20.0
-_LOOK_SECONDS = 0.05
 # Parts of messages that hold what a model thought, by the names that templates know; the first is the usual one.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -44,17 +35,15 @@ class ChatTemplate:
 
     def __init__(self, wrapper: TokenizerWrapper) -> None:
         self._wrapper = wrapper
-        self._idle: list[TemplateProcess] = []
-        weakref.finalize(self, _close_all, self._idle)
+        self._work = ConfinedWork("agentcache.models.template_child")
 
     def start(self) -> None:
         """Have a process ready for the first messages."""
-        if not self._idle:
-            self._idle.append(TemplateProcess())
+        self._work.start()
 
     def close(self) -> None:
         """End the processes that are not rendering."""
-        _close_all(self._idle)
+        self._work.close()
 
     def render(
         self,
@@ -101,25 +90,14 @@ class ChatTemplate:
             packed = marshal.dumps(request)
         except ValueError:
             raise InvalidRequest("Messages must be plain data, as JSON knows it.", param="messages") from None
-        process = self._idle_process() or TemplateProcess()
         try:
-            kind, content = process.ask(packed, request[2], limit)
-        except BaseException:
-            process.close()
-            raise
-        if kind == Reply.MEMORY:
-            process.close()
-            raise _took_too_much(f"more memory than {MEMORY_BYTES >> 20} MB")
-        self._idle.append(process)
-        return _text(kind, content)
-
-    def _idle_process(self) -> TemplateProcess | None:
-        """One that waits for work; those that somebody has ended meanwhile are passed over."""
-        while (process := _pop(self._idle)) is not None:
-            if process.is_alive:
-                return process
-            process.close()
-        return None
+            return _text(*self._work.ask([packed], max_bytes=request[2], go_on=limit.go_on))
+        except OverLimit as error:
+            raise _failed(f"took {error.what}") from None
+        except ReplyTooLong as error:
+            raise RenderedTooLong(error.num_bytes) from None
+        except ChildBroke:
+            raise _failed("broke off") from None
 
 
 def is_rendered_here(wrapper: TokenizerWrapper) -> bool:
@@ -128,92 +106,7 @@ def is_rendered_here(wrapper: TokenizerWrapper) -> bool:
     return has_code or wrapper._chat_template is not None
 
 
-class TemplateProcess:
-    """One child process and the socket to it. One request at a time."""
-
-    def __init__(self) -> None:
-        self._socket, other = socket.socketpair()
-        script = Path(__file__).with_name("template_child.py")
-        with other:
-            # -P: no module beside the script may stand in front of the standard library's.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(script)],
-                stdin=other.fileno(),
-                stdout=other.fileno(),
-                stderr=subprocess.DEVNULL,
-            )
-        self._socket.settimeout(_LOOK_SECONDS)
-
-    def ask(self, request: bytes, max_bytes: int, limit: WorkLimit) -> tuple[bytes, bytes]:
-        """Send a request; the reply's kind and content. Close the process if this raises.
-
-        Raises:
-            InvalidRequest: the template took too much time or memory.
-            RenderedTooLong: the reply would have over `max_bytes`.
-        """
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        try:
-            self._send(len(request).to_bytes(8, "little") + request, deadline, limit)
-            head = self._receive(9, deadline, limit)
-            size = int.from_bytes(head[1:], "little")
-            if size > max_bytes:
-                raise RenderedTooLong(size)
-            return head[:1], self._receive(size, deadline, limit)
-        except (ConnectionError, EOFError):
-            raise self._death() from None
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
-
-    def close(self) -> None:
-        """End the process at once."""
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _send(self, data: bytes, deadline: float, limit: WorkLimit) -> None:
-        rest = memoryview(data)
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except TimeoutError:
-                self._look(deadline, limit)
-
-    def _receive(self, count: int, deadline: float, limit: WorkLimit) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            try:
-                part = self._socket.recv(min(count - len(data), 1 << 20))
-            except TimeoutError:
-                self._look(deadline, limit)
-                continue
-            if not part:
-                raise EOFError
-            data += part
-        return bytes(data)
-
-    def _look(self, deadline: float, limit: WorkLimit) -> None:
-        """What takes long may take too much, or have nobody left who waits for it."""
-        limit.go_on()
-        if time.monotonic() > deadline:
-            raise _took_too_much(f"longer than {_PATIENCE_SECONDS:.0f} s")
-        if sys.platform != "linux" and self._resident_bytes() > MEMORY_BYTES * 2:
-            raise _took_too_much(f"more memory than {MEMORY_BYTES >> 20} MB")
-
-    def _resident_bytes(self) -> int:
-        """For kernels that do not hold a process to a limit of its memory."""
-        told = subprocess.run(["ps", "-o", "rss=", "-p", str(self._process.pid)], capture_output=True, text=True)
-        return int(told.stdout.strip() or 0) * 1024
-
-    def _death(self) -> InvalidRequest:
-        if self._process.wait() == -signal.SIGPROF:
-            return _took_too_much(f"longer than {CPU_SECONDS:.0f} s")
-        return InvalidRequest("The model's chat template broke off.", param="messages", code="template_failed")
-
-
-def _text(kind: bytes, content: bytes) -> str:
+def _text(kind: bytes, content: bytearray) -> str:
     text = content.decode("utf-8", "surrogatepass")
     if kind == Reply.TEXT:
         return text
@@ -229,8 +122,8 @@ def refused(why: object) -> InvalidRequest:
     return InvalidRequest(message, param="messages", code="refused_by_chat_template")
 
 
-def _took_too_much(what: str) -> InvalidRequest:
-    return InvalidRequest(f"The model's chat template took {what}.", param="messages", code="template_failed")
+def _failed(how: str) -> InvalidRequest:
+    return InvalidRequest(f"The model's chat template {how}.", param="messages", code="template_failed")
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,15 +131,3 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in message.items() if value is not None}
     thought = next((kept[key] for key in _REASONING_KEYS if key in kept), None)
     return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}
-
-
-def _pop(idle: list[TemplateProcess]) -> TemplateProcess | None:
-    try:
-        return idle.pop()
-    except IndexError:  # not asked before: another thread may take the last one in between
-        return None
-
-
-def _close_all(idle: list[TemplateProcess]) -> None:
-    while process := _pop(idle):
-        process.close()

@@ -1,21 +1,15 @@
-"""Renders chat templates in a process of its own, whose time and memory the kernel limits.
+"""Renders chat templates in a confined process, whose time and memory the kernel limits.
 
-Run as a script by `template.py`, which sends requests to standard input and reads replies from standard output. It
-imports nothing but the standard library and jinja2, so that it starts quickly and stays small.
+`template.py` sends it what to render. It imports nothing but the standard library and jinja2.
 
-A request is a length (8 bytes, little-endian) and as many bytes of `marshal`: (template, variables, largest reply in
-bytes). A reply is a kind (1 byte, see `Reply`), a length (8 bytes) and as many bytes of UTF-8.
+A request is `marshal` of (template, variables, largest reply in bytes). A reply has a kind of `Reply` and UTF-8.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import marshal
-import resource
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -27,10 +21,7 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-CPU_SECONDS = 2.0  # per request
-# What a request may take beside what the process has from the start, and for each byte that it sends.
-MEMORY_BYTES = 96 << 20
-MEMORY_PER_BYTE = 8
+from agentcache.confined_child import serve
 
 
 class Reply:
@@ -40,52 +31,19 @@ class Reply:
     TOO_LONG = b"l"
     SYNTAX = b"s"
     REFUSED = b"r"
-    MEMORY = b"m"
 
 
 def main() -> None:
-    """Answer requests until the other side is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # for the parent, which may still have to render; its end is seen below
-    requests, replies = sys.stdin.buffer, sys.stdout.buffer
-    own_memory = _address_space()
-    while head := requests.read(8):
-        request = requests.read(int.from_bytes(head, "little"))
-        with _limits(own_memory and own_memory + MEMORY_BYTES + MEMORY_PER_BYTE * len(request)):
-            kind, content = _answer(request)
-        del request
-        replies.write(kind + len(content).to_bytes(8, "little") + content)
-        replies.flush()
+    """Render until the other side is gone."""
+    serve(_answer)
 
 
-@contextlib.contextmanager
-def _limits(address_space: int) -> Iterator[None]:
-    """The default action of the timer's signal ends the process, also in the middle of a call into C.
-
-    An `address_space` of 0 is not limited: only Linux holds to it, and elsewhere the parent watches.
-    """
-    if address_space:
-        resource.setrlimit(resource.RLIMIT_AS, (address_space, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-    yield
-    signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _address_space() -> int:
-    """Bytes of address space that this process has; 0 where the kernel does not tell."""
+def _answer(request: list[bytes]) -> tuple[bytes, bytes]:
     try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
-
-
-def _answer(request: bytes) -> tuple[bytes, bytes]:
-    try:
-        template, variables, max_bytes = marshal.loads(request)
+        template, variables, max_bytes = marshal.loads(request.pop())
         text = _compiled(template).render(**variables).encode("utf-8", "surrogatepass")
-    except MemoryError:
-        return Reply.MEMORY, b""
+    except MemoryError:  # `serve` knows what to do
+        raise
     except RecursionError:
         return Reply.REFUSED, b"they are nested too deeply"
     except jinja2.TemplateSyntaxError as error:
@@ -179,7 +137,3 @@ def _refuse_underscore(name: Any) -> None:
             f"Chat templates cannot store underscore-prefixed attributes on a namespace, but got {name!r}. "
             "Please rename the attribute."
         )
-
-
-if __name__ == "__main__":
-    main()

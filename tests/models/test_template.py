@@ -119,7 +119,7 @@ class TestLimits:
         with pytest.raises(Overloaded):
             tokenizer.render_chat(user("x"), limit=WorkLimit(has_ended=left.is_set))
         assert time.monotonic() - beginning < 1.5
-        assert tokenizer._template._idle == []
+        assert tokenizer._template._work._idle == []
 
     def test_an_output_that_no_context_holds(self, tmp_path: Path) -> None:
         tokenizer = made(tmp_path, "{{ 'hello ' * 1000000 }}")
@@ -150,12 +150,12 @@ class TestLimits:
         for thread in threads:
             thread.join()
         assert found == {number: f"{number} 9" for number in range(4)}
-        assert 1 <= len(tokenizer._template._idle) <= 4
+        assert 1 <= len(tokenizer._template._work._idle) <= 4
 
     def test_a_child_that_is_gone_is_replaced(self, tmp_path: Path) -> None:
         tokenizer = made(tmp_path, "{{ messages[0].content }}")
         assert tokenizer.render_chat(user("a")) == "a"
-        tokenizer._template._idle[0]._process.kill()
+        tokenizer._template._work._idle[0]._process.kill()
         assert "broke off" in refusal(tokenizer).message
         assert tokenizer.render_chat(user("b")) == "b"
 
@@ -164,12 +164,12 @@ class TestProcesses:
     def test_they_end_with_the_tokenizer(self, tmp_path: Path) -> None:
         tokenizer = made(tmp_path, "x")
         tokenizer.start()
-        [child] = tokenizer._template._idle
+        [child] = tokenizer._template._work._idle
         assert child._process.poll() is None
         tokenizer.close()
         assert child._process.poll() is not None
         assert tokenizer.render_chat(user("x")) == "x"
-        [child] = tokenizer._template._idle
+        [child] = tokenizer._template._work._idle
         process: subprocess.Popen[bytes] = child._process
         del tokenizer, child
         assert process.wait(5) is not None
@@ -178,7 +178,7 @@ class TestProcesses:
         """However it ends: its end of the socket is closed then. Signals to all of a service's processes do nothing."""
         tokenizer = made(tmp_path, "x")
         assert tokenizer.render_chat(user("x")) == "x"
-        [child] = tokenizer._template._idle
+        [child] = tokenizer._template._work._idle
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             child._process.send_signal(number)
         assert tokenizer.render_chat(user("x")) == "x"
@@ -186,11 +186,11 @@ class TestProcesses:
         assert child._process.wait(5) == 0
 
     def test_what_they_import(self, tmp_path: Path) -> None:
-        """Neither this package nor what is large: a process starts quickly and stays small."""
+        """Nothing that is large: a process starts quickly and stays small."""
         tokenizer = made(tmp_path, "x")
         tokenizer.start()
         assert tokenizer.render_chat(user("x")) == "x"
-        status = Path(f"/proc/{tokenizer._template._idle[0]._process.pid}/status")
+        status = Path(f"/proc/{tokenizer._template._work._idle[0]._process.pid}/status")
         if status.exists():
             [line] = [line for line in status.read_text().splitlines() if line.startswith("VmRSS")]
             assert int(line.split()[1]) < 40_000
@@ -231,7 +231,7 @@ def _by_transformers(tokenizer: Tokenizer, messages: Any, tools: Any, prompted: 
 def test_a_process_that_somebody_has_ended_meanwhile_costs_nobody_anything(tmp_path: Path) -> None:
     tokenizer = made(tmp_path, "{{ messages[0].content }}")
     assert tokenizer.render_chat(user("one")) == "one"
-    [process] = tokenizer._template._idle
+    [process] = tokenizer._template._work._idle
     process._process.kill()
     process._process.wait()
     assert tokenizer.render_chat(user("two")) == "two"

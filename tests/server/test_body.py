@@ -167,6 +167,34 @@ def test_large_bodies_share_the_room_and_small_ones_need_none() -> None:
     asyncio.run(run())
 
 
+def test_a_body_takes_room_until_it_is_read() -> None:
+    async def run() -> None:
+        reading = asyncio.Event()
+
+        async def slow_reader(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            await reading.wait()
+            await receive()
+
+        layer, first, second = WholeBody(slow_reader, 5.0, room=1000), Sender(), Sender()
+        task = start(layer, first)
+        first.send(bytes(FREE_BYTES + 600))
+        first.send(b"", more=False)
+        await asyncio.sleep(0.01)
+        assert layer._room == 400
+        refused_task = start(layer, second)
+        second.send(bytes(FREE_BYTES + 600))
+        with pytest.raises(Overloaded):
+            await refused_task
+        reading.set()
+        await asyncio.sleep(0.01)
+        assert layer._room == 1000 and not task.done()
+        first.leave()
+        await task
+
+    asyncio.run(run())
+
+
 def test_requests_whose_body_is_coming_take_nobodys_place() -> None:
     """With room for sixteen requests, forty half ones change nothing for the others."""
 

@@ -1,0 +1,216 @@
+"""Processes for work that nobody has to trust, or that would hold Python's lock: each has limits of time and memory.
+
+The work is a module with a function `main`, which hands its function to `confined_child.serve`. It should import
+little, so that it starts quickly and stays small.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from agentcache.confined_child import CPU_SECONDS, MEMORY_BYTES, MEMORY_PER_BYTE, OUT_OF_MEMORY
+
+# The child's own limit is CPU time; this is for a machine that has none to spare, and a child that does not get any.
+PATIENCE_SECONDS = 20.0
+_LOOK_SECONDS = 0.05
+# The package's folder comes last: no module in it may stand in front of the standard library's.
+_PROGRAM = (
+    "import importlib, sys; sys.path.append(sys.argv[2]); importlib.import_module(sys.argv[1]).main(*sys.argv[3:])"
+)
+
+
+class OverLimit(Exception):
+    """Work took `what`, as in "longer than 2 s"."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"it took {what}")
+        self.what = what
+
+
+class ReplyTooLong(Exception):
+    """A reply would have `num_bytes`, more than was allowed."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"the reply has {num_bytes} bytes")
+        self.num_bytes = num_bytes
+
+
+class ChildBroke(Exception):
+    """The process ended in the middle of its work."""
+
+
+def _always() -> None:
+    return None
+
+
+class ConfinedWork:
+    """Has requests answered by processes of one kind. From any thread.
+
+    Each request that is under way has a process; they are started when needed and kept.
+
+    Args:
+        module: what a process runs; its `main` gets `arguments`.
+    """
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._program = (module, str(Path(__file__).parents[1]), *arguments)
+        self._idle: list[_Process] = []
+        weakref.finalize(self, _close_all, self._idle)
+
+    def start(self) -> None:
+        """Have a process ready for the first request."""
+        if not self._idle:
+            self._idle.append(_Process(self._program))
+
+    def close(self) -> None:
+        """End the processes that have nothing to do."""
+        _close_all(self._idle)
+
+    def ask(
+        self, request: list[bytes], *, max_bytes: int | None = None, go_on: Callable[[], None] = _always
+    ) -> tuple[bytes, bytearray]:
+        """The reply's kind and content.
+
+        Args:
+            request: its parts; emptied as they are sent, so that a large request is not kept while it is worked on.
+            max_bytes: largest content.
+            go_on: called now and then while it takes long; raises when nobody waits for the reply any more.
+
+        Raises:
+            OverLimit: it took too much time or memory.
+            ReplyTooLong: the content has over `max_bytes`.
+            ChildBroke: the process ended.
+        """
+        process = self._idle_process() or _Process(self._program)
+        try:
+            kind, content = process.ask(request, max_bytes, go_on)
+        except BaseException:
+            process.close()
+            raise
+        if kind == OUT_OF_MEMORY:
+            process.close()
+            raise _too_much_memory()
+        self._idle.append(process)
+        return kind, content
+
+    def _idle_process(self) -> _Process | None:
+        """One that waits for work; those that somebody has ended meanwhile are passed over."""
+        while (process := _pop(self._idle)) is not None:
+            if process.is_alive:
+                return process
+            process.close()
+        return None
+
+
+class _Process:
+    """One child process and the socket to it. One request at a time."""
+
+    def __init__(self, program: tuple[str, ...]) -> None:
+        self._socket, other = socket.socketpair()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, *program],
+                stdin=other.fileno(),
+                stdout=other.fileno(),
+                stderr=subprocess.DEVNULL,
+            )
+        self._socket.settimeout(_LOOK_SECONDS)
+
+    def ask(self, request: list[bytes], max_bytes: int | None, go_on: Callable[[], None]) -> tuple[bytes, bytearray]:
+        """The reply's kind and content. Close the process if this raises."""
+        size = sum(map(len, request))
+        watch = _Watch(self._process.pid, size, go_on)
+        try:
+            self._send(size.to_bytes(8, "little"), watch)
+            while request:
+                self._send(request.pop(0), watch)
+            head = self._receive(9, watch)
+            num_bytes = int.from_bytes(head[1:], "little")
+            if max_bytes is not None and num_bytes > max_bytes:
+                raise ReplyTooLong(num_bytes)
+            return bytes(head[:1]), self._receive(num_bytes, watch)
+        except (ConnectionError, EOFError):
+            raise self._death() from None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process at once."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, data: bytes, watch: _Watch) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except TimeoutError:
+                watch.look()
+
+    def _receive(self, count: int, watch: _Watch) -> bytearray:
+        data = bytearray(count)
+        rest = memoryview(data)
+        while rest:
+            try:
+                received = self._socket.recv_into(rest)
+            except TimeoutError:
+                watch.look()
+                continue
+            if not received:
+                raise EOFError
+            rest = rest[received:]
+        return data
+
+    def _death(self) -> Exception:
+        if self._process.wait() == -signal.SIGPROF:
+            return OverLimit(f"longer than {CPU_SECONDS:.0f} s")
+        return ChildBroke("the process ended")
+
+
+class _Watch:
+    """Looks after one request: what takes long may take too much, or have nobody left who waits for it."""
+
+    def __init__(self, pid: int, size: int, go_on: Callable[[], None]) -> None:
+        self._pid = pid
+        self._most_memory = MEMORY_BYTES * 2 + MEMORY_PER_BYTE * size
+        self._go_on = go_on
+        self._deadline = time.monotonic() + PATIENCE_SECONDS
+
+    def look(self) -> None:
+        self._go_on()
+        if time.monotonic() > self._deadline:
+            raise OverLimit(f"longer than {PATIENCE_SECONDS:.0f} s")
+        if sys.platform != "linux" and self._resident_bytes() > self._most_memory:
+            raise _too_much_memory()
+
+    def _resident_bytes(self) -> int:
+        """For kernels that do not hold a process to a limit of its memory."""
+        told = subprocess.run(["ps", "-o", "rss=", "-p", str(self._pid)], capture_output=True, text=True)
+        return int(told.stdout.strip() or 0) * 1024
+
+
+def _too_much_memory() -> OverLimit:
+    return OverLimit(f"more memory than {MEMORY_BYTES >> 20} MB")
+
+
+def _pop(idle: list[_Process]) -> _Process | None:
+    try:
+        return idle.pop()
+    except IndexError:  # not asked before: another thread may take the last one in between
+        return None
+
+
+def _close_all(idle: list[_Process]) -> None:
+    while process := _pop(idle):
+        process.close()

@@ -1,0 +1,37 @@
+"""Reads large request bodies in a confined process, for `large_json.py`.
+
+A request is a body. A reply has a kind of `Reply` and `marshal` of the object, or of why there is none.
+"""
+
+from __future__ import annotations
+
+import marshal
+
+from agentcache.confined_child import serve
+from agentcache.errors import ContextLengthExceeded, InvalidRequest
+from agentcache.server.validate import parse_object, refuse_long_lists, refuse_many_values
+
+
+class Reply:
+    """Kinds of replies: the object; or (message, parameter, code) of a refusal, by its class."""
+
+    OBJECT = b"o"
+    INVALID = b"i"
+    TOO_LONG = b"l"
+
+
+def main(max_context: str) -> None:
+    """Read bodies until the other side is gone."""
+    serve(lambda request: _answer(request, int(max_context)))
+
+
+def _answer(request: list[bytes], max_context: int) -> tuple[bytes, bytes]:
+    try:
+        refuse_many_values(request[0], max_context)
+        value = parse_object(request)
+        refuse_long_lists(value, max_context)
+    except ContextLengthExceeded as error:
+        return Reply.TOO_LONG, marshal.dumps((error.message, error.param, error.code))
+    except InvalidRequest as error:
+        return Reply.INVALID, marshal.dumps((error.message, error.param, error.code))
+    return Reply.OBJECT, marshal.dumps(value)
