@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import socket
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import uvicorn
 
 BACKLOG = 2048
+SWITCH_SECONDS = 0.001
 
 log = logging.getLogger("agentcache.cli")
 
@@ -131,6 +133,8 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     from agentcache.server.app import create_app
     from agentcache.server.drain import DrainingServer
 
+    # A step takes Python's lock many times: each time it would wait so long for a thread that reads a long prompt.
+    sys.setswitchinterval(SWITCH_SECONDS)
     engine = open_engine(config, warm_up=True)
     failures: list[BaseException] = []
 

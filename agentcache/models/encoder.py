@@ -10,7 +10,7 @@ from functools import cached_property
 import tokenizers
 
 from agentcache.blocks.transcript import Encoding
-from agentcache.models.marks import MarkPlaces, Marks
+from agentcache.models.marks import MarkPlaces, Marks, any_of
 from agentcache.models.work_limit import UNLIMITED, WorkLimit
 
 _Token = tuple[int, tuple[int, int]]
@@ -39,6 +39,7 @@ class MarkedEncoder:
         self._saved = saved
         self._marks = marks
         self._controls = controls
+        self._control = any_of(controls.values())
         self._backend = _bare(saved)
         self._lock = threading.Lock()
 
@@ -70,9 +71,13 @@ class MarkedEncoder:
             limit.check(at_least)
 
     def _num_tokens(self, piece: str) -> int:
-        if self._marks.are_in(piece):
-            return len(self.encode(piece).ids)
-        return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
+        """At least so many tokens the piece has by itself. Without offsets, which take Python a long time."""
+        if not self._marks.are_in(piece):
+            return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
+        # Next to a control token space may vanish, and a section by itself may begin with a token for space.
+        sections = [self._marks.unmark(section).strip() for section in self._control.split(piece)]
+        plain = self._plain_backend.encode_batch_fast(sections, add_special_tokens=False)
+        return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1
 
     def _sections(self, whole: tokenizers.Encoding, text: str) -> Iterator[Sequence[_Token]]:
         """Tokens with their offsets, section by section; control tokens part the sections."""

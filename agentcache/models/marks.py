@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 _FIRST = 0x10F800
@@ -24,6 +24,12 @@ class MarkedEnds:
     ends: list[int]
 
 
+def any_of(strings: Iterable[str]) -> re.Pattern[str]:
+    """Finds each of `strings`, the longest first; of none, nothing."""
+    longest_first = sorted(strings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
 class Marks:
     """Translates between plain and marked text.
 
@@ -36,8 +42,7 @@ class Marks:
         self.mark_of = {special: chr(first + index) for index, special in enumerate(specials)}
         self._special_of = {mark: special for special, mark in self.mark_of.items()}
         self._reserved = re.compile(f"[{chr(first)}-{chr(_LAST)}]")
-        longest_first = sorted(specials, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special = any_of(specials)
 
     def mark(self, text: str) -> str:
         """Plain text as marked text. Characters that happen to be marks already become U+FFFD."""

@@ -105,7 +105,10 @@ class TestLimits:
     def test_a_count_never_refuses_what_fits(self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(encoder, "_USUAL_CHARS", 0)
         monkeypatch.setattr(encoder, "_PIECE_CHARS", 977)
-        for text in (self.LONG[:20_000], "a" * 20_000, " " * 20_000, "東🙂" * 5000, tokenizer.mark(self.LONG[:9000])):
+        control, mark = specials(tokenizer)[-1], tokenizer.mark(specials(tokenizer)[-1])
+        texts = [self.LONG[:20_000], "a" * 20_000, " " * 20_000, "東🙂" * 5000, tokenizer.mark(self.LONG[:9000])]
+        texts += [between * 400 for between in (mark, f"{mark} {control}", f"{control}  a{mark}", f"{mark}{control}\n")]
+        for text in texts:
             whole = tokenizer.encode(text)
             assert tokenizer.encode(text, WorkLimit(len(whole.ids), give_up)) == whole
 
