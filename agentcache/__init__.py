@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentcache.llm import LLM
-    from agentcache.serving.request import SamplingParams
+    from agentcache.request import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "agentcache.llm", "SamplingParams": "agentcache.serving.request"}
+_HOMES = {"LLM": "agentcache.llm", "SamplingParams": "agentcache.request"}
 
 
 def __getattr__(name: str) -> object:

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from agentcache.adapter_settings import AdapterFolder, Policy, parse_policy
 from agentcache.config import Config, load_config
-from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.async_engine import AsyncEngine
-from agentcache.serving.report import (
+from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.report import (
+    AdapterInfo,
     AgentInfo,
     CacheStats,
     FinishReason,
@@ -29,7 +29,7 @@ from agentcache.serving.report import (
     TokenLogprob,
     Update,
 )
-from agentcache.serving.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
+from agentcache.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
 
 T = TypeVar("T")
 

@@ -84,7 +84,7 @@ class InProcess:
 
 
 def open_engine(config: Config, *, warm_up: bool = False) -> Engine:
-    from agentcache.serving.async_engine import AsyncEngine
+    from agentcache.gateway.async_engine import AsyncEngine
 
     engine: Engine = AsyncEngine(config, warm_up=warm_up)
     return engine

@@ -133,7 +133,7 @@ def _check_writable(folder: Path, detail: str) -> Check:
 
 
 def _holder(cache_dir: Path) -> str | None:
-    from agentcache.kv.lock import FolderLock
+    from agentcache.store.lock import FolderLock
 
     if not (cache_dir / "lock").exists():
         return None
@@ -146,7 +146,7 @@ def _holder(cache_dir: Path) -> str | None:
 
 def verify(cache_dir: Path) -> Iterator[Check]:
     """Every block, manifest and transcript, read and recomputed; a server may be running meanwhile."""
-    from agentcache.kv.verify import verify_folder
+    from agentcache.store.verify import verify_folder
 
     found = verify_folder(cache_dir)
     detail = f"{found.agents} agents, {found.blocks} blocks; {found.missing_blocks} gone to make room"

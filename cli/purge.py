@@ -79,7 +79,7 @@ def empty_folder(cache_dir: Path) -> int:
         CacheFolderInUse: a process has it.
         StoreError: something could not be removed.
     """
-    from agentcache.kv.lock import FolderLock
+    from agentcache.store.lock import FolderLock
 
     if not (cache_dir / "lock").is_file():
         return 0

@@ -10,11 +10,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from agentcache.adapter_settings import AdapterFolder, Policy
+from agentcache.adapters.table import check_adapter_name
+from agentcache.report import AdapterInfo
 from agentcache.server.context import context_of, engine_of, read_call
 from agentcache.server.middleware import Forbidden, is_loopback
 from agentcache.server.model_names import known_adapter
 from agentcache.server.options import read_policy
-from agentcache.serving.adapters import AdapterInfo, check_adapter_name
 
 
 async def list_adapters(request: HttpRequest) -> Response:

@@ -12,6 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from agentcache.errors import InvalidRequest, NotFound
+from agentcache.report import AgentInfo
+from agentcache.request import Prompt, Request, SamplingParams
 from agentcache.server.completion import collect
 from agentcache.server.context import Call, context_of, engine_of, name_agent, read_call, read_prompt
 from agentcache.server.model_names import read_adapter
@@ -20,8 +22,6 @@ from agentcache.server.options import MAX_SALT_LENGTH, read_policy, read_priorit
 from agentcache.server.reply import Completion
 from agentcache.server.stream import until_disconnect
 from agentcache.server.validate import Reader, check_agent_id
-from agentcache.serving.report import AgentInfo
-from agentcache.serving.request import Prompt, Request, SamplingParams
 
 _WARM_FIELDS = (
     "messages",

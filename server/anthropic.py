@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from agentcache.request import ChatPrompt, Request
 from agentcache.server.anthropic_reply import AnthropicReply
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, engine_of, name_agent, read_prompt
@@ -19,7 +20,6 @@ from agentcache.server.sampling import MAX_TOKENS_LIMIT, read_sampling
 from agentcache.server.session import read_agent
 from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader
-from agentcache.serving.request import ChatPrompt, Request
 
 _BETWEEN_BLOCKS = "\n"
 

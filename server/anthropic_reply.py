@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentcache.models.tool_calls import ToolCall
+from agentcache.models.text.tool_calls import ToolCall
+from agentcache.report import FinishReason, Report, Update
 from agentcache.server.errors import WireError
 from agentcache.server.reply import Completion, report_object
 from agentcache.server.stream import event
 from agentcache.server.tool_calls import Part, Tools
-from agentcache.serving.report import FinishReason, Report, Update
 
 _STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens", None: None}
 

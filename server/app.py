@@ -18,6 +18,7 @@ from starlette.routing import Route
 from agentcache import __version__
 from agentcache.config import Config
 from agentcache.origins import hosts_of
+from agentcache.report import AdapterInfo, ModelInfo
 from agentcache.server import adapters, agents, anthropic, cache, openai
 from agentcache.server.body import BodyLimit, WholeBody
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
@@ -36,8 +37,6 @@ from agentcache.server.middleware import (
 )
 from agentcache.server.model_names import adapter_in
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
-from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.report import ModelInfo
 
 Started = Callable[[BaseException | None], None]
 

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from agentcache.report import CacheStats
 from agentcache.server.context import engine_of
-from agentcache.serving.report import CacheStats
 
 
 async def cache_stats(request: Request) -> Response:

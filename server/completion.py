@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from agentcache.report import Update
+from agentcache.request import Request
 from agentcache.server.context import Context, context_of, name_agent
 from agentcache.server.errors import WireError, wire_error
 from agentcache.server.reply import Completion
 from agentcache.server.stream import EventStream, UpdateStream, timed_out, until_disconnect
-from agentcache.serving.report import Update
-from agentcache.serving.request import Request
 
 Events = Iterable[bytes]
 

@@ -13,11 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from agentcache.config import Config
 from agentcache.errors import EngineStopped, Overloaded
+from agentcache.report import ModelInfo
 from agentcache.server.engine import Engine
 from agentcache.server.large_json import LargeJson
 from agentcache.server.metrics import ServerMetrics
 from agentcache.server.validate import Reader, parse_object, refuse_long_lists
-from agentcache.serving.report import ModelInfo
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""What the server needs of an engine. `agentcache.serving.async_engine.AsyncEngine` is the real one."""
+"""What the server needs of an engine. `agentcache.gateway.async_engine.AsyncEngine` is the real one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from agentcache.adapter_settings import AdapterFolder, Policy
-from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.report import AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
-from agentcache.serving.request import Request
+from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
+from agentcache.request import Request
 
 
 class Engine(Protocol):

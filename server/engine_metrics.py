@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from agentcache.serving.report import CacheStats
+from agentcache.report import CacheStats
 
 _GAUGES = {
     "ram_budget": ("ram_budget_bytes", "RAM the cache may take"),

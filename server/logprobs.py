@@ -7,7 +7,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from agentcache.serving.report import TokenLogprob, readable
+from agentcache.report import TokenLogprob, readable
 
 # What OpenAI sends for a token that cannot occur, since JSON has no infinity.
 IMPOSSIBLE = -9999.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from agentcache.models.json_values import parse_json
+from agentcache.models.text.json_values import parse_json
 from agentcache.server.context import Call
 from agentcache.server.parts import read_part
 from agentcache.server.validate import Reader

@@ -6,9 +6,8 @@ import re
 
 from agentcache.config import Config
 from agentcache.errors import NotFound
+from agentcache.report import AdapterInfo, ModelInfo
 from agentcache.server.context import Call
-from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.report import ModelInfo
 
 # Agents' clients have such names built in, and other ones of the same kind for their side requests.
 _BUILT_IN = re.compile(r"(claude|gpt)-.", re.IGNORECASE)

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from agentcache.report import ModelInfo
+from agentcache.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt
 from agentcache.server.messages import read_messages, read_tools
@@ -17,8 +19,6 @@ from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_sampl
 from agentcache.server.shapes import ChatShape, OpenAIReply, Shape, TextShape
 from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader
-from agentcache.serving.report import ModelInfo
-from agentcache.serving.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
 
 TEXT_MAX_TOKENS = 16
 MAX_PROMPTS = 256

@@ -7,12 +7,12 @@ from typing import Any
 
 from agentcache.adapter_settings import Policy, parse_policy
 from agentcache.errors import InvalidRequest
+from agentcache.report import ModelInfo
+from agentcache.request import Priority, Prompt, Request, SamplingParams
 from agentcache.server.context import Call
 from agentcache.server.model_names import read_adapter
 from agentcache.server.session import read_agent
 from agentcache.server.validate import Reader
-from agentcache.serving.report import ModelInfo
-from agentcache.serving.request import Priority, Prompt, Request, SamplingParams
 
 MAX_SALT_LENGTH = 256
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentcache.errors import BrokenInvariant
-from agentcache.serving.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
+from agentcache.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
 
 _COLDEST_FIRST = (CacheState.COLD, CacheState.WARM, CacheState.HOT)
 

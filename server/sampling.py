@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from agentcache.request import SamplingParams
 from agentcache.server.validate import Reader
-from agentcache.serving.request import SamplingParams
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_STOP_STRINGS = 16

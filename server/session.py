@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from agentcache.errors import InvalidRequest
-from agentcache.models.json_values import parse_json
+from agentcache.models.text.json_values import parse_json
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader, check_agent_id
 

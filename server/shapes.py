@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentcache.models.tool_calls import ToolCall
+from agentcache.models.text.tool_calls import ToolCall
+from agentcache.report import FinishReason, Report, TokenLogprob, Update
 from agentcache.server.errors import WireError
 from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
 from agentcache.server.reply import Completion, combine, report_object
 from agentcache.server.stream import TextEvents, event
 from agentcache.server.tool_calls import Part, Tools
-from agentcache.serving.report import FinishReason, Report, TokenLogprob, Update
 
 DONE = b"data: [DONE]\n\n"
 

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from agentcache.errors import BrokenInvariant, RequestTimedOut
-from agentcache.serving.report import Update
+from agentcache.report import Update
 
 T = TypeVar("T")
 Generate = Callable[[Callable[[Update], None]], Coroutine[Any, Any, None]]

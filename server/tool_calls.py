@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentcache.models.tool_calls import ToolCall, ToolFormat
+from agentcache.models.text.tool_calls import ToolCall, ToolFormat
+from agentcache.report import ModelInfo
 from agentcache.server.validate import Reader
-from agentcache.serving.report import ModelInfo
 
 Part = str | ToolCall
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
-from agentcache.models.json_values import parse_json
+from agentcache.models.text.json_values import parse_json
 
 MAX_INTEGER = 2**63 - 1
 MAX_NUMBER = 1e300

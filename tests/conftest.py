@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from agentcache.models.tokenizer import Tokenizer
+    from agentcache.models.text.tokenizer import Tokenizer
 
 ModelFolder = Callable[..., Path]
 StyledTokenizer = Callable[[str], "Tokenizer"]
@@ -63,7 +63,7 @@ def styled_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> StyledTokenize
 
     @cache
     def load(style: str) -> Tokenizer:
-        from agentcache.models.tokenizer import Tokenizer  # imports mlx-lm, too
+        from agentcache.models.text.tokenizer import Tokenizer  # imports mlx-lm, too
         from tests.tokenizers_factory import STYLES, STYLES_WITHOUT_TEMPLATE
 
         write = (STYLES | STYLES_WITHOUT_TEMPLATE)[style]

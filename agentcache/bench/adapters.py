@@ -34,8 +34,8 @@ from agentcache.bench.adapters_switch import (
 )
 from agentcache.bench.mlx_lm_server import COMMAND
 from agentcache.bench.workload import WEIGHTS_MODEL
-from agentcache.models.random_model import random_model_path
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.builtin.random_model import random_model_path
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server_process import SERVE, ServerProcess
 
 _NEVER = -100.0  # bias that keeps a token from being chosen

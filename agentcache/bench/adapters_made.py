@@ -17,7 +17,7 @@ from agentcache.adapter_settings import Policy
 from agentcache.bench.workload import WORDS
 from agentcache.models.adapter_config import CONFIG_FILE
 from agentcache.models.adapters import target_modules
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.training.decoder_files import write_adapter
 
 POLICIES = (Policy.EXACT, Policy.ACTIVATED, Policy.PREFILL_SHARE)

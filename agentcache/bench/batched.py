@@ -22,7 +22,7 @@ from agentcache.bench.products import Products, measure_products
 from agentcache.bench.throughput import Throughput, ThroughputPlan, measure_throughput
 from agentcache.bench.workload import CONTEXT_MODEL, LONG_PROMPT_MODEL, WEIGHTS_MODEL, TokenSource
 from agentcache.client import Client
-from agentcache.models.random_model import random_model_path
+from agentcache.models.builtin.random_model import random_model_path
 from agentcache.server_process import SERVE, ServerProcess
 
 

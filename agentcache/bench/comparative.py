@@ -22,8 +22,8 @@ from typing import Any
 from agentcache.bench.mlx_lm_server import COMMAND
 from agentcache.bench.streams import RunningStream, Stream, overall_rate, run_together
 from agentcache.bench.workload import WEIGHTS_MODEL, WORDS
-from agentcache.models.random_model import random_model_path
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.builtin.random_model import random_model_path
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server_process import SERVE, ServerProcess
 
 OURS, PEER = "agentcache", "mlx_lm.server"

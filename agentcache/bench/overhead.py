@@ -25,8 +25,8 @@ from mlx_lm.utils import load_model
 
 from agentcache.bench.workload import WEIGHTS_MODEL
 from agentcache.llm import LLM
-from agentcache.models.random_model import random_model_path
-from agentcache.serving.request import Request, SamplingParams, TokenPrompt
+from agentcache.models.builtin.random_model import random_model_path
+from agentcache.request import Request, SamplingParams, TokenPrompt
 
 _PREFILL_CHUNK = 512
 

@@ -12,8 +12,8 @@ from typing import Any
 from agentcache.bench.python_match import MatchCost, MatchPlan, measure_match
 from agentcache.bench.python_step import App, StepCost, StepPlan, measure_step
 from agentcache.config import Config, load_config
-from agentcache.models.random_model import random_model_path
-from agentcache.serving.async_engine import AsyncEngine
+from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.models.builtin.random_model import random_model_path
 
 MakeApp = Callable[[AsyncEngine, Config], App]
 

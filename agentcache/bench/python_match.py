@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentcache.agents.lineages import PlainPrompt, choose
+from agentcache.agents.table import AgentTable
 from agentcache.bench.workload import WORDS
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import PromptMatch, match_text
 from agentcache.blocks.slots import Group
 from agentcache.blocks.transcript import Transcript
-from agentcache.kv.manifest import AgentRecord
-from agentcache.models.tokenizer import Tokenizer
-from agentcache.serving.agents import AgentTable
-from agentcache.serving.lineages import PlainPrompt, choose
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.store.manifest import AgentRecord
 
 _ROOT = "root"
 _OWN_TOKENS = 2 * BLOCK_SIZE + 100  # of each agent of the tree, behind what all share

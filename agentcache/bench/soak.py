@@ -28,8 +28,8 @@ from agentcache.bench.soak_clients import Client
 from agentcache.bench.soak_judge import Judge
 from agentcache.bench.soak_memory import ALIKE, differences, recompute
 from agentcache.bench.soak_watch import Health, HealthWatch, Numbers, Observed, read_numbers
-from agentcache.kv.verify import FolderReport, verify_folder
 from agentcache.server_process import ServerProcess
+from agentcache.store.verify import FolderReport, verify_folder
 
 PATIENCE = 600.0  # for one answer: 200 clients stand in line for a few places; a lost answer never comes
 QUIET_SECONDS = 30.0

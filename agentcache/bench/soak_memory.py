@@ -18,9 +18,9 @@ from safetensors.numpy import load_file
 
 from agentcache.client import Client
 from agentcache.kv.arena import Packed, dequantise
-from agentcache.kv.manifest import Manifest, decode_manifest
 from agentcache.kv.spec import Quantisation
-from agentcache.kv.transcript_log import parse_log
+from agentcache.store.manifest import Manifest, decode_manifest
+from agentcache.store.transcript_log import parse_log
 
 ALIKE = 0.5  # of a vector's length; see above
 _VALUES_A_WORD = 8  # of 4 bits in 32

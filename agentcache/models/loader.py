@@ -16,7 +16,7 @@ from agentcache.kv.spec import CacheSpec
 from agentcache.models.fingerprint import model_fingerprint
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.rehost import rehost
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.trunk import ModelTrunk
 
 _DEFAULT_CONTEXT = 8192

@@ -12,9 +12,9 @@ import typer
 from agentcache.config import load_config
 from agentcache.errors import AgentCacheError
 from agentcache.llm import LLM
-from agentcache.models.embedded import DATA, embedded_model_path
-from agentcache.models.tokenizer import Tokenizer
-from agentcache.serving.request import SamplingParams
+from agentcache.models.builtin.embedded import DATA, embedded_model_path
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.request import SamplingParams
 from agentcache.training.corpus import Corpus
 from agentcache.training.decoder import DecoderRecipe, DecoderTrainer
 from agentcache.training.decoder_data import Example, make_examples, own_conversations, read_conversations

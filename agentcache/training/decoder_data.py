@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from agentcache.errors import AgentCacheError, ConfigError
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.training.corpus import Corpus, random_for
 from agentcache.training.train import RECIPE
 

@@ -17,7 +17,7 @@ from agentcache.models.loader import read_model
 from agentcache.models.lora import AdapterWeights, ModelAdapters, RowAdapter
 from agentcache.models.mla import is_latent
 from agentcache.models.rehost import rehost
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.training.decoder_cache import DecoderCache, PromptCache, RoundedNorm, Rounding
 
 

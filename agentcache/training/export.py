@@ -12,7 +12,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
-from agentcache.models.embedded import TEXT_FILES, WEIGHTS_FILE
+from agentcache.models.builtin.embedded import TEXT_FILES, WEIGHTS_FILE
 from agentcache.training.train import Trainer
 
 

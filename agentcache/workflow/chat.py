@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from agentcache.errors import NotFound
-from agentcache.serving.request import SamplingParams
+from agentcache.request import SamplingParams
 
 Message = dict[str, str]
 

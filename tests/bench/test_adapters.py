@@ -22,7 +22,7 @@ from agentcache.bench.comparative import OURS, PEER
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.models.adapters import read_adapter
 from agentcache.models.loader import load
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.text.tokenizer import Tokenizer
 from tests.conftest import ModelFolder
 
 SWITCH = SwitchPlan(context=1100, turn_tokens=10, answer_tokens=3, rounds=1)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Sequence
+from agentcache.engine.room import has_room
 from agentcache.errors import OutOfBlocks
-from agentcache.serving.room import has_room
 from tests.blocks.cache_model import FakeGroup
 from tests.blocks.test_resize import GROUPS, ROOT, run
 

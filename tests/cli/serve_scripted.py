@@ -8,8 +8,8 @@ from agentcache.cli import connection
 from agentcache.cli.main import main
 from agentcache.config import Config
 from agentcache.errors import CacheFolderInUse
-from agentcache.serving.report import FinishReason, Update
-from agentcache.serving.request import Request
+from agentcache.report import FinishReason, Update
+from agentcache.request import Request
 from tests.server.fake_engine import REPORT, FakeEngine
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import InvalidRequest
-from agentcache.serving.report import FinishReason, Update
-from agentcache.serving.request import ChatPrompt, Request, TextPrompt
+from agentcache.report import FinishReason, Update
+from agentcache.request import ChatPrompt, Request, TextPrompt
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine, hello
 

@@ -12,7 +12,7 @@ from agentcache.cli.connection import agent_path, connect, open_engine, running_
 from agentcache.client import Client, ServerError
 from agentcache.config import Config
 from agentcache.errors import CacheFolderInUse, InvalidRequest
-from agentcache.serving.async_engine import AsyncEngine
+from agentcache.gateway.async_engine import AsyncEngine
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import FakeEngine
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.cli import doctor
-from agentcache.kv.lock import FolderLock
+from agentcache.store.lock import FolderLock
 from tests.cli.conftest import Invoke
 from tests.kv.damage import flip
 from tests.kv.store_cases import make_record, make_transcript, make_turn, open_store

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.cli.purge import purge_server
-from agentcache.kv.lock import FolderLock
+from agentcache.store.lock import FolderLock
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import FakeEngine
 

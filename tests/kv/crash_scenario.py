@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from agentcache.kv.atomic import Fault
-from agentcache.kv.store import AgentRecord, Store
+from agentcache.store.atomic import Fault
+from agentcache.store.store import AgentRecord, Store
 from tests.kv.store_cases import make_record, make_transcript, make_turn, open_store
 
 State = dict[str, AgentRecord]

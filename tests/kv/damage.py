@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from agentcache.kv.store import BlockWrite
+from agentcache.store.store import BlockWrite
 from tests.kv.store_cases import MODEL
 
 

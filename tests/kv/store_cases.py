@@ -13,11 +13,11 @@ import numpy as np
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Namespace, Producer
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
-from agentcache.kv.atomic import Fault
-from agentcache.kv.block_file import BlockHeader, make_header, tensor_layout
 from agentcache.kv.block_layout import block_tensors, tensor_name
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation, make_groups
-from agentcache.kv.store import AgentRecord, BlockWrite, Store, no_fault
+from agentcache.store.atomic import Fault
+from agentcache.store.block_file import BlockHeader, make_header, tensor_layout
+from agentcache.store.store import AgentRecord, BlockWrite, Store, no_fault
 
 MODEL = "0123456789abcdef0123456789abcdef"
 SPEC = CacheSpec("tiny", 4, make_groups([LayerSpec(layer, 2, 64, 64) for layer in range(2)], Quantisation()))

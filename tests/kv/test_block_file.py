@@ -14,8 +14,9 @@ from safetensors.numpy import load
 
 from agentcache.blocks.keys import Namespace
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
-from agentcache.kv import block_file
-from agentcache.kv.block_file import (
+from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation
+from agentcache.store import block_file
+from agentcache.store.block_file import (
     BlockHeader,
     decode_block,
     encode_block,
@@ -25,7 +26,6 @@ from agentcache.kv.block_file import (
     tensor_layout,
     tensor_views,
 )
-from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation
 from tests.kv.store_cases import ROOT, SPEC, make_arrays, make_block
 
 BLOCK = make_block((5, 6, 7, 151_000, 5), position=3)

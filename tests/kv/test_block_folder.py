@@ -14,8 +14,8 @@ from agentcache.errors import (
     BrokenInvariant,
     StoreError,
 )
-from agentcache.kv.block_file import encoded_size, tensor_views
-from agentcache.kv.store import Store
+from agentcache.store.block_file import encoded_size, tensor_views
+from agentcache.store.store import Store
 from tests.kv.damage import DAMAGE, block_file, flip, quarantined
 from tests.kv.store_cases import (
     MODEL,

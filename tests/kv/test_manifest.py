@@ -10,8 +10,8 @@ import pytest
 
 from agentcache.blocks.keys import Producer
 from agentcache.errors import BlockRejected
-from agentcache.kv.manifest import Manifest, _checksum, _dump, decode_manifest, encode_manifest, save_producer
-from agentcache.kv.transcript_log import LogEnd
+from agentcache.store.manifest import Manifest, _checksum, _dump, decode_manifest, encode_manifest, save_producer
+from agentcache.store.transcript_log import LogEnd
 
 GROUPS = ("full.0", "window512.0", "full.1")
 PRODUCER = Producer("aa", 300, frozenset([2, 1]))

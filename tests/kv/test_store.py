@@ -16,9 +16,9 @@ from agentcache.errors import (
     CacheFolderInUse,
     DiskBudgetExceeded,
 )
-from agentcache.kv.block_file import encoded_size
 from agentcache.kv.spec import Quantisation
-from agentcache.kv.store import Store
+from agentcache.store.block_file import encoded_size
+from agentcache.store.store import Store
 from tests.kv.damage import block_file, flip, quarantined
 from tests.kv.store_cases import (
     MODEL,

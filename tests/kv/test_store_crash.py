@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentcache.kv.atomic import Fault
-from agentcache.kv.block_file import tensor_views
-from agentcache.kv.store import Store
+from agentcache.store.atomic import Fault
+from agentcache.store.block_file import tensor_views
+from agentcache.store.store import Store
 from tests.kv.crash_scenario import State, make_operations, record_steps, run_operations, run_scenario
 from tests.kv.store_cases import SPEC, make_record, make_transcript, make_turn, open_store, size_on_disk, tree
 

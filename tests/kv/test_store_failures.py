@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentcache.errors import (
     StoreError,
 )
-from agentcache.kv.store import Store
+from agentcache.store.store import Store
 from tests.kv.damage import agents_folder
 from tests.kv.store_cases import (
     make_record,

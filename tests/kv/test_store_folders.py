@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import BlockMissing, BlockRejected, BlocksLost, CacheFolderInUse, StoreError
-from agentcache.kv.store import AgentRecord, Store
+from agentcache.store.store import AgentRecord, Store
 from tests.kv.damage import agents_folder, block_file, flip
 from tests.kv.store_cases import (
     MODEL,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from agentcache.blocks.transcript import Transcript
-from agentcache.kv.store import AgentRecord, Store
+from agentcache.store.store import AgentRecord, Store
 from tests.kv.store_cases import (
     BUDGET,
     MODEL,

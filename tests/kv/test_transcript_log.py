@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected
-from agentcache.kv.transcript_log import EMPTY, Content, LogEnd, extend_log, least_bytes, parse_log, start_log
+from agentcache.store.transcript_log import EMPTY, Content, LogEnd, extend_log, least_bytes, parse_log, start_log
 from tests.kv.store_cases import make_transcript
 
 any_text = st.text(st.characters(), max_size=40)  # surrogates and line separators too

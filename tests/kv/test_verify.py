@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentcache.blocks.keys import Producer
-from agentcache.kv.manifest import FIRST_LINEAGE
-from agentcache.kv.verify import FolderReport, verify_folder
+from agentcache.store.manifest import FIRST_LINEAGE
+from agentcache.store.verify import FolderReport, verify_folder
 from tests.kv.damage import DAMAGE, agents_folder, extend, grow_huge
 from tests.kv.store_cases import MODEL, make_block, make_record, make_transcript, make_turn, open_store
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.errors import DiskBudgetExceeded, StoreError
-from agentcache.kv.writer import Writer
+from agentcache.store.writer import Writer
 
 TIMEOUT = 10
 

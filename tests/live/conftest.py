@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server_process import ServerProcess
 from tests.conftest import ModelFolder
 from tests.live.servers import http_of, openai_of, serving

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from agentcache.config import Config
+from agentcache.engine.engine import Engine
+from agentcache.gateway import async_engine
+from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.server.app import create_app
-from agentcache.serving import async_engine
-from agentcache.serving.async_engine import AsyncEngine
-from agentcache.serving.engine import Engine
 
 BUDGETS: dict[str, Any] = {"ram_budget": 64_000_000, "disk_budget": 256_000_000}
 LONG = {"max_tokens": 20_000, "ignore_eos": True}

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentcache.kv.verify import verify_folder
 from agentcache.server_process import ServerProcess
+from agentcache.store.verify import verify_folder
 from tests.live.servers import agent_info, chat, http_of, make_text, serving
 
 Message = dict[str, Any]

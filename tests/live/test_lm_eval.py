@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from agentcache.kv.spec import Quantisation
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, complete
 from tests.models.reference import Reference

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server_process import ServerProcess
 from tests.live.openai_bodies import GREEDY, MESSAGES, decode, extras
 from tests.live.servers import PATIENCE, make_text

@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save
 
 from agentcache.bench.soak_memory import ALIKE, differences, recompute
-from agentcache.kv.verify import verify_folder
-from agentcache.models.embedded import embedded_model_path
+from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.server_process import ServerProcess
+from agentcache.store.verify import verify_folder
 from tests.live.servers import serving
 
 LENGTHS = (40, 300, 700)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentcache.client import HttpChat
-from agentcache.models.embedded import embedded_model_path
+from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.server_process import ServerProcess
 from agentcache.workflow.chat import Question, Reply
 from agentcache.workflow.parse import read_script

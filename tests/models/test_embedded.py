@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from agentcache.llm import LLM
-from agentcache.models.embedded import DATA, WEIGHTS_FILE, embedded_model_path
-from agentcache.serving.request import SamplingParams
+from agentcache.models.builtin.embedded import DATA, WEIGHTS_FILE, embedded_model_path
+from agentcache.request import SamplingParams
 from agentcache.training.corpus import Corpus
 from agentcache.training.dialogue import Dialogue
 from agentcache.training.model import CONFIG

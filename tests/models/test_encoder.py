@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
 from agentcache.errors import ContextLengthExceeded, Overloaded
-from agentcache.models import encoder
-from agentcache.models.encoder import MarkedEncoder, _encode
-from agentcache.models.marks import Marks
-from agentcache.models.tokenizer import Tokenizer
-from agentcache.models.work_limit import WorkLimit
+from agentcache.models.text import encoder
+from agentcache.models.text.encoder import MarkedEncoder, _encode
+from agentcache.models.text.marks import Marks
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.models.text.work_limit import WorkLimit
 from tests.conftest import StyledTokenizer
 from tests.models.tokenizing import StandInWrapper, decoded, ids_of, specials, user
 

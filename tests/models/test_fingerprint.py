@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from agentcache.models import fingerprint, tokenizer
+from agentcache.models import fingerprint
 from agentcache.models.fingerprint import model_fingerprint
+from agentcache.models.text import tokenizer
 from tests.conftest import ModelFolder
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.models.json_values import MAX_DEPTH, parse_json, written_and_read
+from agentcache.models.text.json_values import MAX_DEPTH, parse_json, written_and_read
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.models.longest_token import longest_token
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.text.longest_token import longest_token
+from agentcache.models.text.tokenizer import Tokenizer
 from tests.models.tokenizing import ids_of, specials
 from tests.tokenizers_factory import STYLES, byte_bpe
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from agentcache.models.marks import Marks
+from agentcache.models.text.marks import Marks
 
 
 class TestMarks:

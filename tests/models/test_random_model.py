@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from agentcache.models import new_folder, random_model
-from agentcache.models.embedded import embedded_config
-from agentcache.models.random_model import random_model_path
+from agentcache.models.builtin import new_folder, random_model
+from agentcache.models.builtin.embedded import embedded_config
+from agentcache.models.builtin.random_model import random_model_path
 
 
 def digest(folder: Path) -> str:

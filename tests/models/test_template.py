@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest, Overloaded, UnsupportedModel
-from agentcache.models.template import is_rendered_here
-from agentcache.models.tokenizer import Tokenizer
-from agentcache.models.work_limit import WorkLimit
+from agentcache.models.text.template import is_rendered_here
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.models.text.work_limit import WorkLimit
 from tests.models.templates import CONVERSATIONS, TEMPLATES, TOOLS
 from tests.models.tokenizing import user
 from tests.tokenizers_factory import byte_bpe, byte_bpe_bos

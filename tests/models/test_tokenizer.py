@@ -17,7 +17,7 @@ from tokenizers import decoders, models
 from agentcache.blocks.prefix_match import match_text
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import InvalidRequest, UnsupportedModel
-from agentcache.models.tokenizer import Tokenizer, fingerprint
+from agentcache.models.text.tokenizer import Tokenizer, fingerprint
 from tests.models.tokenizing import StandInWrapper, decoded, ids_of, specials, user
 from tests.tokenizers_factory import byte_bpe, byte_bpe_bos, metaspace
 

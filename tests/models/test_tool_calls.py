@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.models.tokenizer import Tokenizer
-from agentcache.models.tool_calls import ToolCall, ToolFormat
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.models.text.tool_calls import ToolCall, ToolFormat
 from tests.tokenizers_factory import CHATML, byte_bpe
 
 CALLS = CHATML + "{% if tools %}<tool_call>{{ tool_call.name }}</tool_call>{% endif %}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import tokenizers
 
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.text.tokenizer import Tokenizer
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:

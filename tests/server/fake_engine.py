@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.blocks.prefix_match import Match
 from agentcache.errors import Conflict, NotFound, UnsupportedAdapter
-from agentcache.serving.adapters import AdapterInfo
-from agentcache.serving.report import (
+from agentcache.report import (
+    AdapterInfo,
     AgentInfo,
     CachedTokens,
     CacheState,
@@ -22,7 +22,7 @@ from agentcache.serving.report import (
     TokenLogprob,
     Update,
 )
-from agentcache.serving.request import Request
+from agentcache.request import Request
 
 MODEL = ModelInfo(
     id="org/tiny-model",

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.serving.request import ChatPrompt, TextPrompt, TokenPrompt
+from agentcache.request import ChatPrompt, TextPrompt, TokenPrompt
 from tests.server.driver import ask, post, refused
 from tests.server.fake_engine import FakeEngine
 

@@ -9,8 +9,8 @@ import pytest
 
 from agentcache.config import Config
 from agentcache.errors import ContextLengthExceeded, EngineStopped, Overloaded
-from agentcache.serving.report import FinishReason, Update
-from agentcache.serving.request import ChatPrompt, SamplingParams
+from agentcache.report import FinishReason, Update
+from agentcache.request import ChatPrompt, SamplingParams
 from tests.server.driver import ask, chat, post
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
 

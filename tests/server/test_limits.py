@@ -10,9 +10,9 @@ import pytest
 
 from agentcache.config import Config
 from agentcache.errors import Overloaded
+from agentcache.report import FinishReason, Update
+from agentcache.request import Request
 from agentcache.server.app import create_app
-from agentcache.serving.report import FinishReason, Update
-from agentcache.serving.request import Request
 from tests.server.driver import BASE_URL, chat, complete, events, post, refused
 from tests.server.fake_engine import REPORT, FakeEngine
 

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agentcache.config import Config
 from agentcache.errors import InvalidRequest
+from agentcache.report import CacheStats, FinishReason, Update
 from agentcache.server.app import create_app
-from agentcache.serving.report import CacheStats, FinishReason, Update
 from tests.server.driver import BASE_URL, LeavingClient
 from tests.server.fake_engine import REPORT, FakeEngine
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.serving.request import ChatPrompt, SamplingParams, TextPrompt, TokenPrompt
+from agentcache.request import ChatPrompt, SamplingParams, TextPrompt, TokenPrompt
 from tests.server.driver import chat, complete
 from tests.server.fake_engine import MODEL, FakeEngine
 

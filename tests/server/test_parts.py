@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentcache.config import Config, Images
-from agentcache.serving.request import ChatPrompt
+from agentcache.request import ChatPrompt
 from tests.server.driver import chat, events, post, refused
 from tests.server.fake_engine import FakeEngine
 

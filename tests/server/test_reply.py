@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from agentcache.errors import BrokenInvariant
+from agentcache.report import CachedTokens, CacheState, TokenLogprob
 from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
 from agentcache.server.reply import Completion, combine
 from agentcache.server.shapes import accounting
-from agentcache.serving.report import CachedTokens, CacheState, TokenLogprob
 from tests.server.fake_engine import REPORT
 
 

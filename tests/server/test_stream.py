@@ -13,9 +13,9 @@ from starlette.types import Message
 
 from agentcache.config import Config
 from agentcache.errors import EngineStopped, InvalidRequest
+from agentcache.report import FinishReason, Update
 from agentcache.server.app import create_app
 from agentcache.server.stream import TextEvents, UpdateStream, event, until_disconnect
-from agentcache.serving.report import FinishReason, Update
 from tests.server.driver import LeavingClient, chat, complete, events
 from tests.server.fake_engine import REPORT, FakeEngine, Script, logprob
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.models.tool_calls import ToolCall, ToolFormat
+from agentcache.models.text.tool_calls import ToolCall, ToolFormat
+from agentcache.report import FinishReason, Update
 from agentcache.server.tool_calls import Part, Tools, tools_for
 from agentcache.server.validate import Reader
-from agentcache.serving.report import FinishReason, Update
 from tests.server.driver import chat, events, post
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
 from tests.server.test_anthropic import stream

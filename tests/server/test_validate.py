@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
-from agentcache.models.json_values import MAX_DEPTH
+from agentcache.models.text.json_values import MAX_DEPTH
 from agentcache.server.validate import (
     MANY_VALUES,
     Reader,

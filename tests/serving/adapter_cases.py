@@ -13,9 +13,9 @@ import numpy as np
 
 from agentcache.adapter_settings import parse_adapters
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.engine.engine import Engine
 from agentcache.llm import LLM, Completion
-from agentcache.serving.engine import Engine
-from agentcache.serving.request import Request
+from agentcache.request import Request
 from tests.adapters_factory import ATTENTION, make_adapter, write_mlx_lm, write_peft
 from tests.serving.conversation import engine_of, greedy, open_llm
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentcache.adapters.activation import AdapterUse
 from agentcache.blocks.keys import Producer
 from agentcache.config import Config
-from agentcache.kv.verify import verify_folder
-from agentcache.serving.activation import AdapterUse
-from agentcache.serving.engine import Engine
-from agentcache.serving.generation import Generation
-from agentcache.serving.output import Output
-from agentcache.serving.prepare import choose_lineage, held_by, match, read_prompt
-from agentcache.serving.report import Report, Update
-from agentcache.serving.request import Request, SamplingParams, TokenPrompt
+from agentcache.engine.engine import Engine
+from agentcache.engine.generation import Generation
+from agentcache.engine.output import Output
+from agentcache.gateway.prepare import choose_lineage, held_by, match, read_prompt
+from agentcache.report import Report, Update
+from agentcache.request import Request, SamplingParams, TokenPrompt
+from agentcache.store.verify import verify_folder
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, proving_once
 
 

@@ -16,12 +16,12 @@ from unittest import mock
 
 from agentcache.blocks.transcript import Transcript
 from agentcache.config import Config
-from agentcache.kv.verify import verify_folder
+from agentcache.engine.engine import Engine
 from agentcache.llm import LLM, Completion, SamplingParams
 from agentcache.models import loader
-from agentcache.serving.engine import Engine
-from agentcache.serving.report import Update
-from agentcache.serving.request import Request, TokenPrompt
+from agentcache.report import Update
+from agentcache.request import Request, TokenPrompt
+from agentcache.store.verify import verify_folder
 
 T = TypeVar("T")
 RAM_BUDGET = 64 << 20

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from agentcache.engine.engine import Engine
 from agentcache.errors import DiskBudgetExceeded
-from agentcache.kv.store import Store
-from agentcache.serving.engine import Engine
+from agentcache.store.store import Store
 
 T = TypeVar("T")
 PATIENCE = 30.0

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.blocks.keys import Producer
-from agentcache.kv.verify import verify_folder
-from agentcache.serving.report import CacheState, Report
+from agentcache.report import CacheState, Report
+from agentcache.store.verify import verify_folder
 from tests.serving.by_hand import ByHand
 from tests.serving.conversation import greedy, make_ids
 

@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from agentcache.agents.restore import Restored
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import Match, PromptMatch
 from agentcache.blocks.sequence import Sequence
 from agentcache.blocks.transcript import Transcript
+from agentcache.engine.admission import Admission
+from agentcache.engine.generation import Generation
+from agentcache.engine.output import Output
+from agentcache.engine.pace import Pace, idle_chunk
+from agentcache.engine.scheduler import Scheduler
 from agentcache.errors import AgentCacheError
-from agentcache.models.detokenizer import Detokenizer
-from agentcache.serving.admission import Admission
-from agentcache.serving.generation import Generation
-from agentcache.serving.output import Output
-from agentcache.serving.pace import Pace, idle_chunk
-from agentcache.serving.report import FinishReason
-from agentcache.serving.request import Priority, Request, TokenPrompt
-from agentcache.serving.restore import Restored
-from agentcache.serving.scheduler import Scheduler
+from agentcache.models.text.detokenizer import Detokenizer
+from agentcache.report import FinishReason
+from agentcache.request import Priority, Request, TokenPrompt
 
 MAX_STALL = 0.1
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.adapter_settings import Policy
+from agentcache.adapters.activation import find_last, refuse_without_adapter, use_adapter
+from agentcache.adapters.table import ServedAdapter
 from agentcache.blocks.keys import Producer
 from agentcache.errors import InvalidRequest
 from agentcache.models.adapters import Adapter
-from agentcache.serving.activation import find_last, refuse_without_adapter, use_adapter
-from agentcache.serving.adapters import ServedAdapter
-from agentcache.serving.request import Request, SamplingParams, TokenPrompt
+from agentcache.request import Request, SamplingParams, TokenPrompt
 
 A, B = 11, 12
 SOURCE = Adapter("digest", Path("/poet"), "peft", {}, 0, 0, 1, (A, B), 0)

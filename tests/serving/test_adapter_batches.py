@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from agentcache.adapter_settings import Policy
+from agentcache.engine.engine import Engine
 from agentcache.llm import LLM, Completion
-from agentcache.serving.engine import Engine
-from agentcache.serving.request import Request, TokenPrompt
+from agentcache.request import Request, TokenPrompt
 from tests.conftest import ModelFolder
 from tests.serving.adapter_cases import (
     INVOKE_A,

@@ -12,8 +12,8 @@ import pytest
 from agentcache.adapter_settings import parse_adapters
 from agentcache.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnsupportedAdapter
 from agentcache.llm import LLM
-from agentcache.serving.report import Update
-from agentcache.serving.request import Request, TokenPrompt
+from agentcache.report import Update
+from agentcache.request import Request, TokenPrompt
 from tests.adapters_factory import make_adapter, random_matrices, write_mlx_lm, write_peft
 from tests.conftest import ModelFolder
 from tests.serving.adapter_cases import ask, at_once, check_differs, check_equal, cold, make_folders, open_adapters

@@ -13,16 +13,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from agentcache.adapters import stacks as adapter_stacks
+from agentcache.adapters.stacks import StackLoan
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.llm import LLM, Completion
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.adapters import Adapter
 from agentcache.models.lora import AdapterWeights, RowAdapter, Stacks
-from agentcache.serving import adapter_stacks
-from agentcache.serving.adapter_stacks import StackLoan
-from agentcache.serving.report import Update
-from agentcache.serving.request import Request, TokenPrompt
+from agentcache.report import Update
+from agentcache.request import Request, TokenPrompt
 from tests.adapters_factory import ATTENTION, MLP, make_adapter
 from tests.blocks.cache_model import FakeGroup
 from tests.blocks.test_resize import run

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from agentcache.serving.agent_turns import WHOLE, AgentTurns, Claim
-from agentcache.serving.lineages import PlainPrompt
+from agentcache.agents.lineages import PlainPrompt
+from agentcache.gateway.agent_turns import WHOLE, AgentTurns, Claim
 
 
 class Stage:

@@ -12,12 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BlockName
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import Conflict, InvalidRequest, NotFound
-from agentcache.kv.manifest import FIRST_LINEAGE, AgentRecord, agent_of, lineage_name
-from agentcache.serving.agents import AgentTable
+from agentcache.store.manifest import FIRST_LINEAGE, AgentRecord, agent_of, lineage_name
 
 IDS = st.sampled_from(["ada", "Ada", "bob", "carl"])
 LINEAGES = st.sampled_from([FIRST_LINEAGE, "a1", "b2"])

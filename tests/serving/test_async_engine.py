@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from agentcache.config import Config
+from agentcache.engine.engine import Engine
 from agentcache.errors import Conflict, EngineStopped, Overloaded, RequestError
-from agentcache.serving import engine_thread
-from agentcache.serving.async_engine import AsyncEngine
-from agentcache.serving.engine import Engine
-from agentcache.serving.report import Update
-from agentcache.serving.request import Request, TokenPrompt
+from agentcache.gateway import engine_thread
+from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.report import Update
+from agentcache.request import Request, TokenPrompt
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, greedy, make_ids
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.kv.verify import FolderReport, verify_folder
-from agentcache.serving.async_engine import AsyncEngine
-from agentcache.serving.request import Request, TokenPrompt
+from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.request import Request, TokenPrompt
+from agentcache.store.verify import FolderReport, verify_folder
 from tests.serving.conversation import greedy, make_ids
 from tests.serving.gate import Gate
 from tests.serving.test_async_engine import complete, outcome_of, run

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from agentcache.engine.engine import Engine
 from agentcache.llm import Completion
-from agentcache.serving.engine import Engine
 from tests.serving.conversation import (
     BLOCK_BYTES,
     Chat,

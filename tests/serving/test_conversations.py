@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import NotFound, StoreError
-from agentcache.kv.verify import verify_folder
 from agentcache.llm import LLM, Completion
-from agentcache.serving.report import Update
-from agentcache.serving.request import ChatPrompt, Request
+from agentcache.report import Update
+from agentcache.request import ChatPrompt, Request
+from agentcache.store.verify import verify_folder
 from tests.serving.conversation import (
     Chat,
     Stream,

@@ -15,7 +15,7 @@ from agentcache.errors import EngineStopped, Overloaded, UnsupportedAdapter
 from agentcache.llm import LLM, Completion
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
-from agentcache.serving.request import Request, TokenPrompt
+from agentcache.request import Request, TokenPrompt
 from tests.conftest import ModelFolder
 from tests.serving.adapter_cases import ask, check_equal, cold, make_folders, open_adapters
 from tests.serving.conversation import check_idle, engine_of, greedy, make_ids

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import DiskBudgetExceeded
-from agentcache.kv.store import BlockWrite, Store
-from agentcache.kv.verify import verify_folder
 from agentcache.llm import LLM
+from agentcache.store.store import BlockWrite, Store
+from agentcache.store.verify import verify_folder
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import (
     BLOCK_BYTES,

@@ -9,11 +9,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from agentcache.engine import guard as guard_module
+from agentcache.engine.guard import MemoryGuard
 from agentcache.errors import Overloaded
 from agentcache.models import loader
 from agentcache.models.footprint import Footprint, free_memory
-from agentcache.serving import guard as guard_module
-from agentcache.serving.guard import MemoryGuard
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver, Row, random_ids
 from tests.serving.conversation import TokenTalk, cold_ids, engine_of, greedy, make_ids, open_llm

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import NotFound
-from agentcache.kv.verify import verify_folder
-from agentcache.serving.async_engine import AsyncEngine
+from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.store.verify import verify_folder
 from tests.serving.gate import Gate
 from tests.serving.test_async_engine import complete, run
 

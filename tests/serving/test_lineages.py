@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.agents.lineages import PlainPrompt, choose, staleness, unshared_tokens
+from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
-from agentcache.kv.manifest import AgentRecord
-from agentcache.serving.agents import AgentTable
-from agentcache.serving.lineages import PlainPrompt, choose, staleness, unshared_tokens
+from agentcache.store.manifest import AgentRecord
 
 BLANK = AgentTable("model").new("alice")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.engine.generation import Generation
 from agentcache.llm import LLM, Completion
-from agentcache.serving.generation import Generation
 from tests.conftest import ModelFolder
 from tests.serving.conversation import BLOCK_BYTES, TokenTalk, engine_of, greedy, make_ids, open_llm, outcome
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import StoreError
-from agentcache.kv.verify import verify_folder
 from agentcache.llm import LLM
+from agentcache.store.verify import verify_folder
 from tests.kv.store_cases import size_on_disk
 from tests.serving.block_damage import block_files
 from tests.serving.conversation import TokenTalk, check_idle, cold_ids, engine_of, greedy, make_ids, open_llm

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from agentcache.serving.report import TokenLogprob, Update
+from agentcache.report import TokenLogprob, Update
 from tests.conftest import ModelFolder
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import greedy, make_ids

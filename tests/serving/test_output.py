@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from agentcache.models.detokenizer import Detokenizer
-from agentcache.serving.output import Output
+from agentcache.engine.output import Output
+from agentcache.models.text.detokenizer import Detokenizer
 
 
 class Pieces:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.serving.pace import SMALLEST_CHUNK, Pace, idle_chunk
+from agentcache.engine.pace import SMALLEST_CHUNK, Pace, idle_chunk
 
 MAX_STALL = 0.1
 

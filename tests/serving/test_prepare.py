@@ -8,10 +8,10 @@ import pytest
 
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import ContextLengthExceeded
-from agentcache.models.tokenizer import Tokenizer
-from agentcache.models.work_limit import WorkLimit
-from agentcache.serving.prepare import match, read_prompt, rough_size
-from agentcache.serving.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from agentcache.gateway.prepare import match, read_prompt, rough_size
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.models.text.work_limit import WorkLimit
+from agentcache.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 
 def give_up(at_least: int) -> None:

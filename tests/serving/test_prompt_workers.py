@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from agentcache.errors import InvalidRequest, Overloaded
-from agentcache.serving.prompt_workers import CLOSE_SECONDS, LARGE, HasEnded, PromptWorkers
+from agentcache.gateway.prompt_workers import CLOSE_SECONDS, LARGE, HasEnded, PromptWorkers
 
 GONE = Overloaded("the server is shutting down", code="shutting_down")
 

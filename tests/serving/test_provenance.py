@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.blocks.keys import Producer
-from agentcache.serving.report import CacheState
+from agentcache.report import CacheState
 from tests.conftest import ModelFolder
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import BLOCK_BYTES, greedy, make_ids

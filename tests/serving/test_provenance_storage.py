@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.agents.saved import Saved
 from agentcache.blocks.keys import Producer
 from agentcache.errors import StoreError
-from agentcache.kv.verify import verify_folder
-from agentcache.serving.generation import Saved
-from agentcache.serving.report import CacheState
+from agentcache.report import CacheState
+from agentcache.store.verify import verify_folder
 from tests.serving.by_hand import ByHand, by_hand
 from tests.serving.conversation import greedy, make_ids
 from tests.serving.provenance_cases import MORE, PROMPT, START, UPPER, A, B, ask, check_sound, files, reused, state

@@ -9,7 +9,7 @@ import pytest
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Sequence
-from agentcache.serving.room import Growth, has_room
+from agentcache.engine.room import Growth, has_room
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from array import array
 import pytest
 
 from agentcache.blocks.sequence import Sequence
-from agentcache.serving.generation import Generation
-from agentcache.serving.pace import SMALLEST_CHUNK, Pace
-from agentcache.serving.request import Priority, Request, SamplingParams, TokenPrompt
-from agentcache.serving.scheduler import Scheduler
+from agentcache.engine.generation import Generation
+from agentcache.engine.pace import SMALLEST_CHUNK, Pace
+from agentcache.engine.scheduler import Scheduler
+from agentcache.request import Priority, Request, SamplingParams, TokenPrompt
 from tests.serving.simulation import MAX_STALL, make_generation
 
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.serving.pace import PATIENCE, SMALLEST_CHUNK
-from agentcache.serving.request import Priority
+from agentcache.engine.pace import PATIENCE, SMALLEST_CHUNK
+from agentcache.request import Priority
 from tests.serving.simulation import MAX_STALL, Client, Costs, Simulation
 
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from agentcache.adapter_settings import Policy
+from agentcache.adapters.activation import AdapterUse
 from agentcache.llm import LLM
 from agentcache.models.adapters import producer_groups, read_adapter
 from agentcache.models.trunk import TrunkLayer
-from agentcache.serving.activation import AdapterUse
 from tests.adapters_factory import make_adapter
 from tests.serving.adapter_cases import all_ids, ask, check_differs, check_equal, cold, layer_tokens, open_adapters
 from tests.serving.by_hand import ByHand, Receiver, by_hand

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace
 from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.blocks.transcript import Transcript
-from agentcache.kv.block_file import make_header, tensor_layout
-from agentcache.kv.store import BlockWrite, Store
+from agentcache.gateway.prepare import match, read_prompt
 from agentcache.llm import LLM
 from agentcache.models.loader import LoadedModel
-from agentcache.models.tokenizer import Encoding
-from agentcache.serving.agents import AgentTable
-from agentcache.serving.prepare import match, read_prompt
-from agentcache.serving.request import ChatPrompt
+from agentcache.models.text.tokenizer import Encoding
+from agentcache.request import ChatPrompt
+from agentcache.store.block_file import make_header, tensor_layout
+from agentcache.store.store import BlockWrite, Store
 from tests.conftest import ModelFolder
 from tests.serving.conversation import DISK_BUDGET, Chat, engine_of, make_text, open_llm
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from agentcache.models.embedded import DATA
+from agentcache.models.builtin.embedded import DATA
 from agentcache.training.corpus import READ_WEIGHT, SPOKEN_WEIGHT, WRITERS, Corpus
 from agentcache.training.tokenizer import CONTROL_TOKENS, VOCAB_SIZE, train_tokenizer
 from agentcache.training.words import LISTS

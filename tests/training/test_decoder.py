@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from agentcache.errors import ConfigError
 from agentcache.llm import LLM
-from agentcache.models.embedded import embedded_model_path
+from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.loader import load
 from agentcache.models.lora import RowAdapter
-from agentcache.serving.request import SamplingParams
+from agentcache.request import SamplingParams
 from agentcache.training.__main__ import app
 from agentcache.training.decoder import DecoderRecipe, DecoderTrainer
 from agentcache.training.decoder_data import Example, make_examples, stack_examples

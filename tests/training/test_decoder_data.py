@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.errors import ConfigError
-from agentcache.models.embedded import DATA
-from agentcache.models.tokenizer import Tokenizer
+from agentcache.models.builtin.embedded import DATA
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.training.corpus import Corpus
 from agentcache.training.decoder_data import (
     Batches,

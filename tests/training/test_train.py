@@ -11,8 +11,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from agentcache.llm import LLM
-from agentcache.models.embedded import DATA
-from agentcache.serving.request import SamplingParams
+from agentcache.models.builtin.embedded import DATA
+from agentcache.request import SamplingParams
 from agentcache.training.corpus import Corpus
 from agentcache.training.export import export
 from agentcache.training.model import CONFIG, RoundedCache, forward

@@ -1,0 +1,1 @@
+"""Adapters beside the base model: by name, in use, and on the device."""

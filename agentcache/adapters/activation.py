@@ -1,0 +1,113 @@
+"""How a request uses its adapter: under which policy, and from which token of the prompt on.
+
+Activated LoRA (arXiv 2504.12397): the adapter acts from its invocation on, a sequence of tokens that is looked for
+once, in the prompt; what comes before is base's. Shared prefill (arXiv 2602.12029) is the same from the last token on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentcache.adapter_settings import Policy
+from agentcache.adapters.table import ServedAdapter, settle_policy
+from agentcache.blocks.keys import Producer, pack_token_ids
+from agentcache.errors import InvalidRequest
+from agentcache.request import Request
+
+_TOKEN_BYTES = 4
+_START_PARAM = "agentcache.invocation_start"
+
+
+@dataclass(frozen=True)
+class AdapterUse:
+    """One request's use of an adapter.
+
+    Args:
+        digest: of the adapter.
+        start: first position it acts on; None if it does not act at all.
+        groups: indices of the cache groups that it changes from there on.
+        is_decoder: it is a model of its own.
+    """
+
+    name: str
+    digest: str
+    policy: Policy
+    start: int | None
+    groups: frozenset[int]
+    is_decoder: bool = False
+
+    @property
+    def producer(self) -> Producer | None:
+        """Who computes the request's keys and values; None for base."""
+        return None if self.start is None else Producer(self.digest, self.start, self.groups)
+
+    @property
+    def activated_at(self) -> int | None:
+        """The start, where that depends on the prompt."""
+        return None if self.policy is Policy.EXACT else self.start
+
+
+def use_adapter(adapter: ServedAdapter, policy: Policy, request: Request, token_ids: Sequence[int]) -> AdapterUse:
+    """How `request`, whose prompt is `token_ids`, uses the adapter.
+
+    Args:
+        policy: what was asked for.
+
+    Raises:
+        InvalidRequest: the prompt does not invoke the adapter, or the request contradicts itself.
+    """
+    policy = settle_policy(policy, adapter.source)
+    if request.invocation_start is not None and policy is not Policy.ACTIVATED:
+        raise InvalidRequest(f"the policy {policy.value!r} has no invocation", param=_START_PARAM)
+    start = _start(adapter, policy, request, token_ids)
+    return AdapterUse(adapter.name, adapter.digest, policy, start, adapter.groups, adapter.is_decoder)
+
+
+def refuse_without_adapter(request: Request) -> None:
+    """Raise InvalidRequest if a request that base answers asks for what only an adapter has."""
+    if request.policy in (Policy.ACTIVATED, Policy.PREFILL_SHARE):
+        raise InvalidRequest(f"the policy {request.policy.value!r} needs an adapter", param="agentcache.policy")
+    if request.invocation_start is not None:
+        raise InvalidRequest("agentcache.invocation_start needs an adapter", param=_START_PARAM)
+
+
+def _start(adapter: ServedAdapter, policy: Policy, request: Request, token_ids: Sequence[int]) -> int | None:
+    if policy is Policy.EXACT:
+        return 0
+    if policy is Policy.PREFILL_SHARE:
+        # The decoder is for what is generated: nothing, and the whole prompt is base's.
+        return None if request.sampling.max_tokens == 0 else max(0, len(token_ids) - 1)
+    if request.invocation_start is not None:
+        return _checked_start(request.invocation_start, len(token_ids))
+    return _invocation(adapter, request, token_ids)
+
+
+def _checked_start(start: int, num_tokens: int) -> int:
+    if not 0 <= start < num_tokens:
+        raise InvalidRequest(f"{start} is not a token of the prompt, which has {num_tokens}", param=_START_PARAM)
+    return start
+
+
+def _invocation(adapter: ServedAdapter, request: Request, token_ids: Sequence[int]) -> int | None:
+    source = adapter.source
+    tokens = source.invocation_tokens
+    found = None if tokens is None else find_last(token_ids, tokens)
+    if found is not None:
+        return max(0, found + source.activation_shift)
+    if request.invocation_optional:
+        return None
+    why = "names no invocation" if tokens is None else f"is invoked by the tokens {list(tokens)}, not in the prompt"
+    hint = 'say agentcache.invocation_start, or let base answer with agentcache.invocation = "optional"'
+    raise InvalidRequest(
+        f"the adapter {adapter.name!r} {why}; {hint}", param=request.prompt_param, code="invocation_not_found"
+    )
+
+
+def find_last(token_ids: Sequence[int], wanted: Sequence[int]) -> int | None:
+    """Index at which `wanted`, not empty, occurs in `token_ids` for the last time; occurrences may overlap."""
+    text, pattern = pack_token_ids(token_ids), pack_token_ids(wanted)
+    found = text.rfind(pattern)
+    while found % _TOKEN_BYTES and found >= 0:  # across the borders of tokens
+        found = text.rfind(pattern, 0, found + len(pattern) - 1)
+    return None if found < 0 else found // _TOKEN_BYTES

@@ -1,0 +1,1 @@
+"""What an agent is: its lineages, its turns on disk, its blocks in RAM."""

@@ -1,0 +1,158 @@
+"""An agent's lineages: which of them a prompt goes on from, and which of them is missed least.
+
+An agent is a name for what a client calls a session, and a session holds several conversations: the main one, those of
+subagents, requests for a title, and what an edit or a regeneration has left behind. Each is a lineage.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.prefix_match import len_common_prefix
+from agentcache.blocks.transcript import Transcript
+from agentcache.store.manifest import AgentRecord
+
+# Text behind something left out is known again by so many characters, at the old text's end by a few; and so often may
+# something be left out.
+_ANCHOR_CHARS, _LEAST_CHARS, _MOST_OMISSIONS = 32, 8, 64
+
+
+@dataclass(frozen=True)
+class PlainPrompt:
+    """A prompt before it is matched.
+
+    Args:
+        content: marked text, or token ids where it came as these.
+    """
+
+    content: str | array[int]
+
+    def _same_of(self, transcript: Transcript) -> str | array[int]:
+        return transcript.text if isinstance(self.content, str) else transcript.ids
+
+    def shared_with(self, transcript: Transcript) -> int:
+        """How many leading characters, or tokens, it has in common with a transcript."""
+        return len_common_prefix(self._same_of(transcript), self.content)
+
+    def extends(self, transcript: Transcript) -> bool:
+        """Whether it begins with all of a transcript."""
+        return self.shared_with(transcript) == len(self._same_of(transcript))
+
+    def goes_on_from(self, transcript: Transcript) -> bool:
+        """Whether the conversation is the same one: all of the transcript, but for generated text that was left out.
+
+        Many chat templates leave out what a model has thought, once it has answered.
+        """
+        if self.extends(transcript):
+            return True
+        return isinstance(self.content, str) and _leaves_out_generated_text_only(self.content, transcript)
+
+    def begins_with(self, other: PlainPrompt) -> bool:
+        """Whether it begins with all of another prompt of its kind."""
+        if type(self.content) is not type(other.content):
+            return False
+        return len_common_prefix(other.content, self.content) == len(other.content)
+
+    def is_another_beginning(self, transcript: Transcript, shared: int) -> bool:
+        """Whether what it shares with a transcript is less than half of either: a template's first words, say."""
+        return not shared or 2 * shared < min(len(self._same_of(transcript)), len(self.content))
+
+
+def _leaves_out_generated_text_only(text: str, transcript: Transcript) -> bool:
+    generated, old = _generated_ranges(transcript), transcript.text
+    at, old_at = 0, 0
+    for _ in range(_MOST_OMISSIONS):
+        shared = len_common_prefix(old[old_at:], text[at:])
+        at, old_at = at + shared, old_at + shared
+        if old_at == len(old):
+            return True
+        end = next((end for begin, end in generated if begin <= old_at < end), None)
+        resumed = None if end is None else _resumed_at(old, old_at, end, text[at : at + _ANCHOR_CHARS])
+        if resumed is None:
+            return False
+        old_at = resumed
+    return False
+
+
+def _resumed_at(old: str, start: int, end: int, following: str) -> int | None:
+    """Where from `start` to `end` the old text goes on as the new one does, whose next characters are `following`."""
+    if following and (found := old.find(following, start, end + len(following))) >= 0:
+        return found
+    if end < len(old):
+        return None
+    tails = range(max(start, end - len(following)), end - _LEAST_CHARS + 1)
+    return next((tail for tail in tails if following.startswith(old[tail:])), None)
+
+
+def _generated_ranges(transcript: Transcript) -> list[tuple[int, int]]:
+    """Where generated text begins and ends, in characters."""
+    ranges, first = [], 0
+    for kind, count in transcript.spans:
+        begin, end = transcript.ends[first - 1] if first else 0, transcript.ends[first + count - 1]
+        first += count
+        if kind == "generated" and begin < end:
+            ranges.append((begin, end))
+    return ranges
+
+
+def choose(lineages: Iterable[AgentRecord], prompt: PlainPrompt, salt: str) -> AgentRecord | None:
+    """The lineage that a prompt goes on from: the one it shares most with; None for another beginning.
+
+    Of equals, the one with more tokens in what is shared goes first, then the one used last. Lineages with another salt
+    share nothing, whatever they say.
+    """
+    best: tuple[tuple[int, int, float], AgentRecord] | None = None
+    for record in lineages:
+        if record.salt != salt or not record.transcript.ids:
+            continue
+        shared = prompt.shared_with(record.transcript)
+        rank = (shared, _tokens_within(record.transcript, prompt, shared), record.last_used)
+        if best is None or rank > best[0]:
+            best = rank, record
+    if best is None or prompt.is_another_beginning(best[1].transcript, best[0][0]):
+        return None
+    return best[1]
+
+
+def _tokens_within(transcript: Transcript, prompt: PlainPrompt, shared: int) -> int:
+    return bisect_right(transcript.ends, shared) if isinstance(prompt.content, str) else shared
+
+
+def _shared_blocks(one: AgentRecord, other: AgentRecord) -> int:
+    """Leading blocks that both name. A block's chain covers all before it, so a few looks suffice."""
+    pairs = range(min(len(one.blocks), len(other.blocks)))
+    return bisect_left(pairs, True, key=lambda index: one.blocks[index].chain != other.blocks[index].chain)
+
+
+def unshared_tokens(lineages: Sequence[AgentRecord]) -> dict[str, int]:
+    """By name, how many saved tokens of each lineage no other of these has: what would be computed again without it.
+
+    To the block: tokens of a block that only begins alike count as the lineage's own.
+    """
+    shared = dict.fromkeys((record.name for record in lineages), 0)
+    for one, other in combinations(lineages, 2):
+        if one.salt == other.salt:
+            common = _shared_blocks(one, other) * BLOCK_SIZE
+            shared[one.name] = max(shared[one.name], common)
+            shared[other.name] = max(shared[other.name], common)
+    return {record.name: max(0, record.num_saved - shared[record.name]) for record in lineages}
+
+
+def staleness(record: AgentRecord, unshared: Mapping[str, int], now: float) -> float:
+    """How gladly a lineage is given up: the seconds since its last use, times what its agent has in a larger one.
+
+    So among lineages of one size, and among the longest ones of several agents, the least recently used goes first; a
+    small one counts as the older, the smaller it is beside its agent's longest: a title of 30 tokens goes before a
+    conversation of 30,000 that has been silent for a while (Blankstein et al. 2017, Hyperbolic Caching).
+
+    Args:
+        unshared: of `unshared_tokens`, for all lineages of the agent.
+        now: seconds since 1970.
+    """
+    age = max(now - record.last_used, 1e-6)
+    return age * max(1, *unshared.values()) / max(1, unshared[record.name])

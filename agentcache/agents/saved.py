@@ -1,0 +1,27 @@
+"""How saving ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How saving a turn ended: bytes written, or why nothing was promised."""
+
+    written_bytes: int = 0
+    error: str | None = None
+
+
+def when_all(count: int, done: Callable[[Saved], None]) -> Callable[[Saved], None]:
+    """What takes `count` outcomes and hands on one: all bytes, and the first error there was."""
+    outcomes: list[Saved] = []
+
+    def take(saved: Saved) -> None:
+        outcomes.append(saved)
+        if len(outcomes) == count:
+            error = next((each.error for each in outcomes if each.error is not None), None)
+            done(Saved(sum(each.written_bytes for each in outcomes), error))
+
+    return take

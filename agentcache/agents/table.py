@@ -1,0 +1,253 @@
+"""The named agents: what each one's lineages are, and which blocks on disk belong to anybody."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from agentcache.agents.lineages import staleness, unshared_tokens
+from agentcache.blocks.keys import BlockName
+from agentcache.blocks.lanes import NamedBlock
+from agentcache.blocks.transcript import Transcript
+from agentcache.errors import Conflict, InvalidRequest, NotFound
+from agentcache.store.manifest import AgentRecord, agent_of, valid_id
+
+
+class AgentTable:
+    """All lineages of the served model's agents, and how many of them or of their turns need each part of a block.
+
+    A lineage has a name of its own (`manifest.lineage_name`); what an agent is set to, each of its lineages repeats.
+    The engine thread changes the table; other threads may look up agents meanwhile.
+
+    Args:
+        model: fingerprint of the served model.
+        records: what the store holds.
+    """
+
+    def __init__(self, model: str, records: Iterable[AgentRecord] = ()) -> None:
+        self._model = model
+        self._lineages: dict[str, tuple[AgentRecord, ...]] = {}  # by agent; never changed in place, see above
+        self._references: Counter[BlockName] = Counter()  # by lineages
+        self._claims: Counter[BlockName] = Counter()
+        self._busy: Counter[str] = Counter()
+        self._unshared: dict[str, dict[str, int]] = {}
+        for record in records:
+            self.put(record)
+
+    # -- looking up -------------------------------------------------------------------------------------------------
+
+    def __contains__(self, agent_id: str) -> bool:
+        return agent_id in self._lineages
+
+    def __len__(self) -> int:
+        return len(self._lineages)
+
+    def __iter__(self) -> Iterator[AgentRecord]:
+        """Every lineage."""
+        return (record for lineages in list(self._lineages.values()) for record in lineages)
+
+    @property
+    def ids(self) -> list[str]:
+        """Of all agents, sorted."""
+        return sorted(self._lineages)
+
+    def known(self, agent_id: str | None) -> tuple[AgentRecord, ...]:
+        """The agent's lineages; none for an agent that is not there."""
+        return () if agent_id is None else self._lineages.get(agent_id, ())
+
+    def lineages(self, agent_id: str, lineage: str | None = None) -> tuple[AgentRecord, ...]:
+        """The agent's lineages, or only the one with that id; raises NotFound."""
+        found = self.known(agent_id)
+        if not found:
+            raise NotFound(f"there is no agent {agent_id!r}", param="agent", code="agent_not_found")
+        if lineage is None:
+            return found
+        record = next((record for record in found if record.lineage == lineage), None)
+        if record is None:
+            message = f"agent {agent_id!r} has no lineage {lineage!r:.40}"
+            raise NotFound(message, param="lineage", code="lineage_not_found")
+        return (record,)
+
+    def get(self, agent_id: str) -> AgentRecord:
+        """The agent's longest lineage, and of equals the one used last; raises NotFound."""
+        return max(self.lineages(agent_id), key=lambda record: (len(record.transcript), record.last_used))
+
+    def count(self, agent_id: str) -> int:
+        """How many lineages the agent has."""
+        return len(self.known(agent_id))
+
+    def find(self, name: str) -> AgentRecord | None:
+        """The lineage of that name, if there is one."""
+        return next((record for record in self.known(agent_of(name)) if record.name == name), None)
+
+    # -- making -----------------------------------------------------------------------------------------------------
+
+    def new(self, agent_id: str, *, policy: str = "exact", system: str | None = None, param: str = "id") -> AgentRecord:
+        """A lineage without memory, for an agent whose id is not in use. Not yet put.
+
+        Raises:
+            InvalidRequest: it is no id.
+            Conflict: it is in use, or another one that differs only by case. Both name `param`.
+        """
+        if not valid_id(agent_id):
+            raise InvalidRequest(f"{agent_id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param=param)
+        if agent_id in self._lineages:
+            raise Conflict(f"agent {agent_id!r} exists already", param=param)
+        # Manifests are files named by id, and some file systems do not tell upper from lower case.
+        if clash := self._clash(agent_id):
+            raise Conflict(f"agent {agent_id!r} differs only by case from agent {clash!r}", param=param)
+        now = time.time()
+        return AgentRecord(
+            id=agent_id,
+            model=self._model,
+            salt="",
+            created=now,
+            last_used=now,
+            adapter=None,
+            policy=policy,
+            system=system,
+            producer=None,
+            transcript=Transcript.empty(),
+            num_saved=0,
+            blocks=(),
+        )
+
+    def _clash(self, agent_id: str) -> str | None:
+        """An agent, there already or about to be, whose id differs only by case."""
+        others = (*self._lineages, *map(agent_of, self._busy))
+        return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
+
+    def vacant(self, agent_id: str, *, param: str) -> AgentRecord:
+        """A lineage without memory that nobody is at work on: the agent's, a new one of it, or a new agent's first.
+
+        Not yet put; raises as `new`.
+        """
+        if agent_id not in self._lineages:
+            blank = self.new(agent_id, param=param)
+            return blank if blank.name not in self._busy else self._renamed(blank)
+        known = self._lineages[agent_id]
+        idle = (record for record in known if not record.transcript.ids and record.name not in self._busy)
+        return next(idle, None) or self._renamed(without_memory(known[0]))
+
+    @staticmethod
+    def _renamed(record: AgentRecord) -> AgentRecord:
+        return replace(record, lineage=secrets.token_hex(4))
+
+    def fork(self, agent_id: str, new_id: str, lineage: str | None = None) -> list[AgentRecord]:
+        """Lineages with the same memory under a new id, as if used now; raises NotFound, Conflict. Not yet put."""
+        sources, blank = self.lineages(agent_id, lineage), self.new(new_id)
+        later = blank.last_used - max(source.last_used for source in sources)
+        return [
+            replace(source, id=new_id, created=blank.created, last_used=source.last_used + later) for source in sources
+        ]
+
+    # -- who is at work ---------------------------------------------------------------------------------------------
+
+    def set_busy(self, name: str) -> None:
+        """A request is at work on this lineage, which may be about to be made; counts."""
+        self._busy[name] += 1
+
+    def set_idle(self, name: str) -> None:
+        """One `set_busy` is over."""
+        self._busy[name] -= 1
+        if self._busy[name] <= 0:
+            del self._busy[name]
+
+    def is_busy(self, name: str) -> bool:
+        """Whether somebody is at work on this lineage."""
+        return name in self._busy
+
+    # -- who needs what ---------------------------------------------------------------------------------------------
+
+    def needs(self, name: BlockName) -> bool:
+        """Whether some lineage names this, or some turn claims it."""
+        return self._references[name] > 0 or self._claims[name] > 0
+
+    def claim(self, names: Iterable[BlockName]) -> None:
+        """A turn that is not saved yet writes these, or counts on them; they have to stay until its `release`."""
+        self._claims.update(names)
+
+    def release(self, names: Iterable[BlockName]) -> set[BlockName]:
+        """End a claim; returns what nobody names any more."""
+        return self._drop(self._claims, list(names))
+
+    def _drop(self, counts: Counter[BlockName], names: Sequence[BlockName]) -> set[BlockName]:
+        counts.subtract(names)
+        for name in names:
+            if counts[name] <= 0:
+                del counts[name]
+        return {name for name in names if not self.needs(name)}
+
+    def protected(self) -> set[BlockName]:
+        """What has to stay on disk whatever room is needed: what turns claim, and busy lineages name."""
+        busy = (record for record in self if record.name in self._busy)
+        return self._claims.keys() | {name for record in busy for name in record.block_names}
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def put(self, record: AgentRecord) -> set[BlockName]:
+        """Add or replace a lineage; returns what nobody names any more."""
+        old, known = self.find(record.name), self._lineages.get(record.id, ())
+        if old is None:
+            self._lineages[record.id] = (*known, record)
+        else:
+            self._lineages[record.id] = tuple(record if other is old else other for other in known)
+        self._unshared.pop(record.id, None)
+        before, after = set(old.blocks) if old else set[NamedBlock](), set(record.blocks)
+        self._references.update(names_of(after - before))  # most blocks of a long context stay
+        return self._drop(self._references, names_of(before - after))
+
+    def remove(self, record: AgentRecord) -> set[BlockName]:
+        """Forget a lineage, and the agent with its last one; returns what nobody names any more. Raises NotFound."""
+        (known,) = self.lineages(record.id, record.lineage)
+        left = tuple(other for other in self._lineages[record.id] if other is not known)
+        if left:
+            self._lineages[record.id] = left
+        else:
+            del self._lineages[record.id]
+        self._unshared.pop(record.id, None)
+        return self._drop(self._references, names_of(set(known.blocks)))
+
+    # -- giving up --------------------------------------------------------------------------------------------------
+
+    def surplus(self, agent_id: str, bound: int) -> AgentRecord | None:
+        """The idle lineage to give up first where the agent has more than `bound`; the one used last stays."""
+        known = self._lineages.get(agent_id, ())
+        if len(known) <= bound:
+            return None
+        newest = max(known, key=lambda record: record.last_used)
+        return self._stalest(record for record in known if record is not newest and record.name not in self._busy)
+
+    def stalest(self) -> AgentRecord | None:
+        """The idle lineage of all agents with blocks on disk whose blocks are to go first where room is needed."""
+        return self._stalest(self._droppable())
+
+    def _droppable(self) -> Iterator[AgentRecord]:
+        return (record for record in self if record.blocks and record.name not in self._busy)
+
+    def _stalest(self, records: Iterable[AgentRecord]) -> AgentRecord | None:
+        now = time.time()
+        return max(records, key=lambda record: staleness(record, self._unshared_of(record.id), now), default=None)
+
+    def _unshared_of(self, agent_id: str) -> dict[str, int]:
+        if agent_id not in self._unshared:
+            self._unshared[agent_id] = unshared_tokens(self._lineages[agent_id])
+        return self._unshared[agent_id]
+
+
+def without_memory(record: AgentRecord) -> AgentRecord:
+    """A lineage of the same agent that holds nothing."""
+    return replace(record, salt="", producer=None, transcript=Transcript.empty(), num_saved=0, blocks=())
+
+
+def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
+    """All that whoever names these blocks needs on disk."""
+    return [name for block in blocks for name in block.names]
+
+
+def blocks_of(records: Sequence[AgentRecord]) -> set[NamedBlock]:
+    """All blocks that these lineages name."""
+    return {block for record in records for block in record.blocks}

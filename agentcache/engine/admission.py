@@ -1,0 +1,166 @@
+"""Into the cache and out of it: who gets a place and blocks, waits for files, or has to give way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from agentcache.agents.restore import Restored, Restorer
+from agentcache.blocks.keys import Namespace
+from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.sequence import Sequence
+from agentcache.engine.generation import Generation
+from agentcache.engine.room import Growth, has_room
+from agentcache.engine.scheduler import Scheduler
+from agentcache.engine.trunk import Trunk
+from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, Overloaded
+from agentcache.models.runner import ModelRunner
+from agentcache.report import CachedTokens, FinishReason
+
+
+class Admission:
+    """Gives generations their place in the cache. Belongs to the engine thread.
+
+    Args:
+        finish: ends a generation with what it has.
+        fail: ends one with an error.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cache: PrefixCache,
+        runner: ModelRunner,
+        restorer: Restorer,
+        trunk: Trunk,
+        namespace: Callable[[str], Namespace],
+        *,
+        finish: Callable[[Generation, FinishReason], None],
+        fail: Callable[[Generation, AgentCacheError], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._cache = cache
+        self._runner = runner
+        self._restorer = restorer
+        self._trunk = trunk
+        self._namespace = namespace
+        self._finish = finish
+        self._fail = fail
+
+    # -- in -----------------------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Admit waiting requests in order, as long as there are places and blocks."""
+        while (generation := self._scheduler.next_to_admit()) is not None:
+            busy = bool(self._scheduler.running or self._scheduler.loading)
+            try:
+                self._open(generation, busy)
+            except OutOfBlocks as error:
+                if busy:
+                    self._scheduler.stalled = True
+                    return  # others will give blocks back
+                self._fail(generation, _too_large(generation, error))
+
+    def _open(self, generation: Generation, busy: bool) -> None:
+        """Give a waiting request its place in the cache; starts its restore where blocks are on disk only."""
+        root = self._namespace(generation.request.salt).root
+        if not busy:
+            self._cache.slots.make_room(len(generation.token_ids) + 1)
+        prefix = self._usable_prefix(generation, root)
+        ahead = self._trunk.match(generation, root, prefix)
+        if ahead is not None:
+            prefix = ahead.prefix
+        if busy:
+            self._check_room(generation, prefix)
+        in_ram = self._cache.in_ram(prefix)
+        generation.sequence = sequence = self._cache.open(root, prefix)
+        self._runner.copy_blocks(sequence.copies)
+        if ahead is not None:
+            self._trunk.begin(generation, ahead)
+        if generation.num_generated == 0:
+            generation.prompt_logprobs.clear()  # after a preemption the prompt is computed again
+            _note_cached(generation, prefix)
+        self._scheduler.admit(generation, loading=not in_ram)
+        if not in_ram:
+            self._restorer.restore(sequence, lambda restored: self._restored(generation, sequence, restored))
+
+    def _usable_prefix(self, generation: Generation, root: str) -> CachedPrefix:
+        # One token at least is computed, for its logits; all are where the prompt's own logprobs are wanted.
+        limit = len(generation.token_ids) - 1
+        if generation.request.sampling.prompt_logprobs and generation.num_generated == 0:
+            limit = 0
+        return self._cache.match_prefix(root, generation.token_ids, limit, generation.producer)
+
+    def _check_room(self, generation: Generation, prefix: CachedPrefix) -> None:
+        """Raise OutOfBlocks if the known tokens of all who are admitted would not fit: one would preempt another."""
+        admitted = (*self._scheduler.running, *self._scheduler.loading)
+        running = [Growth(other.place.tables, len(other.token_ids) + 1) for other in admitted]
+        if not has_room(self._cache.slots, running, prefix, len(generation.token_ids) + 1):
+            raise OutOfBlocks("running requests need all the blocks there are")
+
+    def _restored(self, generation: Generation, sequence: Sequence, restored: Restored) -> None:
+        if generation.sequence is not sequence:
+            return  # cancelled meanwhile
+        self._runner.evaluate()
+        generation.restored_bytes += restored.num_bytes
+        generation.restore_seconds += restored.seconds
+        if not restored.complete:
+            # What was wrong is in quarantine; match again and compute the rest.
+            self._give_up_place(generation)
+        self._scheduler.loaded(generation, complete=restored.complete)
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def reserve(self, generation: Generation, num_tokens: int) -> bool:
+        """Blocks for the next tokens; False if the request has to wait for them or ends for want of them."""
+        while generation in self._scheduler.running:
+            try:
+                self._cache.reserve(generation.place, generation.in_flight + num_tokens)
+                return True
+            except OutOfBlocks as error:
+                if generation.in_flight:
+                    return False  # what is under way may end others, or show that this was the last token
+                self._out_of_blocks(generation, error)
+        return False
+
+    def _out_of_blocks(self, generation: Generation, error: OutOfBlocks) -> None:
+        victim = self._scheduler.victim()
+        if victim is not None:
+            self._give_up_place(victim)
+            self._scheduler.preempt(victim)
+        else:
+            self._end(generation, _too_large(generation, error))
+
+    def give_up(self, generation: Generation) -> None:
+        """End a generation of which not even a single token can be computed in the memory that is free."""
+        text = f"the machine has not enough free memory to go on behind {generation.num_launched} tokens"
+        self._end(generation, Overloaded(text, code="insufficient_memory"))
+
+    def _end(self, generation: Generation, error: AgentCacheError) -> None:
+        if generation.num_generated:
+            self._finish(generation, FinishReason.LENGTH)
+        else:
+            self._fail(generation, error)
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def release(self, generation: Generation) -> None:
+        """Take a generation out of the queues and out of the cache; its blocks are free at once."""
+        self._scheduler.remove(generation)
+        if generation.sequence is not None:
+            self._give_up_place(generation)
+
+    def _give_up_place(self, generation: Generation) -> None:
+        self._cache.abandon(generation.place)
+        generation.lose_place()
+
+
+def _note_cached(generation: Generation, prefix: CachedPrefix) -> None:
+    own = min(generation.own_tokens, prefix.num_tokens)
+    generation.lost_tokens = max(0, generation.expected_tokens - prefix.num_tokens)
+    generation.cached = CachedTokens(own=own, shared=prefix.num_tokens - own)
+    generation.computed_prompt_tokens = generation.num_prompt_tokens - prefix.num_tokens
+
+
+def _too_large(generation: Generation, error: OutOfBlocks) -> InvalidRequest:
+    return InvalidRequest(str(error), param=generation.request.prompt_param, code="insufficient_memory")

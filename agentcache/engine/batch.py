@@ -1,0 +1,224 @@
+"""Batches for the device: what goes in, before it is known, and what comes out.
+
+While the device computes one batch, the next one is built on the tokens that the first is about to choose. So all the
+Python of a step is done while the device is busy, and only starting a batch waits for the end of the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from agentcache.adapters.weights import AdapterWeightSet
+from agentcache.blocks.sequence import Sequence as CacheSequence
+from agentcache.engine.generation import Generation
+from agentcache.engine.trunk import Trunk
+from agentcache.models.runner import ModelRunner
+from agentcache.models.sampler import REPETITION_CONTEXT, Row, Sampler, Scores, TokenScore, choose
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One row of a batch.
+
+    Args:
+        sequence: its generation's place in the cache at the start; closed once what is computed here is of no use.
+        is_complete: all known tokens are computed with this batch, so a next one is chosen.
+    """
+
+    generation: Generation
+    sequence: CacheSequence
+    is_complete: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a batch has computed for one row.
+
+    Args:
+        token: the one chosen; None where the row was not complete.
+        score: the token's, where asked for.
+        prompt_scores: of the prompt tokens behind the computed ones, where asked for; else empty.
+    """
+
+    row: BatchRow
+    token: int | None
+    score: TokenScore | None
+    prompt_scores: list[TokenScore]
+
+
+class Batch:
+    """A batch under way.
+
+    Args:
+        num_tokens: tokens computed per row.
+        context: tokens of the first row before the batch.
+        tokens: int32 [B], chosen for every row; None where no row is complete.
+        scores: of the tokens of `scored` rows.
+        prompt_scores: of the only row's prompt.
+        contended: it lets others wait, see `Scheduler.contended`.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[BatchRow],
+        *,
+        num_tokens: int,
+        context: int,
+        tokens: mx.array | None,
+        scored: Sequence[int],
+        scores: Scores | None,
+        prompt_scores: Scores | None,
+        contended: bool,
+    ) -> None:
+        self.rows = rows
+        self.num_tokens = num_tokens
+        self.context = context
+        self.tokens = tokens
+        self.contended = contended
+        self.started_at = 0.0
+        self.seconds = 0.0
+        self._scored = scored
+        self._scores = scores
+        self._prompt_scores = prompt_scores
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.num_tokens > 1
+
+    def start(self, runner: ModelRunner) -> None:
+        """Let the device begin."""
+        tokens = () if self.tokens is None else (self.tokens,)
+        scores = [array for scores in (self._scores, self._prompt_scores) if scores for array in scores.arrays]
+        self.started_at = time.perf_counter()
+        runner.start(*tokens, *scores)
+
+    def wait(self, runner: ModelRunner) -> None:
+        """Wait for the device to be done."""
+        runner.wait()
+        self.seconds = time.perf_counter() - self.started_at
+
+    def results(self) -> Iterator[Result]:
+        """What came out, row by row; of generations that have ended or lost their place meanwhile, nothing."""
+        tokens: list[int] = [] if self.tokens is None else self.tokens.tolist()
+        scores = dict(zip(self._scored, self._scores.read(), strict=True)) if self._scores else {}
+        prompt_scores = self._prompt_scores.read() if self._prompt_scores else []
+        for i, row in enumerate(self.rows):
+            if not row.sequence.closed:
+                yield Result(row, tokens[i] if row.is_complete else None, scores.get(i), prompt_scores)
+
+
+class BatchBuilder:
+    """Makes batches of the scheduler's plans. Owns the samplers of the generations being worked on."""
+
+    def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet, trunk: Trunk) -> None:
+        self._runner = runner
+        self._adapters = adapters
+        self._trunk = trunk
+        self._samplers: dict[Generation, Sampler] = {}
+
+    def __contains__(self, generation: Generation) -> bool:
+        return generation in self._samplers
+
+    def add(self, generation: Generation) -> None:
+        """Get ready to choose tokens for a generation."""
+        sampling = generation.request.sampling
+        self._samplers[generation] = Sampler(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=sampling.logit_bias,
+            seed=sampling.seed,
+        )
+
+    def remove(self, generation: Generation) -> None:
+        """No more tokens are to be chosen for it."""
+        del self._samplers[generation]
+
+    def build(self, rows: Sequence[Generation], num_tokens: int, before: Batch | None, *, contended: bool) -> Batch:
+        """The batch that computes `num_tokens` tokens of each row, whose blocks are reserved; not yet started.
+
+        Args:
+            before: the batch under way, whose tokens rows may go on from.
+        """
+        starts = [generation.num_launched for generation in rows]
+        left = [generation.num_to_launch for generation in rows]
+        inputs = self._inputs(rows, left, num_tokens, before)
+        score_prompt = left[0] > 1 and rows[0].wants_prompt_logprobs
+        tables = [generation.place.tables for generation in rows]
+        adapters = self._adapters.rows([generation.adapter for generation in rows])
+        decoder = self._adapters.decoder(rows[0].decoder)
+        logits = self._runner.forward(
+            inputs,
+            tables,
+            starts,
+            all_logits=score_prompt,
+            adapters=adapters,
+            decoder=decoder,
+            trunk=self._trunk.plan(rows, num_tokens),
+        )
+        complete = [count <= num_tokens for count in left]
+        ends = [start + num_tokens for start in starts]
+        tokens = self._choose(rows, ends, logits[:, -1], inputs[:, -1]) if any(complete) else None
+        scored = [i for i, g in enumerate(rows) if complete[i] and g.request.sampling.logprobs is not None]
+        batch = Batch(
+            [BatchRow(g, g.place, done) for g, done in zip(rows, complete, strict=True)],
+            num_tokens=num_tokens,
+            context=starts[0],
+            tokens=tokens,
+            scored=scored,
+            scores=_score(rows, scored, logits[:, -1], tokens),
+            prompt_scores=_score_prompt(rows[0], logits[0]) if score_prompt else None,
+            contended=contended,
+        )
+        for generation in rows:
+            generation.in_flight += num_tokens
+        return batch
+
+    def _inputs(
+        self, rows: Sequence[Generation], left: Sequence[int], num_tokens: int, before: Batch | None
+    ) -> mx.array:
+        """Token ids [B, num_tokens]: known ones, of which each row has `left`, or those that `before` chooses."""
+        if all(left):
+            return mx.array([g.token_ids[g.num_launched : g.num_launched + num_tokens] for g in rows], mx.int32)
+        assert before is not None and before.tokens is not None  # somebody chooses what is not known yet
+        places = {row.generation: place for place, row in enumerate(before.rows)}
+        known = [generation.token_ids[-1] for generation, count in zip(rows, left, strict=True) if count]
+        if not known and [places[generation] for generation in rows] == list(range(len(places))):
+            return before.tokens[:, None]
+        known_places = iter(range(len(places), len(places) + len(known)))
+        order = [next(known_places) if count else places[row] for row, count in zip(rows, left, strict=True)]
+        return mx.concatenate([before.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
+
+    def _choose(self, rows: Sequence[Generation], ends: Sequence[int], logits: mx.array, last: mx.array) -> mx.array:
+        """A token [B] for every row, behind the `ends` tokens that it then has."""
+        return choose([self._row(g, end) for g, end in zip(rows, ends, strict=True)], logits, last)
+
+    def _row(self, generation: Generation, end: int) -> Row:
+        sampler = self._samplers[generation]
+        recent = generation.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
+        return Row(sampler, recent, position=end - generation.num_prompt_tokens)
+
+
+def _score(
+    rows: Sequence[Generation], scored: Sequence[int], logits: mx.array, tokens: mx.array | None
+) -> Scores | None:
+    if not scored or tokens is None:
+        return None
+    index = mx.array(list(scored))
+    return Scores(logits[index], tokens[index], max(rows[i].request.sampling.logprobs or 0 for i in scored))
+
+
+def _score_prompt(generation: Generation, logits: mx.array) -> Scores | None:
+    """Scores of the prompt tokens that `logits` [n, vocabulary] predict; None where there is none behind the last."""
+    start = generation.num_launched + 1
+    targets = generation.token_ids[start : start + logits.shape[0]]
+    if not targets:
+        return None
+    count = generation.request.sampling.logprobs or 0
+    return Scores(logits[: len(targets)], mx.array(targets, mx.int32), count)

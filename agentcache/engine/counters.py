@@ -1,0 +1,75 @@
+"""What the engine has done since its start, and the state of everything as one answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentcache.agents.persistence import Persistence
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.engine.batch import Batch
+from agentcache.engine.scheduler import Scheduler
+from agentcache.models.runner import ModelRunner
+from agentcache.report import CacheStats
+
+
+@dataclass
+class Counters:
+    """Sums since start."""
+
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    cancelled: int = 0
+    decode_steps: int = 0
+    decode_rows: int = 0
+    decode_seconds: float = 0.0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+
+    def note(self, batch: Batch) -> None:
+        """A batch is done."""
+        if batch.is_chunk:
+            self.prefill_tokens += batch.num_tokens
+            self.prefill_seconds += batch.seconds
+        else:
+            self.decode_steps += 1
+            self.decode_rows += len(batch.rows)
+            self.decode_seconds += batch.seconds
+
+
+def cache_stats(
+    cache: PrefixCache,
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    persistence: Persistence,
+    counters: Counters,
+    num_agents: int,
+) -> CacheStats:
+    """Everything that can be counted."""
+    counts, store = cache.count_blocks(), persistence.store
+    return CacheStats(
+        ram_bytes=cache.slots.capacity_bytes,
+        disk_bytes=store.disk_bytes,
+        ram_budget=cache.slots.ram_budget,
+        disk_budget=store.disk_budget,
+        blocks_free=counts.free,
+        blocks_live=counts.live,
+        blocks_cached=counts.cached,
+        agents=num_agents,
+        quarantined=store.quarantined,
+        written_bytes=store.written_bytes,
+        read_bytes=store.read_bytes,
+        computed_tokens=runner.forward_tokens,
+        cached_tokens=counters.cached_tokens,
+        save_failures=persistence.save_failures,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting) + len(scheduler.loading),
+        preemptions=scheduler.preemptions,
+        cancelled=counters.cancelled,
+        generated_tokens=counters.generated_tokens,
+        decode_steps=counters.decode_steps,
+        decode_rows=counters.decode_rows,
+        decode_seconds=counters.decode_seconds,
+        prefill_tokens=counters.prefill_tokens,
+        prefill_seconds=counters.prefill_seconds,
+        copied_blocks=runner.copied_blocks,
+    )

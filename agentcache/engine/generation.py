@@ -1,0 +1,194 @@
+"""One request being worked on: everything that changes about it, in one object."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from agentcache.adapter_settings import Policy
+from agentcache.adapters.activation import AdapterUse
+from agentcache.agents.saved import Saved
+from agentcache.blocks.keys import Producer
+from agentcache.blocks.prefix_match import PromptMatch
+from agentcache.blocks.sequence import LaneBlock, Sequence
+from agentcache.engine.output import Output
+from agentcache.errors import BrokenInvariant
+from agentcache.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
+from agentcache.request import Request
+from agentcache.store.manifest import AgentRecord
+
+Emit = Callable[[Update | BaseException], None]
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request from admission to its last update.
+
+    `num_computed` against `len(token_ids)` is the whole state of progress: prompt and generated tokens alike are known
+    first and computed later, in pieces of any size. Sequence and counters survive neither preemption nor a failed
+    restore; the tokens do. `num_launched` runs ahead of `num_computed` by what the device is at work on: its result is
+    not known yet, so nothing but the next launch counts on it.
+
+    Attributes:
+        match: the prompt as tokens, and how it relates to the agent's transcript.
+        emit: gets every update; called on the engine thread.
+        token_ids: prompt, then what was generated.
+        sequence: its place in the cache; None while waiting.
+        in_flight: tokens of it that the device is at work on.
+        trunk_end: its tokens before this one are computed from the trunk on; 0 for none.
+        background: it lets others go first; the scheduler ends that when it has waited enough.
+        passed_over: how often others went before it.
+        decoded_at: number of the last step that it decoded in.
+        found: the agent's lineage that the prompt was matched with; None for another beginning.
+        goes_on: whether the prompt goes on from `found`, and does not change what it says.
+        record: the lineage that this turn will be, before the turn.
+        producer: who computes the keys and values of its tokens; None for base.
+        adapter: what it is computed with, the whole way; None for base.
+        own_tokens: leading prompt tokens that `found` holds already.
+        expected_tokens: of these, how many were computed for it, and are not to be computed again.
+        lost_tokens: of these, how many were neither in RAM nor on disk, and had to be.
+        saved_early: blocks that were sent to disk before the turn's end.
+    """
+
+    request: Request
+    match: PromptMatch
+    max_tokens: int
+    output: Output
+    emit: Emit
+    token_ids: list[int] = field(default_factory=list)
+    sequence: Sequence | None = None
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    computed_prompt_tokens: int = 0
+    restored_bytes: int = 0
+    restore_seconds: float = 0.0
+    submitted_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    own_tokens: int = 0
+    expected_tokens: int = 0
+    lost_tokens: int = 0
+    written_bytes: int = 0
+    saved_early: list[LaneBlock] = field(default_factory=list)
+    found: AgentRecord | None = None
+    goes_on: bool = False
+    record: AgentRecord | None = None
+    producer: Producer | None = None
+    adapter: AdapterUse | None = None
+    in_flight: int = 0
+    trunk_end: int = 0
+    passed_over: int = 0
+    decoded_at: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.match.transcript.ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.background = self.request.is_background
+
+    @property
+    def place(self) -> Sequence:
+        """Its sequence, once it is admitted."""
+        if self.sequence is None:
+            raise BrokenInvariant(f"request {self.request.request_id} has no place in the cache")
+        return self.sequence
+
+    @property
+    def num_computed(self) -> int:
+        return 0 if self.sequence is None else self.sequence.num_tokens
+
+    @property
+    def num_launched(self) -> int:
+        return self.num_computed + self.in_flight
+
+    @property
+    def num_to_launch(self) -> int:
+        """Known tokens that nobody has begun to compute."""
+        return len(self.token_ids) - self.num_computed - self.in_flight
+
+    @property
+    def decoder(self) -> str | None:
+        """Digest of the model that computes its next tokens, where that is not base; base may work with a LoRA."""
+        use, start = self.adapter, self._decoder_start
+        return None if use is None or start is None or self.num_launched < start else use.digest
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Known tokens that the same layers of the same model are to compute, one after the other."""
+        start = self._decoder_start
+        if self.num_launched < self.trunk_end:
+            return self.trunk_end - self.num_launched
+        if start is None or self.num_launched >= start:
+            return self.num_to_launch
+        return min(self.num_to_launch, start - self.num_launched)
+
+    @property
+    def _decoder_start(self) -> int | None:
+        """First token that a model of its own computes, if one does."""
+        return self.adapter.start if self.adapter is not None and self.adapter.is_decoder else None
+
+    @property
+    def can_prefill(self) -> bool:
+        """Whether a chunk of it may be launched. One at a time: its slots then stay within a window's bound."""
+        return not self.in_flight and self.num_to_launch > 1
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether it may join the next decode step: with a known token, or with the one about to be chosen.
+
+        The first token is waited for: it is to be shown at once. So is the last one, behind which nothing follows.
+        """
+        if not self.in_flight:
+            return self.num_to_launch == 1
+        return self.num_to_launch == 0 and 0 < self.num_generated < self.max_tokens - 1
+
+    @property
+    def will_decode(self) -> bool:
+        """Whether it can decode once what is under way is done, which shows its first token, say."""
+        return bool(self.in_flight) and self.num_to_launch == 0 and self.num_generated < self.max_tokens - 1
+
+    def lose_place(self) -> None:
+        """Its sequence has been given up; what the device computes for it has no meaning any more."""
+        self.sequence = None
+        self.in_flight = 0
+        self.trunk_end = 0
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logits of the prompt are still wanted."""
+        return self.request.sampling.prompt_logprobs and self.num_generated == 0
+
+    def note_written(self, num_bytes: int) -> None:
+        """Blocks written before the turn's end count for it too."""
+        self.written_bytes += num_bytes
+
+
+def make_report(generation: Generation, saved: Saved | None) -> Report:
+    """What a finished generation cost and reused; `saved` is None for one without an agent."""
+    cached, adapter, now = generation.cached, generation.adapter, time.perf_counter()
+    found = CacheState.WARM if generation.restored_bytes else CacheState.HOT
+    return Report(
+        agent=generation.request.agent,
+        lineage=None if generation.record is None else generation.record.lineage,
+        lost_tokens=generation.lost_tokens,
+        cache_state=found if cached.own + cached.shared else CacheState.COLD,
+        match=generation.match.match,
+        prompt_tokens=generation.num_prompt_tokens,
+        completion_tokens=generation.num_generated,
+        cached_tokens=cached,
+        computed_tokens=generation.computed_prompt_tokens,
+        time_to_first_token_ms=((generation.first_token_at or now) - generation.submitted_at) * 1e3,
+        restore_ms=generation.restore_seconds * 1e3,
+        restored_bytes=generation.restored_bytes,
+        total_ms=(now - generation.submitted_at) * 1e3,
+        saved=None if saved is None else saved.error is None,
+        save_error=None if saved is None else saved.error,
+        policy=Policy.EXACT if adapter is None else adapter.policy,
+        adapter=None if adapter is None else adapter.name,
+        activated_at=None if adapter is None else adapter.activated_at,
+        written_bytes=generation.written_bytes + (saved.written_bytes if saved else 0),
+    )

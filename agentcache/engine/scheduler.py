@@ -1,0 +1,205 @@
+"""Who computes how many tokens in the next step: a pure function of the queues, the pace, and what is under way.
+
+Plain Python; knows neither tensors, files nor clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.engine.generation import Generation
+from agentcache.engine.pace import Pace
+
+# Of prompts, the shortest goes first, but a prompt that others went before this often is next.
+_MOST_TIMES_PASSED_OVER = 3
+# So many tokens of an answer go before the chunks of long prompts: somebody has begun to read.
+_FIRST_TOKENS = 32
+# A background request that others went before this often is one like any other from then on.
+_BACKGROUND_PATIENCE = 8
+
+
+class Scheduler:
+    """Queues of generations, and the step's plan.
+
+    Args:
+        max_running: generations that are admitted at a time; more wait.
+        pace: how the device's time is shared.
+
+    Attributes:
+        waiting: in order of arrival; those that lost their place in the cache come back to theirs.
+        loading: admitted, but blocks are still to come from disk.
+        running: admitted and able to compute.
+        stalled: the next one to admit waits for blocks of others.
+        contended: whether the last plan lets others wait: a chunk those who decode, or a decode step a chunk whose turn
+            it is.
+        preemptions: counts them.
+    """
+
+    def __init__(self, *, max_running: int, pace: Pace) -> None:
+        self._max_running = max_running
+        self._chunk_under_way = False
+        self._decode_steps = 0
+        self.pace = pace
+        self.waiting: list[Generation] = []
+        self.loading: list[Generation] = []
+        self.running: list[Generation] = []
+        self.stalled = False
+        self.contended = False
+        self.preemptions = 0
+
+    def __iter__(self) -> Iterator[Generation]:
+        yield from (*self.running, *self.loading, *self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or (self.next_to_admit() and not (self.stalled and self.loading)))
+
+    # -- queues -------------------------------------------------------------------------------------------------------
+
+    def add(self, generation: Generation) -> None:
+        self.waiting.append(generation)
+
+    def next_to_admit(self) -> Generation | None:
+        """The request that is to be admitted next; None if none waits or there is no place for it.
+
+        Background requests leave one place free, so that an interactive one need not wait for them.
+        """
+        first = min(self.waiting, key=_rank, default=None)
+        if first is None:
+            return None
+        free = self._max_running - len(self.running) - len(self.loading)
+        kept_free = 1 if first.background and self._max_running > 1 else 0
+        return first if free > kept_free else None
+
+    def admit(self, generation: Generation, *, loading: bool) -> None:
+        """Take a request out of the queue; what was there before it has been passed over."""
+        self.waiting.remove(generation)
+        (self.loading if loading else self.running).append(generation)
+        _pass_over(other for other in self.waiting if other.submitted_at < generation.submitted_at)
+        generation.passed_over = 0
+        self.stalled = False
+
+    def loaded(self, generation: Generation, *, complete: bool) -> None:
+        """The blocks of a request have come from disk, or not all of them: then it has to be admitted again."""
+        self.loading.remove(generation)
+        (self.running if complete else self.waiting).append(generation)
+
+    def remove(self, generation: Generation) -> None:
+        """Forget a generation, wherever it is."""
+        for queue in (self.waiting, self.loading, self.running):
+            if generation in queue:
+                queue.remove(generation)
+        self.stalled = False
+
+    def victim(self) -> Generation | None:
+        """Whom to preempt when no block is left: background first, then the youngest. None if nobody else runs.
+
+        The oldest is never preempted, so it gets done.
+        """
+        return max(self.running, key=_rank) if len(self.running) > 1 else None
+
+    def preempt(self, generation: Generation) -> None:
+        """Back to the queue. It has paid for its background: from now on it is one like any other."""
+        self.running.remove(generation)
+        self.waiting.append(generation)
+        generation.background = False
+        self.preemptions += 1
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> dict[Generation, int]:
+        """Tokens each generation computes in the next step; empty if all there is to do waits for the step under way.
+
+        A step is one token of everyone who has just one to compute, or a chunk of one prompt. While anyone decodes, a
+        chunk follows a decode step, and only when decoding has had its share. A prompt that is soon done does not wait
+        for that, and the first tokens of an answer go before the chunks of long prompts: what that takes is settled
+        later. Rows of different models decode in different steps.
+        """
+        decoding = [generation for generation in self.running if generation.can_decode]
+        prompts = [generation for generation in self.running if generation.can_prefill]
+        prompt = min(prompts, key=_prompt_rank, default=None)
+        if prompt is None and not self._chunk_under_way:
+            self.pace.settle()
+        self.contended = False
+        if prompt is None or (decoding and self._decoding_goes_first(prompt, prompts, decoding)):
+            self._chunk_under_way = False
+            return dict.fromkeys(self._next_to_decode(decoding), 1)
+        self._chunk_under_way = True
+        self.contended = any(generation.can_decode or generation.will_decode for generation in self.running)
+        _pass_over(other for other in prompts if other is not prompt)
+        prompt.passed_over = 0
+        return {prompt: self._chunk_for(prompt, contended=self.contended)}
+
+    def _decoding_goes_first(
+        self, prompt: Generation, prompts: Sequence[Generation], decoding: Sequence[Generation]
+    ) -> bool:
+        if self._chunk_under_way:
+            return True
+        if self._may_borrow(prompt):
+            return False
+        if self.pace.decoding_is_due:
+            return True
+        self.contended = self.pace.may_lend and any(self._goes_before(generation, prompts) for generation in decoding)
+        return self.contended
+
+    def _goes_before(self, generation: Generation, prompts: Sequence[Generation]) -> bool:
+        """Whether the answer has just begun, and its first tokens are sooner there than that of any prompt.
+
+        All of them, not only the next one: a short prompt may have to wait behind a long one that is overdue.
+        """
+        first = _FIRST_TOKENS - generation.num_generated
+        if first <= 0 or generation.background:
+            return False
+        awaited = (prompt for prompt in prompts if not prompt.background)
+        return all(self.pace.is_sooner_done(first, each.num_to_launch, each.num_launched) for each in awaited)
+
+    def _may_borrow(self, prompt: Generation) -> bool:
+        """Whether somebody waits for the prompt, it is short, and what is left of it may go before its turn."""
+        left = prompt.num_to_launch
+        whole = max(prompt.computed_prompt_tokens, left)
+        return not prompt.background and self.pace.is_short(whole) and self.pace.may_borrow(left, prompt.num_launched)
+
+    def _next_to_decode(self, decoding: Sequence[Generation]) -> list[Generation]:
+        """Those that one model can decode together: the rows of the model for which one has waited longest."""
+        if not decoding:
+            return []
+        decoder = min(decoding, key=lambda generation: generation.decoded_at).decoder
+        together = [generation for generation in decoding if generation.decoder == decoder]
+        self._decode_steps += 1
+        for generation in together:
+            generation.decoded_at = self._decode_steps
+        return together
+
+    def _chunk_for(self, prompt: Generation, *, contended: bool) -> int:
+        """Tokens of the prompt's next chunk, of which none crosses a block boundary unless it ends on one."""
+        largest = self.pace.chunk_tokens(prompt.num_launched, contended=contended)
+        left, to_boundary = prompt.num_to_prefill, BLOCK_SIZE - prompt.num_launched % BLOCK_SIZE
+        if left <= largest:
+            return left
+        if largest < to_boundary:
+            return _equal_part(min(left, to_boundary), largest)
+        return largest - (prompt.num_launched + largest) % BLOCK_SIZE
+
+
+def _equal_part(num_tokens: int, largest: int) -> int:
+    """The first of as few and as equal parts as it takes: a short last one would cost nearly as much as a long one."""
+    parts = -(-num_tokens // largest)
+    return -(-num_tokens // parts)
+
+
+def _rank(generation: Generation) -> tuple[bool, float]:
+    """Who is admitted first and preempted last."""
+    return generation.background, generation.submitted_at
+
+
+def _prompt_rank(prompt: Generation) -> tuple[int, bool, int, float]:
+    """Which prompt is next: overdue ones, then interactive ones, the shortest first."""
+    overdue = prompt.passed_over if prompt.passed_over >= _MOST_TIMES_PASSED_OVER and not prompt.background else 0
+    return -overdue, prompt.background, prompt.num_to_launch, prompt.submitted_at
+
+
+def _pass_over(generations: Iterator[Generation] | Sequence[Generation]) -> None:
+    for generation in generations:
+        generation.passed_over += 1
+        generation.background &= generation.passed_over < _BACKGROUND_PATIENCE

@@ -1,0 +1,178 @@
+"""From chosen tokens to a finished turn: what the client gets, what the agent keeps, and when it is safe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from agentcache.agents.persistence import Persistence
+from agentcache.agents.saved import Saved
+from agentcache.agents.table import AgentTable
+from agentcache.blocks.lanes import agreed_tokens
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.prefix_match import len_common_prefix
+from agentcache.blocks.transcript import Transcript
+from agentcache.engine.generation import Generation, make_report
+from agentcache.models.sampler import TokenScore
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.report import FinishReason, TokenLogprob, Update
+from agentcache.store.manifest import AgentRecord
+
+
+class Turns:
+    """Begins and ends the turns of requests, with and without an agent.
+
+    Args:
+        finished: told of a generation that computes nothing more; its last update may still be to come.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tokenizer: Tokenizer,
+        agents: AgentTable,
+        persistence: Persistence,
+        finished: Callable[[Generation], None],
+    ) -> None:
+        self._cache = cache
+        self._tokenizer = tokenizer
+        self._agents = agents
+        self._persistence = persistence
+        self._finished = finished
+        self.ending: set[Generation] = set()
+
+    def begin(self, generation: Generation) -> None:
+        """Settle which lineage the turn will be, and what of the prompt is the agent's own. Raises Conflict.
+
+        A lineage, and an agent, that is not there yet is made by the end of its first turn.
+        """
+        agent, found = generation.request.agent, generation.found
+        if agent is None:
+            return
+        if found is not None and found.transcript.ids:
+            common = len_common_prefix(found.transcript.ids, generation.match.transcript.ids)
+            generation.own_tokens = agreed_tokens(found.producer, generation.producer, common)
+            # The last token that was generated has never been computed; the prompt's last one always is.
+            computed = len(found.transcript) - (found.transcript.spans[-1][0] == "generated")
+            generation.expected_tokens = min(generation.own_tokens, computed, generation.num_prompt_tokens - 1)
+        generation.record = self._extended(generation) or self._agents.vacant(agent, param="agent")
+        self._agents.set_busy(generation.record.name)
+
+    def _extended(self, generation: Generation) -> AgentRecord | None:
+        """The lineage that the prompt goes on from, if nobody has changed it since it was matched.
+
+        A prompt that changes what it says (an edit, an answer to be given anew) becomes another lineage, so that the
+        old one can be gone back to.
+        """
+        found = generation.found
+        if found is None or not generation.goes_on or self._agents.is_busy(found.name):
+            return None
+        known = self._agents.find(found.name)
+        return known if known is not None and known.transcript is found.transcript else None
+
+    def drop(self, generation: Generation) -> None:
+        """A turn that leaves no trace: the agent is as before, and what was written for it is deleted."""
+        self._set_idle(generation)
+        self._persistence.release(generation.saved_early)
+
+    def take(self, generation: Generation, token: int, score: TokenScore | None) -> None:
+        """A row's known tokens are all computed: take the chosen one, or end.
+
+        Args:
+            score: its log probability, where the request wants it.
+        """
+        if generation.first_token_at is None:
+            generation.first_token_at = time.perf_counter()
+            self._announce(generation)
+        if generation.max_tokens == 0:
+            self.finish(generation, FinishReason.LENGTH)
+        elif token in self._tokenizer.eos_ids and not generation.request.sampling.ignore_eos:
+            self.finish(generation, FinishReason.STOP)
+        else:
+            self._add(generation, token, score)
+
+    def _add(self, generation: Generation, token: int, score: TokenScore | None) -> None:
+        generation.token_ids.append(token)
+        text = generation.output.add(token)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if score is not None:
+            shown, count = token not in self._tokenizer.control_ids, generation.request.sampling.logprobs or 0
+            logprobs = (self._logprob(token, score, count, shown=shown),)
+        generation.emit(Update(text=text, token_ids=(token,), logprobs=logprobs))
+        if generation.output.stopped:
+            self.finish(generation, FinishReason.STOP)
+        elif generation.num_generated >= generation.max_tokens:
+            self.finish(generation, FinishReason.LENGTH)
+
+    def _announce(self, generation: Generation) -> None:
+        prompt = tuple(generation.token_ids[: generation.num_prompt_tokens])
+        logprobs = tuple(generation.prompt_logprobs) if generation.request.sampling.prompt_logprobs else None
+        generation.emit(Update(prompt_token_ids=prompt, prompt_logprobs=logprobs))
+
+    def note_prompt_scores(self, generation: Generation, scores: Sequence[TokenScore]) -> None:
+        """Scores of the prompt tokens behind those just computed, which are not advanced over yet."""
+        if not generation.prompt_logprobs:
+            first = generation.token_ids[0]
+            generation.prompt_logprobs.append(TokenLogprob(first, self._tokenizer.token_bytes(first), None))
+        start, count = generation.num_computed + 1, generation.request.sampling.logprobs or 0
+        for token, score in zip(generation.token_ids[start:], scores, strict=False):
+            generation.prompt_logprobs.append(self._logprob(token, score, count, shown=True))
+
+    def _logprob(self, token: int, score: TokenScore, count: int, *, shown: bool) -> TokenLogprob:
+        data = self._tokenizer.token_bytes
+        top = tuple((i, data(i), value) for i, value in score.top[:count])
+        return TokenLogprob(token, data(token), score.logprob, top, shown)
+
+    def finish(self, generation: Generation, reason: FinishReason) -> None:
+        """End a generation: show the rest of its text, keep its memory, report when that is safe."""
+        generation.finish_reason = reason
+        rest = generation.output.finish()
+        if rest:
+            generation.emit(Update(text=rest))
+        self.ending.add(generation)
+        self._finished(generation)
+        transcript = self._transcript(generation)
+        if generation.request.agent is None:
+            self._cache.close(generation.place, min(generation.num_computed, len(transcript)))
+            self._end(generation, None)
+        else:
+            self._commit(generation, transcript)
+
+    def _transcript(self, generation: Generation) -> Transcript:
+        generated = generation.output.generated()
+        prompt = generation.match.transcript
+        if not generated.ids:
+            return prompt
+        marked = self._tokenizer.marked_ends(generated.text, generated.ends)
+        return prompt.extended(marked.text, generated.ids, marked.ends, "generated")
+
+    def _commit(self, generation: Generation, transcript: Transcript) -> None:
+        sequence, record = generation.place, generation.record
+        assert record is not None  # `begin` has seen to that
+        keep = min(sequence.num_tokens, len(transcript))
+        blocks = self._cache.close(sequence, keep)
+        record = replace(
+            record,
+            salt=generation.request.salt,
+            last_used=time.time(),
+            transcript=transcript,
+            producer=generation.producer,
+            num_saved=keep,
+            blocks=tuple(block.named for block in blocks),
+        )
+        self._persistence.commit(record, blocks, lambda saved: self._end(generation, saved))
+        self._persistence.release(generation.saved_early)
+
+    def _end(self, generation: Generation, saved: Saved | None) -> None:
+        """The last update, when the turn is safe on disk or known not to be."""
+        self.ending.discard(generation)
+        self._set_idle(generation)
+        if generation.record is not None:
+            self._persistence.keep_bound(generation.record)
+        report, stop_string = make_report(generation, saved), generation.output.stop_string
+        generation.emit(Update(finish_reason=generation.finish_reason, stop_string=stop_string, report=report))
+
+    def _set_idle(self, generation: Generation) -> None:
+        if generation.record is not None:
+            self._agents.set_idle(generation.record.name)

@@ -1,0 +1,216 @@
+"""From an adapter's folder to the device, while requests go on. Files are read on a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from agentcache.adapter_settings import AdapterFolder
+from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, settle_policy
+from agentcache.engine.engine import Engine
+from agentcache.errors import InvalidRequest, OutOfBlocks, Overloaded, UnsupportedAdapter
+from agentcache.gateway.engine_thread import EngineThread
+from agentcache.models.adapters import Adapter, AdapterContent, producer_groups, read_adapter, read_again
+from agentcache.models.decoder import Decoder, is_decoder_folder, read_decoder, read_decoder_again
+from agentcache.report import AdapterInfo
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Source = Adapter | Decoder
+Content = AdapterContent | Decoder
+
+
+class AdapterLoader:
+    """Loads adapters, and sees to it that the weights of those in use are on the device. Belongs to one event loop.
+
+    Args:
+        thread: the engine's, which has started.
+        memo: where digests of decoders' files are remembered.
+    """
+
+    def __init__(self, thread: EngineThread, memo: Path) -> None:
+        self._thread = thread
+        self._memo = memo
+        engine = thread.alive()
+        self._loaded = engine.loaded
+        self._table = AdapterTable(engine.adapters.budget)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="agentcache-adapters")
+        self._loading = asyncio.Lock()
+        self._released = asyncio.Event()
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def list(self) -> tuple[AdapterInfo, ...]:
+        """All adapters, by name."""
+        return tuple(self._table.info(adapter) for adapter in self._table)
+
+    def get(self, name: str) -> ServedAdapter:
+        """What the name means now. Raises NotFound."""
+        return self._table.get(name)
+
+    async def load(self, folder: AdapterFolder) -> AdapterInfo:
+        """Serve the adapter of a folder under a name, in place of what it meant before.
+
+        Raises:
+            InvalidRequest: the name is none, or the adapter is larger than the RAM budget can hold.
+            UnsupportedAdapter: the folder cannot be served, or is invoked by tokens that the model does not have.
+        """
+        name = check_adapter_name(folder.name)
+        try:
+            async with self._loading:
+                content = await self._read(_path(folder))
+                adapter = self._serve(name, folder, _source(content))
+                await self._put_if_there_is_room(content)
+                self._table.put(adapter)
+        finally:
+            self._drop_orphans()
+        return self._table.info(adapter)
+
+    async def _read(self, path: Path) -> Content:
+        try:
+            if is_decoder_folder(path):
+                return await self._in_background(read_decoder, path, self._loaded.path, self._memo)
+            return await self._in_background(read_adapter, path, self._loaded.adapters.modules)
+        except UnsupportedAdapter as error:
+            raise UnsupportedAdapter(error.message, param="path") from None
+        except OSError as error:  # of a path that is none
+            raise UnsupportedAdapter(f"the folder cannot be read: {error.strerror}", param="path") from None
+
+    def _serve(self, name: str, folder: AdapterFolder, source: Source) -> ServedAdapter:
+        unknown = max(source.invocation_tokens or (0,))
+        if unknown >= self._loaded.tokenizer.vocab_size:
+            raise UnsupportedAdapter(f"it is invoked by token {unknown}, which the model does not have", param="path")
+        if source.nbytes > self._table.budget:
+            raise InvalidRequest(
+                f"the adapter takes {source.nbytes} bytes; of the RAM budget, adapters may take {self._table.budget}",
+                param="path",
+                code="insufficient_memory",
+            )
+        policy = settle_policy(folder.policy, source)
+        groups = range(len(self._loaded.spec.groups))
+        changed = groups if isinstance(source, Decoder) else producer_groups(source, self._loaded.spec)
+        return ServedAdapter(name, source, policy, frozenset(changed))
+
+    async def _put_if_there_is_room(self, content: Content) -> None:
+        """So that the first request need not wait; it will where others use all the room."""
+        if self._make_room(_source(content)):
+            try:
+                await self._put(content)
+            except OutOfBlocks:
+                return
+
+    def unload(self, name: str) -> None:
+        """Refuse new requests for the adapter; its weights go when the last one is done. Raises NotFound."""
+        self._table.remove(name)
+        self._drop_orphans()
+
+    # -- use ----------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def lease(self, name: str | None) -> AsyncIterator[ServedAdapter | None]:
+        """Inside, the adapter's weights are on the device, whatever happens to its name. None for base.
+
+        Raises:
+            NotFound: there is no such adapter.
+            UnsupportedAdapter: its weights had been dropped, and its folder is gone or holds others by now.
+            Overloaded: running requests take the RAM budget.
+        """
+        if name is None:
+            yield None
+            return
+        adapter = self._table.get(name)
+        self._table.claim(adapter)
+        try:
+            await self._ensure(adapter)
+            yield adapter
+        finally:
+            self._table.release(adapter)
+            self._drop_orphans()
+            self._tell_released()
+
+    async def _ensure(self, adapter: ServedAdapter) -> None:
+        while not self._table.is_resident(adapter.digest):
+            released = self._released
+            async with self._loading:
+                if self._table.is_resident(adapter.digest):
+                    return
+                if self._make_room(adapter.source):
+                    await self._read_again(adapter)
+                    return
+            await released.wait()  # others use all the room
+
+    async def _read_again(self, adapter: ServedAdapter) -> None:
+        try:
+            await self._put(await self._content_again(adapter.source))
+        except OutOfBlocks as error:
+            raise Overloaded(str(error), code="insufficient_memory") from error
+
+    async def _content_again(self, source: Source) -> Content:
+        if isinstance(source, Decoder):
+            return await self._in_background(read_decoder_again, source, self._loaded.path, self._memo)
+        return await self._in_background(read_again, source, self._loaded.adapters.modules)
+
+    def _tell_released(self) -> None:
+        self._released.set()
+        self._released = asyncio.Event()
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, source: Source) -> bool:
+        """Drop what nobody uses, as far as it takes; False if those in use leave no room."""
+        if self._table.is_resident(source.digest):
+            return True
+        victims = self._table.victims(source.nbytes)
+        for digest in victims or ():
+            self._drop(digest)
+        return victims is not None
+
+    async def _put(self, content: Content) -> None:
+        # To its end, and no other meanwhile, also if who wanted it is cancelled: table and device must agree.
+        put = asyncio.ensure_future(self._put_to_the_end(content))
+        try:
+            await asyncio.shield(put)
+        finally:
+            await asyncio.wait({put})
+
+    async def _put_to_the_end(self, content: Content) -> None:
+        while not await self._thread.call(lambda engine: engine.adapters.load(content)):
+            continue  # the engine computes steps between the pieces of a decoder
+        self._table.set_resident(_source(content).digest, _source(content).nbytes)
+
+    def _drop_orphans(self) -> None:
+        for digest in self._table.orphans():
+            self._drop(digest)
+
+    def _drop(self, digest: str) -> None:
+        """After everything that was posted before; nobody uses it."""
+        self._table.set_dropped(digest)
+        engine = self._thread.engine
+        assert engine is not None  # it put the weights there
+        self._thread.post(partial(_drop, engine, digest))
+
+    async def _in_background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, partial(function, *args, **kwargs))
+
+
+def _path(folder: AdapterFolder) -> Path:
+    try:
+        return Path(folder.path).expanduser().absolute()
+    except RuntimeError as error:  # ~somebody, who has no home
+        raise UnsupportedAdapter(f"{folder.path}: {error}", param="path") from None
+
+
+def _source(content: Content) -> Source:
+    return content if isinstance(content, Decoder) else content.adapter
+
+
+def _drop(engine: Engine, digest: str) -> None:
+    engine.adapters.drop(digest)

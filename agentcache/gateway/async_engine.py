@@ -1,0 +1,369 @@
+"""The engine as asyncio sees it. With `engine_thread.py` the only module that knows threads and event loops.
+
+Prompts are rendered, matched and tokenised on worker threads, so that neither the engine nor the event loop waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from agentcache.adapter_settings import AdapterFolder, Policy
+from agentcache.agents.lineages import PlainPrompt
+from agentcache.agents.saved import Saved
+from agentcache.config import Config
+from agentcache.engine.engine import Engine
+from agentcache.engine.generation import Generation
+from agentcache.engine.output import Output
+from agentcache.errors import AgentCacheError, Conflict, EngineStopped, Overloaded, StoreError
+from agentcache.gateway.adapter_loader import AdapterLoader
+from agentcache.gateway.agent_turns import AgentTurns, Claim, Turn
+from agentcache.gateway.engine_thread import EngineThread, Receive, shutting_down
+from agentcache.gateway.prepare import (
+    Prepared,
+    agent_policy,
+    choose_adapter,
+    choose_lineage,
+    held_by,
+    match,
+    prepare_request,
+    read_prompt,
+    rough_size,
+    system_of,
+)
+from agentcache.gateway.prompt_workers import HasEnded, PromptWorkers
+from agentcache.gateway.receiver import Receiver
+from agentcache.models.builtin.embedded import embedded_model_path
+from agentcache.models.text.work_limit import WorkLimit
+from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
+from agentcache.request import Request, TokenPrompt
+
+T = TypeVar("T")
+
+_EMBEDDED_NAME = "agentcache-embedded"
+# A prompt that is only counted may be so many times as long as one that is to run.
+_COUNTED = 4
+
+
+class AsyncEngine:
+    """Start it, then `generate`. All methods belong to one event loop.
+
+    Args:
+        warm_up: whether to start a little later, and then answer the first request as quickly as any other.
+    """
+
+    def __init__(self, config: Config, *, warm_up: bool = False) -> None:
+        self.config = config
+        self._warm_up = warm_up
+        self._thread = EngineThread(lambda post: Engine(config, _model_path(config), post))
+        self._workers = PromptWorkers()
+        self._turns = AgentTurns()
+        self._active = 0
+        self._is_open = False
+        self._model: ModelInfo | None = None
+        self._adapters: AdapterLoader | None = None
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model and its adapters, and open the cache folder; raises whatever stands in the way."""
+        await self._thread.start()
+        if self._warm_up:
+            await asyncio.to_thread(self._thread.alive().loaded.tokenizer.start)
+            await self._call(Engine.warm_up)
+        self._model = _describe(self._thread.alive(), self.config)
+        self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
+        try:
+            for folder in self.config.adapters:
+                await self.load_adapter(folder)
+        except BaseException:
+            await self.close()
+            raise
+        self._is_open = True
+
+    async def close(self) -> None:
+        """Cancel what runs, write what is due, give the cache folder back."""
+        self._is_open = False
+        await asyncio.gather(self._thread.close(), self._workers.close(shutting_down()))
+        if self._thread.engine is not None:
+            self._thread.engine.loaded.tokenizer.close()
+        if self._adapters is not None:
+            self._adapters.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are served."""
+        return self._is_open and self.failure is None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine, or kept it from starting."""
+        return self._thread.failure
+
+    @property
+    def model(self) -> ModelInfo:
+        if self._model is None:
+            raise EngineStopped("the model is not loaded yet")
+        return replace(self._model, adapters=self.adapters.list())
+
+    @property
+    def adapters(self) -> AdapterLoader:
+        if self._adapters is None:
+            raise EngineStopped("the model is not loaded yet")
+        return self._adapters
+
+    async def _call(self, function: Callable[[Engine], T]) -> T:
+        """Run `function` on the engine's thread and return what it returns."""
+        return await self._thread.call(function)
+
+    async def _in_background(
+        self, engine: Engine, request: Request, work: Callable[[WorkLimit], T], *, times: int = 1
+    ) -> T:
+        """Run `work` on the request's prompt on a worker thread, with a limit of `times` the tokens that may run."""
+        refuse = partial(engine.check, param=request.prompt_param, counted=isinstance(request.prompt, TokenPrompt))
+        limit = WorkLimit(times * engine.max_prompt_tokens, refuse)
+
+        def read(has_ended: HasEnded) -> T:
+            return work(replace(limit, has_ended=has_ended))
+
+        return await self._workers.run(rough_size(request.prompt), read)
+
+    # -- completions ------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request, take: Callable[[Update], None]) -> None:
+        """Run a request and call `take` with each of its updates. Cancelling this cancels the request.
+
+        Raises:
+            RequestError: before the first update, if the request cannot run.
+            Overloaded: too many requests wait, or the engine was closed before the request was done.
+            EngineStopped: the engine failed before the request was done.
+        """
+        submitted_at = time.perf_counter()
+        if self._active >= self.config.max_waiting_requests:
+            raise Overloaded("too many requests are waiting; try again later")
+        self._active += 1
+        try:
+            async with self._turns.arrive(request.agent) as turn:
+                await self._run(request, turn, Receiver(take), submitted_at)
+        finally:
+            self._active -= 1
+
+    async def count_tokens(self, request: Request) -> int:
+        """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
+        engine = self._thread.alive()
+        tokenizer = engine.loaded.tokenizer
+        read = partial(read_prompt, request.prompt, system_of(request, engine.agents), tokenizer)
+        prompt = await self._in_background(engine, request, read, times=_COUNTED)
+        held = held_by(request, choose_lineage(request, prompt, engine.agents))
+        matched = await self._in_background(engine, request, partial(match, prompt, held, tokenizer), times=_COUNTED)
+        return len(matched.transcript.ids)
+
+    async def _run(self, request: Request, turn: Turn, receiver: Receiver, submitted_at: float) -> None:
+        """Have the engine work on the request, once nobody else is at work on the lineage that it goes on from and its
+        adapter is there, until its end or a cancellation.
+        """
+        prompt, claim = await self._take_turn(request, turn)
+        turn.lasts_until(receiver.settled)
+        generation: Generation | None = None
+        try:
+            engine = self._thread.alive()
+            choice = choose_adapter(engine.agents, request)
+            self._thread.tell_of_the_end(receiver, until=receiver.settled)
+            async with self.adapters.lease(choice.name) as adapter:
+                known = (claim.found, engine.loaded.tokenizer)
+                work = partial(prepare_request, request, prompt, *known, adapter, choice.policy)
+                prepared = await self._in_background(engine, request, work)
+                generation = self._submit(engine, request, prepared, claim, receiver, submitted_at)
+                await receiver.ended
+        finally:
+            if generation is None:
+                receiver.settle()
+            elif not receiver.settled.done():
+                self._thread.post(partial(self._leave, engine, generation, receiver))
+
+    async def _take_turn(self, request: Request, turn: Turn) -> tuple[PlainPrompt, Claim]:
+        """The prompt, and what it goes on from when its turn has come."""
+        while True:
+            engine = self._thread.alive()
+            system = system_of(request, engine.agents)
+            read = partial(read_prompt, request.prompt, system, engine.loaded.tokenizer)
+            prompt = await self._in_background(engine, request, read)
+            claim = await turn.wait(partial(self._claim, request, prompt))
+            # The agent may have been made, or deleted, by those who were before.
+            if system_of(request, self._thread.alive().agents) == system:
+                return prompt, claim
+
+    def _claim(self, request: Request, prompt: PlainPrompt) -> Claim:
+        """What the request needs for itself. One that changes what a lineage has said leaves that lineage alone."""
+        found = choose_lineage(request, prompt, self._thread.alive().agents)
+        goes_on = found is not None and prompt.goes_on_from(found.transcript)
+        return Claim(found.name if found is not None and goes_on else None, prompt, found=found)
+
+    def _leave(self, engine: Engine, generation: Generation, receiver: Receiver) -> None:
+        """On the engine's thread: whatever is not being saved by now is over."""
+        engine.cancel(generation)
+        if generation not in engine.turns.ending:
+            self._thread.call_back(receiver.settle)
+
+    def _submit(
+        self,
+        engine: Engine,
+        request: Request,
+        prepared: Prepared,
+        claim: Claim,
+        receive: Receive,
+        submitted_at: float,
+    ) -> Generation:
+        match, use = prepared.match, prepared.adapter
+        engine.check(len(match.transcript.ids), request.prompt_param)
+
+        generation = Generation(
+            request=request,
+            match=match,
+            max_tokens=self._max_tokens(engine, request, len(match.transcript.ids)),
+            output=Output(engine.loaded.tokenizer.detokenizer(after=match.transcript.ids[-1]), request.sampling.stop),
+            emit=partial(self._thread.send, receive),
+            submitted_at=submitted_at,
+            found=claim.found,
+            goes_on=claim.lineage is not None,
+            adapter=use,
+            producer=None if use is None else use.producer,
+        )
+
+        def add() -> None:
+            try:
+                engine.add(generation)
+            except AgentCacheError as error:
+                generation.emit(error)
+
+        self._thread.post(add)
+        return generation
+
+    @staticmethod
+    def _max_tokens(engine: Engine, request: Request, num_prompt_tokens: int) -> int:
+        room = engine.max_prompt_tokens + 1 - num_prompt_tokens
+        return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
+
+    # -- agents -----------------------------------------------------------------------------------------------------
+
+    async def agents(self) -> list[AgentInfo]:
+        """All agents, by id."""
+        return await self._call(lambda engine: engine.memory.list())
+
+    async def agent(self, agent_id: str) -> AgentInfo:
+        """One agent; raises NotFound."""
+        return await self._call(lambda engine: engine.memory.info(agent_id))
+
+    async def create_agent(
+        self, agent_id: str, *, adapter: str | None = None, policy: Policy | None = None, system: str | None = None
+    ) -> AgentInfo:
+        """Make an agent without memory, durably; its requests use the adapter unless they name another one.
+
+        Raises:
+            NotFound: there is no such adapter.
+            InvalidRequest: the adapter cannot be used under that policy.
+            Conflict: there is such an agent.
+        """
+        chosen = agent_policy(self.adapters.get(adapter) if adapter is not None else None, policy)
+        async with self._turns.turn(agent_id) as turn:
+            await self._save([turn], lambda engine, done: engine.memory.create(agent_id, adapter, chosen, system, done))
+            return await self.agent(agent_id)
+
+    async def fork_agent(self, agent_id: str, new_id: str, lineage: str | None = None) -> AgentInfo:
+        """A new agent with the same memory (of one lineage), sharing every block; raises NotFound, Conflict."""
+        if new_id == agent_id:
+            raise Conflict(f"agent {new_id!r} exists already", param="id")
+        # In one order for all, or two that fork into each other's place would wait for ever.
+        first, second = sorted((agent_id, new_id))
+        async with self._turns.turn(first) as one, self._turns.turn(second) as two:
+            await self._save([one, two], lambda engine, done: engine.memory.fork(agent_id, new_id, done, lineage))
+            return await self.agent(new_id)
+
+    async def delete_agent(self, agent_id: str, lineage: str | None = None) -> None:
+        """Forget an agent (or one of its lineages) in RAM and on disk; raises NotFound."""
+        async with self._turns.turn(agent_id) as turn:
+            await self._save([turn], lambda engine, done: engine.memory.delete(agent_id, done, lineage))
+
+    async def save_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
+        """Return when everything the agent (or one of its lineages) has is on disk; raises NotFound, StoreError."""
+        async with self._turns.turn(agent_id) as turn:
+            await self._save([turn], lambda engine, done: engine.memory.save(agent_id, done, lineage))
+            return await self.agent(agent_id)
+
+    async def restore_agent(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
+        """Bring the blocks of an agent (or of one of its lineages) from disk into RAM; raises NotFound."""
+        async with self._turns.turn(agent_id) as turn:
+            restored: asyncio.Future[RestoreReport] = self._thread.begin(
+                lambda engine, done: engine.memory.restore(agent_id, done, lineage)
+            )
+            return await _result([turn], restored)
+
+    async def evict_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
+        """Free the RAM of the agent (or of one of its lineages); it stays on disk; raises NotFound."""
+        async with self._turns.turn(agent_id):
+            await self._call(lambda engine: engine.memory.evict(agent_id, lineage))
+            return await self.agent(agent_id)
+
+    async def _save(self, turns: Sequence[Turn], function: Callable[[Engine, Callable[[Saved], None]], None]) -> None:
+        saved: Saved = await _result(turns, self._thread.begin(function))
+        if saved.error is not None:
+            raise StoreError(saved.error)
+
+    # -- adapters ---------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, folder: AdapterFolder) -> AdapterInfo:
+        """Serve an adapter from now on; raises InvalidRequest, UnsupportedAdapter, Conflict."""
+        if self.model.is_called(folder.name):
+            raise Conflict(f"{folder.name!r} is the model's own name", param="name")
+        return await self.adapters.load(folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter; those that run end as they began. Raises NotFound."""
+        self.adapters.unload(name)
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    async def stats(self) -> CacheStats:
+        return await self._call(lambda engine: engine.stats())
+
+    async def check_integrity(self) -> None:
+        """Raises BrokenInvariant unless every block is accounted for."""
+        await self._call(lambda engine: engine.check_integrity())
+
+    async def clear_cache(self) -> None:
+        """Free all RAM that nobody is reading; agents stay on disk."""
+        await self._call(lambda engine: engine.clear())
+
+
+async def _result(turns: Iterable[Turn], work: asyncio.Future[T]) -> T:
+    """What comes of `work`; the turns last until then, even if who waits here is cancelled."""
+    for turn in turns:
+        turn.lasts_until(work)
+    await asyncio.wait({work})
+    return work.result()
+
+
+def _model_path(config: Config) -> str:
+    return config.model or str(embedded_model_path(Path(config.cache_dir).parent))
+
+
+def _describe(engine: Engine, config: Config) -> ModelInfo:
+    loaded = engine.loaded
+    name = loaded.path.name if config.model else _EMBEDDED_NAME
+    return ModelInfo(
+        id=config.model if config.model and not Path(config.model).is_dir() else name,
+        name=name,
+        path=str(loaded.path),
+        fingerprint=loaded.fingerprint,
+        model_type=loaded.spec.model_type,
+        max_context=loaded.max_context,
+        vocab_size=loaded.tokenizer.vocab_size,
+        created=int(time.time()),
+        has_chat_template=loaded.tokenizer.has_chat_template,
+        tool_format=loaded.tokenizer.tool_format,
+    )

@@ -1,0 +1,204 @@
+"""From a request to token ids and the use of an adapter, against what its agent holds. Runs on worker threads."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from agentcache.adapter_settings import Policy
+from agentcache.adapters.activation import AdapterUse, refuse_without_adapter, use_adapter
+from agentcache.adapters.table import ServedAdapter, settle_policy
+from agentcache.agents.lineages import PlainPrompt, choose
+from agentcache.agents.table import AgentTable
+from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
+from agentcache.blocks.transcript import Spelling, Transcript
+from agentcache.errors import InvalidRequest
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
+from agentcache.request import Prompt, Request, TextPrompt, TokenPrompt
+from agentcache.store.manifest import AgentRecord
+
+# A template may leave out what a model once thought, and tools that it does not know: messages get as much more room.
+_ROOM_TO_LEAVE_OUT = 4
+_ALWAYS_RENDERED = 1_000_000  # characters
+
+
+def rough_size(prompt: Prompt) -> int:
+    """Token ids, or about as many characters as there are. Quick, also where the prompt is huge."""
+    if isinstance(prompt, TokenPrompt):
+        return len(prompt.token_ids)
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    return sum(len(message.get("content") or "") for message in prompt.messages)
+
+
+def check_size(prompt: Prompt, tokenizer: Tokenizer, limit: WorkLimit) -> None:
+    """Refuse by its size a prompt that would take long to read, and be refused then."""
+    if isinstance(prompt, TokenPrompt):
+        limit.check(len(prompt.token_ids))
+    elif isinstance(prompt, TextPrompt):
+        tokenizer.check_length(len(prompt.text), limit)
+    else:
+        limit.check(len(prompt.messages))
+        num_chars = _num_chars(prompt.messages) + _num_chars(prompt.tools) + _num_chars(prompt.template_kwargs)
+        if num_chars > _ALWAYS_RENDERED:
+            tokenizer.check_length(num_chars // _ROOM_TO_LEAVE_OUT, limit)
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, Sequence) else 0
+
+
+def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED) -> PlainPrompt:
+    """The prompt as marked text, or as the token ids that it came as.
+
+    Args:
+        system: put in front as a system message where the messages have none.
+        limit: when to give up.
+
+    Raises:
+        InvalidRequest: the messages do not fit the chat template, or the text or token ids are none.
+        ContextLengthExceeded, InvalidRequest: what `limit` refuses with.
+    """
+    check_size(prompt, tokenizer, limit)
+    if isinstance(prompt, TokenPrompt):
+        _check_ids(prompt.token_ids, tokenizer.vocab_size)
+        return PlainPrompt(array("I", prompt.token_ids))
+    if isinstance(prompt, TextPrompt):
+        return PlainPrompt(tokenizer.raw_prompt(prompt.text))
+    messages = _with_system(prompt.messages, system)
+    options = prompt.tools, prompt.add_generation_prompt, prompt.template_kwargs
+    return PlainPrompt(tokenizer.render_chat(messages, *options, limit=limit))
+
+
+def match(
+    prompt: PlainPrompt, transcript: Transcript | None, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED
+) -> PromptMatch:
+    """The prompt as tokens, keeping those that a lineage has.
+
+    Args:
+        transcript: the lineage's, empty for a new one; None for a request without agent, whose text nobody will need.
+        limit: when to give up.
+
+    Raises:
+        ContextLengthExceeded, InvalidRequest: what `limit` refuses with.
+    """
+    held = transcript or Transcript.empty()
+    if isinstance(prompt.content, str):
+        return match_text(held, prompt.content, partial(tokenizer.encode, limit=limit), tokenizer.control_ids)
+    return match_tokens(held, prompt.content, _no_text if transcript is None else tokenizer.spell)
+
+
+def _no_text(token_ids: Sequence[int]) -> Spelling:
+    return Spelling("", [0] * len(token_ids))
+
+
+def _check_ids(token_ids: list[int], vocab_size: int) -> None:
+    wrong = next((i for i, token in enumerate(token_ids) if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        message = f"token id {token_ids[wrong]} is outside the vocabulary of {vocab_size}"
+        raise InvalidRequest(message, param=f"prompt[{wrong}]")
+
+
+def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    if system is None or (messages and messages[0].get("role") == "system"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+@dataclass(frozen=True)
+class AdapterChoice:
+    """The adapter that a request is to be answered with, by name, and the policy asked for; None leaves it open."""
+
+    name: str | None
+    policy: Policy | None
+
+
+def choose_adapter(agents: AgentTable, request: Request) -> AdapterChoice:
+    """The request's, or else its agent's. The agent's policy is for its own adapter only."""
+    record = next(iter(agents.known(request.agent)), None)
+    if record is None or record.adapter is None or request.adapter not in (None, record.adapter):
+        return AdapterChoice(request.adapter, request.policy)
+    own = Policy(record.policy)
+    return AdapterChoice(record.adapter, request.policy or (None if own is Policy.AUTO else own))
+
+
+def agent_policy(adapter: ServedAdapter | None, policy: Policy | None) -> Policy:
+    """What an agent with that adapter remembers; `auto` is the adapter's own. Raises InvalidRequest."""
+    if adapter is not None:
+        settle_policy(policy or Policy.AUTO, adapter.source)
+        return policy or Policy.AUTO
+    if policy not in (None, Policy.EXACT, Policy.AUTO):
+        raise InvalidRequest(f"the policy {policy.value!r} needs an adapter", param="policy")
+    return Policy.EXACT
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request's prompt as tokens, matched with the lineage that was found, and how it uses its adapter.
+
+    Args:
+        adapter: None for base.
+    """
+
+    match: PromptMatch
+    adapter: AdapterUse | None
+
+
+def prepare_request(
+    request: Request,
+    prompt: PlainPrompt,
+    found: AgentRecord | None,
+    tokenizer: Tokenizer,
+    adapter: ServedAdapter | None,
+    policy: Policy | None,
+    limit: WorkLimit,
+) -> Prepared:
+    """Everything about a request that must be known before it runs.
+
+    Args:
+        prompt: the request's, as `read_prompt` has read it.
+        found: the lineage that it goes on from; None for another beginning, and without an agent.
+        adapter, policy: what `choose_adapter` said.
+        limit: when to give up.
+
+    Raises:
+        InvalidRequest: the prompt does not go with the adapter.
+    """
+    matched = match(prompt, held_by(request, found), tokenizer, limit)
+    if adapter is None:
+        refuse_without_adapter(request)
+        return Prepared(matched, None)
+    return Prepared(matched, use_adapter(adapter, policy or adapter.policy, request, matched.transcript.ids))
+
+
+def held_by(request: Request, found: AgentRecord | None) -> Transcript | None:
+    """What `match` compares the request's prompt with."""
+    if request.agent is None:
+        return None
+    return Transcript.empty() if found is None else found.transcript
+
+
+def system_of(request: Request, agents: AgentTable) -> str | None:
+    """The system text of the request's agent."""
+    record = next(iter(agents.known(request.agent)), None)
+    return None if record is None else record.system
+
+
+def choose_lineage(request: Request, prompt: PlainPrompt, agents: AgentTable) -> AgentRecord | None:
+    """The lineage of its agent that the request goes on from; None for another beginning.
+
+    Raises:
+        NotFound: it names one that is not there.
+    """
+    if request.lineage is not None:
+        [record] = agents.lineages(request.agent or "", request.lineage)
+        return record if record.salt == request.salt or not record.transcript.ids else None
+    return choose(agents.known(request.agent), prompt, request.salt)

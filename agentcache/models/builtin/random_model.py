@@ -1,0 +1,114 @@
+"""Models of random weights, of any size: for benchmarks, whose times do not depend on what a model has learnt.
+
+A Qwen3 in the embedded model's shape (grouped heads, norms on queries and keys, tied embeddings), with its tokenizer.
+What it writes is word salad, but the same salad for the same prompt, and every token of the prompt counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from agentcache.models.builtin.embedded import TEXT_FILES, embedded_config, embedded_file
+from agentcache.models.builtin.new_folder import make_folder
+
+_RECIPE = 2  # raise it whenever the weights of the same config change
+_SEED = 1
+_NORM_SPREAD = 0.3
+_EMBEDDING_SIZE = 0.1  # beside 1.0 for what a layer adds: text depends on context, not on the last token only
+_HEAD_NORM = 1.6  # sharp attention: a token of a long context still matters
+_QUIET = 0.02  # embeddings of tokens that should hardly ever be generated
+
+
+def random_model_path(home: Path, **shape: int) -> Path:
+    """Folder of such a model under `home`, made on first use.
+
+    The folder's name holds a digest of the recipe, so another shape or a newer agentcache makes a new folder.
+
+    Args:
+        home: where models are kept.
+        shape: entries of the embedded model's config to change, such as `num_hidden_layers`.
+
+    Raises:
+        OSError: `home` cannot be written.
+    """
+    config = embedded_config() | shape
+    folder = home / "models" / f"random-{_digest(config)[:8]}"
+    if not folder.is_dir():
+        files = {name: embedded_file(name) for name in TEXT_FILES}
+        files["config.json"] = json.dumps(config, indent=2).encode()
+        files["model.safetensors"] = save(_weights(config), metadata={"format": "mlx"})
+        make_folder(folder, files)
+    return folder
+
+
+def _digest(config: dict[str, Any]) -> str:
+    state = hashlib.blake2b(f"{_RECIPE} {_SEED} {json.dumps(config, sort_keys=True)}".encode(), digest_size=16)
+    for name in TEXT_FILES:
+        state.update(embedded_file(name))
+    return state.hexdigest()
+
+
+def _weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """All parameters as float32, by mlx-lm's names."""
+    bits = np.random.PCG64(_SEED)
+    weights = {name: _draw(bits, name, shape) for name, shape in _shapes(config)}
+    embeddings = weights["model.embed_tokens.weight"]
+    embeddings[_quiet_ids(config["vocab_size"])] *= np.float32(_QUIET)
+    return weights
+
+
+def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each parameter; projections are [out, in]."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "self_attn.q_proj.weight", (queries, hidden)
+        yield prefix + "self_attn.k_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.v_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, queries)
+        yield prefix + "self_attn.q_norm.weight", (head_dim,)
+        yield prefix + "self_attn.k_norm.weight", (head_dim,)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        yield prefix + "mlp.gate_proj.weight", (inner, hidden)
+        yield prefix + "mlp.up_proj.weight", (inner, hidden)
+        yield prefix + "mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+
+
+def _draw(bits: np.random.PCG64, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    noise = _noise(bits, shape)
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return np.float32(_HEAD_NORM) + np.float32(_NORM_SPREAD) * noise
+    if name.endswith("norm.weight"):
+        return np.float32(1) + np.float32(_NORM_SPREAD) * noise
+    if name == "model.embed_tokens.weight":
+        return np.float32(_EMBEDDING_SIZE) * noise
+    return np.float32(shape[-1] ** -0.5) * noise
+
+
+def _noise(bits: np.random.PCG64, shape: tuple[int, ...]) -> np.ndarray:
+    """Uniform float32 of variance 1, the same on every machine.
+
+    From raw bits, because numpy promises that stream only: its distributions may change between versions.
+    """
+    raw = bits.random_raw(int(np.prod(shape))) >> np.uint64(40)
+    uniform = raw.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
+    return (uniform * np.float32(3**0.5)).reshape(shape)
+
+
+def _quiet_ids(vocab_size: int) -> list[int]:
+    """Control tokens, control characters and pieces of multi-byte characters: ids that would spoil random text."""
+    tokenizer = json.loads(embedded_file("tokenizer.json"))
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    single = {index for piece, index in tokenizer["model"]["vocab"].items() if len(piece) == 1 and not piece.isascii()}
+    return sorted(index for index in special | single if index < vocab_size)

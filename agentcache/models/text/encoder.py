@@ -1,0 +1,165 @@
+"""Marked text to tokens."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+import tokenizers
+
+from agentcache.blocks.transcript import Encoding
+from agentcache.models.text.marks import MarkPlaces, Marks, any_of
+from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
+
+_Token = tuple[int, tuple[int, int]]
+# A text that has more characters than these for each token of the limit is counted before it is encoded as a whole.
+_USUAL_CHARS = 6
+# What is counted at once; and tokens that a cut may make of one.
+_PIECE_CHARS = 16_384
+_CUT_TOKENS = 64
+# The tokenizers library lets other threads run during batches only; a longer text is worth the detour.
+_SHORT_CHARS = 4096
+
+
+class MarkedEncoder:
+    """Tokenises marked text with one tokenizer and two readings of it.
+
+    Text without marks goes through the tokenizer as it is. A section with marks, between two control tokens, goes
+    through a copy in which every control token has its mark for a name: there its string is text like any other.
+
+    Args:
+        saved: content of tokenizer.json.
+        marks: of the control tokens' strings.
+        controls: the control tokens' strings by id.
+    """
+
+    def __init__(self, saved: str, marks: Marks, controls: Mapping[int, str]) -> None:
+        self._saved = saved
+        self._marks = marks
+        self._controls = controls
+        self._control = any_of(controls.values())
+        self._backend = _bare(saved)
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
+        """Tokens of marked text; adds none that the text does not ask for. Stops where `limit` says so."""
+        limit.go_on()
+        has_marks = self._marks.are_in(text)
+        if limit.max_tokens is not None:
+            num_chars = len(self._marks.unmark(text)) if has_marks else len(text)
+            if num_chars > _USUAL_CHARS * limit.max_tokens:
+                self._count(text, limit)
+        whole = _encode(self._backend, text)
+        if not has_marks:
+            limit.check(len(whole))
+            return Encoding(whole.ids, _clean_ends(whole.offsets, len(text)))
+        tokens: list[_Token] = []
+        for section in self._sections(whole, text):
+            tokens.extend(section)
+            limit.go_on()
+            limit.check(len(tokens))
+        return Encoding([token[0] for token in tokens], _clean_ends([token[1] for token in tokens], len(text)))
+
+    def _count(self, text: str, limit: WorkLimit) -> None:
+        """Stop where the text has too many tokens, whatever its pieces lose to being cut."""
+        at_least = 0
+        for begin in range(0, len(text), _PIECE_CHARS):
+            limit.go_on()
+            at_least += max(0, self._num_tokens(text[begin : begin + _PIECE_CHARS]) - _CUT_TOKENS)
+            limit.check(at_least)
+
+    def _num_tokens(self, piece: str) -> int:
+        """At least so many tokens the piece has by itself. Without offsets, which take Python a long time."""
+        if not self._marks.are_in(piece):
+            return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
+        # Next to a control token space may vanish, and a section by itself may begin with a token for space.
+        sections = [self._marks.unmark(section).strip() for section in self._control.split(piece)]
+        plain = self._plain_backend.encode_batch_fast(sections, add_special_tokens=False)
+        return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1
+
+    def _sections(self, whole: tokenizers.Encoding, text: str) -> Iterator[Sequence[_Token]]:
+        """Tokens with their offsets, section by section; control tokens part the sections."""
+        tokens = list(zip(whole.ids, whole.offsets, strict=True))
+        bounds = [index for index, token in enumerate(tokens) if token[0] in self._controls]
+        control, begin, first = None, 0, 0
+        for bound in [*bounds, len(tokens)]:
+            end = tokens[bound][1][0] if bound < len(tokens) else len(text)
+            if self._marks.are_in(text[begin:end]):
+                yield self._encode_plain(text[begin:end], begin, control)
+            else:
+                yield tokens[first:bound]
+            if bound < len(tokens):
+                yield tokens[bound : bound + 1]
+                control, begin, first = tokens[bound][0], tokens[bound][1][1], bound + 1
+
+    def _encode_plain(self, section: str, begin: int, control: int | None) -> Sequence[_Token]:
+        """Tokens of a section with marks. The control token before it goes in front: some tokenizers heed it."""
+        front = "" if control is None else self._marks.mark_of[self._controls[control]]
+        plain = _encode(self._plain_backend, front + self._marks.unmark(section))
+        places = MarkPlaces(self._marks, section)
+        first = plain.ids.index(control) + 1 if control is not None else 0
+        return [
+            (token_id, (begin + places.low(max(start - len(front), 0)), begin + places.high(stop - len(front))))
+            for token_id, (start, stop) in zip(plain.ids[first:], plain.offsets[first:], strict=True)
+        ]
+
+    @property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        """The tokenizer with every control token renamed to its mark, so that no text spells one."""
+        with self._lock:  # it is large: two threads must not both make one
+            return self._made_plain_backend
+
+    @cached_property
+    def _made_plain_backend(self) -> tokenizers.Tokenizer:
+        return _bare(_renamed(self._saved, self._marks.mark_of))
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    if len(text) <= _SHORT_CHARS:
+        return backend.encode(text, add_special_tokens=False)
+    return backend.encode_batch([text], add_special_tokens=False)[0]
+
+
+def _bare(saved: str) -> tokenizers.Tokenizer:
+    """A tokenizer that neither adds, cuts nor pads, and whose offsets no post-processor trims."""
+    backend = tokenizers.Tokenizer.from_str(saved)
+    backend.post_processor = None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _renamed(saved: str, names: Mapping[str, str]) -> str:
+    """A tokenizer.json in which the vocabulary entries and added tokens in `names` have new names and the same ids."""
+    content = json.loads(saved)
+    for token in content["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = content["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [merge for merge in model["merges"] if not _makes(merge, names)]
+    content["post_processor"] = None
+    return json.dumps(content)
+
+
+def _makes(merge: str | list[str], names: Mapping[str, str]) -> bool:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left in names or right in names or left + right in names
+
+
+def _clean_ends(offsets: Sequence[tuple[int, int]], length: int) -> list[int]:
+    """Where tokens end in a text of `length`. A token that overlaps the next, or has no width, ends with the next."""
+    ends = [length] * len(offsets)
+    next_start = length
+    for index in range(len(offsets) - 2, -1, -1):
+        next_start = min(next_start, offsets[index + 1][0])
+        start, end = offsets[index]
+        ends[index] = ends[index + 1] if start == end or end > next_start else end
+    return ends

@@ -1,0 +1,133 @@
+"""The model's chat template, rendered under limits: it comes with the model, whom nobody has to trust."""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
+
+from agentcache.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLong
+from agentcache.errors import InvalidRequest, UnsupportedModel
+from agentcache.models.text.template_child import Reply
+from agentcache.models.text.work_limit import WorkLimit
+
+MAX_BYTES = 64 << 20
+# Parts of messages that hold what a model thought, by the names that templates know; the first is the usual one.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+class RenderedTooLong(Exception):
+    """The template wrote `num_bytes`, more than was allowed."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"the model's chat template wrote {num_bytes} bytes")
+        self.num_bytes = num_bytes
+
+
+class ChatTemplate:
+    """Applies a tokenizer's chat template as transformers does, in processes of its own. From any thread.
+
+    Each render that is under way has a process; they are started when needed and kept.
+    """
+
+    def __init__(self, wrapper: TokenizerWrapper) -> None:
+        self._wrapper = wrapper
+        self._work = ConfinedWork("agentcache.models.text.template_child")
+
+    def start(self) -> None:
+        """Have a process ready for the first messages."""
+        self._work.start()
+
+    def close(self) -> None:
+        """End the processes that are not rendering."""
+        self._work.close()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+        *,
+        limit: WorkLimit,
+        max_bytes: int = MAX_BYTES,
+    ) -> str:
+        """The template's text.
+
+        Raises:
+            InvalidRequest: messages that the template does not take, or that it takes too much time or memory for.
+            UnsupportedModel: the template cannot be read.
+            RenderedTooLong: the text has over `max_bytes` bytes in UTF-8.
+        """
+        if not messages:
+            raise InvalidRequest("Cannot apply the chat template to an empty conversation.", param="messages")
+        tools = None if tools is None else list(tools)
+        kwargs = {"enable_thinking": self._wrapper.has_thinking, **template_kwargs}
+        variables = {
+            **self._wrapper.special_tokens_map,
+            **kwargs,
+            "messages": [_message(message) for message in messages],
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._render_in_process((self._choose(tools), variables, max_bytes), limit)
+
+    def _choose(self, tools: Any) -> str:
+        """The template for these messages; a model may have one of its own for tools."""
+        try:
+            return str(self._wrapper.get_chat_template(None, tools))
+        except ValueError as error:
+            raise InvalidRequest(
+                f"The model has no chat template for these messages: {error}", param="messages"
+            ) from error
+
+    def _render_in_process(self, request: tuple[str, dict[str, Any], int], limit: WorkLimit) -> str:
+        try:
+            packed = marshal.dumps(request)
+        except ValueError:
+            raise InvalidRequest("Messages must be plain data, as JSON knows it.", param="messages") from None
+        try:
+            return _text(*self._work.ask([packed], max_bytes=request[2], go_on=limit.go_on))
+        except OverLimit as error:
+            raise _failed(f"took {error.what}") from None
+        except ReplyTooLong as error:
+            raise RenderedTooLong(error.num_bytes) from None
+        except ChildBroke:
+            raise _failed("broke off") from None
+
+
+def is_rendered_here(wrapper: TokenizerWrapper) -> bool:
+    """Whether the tokenizer's template is Python code of mlx-lm or transformers, and no data of the model's folder."""
+    has_code = type(wrapper._tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+    return has_code or wrapper._chat_template is not None
+
+
+def _text(kind: bytes, content: bytearray) -> str:
+    text = content.decode("utf-8", "surrogatepass")
+    if kind == Reply.TEXT:
+        return text
+    if kind == Reply.TOO_LONG:
+        raise RenderedTooLong(int(text))
+    if kind == Reply.SYNTAX:
+        raise UnsupportedModel(f"The model's chat template cannot be read: {text}")
+    raise refused(text)
+
+
+def refused(why: object) -> InvalidRequest:
+    message = f"The model's chat template refuses these messages: {why}"
+    return InvalidRequest(message, param="messages", code="refused_by_chat_template")
+
+
+def _failed(how: str) -> InvalidRequest:
+    return InvalidRequest(f"The model's chat template {how}.", param="messages", code="template_failed")
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without what is None, and with what the model thought under every name that a template may know."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    thought = next((kept[key] for key in _REASONING_KEYS if key in kept), None)
+    return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}

@@ -1,0 +1,354 @@
+"""The model's tokenizer: chat messages to marked text, marked text to tokens, tokens back to text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
+
+from agentcache.blocks.transcript import Encoding, Spelling
+from agentcache.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
+from agentcache.models.text.detokenizer import Detokenizer, DummySpace, TokenBytes
+from agentcache.models.text.encoder import MarkedEncoder
+from agentcache.models.text.longest_token import longest_token
+from agentcache.models.text.marks import MarkedEnds, Marks
+from agentcache.models.text.messages import plain_messages, with_strings
+from agentcache.models.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, is_rendered_here, refused
+from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
+
+__all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+_NOT_FOR_TEMPLATES = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "processor_kwargs",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "sanitize_control_tokens",
+    "self",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
+_UTF8_BYTES = 4  # of a character, at most
+
+
+class Tokenizer:
+    """A Hugging Face fast tokenizer as mlx-lm loads it.
+
+    Args:
+        wrapper: mlx-lm's tokenizer.
+        fingerprint: digest of what defines the tokenizer.
+    Raises:
+        UnsupportedModel: no fast tokenizer, or one whose tokens have no text of their own.
+    """
+
+    def __init__(self, wrapper: TokenizerWrapper, fingerprint: str = "") -> None:
+        backend = getattr(wrapper, "backend_tokenizer", None)
+        if backend is None:
+            raise UnsupportedModel(
+                "The model has no fast tokenizer (tokenizer.json); slow tokenizers are not supported."
+            )
+        self._wrapper = wrapper
+        saved: str = backend.to_str()
+        added = backend.get_added_tokens_decoder()
+        self.eos_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
+        self._contents: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
+        self.control_ids: frozenset[int] = frozenset(
+            token_id for token_id, token in added.items() if token.special or token_id in self.eos_ids
+        )
+        self.fingerprint = fingerprint or _digest({"tokenizer.json": saved.encode()})
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.has_chat_template: bool = wrapper.has_chat_template
+        # mlx-lm infers it from the chat template, and keeps it as a parser: a function of the format's module.
+        parser = getattr(wrapper, "tool_parser", None)
+        self.tool_format: str | None = parser.__module__.rpartition(".")[2] if parser else None
+        controls = {token_id: self._contents[token_id] for token_id in sorted(self.control_ids)}
+        self._marks = Marks(list(controls.values()))
+        self._encoder = MarkedEncoder(saved, self._marks, controls)
+        content = json.loads(saved)
+        self._token_bytes = TokenBytes(content.get("decoder"), backend.id_to_token, self._contents)
+        self._longest_token = longest_token(content)
+        self._template = ChatTemplate(wrapper)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Load from a model folder; no code in it is run.
+
+        Raises:
+            UnsupportedModel: the folder holds no tokenizer that can be used.
+        """
+        try:
+            wrapper = load_tokenizer(Path(path), {"trust_remote_code": False})
+        except (ValueError, OSError, ImportError, LookupError) as error:
+            raise UnsupportedModel(f"The tokenizer in {path} cannot be loaded: {error}") from error
+        return cls(wrapper, fingerprint(path))
+
+    def start(self) -> None:
+        """Have the first chat rendered as quickly as any other."""
+        if self.has_chat_template and not is_rendered_here(self._wrapper):
+            self._template.start()
+
+    def close(self) -> None:
+        """End the processes that render chats; they come back when they are needed."""
+        self._template.close()
+
+    # Text in
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        limit: WorkLimit = UNLIMITED,
+    ) -> str:
+        """The chat template's text for `messages`, marked: strings in them are text, whatever they spell.
+
+        Raises:
+            InvalidRequest: messages the template does not take, takes too long or too much memory for, or
+                `template_kwargs` that are not the template's.
+        """
+        template_kwargs = template_kwargs or {}
+        reserved = _NOT_FOR_TEMPLATES.intersection(template_kwargs)
+        if reserved:
+            raise InvalidRequest(f"{sorted(reserved)} cannot be set in a request.", param="chat_template_kwargs")
+        try:
+            marked = with_strings(plain_messages(messages), self.mark)
+            if not self.has_chat_template:
+                text = self.raw_prompt(_fallback_template(marked, add_generation_prompt), reserved_are_marks=True)
+            else:
+                marked_tools = with_strings(tools, self.mark)
+                text = self._apply_template(marked, marked_tools, add_generation_prompt, template_kwargs, limit)
+        except RecursionError as error:
+            raise InvalidRequest("The messages or tools are nested too deeply.", param="messages") from error
+        return _without_surrogates(text, "messages")
+
+    def raw_prompt(self, text: str, *, reserved_are_marks: bool = False) -> str:
+        """Marked text of a raw prompt: special tokens in it are control, and BOS stands in front if the model wants it.
+
+        Some tokenizers put a space in front of a text's first word, but not behind a BOS in the text; it is written out
+        then, so that the tokens are those of the text alone.
+        """
+        text = _without_surrogates(text if reserved_are_marks else self._marks.clean(text), "prompt")
+        if not self._bos or text.startswith(self._bos):
+            return text
+        return self._bos + (" " if self._wants_space_after_bos(text) else "") + text
+
+    def mark(self, text: str) -> str:
+        """Plain text as marked text: special-token strings in it become marks."""
+        return self._marks.mark(text)
+
+    def unmark(self, text: str) -> str:
+        """Marked text as plain text."""
+        return self._marks.unmark(text)
+
+    def marked_ends(self, text: str, ends: Sequence[int]) -> MarkedEnds:
+        """Generated text and its tokens' ends, as they go into a transcript."""
+        return self._marks.marked_ends(text, ends)
+
+    # Tokens
+
+    def encode(self, marked_text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
+        """Tokens of marked text. Adds no special tokens; a mark becomes plain pieces, never a control token.
+
+        Raises:
+            InvalidRequest: lone surrogates in the text.
+        """
+        self.check_length(len(marked_text), limit)
+        return self._encoder.encode(_without_surrogates(marked_text, None), limit)
+
+    def check_length(self, num_chars: int, limit: WorkLimit) -> None:
+        """Refuse a text whose length alone says that it has too many tokens."""
+        if self._longest_token is not None:
+            limit.check(num_chars // self._longest_token)
+
+    def spell(self, token_ids: Sequence[int]) -> Spelling:
+        """Marked text of token ids that came without text. Control tokens appear as their strings."""
+        parts: list[str] = []
+        ends: list[int] = []
+        position, after = 0, None
+        for control, run in _runs(token_ids, self.control_ids):
+            piece = (
+                MarkedEnds(self._contents[run[0]], [len(self._contents[run[0]])])
+                if control
+                else self._spell_run(run, after)
+            )
+            parts.append(piece.text)
+            ends.extend(position + end for end in piece.ends)
+            position += len(piece.text)
+            after = run[-1]
+        return Spelling("".join(parts), ends)
+
+    def detokenizer(self, after: int | None = None) -> Detokenizer:
+        """A fresh detokenizer for what comes behind token `after`, the prompt's last; None at a text's beginning.
+
+        A leading space is dropped only where the tokenizer would put it there itself, so that the text tokenises back.
+        """
+        return Detokenizer(self._token_bytes, self.control_ids | self.eos_ids, self._dummy_space(after))
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token alone; a control token's name."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token alone; a control token's name."""
+        if token_id in self.control_ids:
+            return self._contents[token_id].encode()
+        return self._token_bytes(token_id)
+
+    # Inside
+
+    def _apply_template(
+        self,
+        messages: Any,
+        tools: Any,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+        limit: WorkLimit,
+    ) -> str:
+        if is_rendered_here(self._wrapper):
+            return self._apply_code(messages, tools, add_generation_prompt, template_kwargs)
+        most = self._most_chars(limit)
+        max_bytes = MAX_BYTES if most is None else _UTF8_BYTES * most
+        try:
+            return self._template.render(
+                messages, tools, add_generation_prompt, template_kwargs, limit=limit, max_bytes=max_bytes
+            )
+        except RenderedTooLong as error:
+            self.check_length(error.num_bytes // _UTF8_BYTES, limit)
+            raise ContextLengthExceeded(str(error), param="messages") from None
+
+    def _apply_code(
+        self, messages: Any, tools: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
+    ) -> str:
+        """For templates that are Python code of a library."""
+        try:
+            text = self._wrapper.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **template_kwargs
+            )
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise refused(error) from error
+        return str(text)
+
+    def _most_chars(self, limit: WorkLimit) -> int | None:
+        if limit.max_tokens is None or self._longest_token is None:
+            return None
+        return limit.max_tokens * self._longest_token
+
+    def _spell_run(self, token_ids: Sequence[int], after: int | None) -> MarkedEnds:
+        detokenizer = self.detokenizer(after)
+        for token_id in token_ids:
+            detokenizer.add(token_id)
+        detokenizer.finish()
+        return self.marked_ends(detokenizer.text, detokenizer.ends)
+
+    @cached_property
+    def _bos(self) -> str:
+        """What the tokenizer puts in front of raw text."""
+        with self._lock:  # transformers sets its tokenizer up anew for every text
+            with_special = self._wrapper.encode("a")
+        without = self.encode("a").ids
+        num_front = 0
+        while num_front < len(with_special) - len(without) and with_special[num_front] in self.control_ids:
+            num_front += 1
+        return "".join(self._contents[token_id] for token_id in with_special[:num_front])
+
+    def _dummy_space(self, after: int | None) -> DummySpace:
+        if not self._token_bytes.strips_space or (after is not None and after not in self.control_ids):
+            return DummySpace.NONE
+        return self._dummy_space_at_start if after is None else self._dummy_space_after_control
+
+    @cached_property
+    def _dummy_space_at_start(self) -> DummySpace:
+        return self._dummy_space_behind("")
+
+    @cached_property
+    def _dummy_space_after_control(self) -> DummySpace:
+        controls = [self._contents[token_id] for token_id in sorted(self.control_ids)]
+        return self._dummy_space_behind(self._bos or controls[0]) if controls else DummySpace.NONE
+
+    def _dummy_space_behind(self, front: str) -> DummySpace:
+        """What the tokenizer puts in front of a word behind `front`."""
+        if self._spaces_before_word(front + "a") == 0:
+            return DummySpace.NONE
+        return DummySpace.LONE if self._spaces_before_word(front + " a") == 1 else DummySpace.ANY
+
+    def _spaces_before_word(self, text: str) -> int:
+        spelled = b"".join(map(self._token_bytes, self.encode(text).ids))
+        return len(spelled[:-1]) - len(spelled[:-1].rstrip(b" "))
+
+    def _wants_space_after_bos(self, text: str) -> bool:
+        if self._dummy_space_at_start is DummySpace.NONE or self._dummy_space_after_control is not DummySpace.NONE:
+            return False
+        return bool(text) and text[0] != " " and not any(map(text.startswith, self._contents.values()))
+
+
+def fingerprint(folder: Path) -> str:
+    """Digest of the files in a model folder that define its tokenizer and chat template; 40 hex digits."""
+    found = {name: (Path(folder) / name).read_bytes() for name in _FILES if (Path(folder) / name).is_file()}
+    templates = sorted((Path(folder) / "additional_chat_templates").glob("*.jinja"))
+    return _digest(found | {f"additional_chat_templates/{path.name}": path.read_bytes() for path in templates})
+
+
+def _digest(contents: Mapping[str, bytes]) -> str:
+    state = hashlib.blake2b(digest_size=20, person=b"agentcache.token")
+    for name, content in contents.items():
+        for part in (name.encode(), content):
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+    return state.hexdigest()
+
+
+def _runs(token_ids: Sequence[int], control_ids: frozenset[int]) -> Iterator[tuple[bool, Sequence[int]]]:
+    """Each control token alone, and each run of others, in order."""
+    first = 0
+    for index, token_id in enumerate(token_ids):
+        if token_id in control_ids:
+            if first < index:
+                yield False, token_ids[first:index]
+            yield True, token_ids[index : index + 1]
+            first = index + 1
+    if first < len(token_ids):
+        yield False, token_ids[first:]
+
+
+def _fallback_template(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+    return lines + ("assistant:" if add_generation_prompt else "")
+
+
+def _without_surrogates(text: str, param: str | None) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("The text holds a lone surrogate, which is no character.", param=param) from error
+    return text

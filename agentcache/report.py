@@ -1,0 +1,247 @@
+"""What the engine tells: a completion as it grows and what it cost, and the state of agents, cache and model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agentcache.adapter_settings import Policy
+from agentcache.blocks.prefix_match import Match
+
+
+class CacheState(StrEnum):
+    COLD = "cold"
+    WARM = "warm"
+    HOT = "hot"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of one token under the model (before temperature and truncation).
+
+    Args:
+        token_id: the token.
+        data: its bytes alone, which may be a part of a character; a control token's name.
+        logprob: natural logarithm; None for a prompt's first token.
+        top: the most likely tokens at this position, best first, as (token id, bytes, logprob).
+        shown: whether it is part of the text; generated control tokens are not.
+    """
+
+    token_id: int
+    data: bytes
+    logprob: float | None
+    top: tuple[tuple[int, bytes, float], ...] = ()
+    shown: bool = True
+
+    @property
+    def text(self) -> str:
+        return readable(self.data)
+
+
+def readable(data: bytes) -> str:
+    """A token's text; bytes that are no characters alone look like `\\xe6\\x9d`, as OpenAI writes them."""
+    return data.decode(errors="backslashreplace")
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """Prompt tokens that were not computed, by where their cache came from."""
+
+    own: int = 0
+    shared: int = 0
+    residual: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a request cost and what it reused; the `agentcache` object beside `usage`. Times in milliseconds.
+
+    `computed_tokens` counts the tokens that went through the model for the prompt (at least 1).
+    `saved` is False when an agent's turn could not be written to disk; `save_error` then says why.
+    `lineage` is the agent's conversation that this turn went on or began. `lost_tokens` counts what a conversation of
+    the agent held and was neither in RAM nor on disk any more, so that it was computed again.
+    `activated_at` is the first token that an activated or prefill-share adapter acted on; None if it did not act.
+    """
+
+    agent: str | None
+    cache_state: CacheState
+    match: Match
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: CachedTokens
+    computed_tokens: int
+    time_to_first_token_ms: float
+    restore_ms: float
+    restored_bytes: int
+    total_ms: float = 0.0
+    policy: Policy = Policy.EXACT
+    adapter: str | None = None
+    activated_at: int | None = None
+    lineage: str | None = None
+    lost_tokens: int = 0
+    divergence: float | None = None
+    saved: bool | None = None
+    save_error: str | None = None
+    written_bytes: int = 0
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens whose keys and values were there, for OpenAI's and Anthropic's `usage`."""
+        return self.cached_tokens.own + self.cached_tokens.shared
+
+
+@dataclass(frozen=True)
+class Update:
+    """One piece of a running completion.
+
+    The first update has `prompt_token_ids` (and `prompt_logprobs` where asked for) and may have no text; the last one
+    has `finish_reason` and `report`, and comes only when the turn is safe on disk or known not to be. `stop_string` is
+    the one that ended the text.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    report: Report | None = None
+
+
+@dataclass(frozen=True)
+class LineageInfo:
+    """One conversation of an agent; `last_used` in seconds since 1970."""
+
+    id: str
+    tokens: int
+    last_used: float
+
+
+@dataclass(frozen=True)
+class AgentInfo:
+    """One agent as `GET /v1/agents` shows it. Bytes count blocks shared with other agents in full.
+
+    Tokens, blocks and cache state are those of its longest lineage; bytes are those of all; `last_used` is the latest.
+    """
+
+    id: str
+    tokens: int
+    blocks: int
+    cache_state: CacheState
+    ram_bytes: int
+    disk_bytes: int
+    created: float
+    last_used: float
+    adapter: str | None = None
+    policy: str = "exact"
+    lineages: tuple[LineageInfo, ...] = ()
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What a restore brought into RAM."""
+
+    tokens: int
+    restored_bytes: int
+    restore_ms: float
+    cache_state: CacheState
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counters since start, and the state of RAM, disk and queues now.
+
+    `decode_rows` is the sum over decode steps of their rows: divided by `decode_steps`, the average batch. Seconds are
+    the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together;
+    `trunk_ram_bytes` have their own. `computed_layer_tokens` counts each of `computed_tokens` once a layer.
+    """
+
+    ram_bytes: int
+    disk_bytes: int
+    ram_budget: int
+    disk_budget: int
+    blocks_free: int
+    blocks_live: int
+    blocks_cached: int
+    agents: int
+    quarantined: int
+    written_bytes: int
+    read_bytes: int
+    computed_tokens: int
+    cached_tokens: int
+    save_failures: int
+    residual_ram_bytes: int = 0
+    adapter_ram_bytes: int = 0
+    trunk_ram_bytes: int = 0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    cancelled: int = 0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    decode_rows: int = 0
+    decode_seconds: float = 0.0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    copied_blocks: int = 0
+    computed_layer_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """One adapter as `GET /v1/adapters` shows it.
+
+    Args:
+        format: `mlx-lm`, `peft`, or `model` for a decoder that is a model of its own.
+        digest: of its content.
+        policy: how requests that name none share.
+        ram_bytes: on the device, where it is there (`resident`).
+        running: requests that use its weights now, under whatever name.
+        max_rank: largest rank of its matrices; None for a decoder.
+        first_layer: lowest layer that it changes.
+        created: when it was loaded, seconds since 1970.
+    """
+
+    name: str
+    path: str
+    format: str
+    digest: str
+    policy: Policy
+    ram_bytes: int
+    resident: bool
+    running: int
+    max_rank: int | None
+    first_layer: int
+    invocation_tokens: tuple[int, ...] | None
+    created: int
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The served model. `tool_format` names how it writes tool calls, where it does; `adapters` are by name."""
+
+    id: str
+    name: str
+    path: str
+    fingerprint: str
+    model_type: str
+    max_context: int
+    vocab_size: int
+    created: int
+    has_chat_template: bool
+    tool_format: str | None = None
+    adapters: tuple[AdapterInfo, ...] = ()
+
+    def is_called(self, name: str) -> bool:
+        """Whether `name` means this model, without an adapter."""
+        return name in (self.id, self.name, "default")
+
+    def adapter(self, name: str) -> AdapterInfo | None:
+        """The loaded adapter of that name."""
+        return next((adapter for adapter in self.adapters if adapter.name == name), None)

@@ -1,1 +1,0 @@
-"""Requests, scheduling, agents and the engine that runs them."""

@@ -1,0 +1,305 @@
+"""The agents of one model on disk: a manifest and a transcript log for each of their lineages."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentcache.blocks.keys import block_key
+from agentcache.blocks.lanes import name_blocks, spans
+from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest
+from agentcache.store.atomic import Fault, append_file, replace_file
+from agentcache.store.cache_files import CacheFiles
+from agentcache.store.disk_usage import DiskUsage
+from agentcache.store.manifest import (
+    MAX_MANIFEST_BYTES,
+    AgentRecord,
+    Manifest,
+    agent_of,
+    decode_manifest,
+    encode_manifest,
+    save_producer,
+    valid_id,
+    valid_lineage,
+)
+from agentcache.store.transcript_log import Content, LogEnd, extend_log, least_bytes, parse_log, start_log
+
+_LOG_NAME = re.compile(r"(.+)\.([0-9]+)\.log")
+_MAX_LOG_BYTES = 1 << 32
+
+
+@dataclass(frozen=True)
+class SavedAgent:
+    """What the files of a lineage hold. `extendable` is False when a failure left open what its manifest says."""
+
+    manifest: Manifest
+    content: Content
+    extendable: bool = True
+
+    def block_keys(self) -> Iterator[str]:
+        """The keys of the block files that the lineage names."""
+        for block in name_blocks(self.content.chains, self.manifest.spans()):
+            for name in block.names:
+                yield block_key(name.chain, self.manifest.groups[name.group])
+
+    def record(self, cache: str) -> AgentRecord:
+        """The lineage as it was saved; only its transcript if the cache spec, with digest `cache`, is another now."""
+        manifest, content = self.manifest, self.content
+        fits = manifest.cache == cache
+        return AgentRecord(
+            id=manifest.id,
+            model=manifest.model,
+            salt=manifest.salt,
+            created=manifest.created,
+            last_used=manifest.last_used,
+            adapter=manifest.adapter,
+            policy=manifest.policy,
+            system=content.system,
+            producer=manifest.named_producer() if fits else None,
+            transcript=content.transcript,
+            num_saved=manifest.num_saved if fits else 0,
+            blocks=name_blocks(content.chains, manifest.spans()) if fits else (),
+            lineage=manifest.lineage,
+        )
+
+
+@dataclass(frozen=True)
+class _LogWrite:
+    """Bytes to append to a log or, where `appends` is False, to write as a new generation of it."""
+
+    data: bytes
+    end: LogEnd
+    appends: bool
+
+
+class AgentFolder:
+    """The lineages in one folder below ``agents/``, by name (`manifest.lineage_name`); the only writer of their files.
+
+    Args:
+        files: the way to them.
+        folder: an existing folder whose files `usage` knows.
+        usage: keeps the sizes and the budget.
+        fault: called at each step of the write path.
+    """
+
+    def __init__(self, files: CacheFiles, folder: Path, usage: DiskUsage, fault: Fault) -> None:
+        self._files = files
+        self._folder = folder
+        self._usage = usage
+        self._fault = fault
+        self._agents: dict[str, SavedAgent] = {}
+        self._names: set[str] = set()
+        self._loaded = False
+        self._generations: defaultdict[str, set[int]] = defaultdict(set)
+        for path in usage.paths(folder):
+            if log := _LOG_NAME.fullmatch(path.name):
+                self._generations[log[1]].add(int(log[2]))
+            elif path.suffix == ".json":
+                self._names.add(path.name.removesuffix(".json"))
+
+    @property
+    def agents(self) -> list[SavedAgent]:
+        """The lineages loaded or saved so far, by name."""
+        return [self._agents[name] for name in sorted(self._agents)]
+
+    def has(self, name: str) -> bool:
+        """Whether the lineage has been loaded or saved, and not deleted since."""
+        return name in self._agents
+
+    # --- reading ---
+
+    def load(self) -> None:
+        """Read all of them, once. What is wrong goes to quarantine; logs that no manifest names are removed."""
+        if self._loaded:
+            return
+        for name in sorted(self._names):
+            try:
+                self._agents[name] = self._read(name)
+            except BlockRejected as error:
+                self._reject(name, str(error))
+        for name in list(self._generations):
+            self._remove_logs(name)
+        self._loaded = True
+
+    def _read(self, name: str) -> SavedAgent:
+        manifest = decode_manifest(self._read_whole(self._manifest_path(name), MAX_MANIFEST_BYTES))
+        if manifest.name != name or not _valid(manifest) or manifest.model[:16] != self._folder.name:
+            raise BlockRejected(f"the manifest is of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
+        log = self._read_whole(self._log_path(name, manifest.log.generation), _MAX_LOG_BYTES)
+        content = parse_log(log, name, manifest.model, manifest.log)
+        if not 0 <= manifest.num_saved <= len(content.transcript.ids):
+            raise BlockRejected(f"{manifest.num_saved} of {len(content.transcript.ids)} tokens are named as saved")
+        if len(content.chains) != len(manifest.spans()):
+            raise BlockRejected(f"{len(content.chains)} blocks are named for {manifest.num_saved} tokens")
+        return SavedAgent(manifest, content)
+
+    def _read_whole(self, path: Path, max_bytes: int) -> bytes:
+        try:
+            return self._files.read(path, max_bytes)
+        except OSError as error:
+            raise BlockRejected(f"cannot read {path.name}: {error}") from error
+
+    def _reject(self, name: str, reason: str) -> None:
+        logs = [self._log_path(name, generation) for generation in self._generations.pop(name, ())]
+        self._usage.quarantine(reason, self._manifest_path(name), *logs)
+        self._names.discard(name)
+
+    # --- writing ---
+
+    def save(self, record: AgentRecord, cache: str, groups: tuple[str, ...]) -> int:
+        """Make `record` durable; returns the bytes written: what is new since the last save, and the manifest.
+
+        Raises:
+            InvalidRequest: the id is not one.
+            Conflict: another agent's id differs only by case.
+            DiskBudgetExceeded: it does not fit; nothing has changed.
+            OSError: the disk is full, say; what is on disk is the lineage as before or, whole, as in `record`.
+        """
+        self._check(record, len(groups))
+        content = Content(record.transcript, record.chains, record.system)
+        log = self._plan(record, content)
+        manifest = _manifest_of(record, cache, groups, log.end)
+        encoded = encode_manifest(manifest)
+        self._usage.require(len(log.data) + len(encoded))
+        self._write_log(record.name, log)
+        self._write_manifest(record.name, encoded)
+        self._agents[record.name] = SavedAgent(manifest, content)
+        with suppress(OSError):  # the lineage is safe; the next save tries again
+            self._remove_logs(record.name)
+        return len(log.data) + len(encoded)
+
+    def delete(self, name: str) -> None:
+        """Remove the lineage's files; nothing if there are none. The manifest goes first.
+
+        Raises:
+            OSError: they cannot be removed.
+        """
+        if name not in self._names:
+            return
+        self._fault("delete-before-manifest")
+        self._usage.remove(self._manifest_path(name))
+        self._names.discard(name)
+        self._agents.pop(name, None)
+        self._fault("delete-before-folder-fsync")
+        self._files.sync_folder(self._folder)
+        self._remove_logs(name)
+
+    def _check(self, record: AgentRecord, num_groups: int) -> None:
+        if not valid_id(record.id):
+            raise InvalidRequest(f"{record.id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param="id")
+        if not valid_lineage(record.lineage):
+            raise BrokenInvariant(f"{record.lineage!r:.80} cannot name a lineage")
+        if record.name not in self._names and self._clashes(record.id):
+            raise Conflict(f"another agent's id differs from {record.id} only by case", param="id")
+        if not 0 <= record.num_saved <= len(record.transcript.ids) == len(record.transcript.ends):
+            raise BrokenInvariant(f"agent {record.id}: {record.num_saved} tokens saved of {len(record.transcript.ids)}")
+        if len(record.blocks) != len(spans(record.num_saved, record.producer, num_groups)):
+            raise BrokenInvariant(f"agent {record.id}: {len(record.blocks)} blocks for {record.num_saved} tokens")
+
+    def _clashes(self, agent_id: str) -> bool:
+        folded = agent_id.casefold()
+        return any(other != agent_id and other.casefold() == folded for other in map(agent_of, self._names))
+
+    def _plan(self, record: AgentRecord, content: Content) -> _LogWrite:
+        """How to bring the log up to `content`: append, or compact it once more than half of it is garbage."""
+        saved = self._agents.get(record.name)
+        if saved is None or not self._can_extend(saved, record.model):
+            return self._new_log(record, content)
+        appended = _LogWrite(*extend_log(saved.manifest.log, saved.content, content), appends=True)
+        if appended.end.num_bytes <= 2 * least_bytes(content):
+            return appended
+        compacted = self._new_log(record, content)
+        return compacted if appended.end.num_bytes > 2 * len(compacted.data) else appended
+
+    def _can_extend(self, saved: SavedAgent, model: str) -> bool:
+        end = saved.manifest.log
+        try:
+            size = self._files.status(self._log_path(saved.manifest.name, end.generation)).st_size
+        except FileNotFoundError:
+            return False
+        return saved.extendable and saved.manifest.model == model and size >= end.num_bytes
+
+    def _new_log(self, record: AgentRecord, content: Content) -> _LogWrite:
+        generation = max(self._generations.get(record.name, ()), default=0) + 1
+        return _LogWrite(*start_log(record.name, record.model, generation, content), appends=False)
+
+    def _write_log(self, name: str, log: _LogWrite) -> None:
+        path = self._log_path(name, log.end.generation)
+        try:
+            if log.appends:
+                append_file(self._files, path, log.data, log.end.num_bytes - len(log.data), "log", self._fault)
+            else:
+                self._generations[name].add(log.end.generation)
+                replace_file(self._files, path, log.data, "log", self._fault)
+        except BaseException:
+            self._usage.refresh(path)
+            raise
+        self._usage.record_written(path, log.end.num_bytes, len(log.data))
+
+    def _write_manifest(self, name: str, encoded: bytes) -> None:
+        path = self._manifest_path(name)
+        self._names.add(name)
+        try:
+            replace_file(self._files, path, encoded, "manifest", self._fault)
+        except BaseException:
+            self._usage.refresh(path)
+            self._keep_logs_if_replaced(name)
+            raise
+        self._usage.record_written(path, len(encoded), len(encoded))
+
+    def _keep_logs_if_replaced(self, name: str) -> None:
+        """After a rename that may not be durable either manifest may be found, so the logs must not change any more."""
+        saved = self._agents.get(name)
+        if saved and not self._is_on_disk(saved.manifest):
+            self._agents[name] = replace(saved, extendable=False)
+
+    def _is_on_disk(self, manifest: Manifest) -> bool:
+        try:
+            return self._files.read(self._manifest_path(manifest.name), MAX_MANIFEST_BYTES) == encode_manifest(manifest)
+        except OSError:
+            return False
+
+    def _remove_logs(self, name: str) -> None:
+        """Remove the lineage's logs, but for the one its manifest names."""
+        saved = self._agents.get(name)
+        current = saved.manifest.log.generation if saved else None
+        for generation in sorted(self._generations.get(name, set()) - {current}):
+            self._fault("log-before-remove")
+            self._usage.remove(self._log_path(name, generation))
+            self._generations[name].discard(generation)
+            self._fault("log-removed")
+        if not self._generations.get(name, True):
+            del self._generations[name]
+
+    def _manifest_path(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+    def _log_path(self, name: str, generation: int) -> Path:
+        return self._folder / f"{name}.{generation}.log"
+
+
+def _manifest_of(record: AgentRecord, cache: str, groups: tuple[str, ...], end: LogEnd) -> Manifest:
+    return Manifest(
+        id=record.id,
+        model=record.model,
+        cache=cache,
+        groups=groups,
+        salt=record.salt,
+        created=record.created,
+        last_used=record.last_used,
+        adapter=record.adapter,
+        policy=record.policy,
+        num_saved=record.num_saved,
+        log=end,
+        producer=save_producer(record.producer, groups),
+        lineage=record.lineage,
+    )
+
+
+def _valid(manifest: Manifest) -> bool:
+    """Whether its ids are some."""
+    return valid_id(manifest.id) and valid_lineage(manifest.lineage)

@@ -1,0 +1,106 @@
+"""Files that are there whole or not at all: the store's way to the disk.
+
+A file is written under a temporary name in its own folder, flushed, renamed into place, and the folder is flushed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from agentcache.errors import StoreError
+from agentcache.store.cache_files import CacheFiles
+
+TEMP_SUFFIX = ".tmp"
+
+Fault = Callable[[str], None]
+"""Called with the name of each step of the write path; tests let it raise or kill the process."""
+
+
+@contextmanager
+def as_store_error(action: str) -> Iterator[None]:
+    """Turn an error of the operating system into a StoreError that says what could not be done."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot {action}: {error}") from error
+
+
+def write_all(fd: int, data: bytes, offset: int) -> None:
+    """Write all of `data` at `offset`."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+class Replacement:
+    """A new content of `path` on its way to the disk: write, sync, replace; then the folder has to be synced."""
+
+    def __init__(self, files: CacheFiles, path: Path, kind: str, fault: Fault) -> None:
+        self.path = path
+        self._files = files
+        self._temp = path.with_name(f"{path.name}.{secrets.token_hex(6)}{TEMP_SUFFIX}")
+        self._kind = kind
+        self._fault = fault
+
+    def write(self, data: bytes) -> None:
+        self._fault(f"{self._kind}-before-temp")
+        with self._files.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            write_all(fd, data, 0)
+        self._fault(f"{self._kind}-temp-written")
+
+    def sync(self) -> None:
+        self._fault(f"{self._kind}-before-fsync")
+        with self._files.open(self._temp, os.O_RDWR) as fd:
+            os.fsync(fd)
+
+    def replace(self) -> None:
+        self._fault(f"{self._kind}-before-replace")
+        self._files.rename(self._temp, self.path)
+        self._fault(f"{self._kind}-replaced")
+
+    def discard(self) -> None:
+        """Remove the temporary file, if it is still there."""
+        with suppress(OSError):
+            self._files.remove(self._temp)
+
+
+def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: Fault) -> None:
+    """Give `path` the content `data`; durable on return, and never half there.
+
+    Raises:
+        OSError: the disk is full, say. Before the rename nothing has changed; after it the new content is there whole.
+    """
+    replacement = Replacement(files, path, kind, fault)
+    try:
+        replacement.write(data)
+        replacement.sync()
+        replacement.replace()
+    finally:
+        replacement.discard()
+    fault(f"{kind}-before-folder-fsync")
+    files.sync_folder(path.parent)
+
+
+def append_file(files: CacheFiles, path: Path, data: bytes, offset: int, kind: str, fault: Fault) -> None:
+    """Write `data` at `offset` and cut off what was behind it; durable on return.
+
+    Raises:
+        OSError: the disk is full, say; the first `offset` bytes are untouched then.
+    """
+    with files.open(path, os.O_WRONLY) as fd:
+        try:
+            fault(f"{kind}-before-append")
+            os.ftruncate(fd, offset)
+            write_all(fd, data, offset)
+            fault(f"{kind}-appended")
+            os.fsync(fd)
+            fault(f"{kind}-synced")
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(fd, offset)
+            raise

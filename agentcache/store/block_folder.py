@@ -1,0 +1,161 @@
+"""The block files of a cache folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant
+from agentcache.kv.block_layout import Array
+from agentcache.kv.spec import CacheSpec
+from agentcache.store.atomic import Fault, Replacement
+from agentcache.store.block_file import (
+    BlockHeader,
+    decode_block,
+    encode_block,
+    encoded_size,
+    max_encoded_size,
+    tensor_layout,
+)
+from agentcache.store.cache_files import CacheFiles
+from agentcache.store.disk_usage import DiskUsage
+
+_BLOCK_KEY = re.compile(r"[0-9a-f]{40}")
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class BlockWrite:
+    """A block to write: what it is, and its tensors by name as `block_file.tensor_layout` lists them."""
+
+    header: BlockHeader
+    arrays: Mapping[str, Array]
+
+
+class BlockFolder:
+    """The files below ``blocks/``; their only writer.
+
+    Args:
+        files: the way to them.
+        folder: an existing folder whose files `usage` knows.
+        spec: the model's cache.
+        usage: keeps the sizes and the budget.
+        fault: called at each step of the write path.
+    """
+
+    def __init__(self, files: CacheFiles, folder: Path, spec: CacheSpec, usage: DiskUsage, fault: Fault) -> None:
+        self._files = files
+        self._folder = folder
+        self._spec = spec
+        self._usage = usage
+        self._fault = fault
+
+    def has(self, key: str) -> bool:
+        """Whether there is a file for the block."""
+        return self._name(key) in self._usage
+
+    def size_of(self, key: str) -> int:
+        """Bytes of the block's file; 0 where there is none."""
+        return self._usage.size_of(self._name(key))
+
+    def all_there(self, keys: Iterable[str]) -> bool:
+        """Whether there still are files for the blocks. Looks at the disk, but not into them.
+
+        Raises:
+            OSError: a link is in a folder's place.
+        """
+        return self._files.all_there(self._folder, [f"{key[:2]}/{key}{_SUFFIX}" for key in keys])
+
+    def read(self, header: BlockHeader) -> Array:
+        """The bytes of the block's tensors, verified: uint8 [n].
+
+        Raises:
+            BlockMissing: there is no such file.
+            BlockRejected: the file is not that block; it is in quarantine now.
+        """
+        path = self._path(header.block_key)
+        try:
+            data = self._files.read(path, max_encoded_size(self._spec, header))
+            block = decode_block(self._spec, header, data)
+        except FileNotFoundError:
+            self._usage.forget(path)
+            raise BlockMissing(f"there is no file for block {header.block_key}") from None
+        except (OSError, BlockRejected) as error:
+            self._usage.quarantine(str(error), path)
+            raise BlockRejected(f"block {header.block_key}: {error}") from error
+        self._usage.record_read(len(data))
+        return block
+
+    def decode_zeros(self, header: BlockHeader, count: int) -> list[Array]:
+        """What `count` reads of a block of zeros would give; no file is touched."""
+        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in tensor_layout(self._spec, header).items()}
+        encoded = memoryview(encode_block(self._spec, header, arrays))  # of bytes, bytes() makes no copy
+        return [decode_block(self._spec, header, bytes(encoded)) for _ in range(count)]
+
+    def write(self, blocks: Sequence[BlockWrite]) -> int:
+        """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
+
+        Raises:
+            DiskBudgetExceeded: they do not fit; nothing has been written.
+            StoreError: a block is malformed.
+            OSError: the disk is full, say; none of the blocks is there.
+        """
+        new = {block.header.block_key: block for block in blocks if not self.has(block.header.block_key)}
+        self._usage.require(sum(encoded_size(self._spec, block.header) for block in new.values()))
+        files = {key: Replacement(self._files, self._path(key), "block", self._fault) for key in new}
+        try:
+            sizes = {key: self._write_temp(files[key], new[key]) for key in new}
+            self._put_in_place(list(files.values()))
+        except BaseException:
+            self._undo(files.values())
+            raise
+        for key, size in sizes.items():
+            self._usage.record_written(files[key].path, size, size)
+        return sum(sizes.values())
+
+    def delete(self, keys: Iterable[str]) -> int:
+        """Remove files, as far as they are there; returns the bytes freed."""
+        return sum(self._usage.remove(self._path(key)) for key in keys)
+
+    def delete_all_but(self, keys: Iterable[str]) -> int:
+        """Remove the files of all other blocks; returns how many."""
+        kept = {self._name(key) for key in keys}
+        others = [path for path in self._usage.paths(self._folder) if str(path) not in kept and path.suffix == _SUFFIX]
+        for path in others:
+            self._usage.remove(path)
+        return len(others)
+
+    def _write_temp(self, file: Replacement, block: BlockWrite) -> int:
+        data = encode_block(self._spec, block.header, block.arrays)
+        self._files.make_folder(file.path.parent)
+        file.write(data)
+        return len(data)
+
+    def _put_in_place(self, files: Sequence[Replacement]) -> None:
+        for file in files:
+            file.sync()
+        for file in files:
+            file.replace()
+        for folder in {file.path.parent for file in files}:
+            self._fault("block-before-folder-fsync")
+            self._files.sync_folder(folder)
+
+    def _undo(self, files: Iterable[Replacement]) -> None:
+        """Nothing of a failed batch stays: a block that was renamed may yet vanish if its folder was not synced."""
+        for file in files:
+            file.discard()
+            with suppress(OSError):
+                self._files.remove(file.path)
+
+    def _name(self, key: str) -> str:
+        return f"{self._folder}/{key[:2]}/{key}{_SUFFIX}"
+
+    def _path(self, key: str) -> Path:
+        if not _BLOCK_KEY.fullmatch(key):
+            raise BrokenInvariant(f"{key!r:.80} is no block key")
+        return Path(self._name(key))

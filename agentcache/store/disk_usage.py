@@ -1,0 +1,169 @@
+"""What lies in a cache folder, in bytes, and where rejected files go."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import stat
+import threading
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from agentcache.errors import DiskBudgetExceeded
+from agentcache.store.atomic import TEMP_SUFFIX
+from agentcache.store.cache_files import CacheFiles
+
+logger = logging.getLogger("agentcache.store")
+
+
+class DiskUsage:
+    """Owner of the sizes of all files of the cache, of the budget they must keep to, and of the quarantine folder.
+
+    Readers reject files on their own threads, so every method may be called from any thread.
+    """
+
+    def __init__(self, files: CacheFiles, budget: int) -> None:
+        self.budget = budget
+        self.total = 0
+        self.written = 0
+        self.read = 0
+        self.quarantined = 0
+        self._files = files
+        self._quarantine = files.root / "quarantine"
+        self._sizes: dict[str, int] = {}
+        self._by_folder: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def start_over(self) -> None:
+        """Forget all files but those in quarantine, at which it looks again; the others are to be adopted."""
+        with self._lock:
+            self._sizes = {}
+            self._by_folder.clear()
+            self.total = 0
+        self._files.make_folder(self._quarantine)
+        for name, status in self._files.list_folder(self._quarantine):
+            self._record(str(self._quarantine / name), status.st_size)
+
+    def __contains__(self, path: Path | str) -> bool:
+        return str(path) in self._sizes
+
+    def paths(self, folder: Path) -> list[Path]:
+        """The known files anywhere below `folder`."""
+        with self._lock:
+            return [Path(path) for path in self._sizes if path.startswith(f"{folder}/")]
+
+    def size_of(self, path: Path | str) -> int:
+        """Bytes of the file at `path`; 0 where there is none."""
+        return self._sizes.get(str(path), 0)
+
+    def bytes_below(self, name: str) -> int:
+        """Bytes of all files in the folder of that name in the root."""
+        return self._by_folder[name]
+
+    def record_written(self, path: Path, size: int, written: int) -> None:
+        """The file at `path` has `size` bytes now that `written` bytes of it have been written."""
+        self._record(str(path), size)
+        with self._lock:
+            self.written += written
+
+    def refresh(self, path: Path) -> None:
+        """Look again at a file whose write has failed: it may be there or not."""
+        try:
+            self._record(str(path), self._files.status(path).st_size)
+        except OSError:
+            self.forget(path)
+
+    def record_read(self, num_bytes: int) -> None:
+        """So many bytes have been read."""
+        with self._lock:
+            self.read += num_bytes
+
+    def remove(self, path: Path) -> int:
+        """Delete the file, if it is there; returns the bytes it had."""
+        self._files.remove(path)
+        return self.forget(path)
+
+    def forget(self, path: Path) -> int:
+        """The file at `path` is gone; returns the bytes it had."""
+        with self._lock:
+            size = self._sizes.pop(str(path), 0)
+            self.total -= size
+            self._by_folder[self._folder_of(str(path))] -= size
+            return size
+
+    def require(self, num_bytes: int) -> None:
+        """Make sure that `num_bytes` more fit the budget; files in quarantine give way.
+
+        Raises:
+            DiskBudgetExceeded: they do not.
+        """
+        if self.total + num_bytes > self.budget:
+            self._empty_quarantine()
+        if self.total + num_bytes > self.budget:
+            message = f"{num_bytes} bytes more would pass the disk budget: {self.total} of {self.budget} are in use"
+            raise DiskBudgetExceeded(message, num_bytes)
+
+    def adopt(self, folder: Path) -> None:
+        """Take stock of a folder of files: temporary ones go, what is not a regular file goes to quarantine."""
+        for name, status in self._files.list_folder(folder):
+            path = folder / name
+            if not stat.S_ISREG(status.st_mode):
+                self.quarantine("it is not a regular file", path)
+            elif name.endswith(TEMP_SUFFIX):
+                self._files.remove(path)
+            else:
+                if status.st_mode & 0o077:
+                    self._files.tighten(path)
+                self._record(str(path), status.st_size)
+
+    def adopt_folders(self, parent: Path) -> list[Path]:
+        """Take stock of the folders of files in `parent`; links to elsewhere go to quarantine."""
+        folders = []
+        for name, status in self._files.list_folder(parent):
+            if stat.S_ISLNK(status.st_mode):
+                self.quarantine("it is a symbolic link", parent / name)
+            elif stat.S_ISDIR(status.st_mode):
+                folders.append(parent / name)
+        for folder in folders:
+            self._files.make_folder(folder)
+            self.adopt(folder)
+        return folders
+
+    def quarantine(self, reason: str, *paths: Path) -> None:
+        """Take files that must not be used out of the way: one log line, one count. Never raises."""
+        moved = [path for path in paths if self._move_to_quarantine(path)]
+        if moved:
+            with self._lock:
+                self.quarantined += 1
+            logger.warning("quarantined %s: %s", moved[0].relative_to(self._files.root), reason)
+
+    def _move_to_quarantine(self, path: Path) -> bool:
+        """Whether there was anything at `path`; False when another reader was faster."""
+        target = self._quarantine / f"{path.name}.{secrets.token_hex(6)}"
+        try:
+            self._files.make_folder(self._quarantine)
+            self._files.rename(path, target)
+            self._record(str(target), self._files.status(target).st_size)
+        except FileNotFoundError:
+            self.forget(path)
+            return False
+        except OSError as error:
+            logger.error("cannot move %s to quarantine: %s", path, error)
+        self.forget(path)
+        return True
+
+    def _record(self, path: str, size: int) -> None:
+        with self._lock:
+            grown = size - self._sizes.get(path, 0)
+            self.total += grown
+            self._by_folder[self._folder_of(path)] += grown
+            self._sizes[path] = size
+
+    def _folder_of(self, path: str) -> str:
+        return path[len(str(self._files.root)) + 1 :].partition("/")[0]
+
+    def _empty_quarantine(self) -> None:
+        for path in self.paths(self._quarantine):
+            with suppress(OSError):
+                self.remove(path)

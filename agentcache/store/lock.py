@@ -1,0 +1,59 @@
+"""One process per cache folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from agentcache.errors import CacheFolderInUse, StoreError
+from agentcache.store.cache_files import CacheFiles
+
+
+class FolderLock:
+    """An exclusive lock on a cache folder, held until `release` or the end of the process, however it ends.
+
+    Raises:
+        CacheFolderInUse: someone holds it; the message names the process.
+        StoreError: the file system cannot lock.
+    """
+
+    def __init__(self, cache_dir: Path) -> None:
+        self._files = CacheFiles(cache_dir)
+        self._path = cache_dir / "lock"
+        try:
+            with self._files.open(self._path, os.O_RDWR | os.O_CREAT) as fd:
+                self._fd: int | None = os.dup(fd)
+        except OSError as error:
+            raise StoreError(f"cannot open the lock of {cache_dir}: {error}") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except BlockingIOError:
+            holder = _holder(self._fd)
+            self.release()
+            message = f"the cache folder {cache_dir} is in use by {holder}: stop it or choose another cache folder"
+            raise CacheFolderInUse(message) from None
+        except OSError as error:
+            self.release()
+            raise StoreError(f"cannot lock {cache_dir}: {error}") from error
+
+    def is_in_place(self) -> bool:
+        """Whether the lock that is held is the one that others find; not so once the folder was removed."""
+        assert self._fd is not None
+        try:
+            return os.path.samestat(os.fstat(self._fd), self._files.status(self._path))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Give the folder free; a second call does nothing."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _holder(fd: int) -> str:
+    pid = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
+    return f"process {pid}" if pid.isdigit() else "another process"

@@ -1,0 +1,314 @@
+"""The cache folder: blocks and agents that survive the process.
+
+``blocks/ab/<block_key>.safetensors``     one block of one cache group each
+``agents/<model>/<id>.json``              the manifest of an agent's first lineage, and beside it its transcript log
+``agents/<model>/<id>~<lineage>.json``    likewise of its other lineages
+``quarantine/``                           files that failed verification
+``lock``                                  held by the one process that uses the folder
+
+One writer thread calls `write_blocks`, `save_agent` and the deletions; `read_block` and `has` may be called from any
+thread. A crash at any point leaves every agent as some save made it; what else it leaves goes at the next start.
+What somebody removes of the folder while it is in use, the next write makes again, empty.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from agentcache.errors import BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
+from agentcache.kv.block_layout import Array
+from agentcache.kv.spec import CacheSpec
+from agentcache.store.agent_folder import AgentFolder, SavedAgent
+from agentcache.store.atomic import Fault, as_store_error
+from agentcache.store.block_file import BlockHeader
+from agentcache.store.block_folder import BlockFolder, BlockWrite
+from agentcache.store.cache_files import CacheFiles
+from agentcache.store.disk_usage import DiskUsage
+from agentcache.store.lock import FolderLock
+from agentcache.store.manifest import AgentRecord, valid_id
+
+__all__ = ["AgentRecord", "BlockWrite", "Store"]
+
+log = logging.getLogger("agentcache.store")
+
+_OWN_ENTRIES = {"agents", "blocks", "lock", "quarantine"}
+
+
+def no_fault(step: str) -> None:
+    """The write path of a store that is not under test."""
+
+
+class Store:
+    """Owner of one cache folder, for one model.
+
+    Args:
+        cache_dir: made if it is not there.
+        spec: the model's cache.
+        model_fingerprint: names the model's folder of agents.
+        disk_budget: bytes that all files together may take.
+        fault: called with the name of each step of the write path, for crash tests.
+
+    Attributes:
+        when_lost: called on the writer thread when files were found to be gone; `has` knows which.
+
+    Raises:
+        CacheFolderInUse: another process has it.
+        StoreError: the folder cannot be made, read or locked.
+    """
+
+    def __init__(
+        self, cache_dir: Path, spec: CacheSpec, model_fingerprint: str, *, disk_budget: int, fault: Fault = no_fault
+    ) -> None:
+        if not valid_id(model_fingerprint[:16]):
+            raise BrokenInvariant(f"{model_fingerprint!r:.80} cannot name a folder")
+        self._spec = spec
+        self._model = model_fingerprint
+        self._fault = fault
+        self.when_lost: Callable[[], None] = lambda: None
+        with as_store_error(f"use the cache folder {cache_dir}"):
+            root = cache_dir.resolve()
+            _make_root(root)
+            self._files = CacheFiles(root)
+            self._block_dir, self._agent_dir = root / "blocks", root / "agents" / model_fingerprint[:16]
+            self._usage = DiskUsage(self._files, disk_budget)
+            self._blocks = BlockFolder(self._files, self._block_dir, spec, self._usage, fault)
+            self._lock = FolderLock(self._files.root)
+            try:
+                self._take_stock()
+            except BaseException:
+                self._lock.release()
+                raise
+
+    def _take_stock(self) -> None:
+        """Make the folders that are not there, and find out what is in the others."""
+        for folder in (self._block_dir, self._agent_dir.parent, self._agent_dir):
+            self._files.make_folder(folder)
+        self._usage.start_over()
+        self._usage.adopt_folders(self._block_dir)
+        models = self._usage.adopt_folders(self._agent_dir.parent)
+        self._agents_by_model = {path.name: AgentFolder(self._files, path, self._usage, self._fault) for path in models}
+        self._agents = self._agents_by_model[self._model[:16]]
+        self._folders = self._identities()
+
+    # --- folders that somebody removes ---
+
+    def _look_at_folders(self) -> None:
+        """Before every write: what is no longer there is made again."""
+        if not self._lock.is_in_place() or self._identities() != self._folders:
+            self._start_over()
+
+    def _identities(self) -> list[tuple[int, int]]:
+        try:
+            return [self._files.identity(folder) for folder in (self._block_dir, self._agent_dir)]
+        except FileNotFoundError:
+            return []
+
+    def _start_over(self) -> None:
+        log.warning("files are gone from the cache folder %s: looking for what is left", self._files.root)
+        _make_root(self._files.root)
+        if not self._lock.is_in_place():
+            self._lock_again()
+        self._take_stock()
+        for folder in self._agents_by_model.values():
+            folder.load()
+        self.when_lost()
+
+    def _lock_again(self) -> None:
+        try:
+            lock = FolderLock(self._files.root)
+        except CacheFolderInUse as error:
+            raise StoreError(str(error)) from error
+        self._lock.release()
+        self._lock = lock
+
+    def close(self) -> None:
+        """Give the folder free. The store must not be used after it."""
+        self._lock.release()
+
+    # --- agents ---
+
+    def load_agents(self) -> list[AgentRecord]:
+        """All lineages of this model's agents. A bad manifest or log goes to quarantine; the lineage is gone then.
+
+        Raises:
+            StoreError: the folder cannot be tidied up.
+        """
+        with as_store_error("load the agents"):
+            self._agents.load()
+        return [agent.record(self._spec.digest) for agent in self._agents.agents if agent.manifest.model == self._model]
+
+    def save_agent(self, record: AgentRecord) -> int:
+        """Make a lineage durable; its blocks have to be. Returns the bytes written, O(what is new since its last save).
+
+        Raises:
+            InvalidRequest: the id is not one.
+            Conflict: another agent's id differs only by case.
+            DiskBudgetExceeded: it does not fit; nothing has changed.
+            StoreError: it could not be written; the agent on disk is whole, as before or as in `record`.
+        """
+        if record.model != self._model:
+            raise BrokenInvariant(f"agent {record.id} is of model {record.model}, not of {self._model}")
+        with as_store_error(f"save agent {record.name}"):
+            self._look_at_folders()
+            return self._agents.save(record, self._spec.digest, tuple(group.name for group in self._spec.groups))
+
+    def has_agent(self, name: str) -> bool:
+        """Whether the lineage of that name has ever been saved, and not deleted since. From any thread."""
+        return self._agents.has(name)
+
+    def delete_agent(self, name: str) -> None:
+        """Remove the manifest and log of the lineage of that name, if there are any; its blocks may be shared and stay.
+
+        Raises:
+            StoreError: they could not be removed.
+        """
+        with as_store_error(f"delete agent {name}"):
+            self._look_at_folders()
+            self._agents.delete(name)
+
+    # --- blocks ---
+
+    def has(self, block_key: str) -> bool:
+        """Whether there is a file for the block; whether it is sound shows when it is read."""
+        return self._blocks.has(block_key)
+
+    def read_block(self, header: BlockHeader) -> Array:
+        """The bytes of the block's tensors, verified: uint8 [n], read-only (`block_layout.block_tensors`).
+
+        Raises:
+            BlockMissing: there is no such file.
+            BlockRejected: the file is not that block; it is in quarantine now.
+        """
+        return self._blocks.read(header)
+
+    def decode_zeros(self, header: BlockHeader, count: int) -> list[Array]:
+        """What `count` reads of a block of zeros would give; no file is touched."""
+        return self._blocks.decode_zeros(header, count)
+
+    def write_blocks(self, blocks: Sequence[BlockWrite]) -> int:
+        """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
+
+        Raises:
+            DiskBudgetExceeded: they do not fit; nothing has been written.
+            StoreError: a block is malformed or could not be written; none of them is there.
+        """
+        with as_store_error("write blocks"):
+            self._look_at_folders()
+            return self._blocks.write(blocks)
+
+    def require_blocks(self, keys: Iterable[str]) -> None:
+        """Make sure that blocks are still there, so that a manifest may name them.
+
+        Raises:
+            BlocksLost: somebody has removed some; `has` knows which.
+            StoreError: a link, say, is in a folder's place.
+        """
+        with as_store_error("look for blocks"):
+            self._look_at_folders()
+            if not self._blocks.all_there(keys):
+                self._start_over()
+                raise BlocksLost("blocks are gone from the cache folder")
+
+    def delete_blocks(self, keys: Iterable[str]) -> int:
+        """Remove block files; returns the bytes freed.
+
+        Raises:
+            StoreError: a file could not be removed.
+        """
+        with as_store_error("delete blocks"):
+            self._look_at_folders()
+            return self._blocks.delete(keys)
+
+    def collect_orphans(self) -> int:
+        """Remove the block files that no manifest of any model names; returns how many. Call it before the first write.
+
+        A crash between a turn's blocks and its manifest leaves such files, and so does a quarantined manifest.
+
+        Raises:
+            StoreError: a file could not be removed.
+        """
+        with as_store_error("collect orphans"):
+            for folder in self._agents_by_model.values():
+                folder.load()
+            live = [agent for agent in self._all_agents() if self._is_current(agent) or self._is_foreign(agent)]
+            return self._blocks.delete_all_but(key for agent in live for key in agent.block_keys())
+
+    def evict_other_model(self) -> int:
+        """Remove the blocks of the least recently used agent of another model that has any; returns the bytes freed.
+
+        Its transcript stays. No engine of this model can reach these blocks, so only this frees the disk they take.
+        Knows the other models once `collect_orphans` has run.
+
+        Raises:
+            StoreError: a file could not be removed.
+        """
+        foreign = [agent for agent in self._all_agents() if self._is_foreign(agent)]
+        for agent in sorted(foreign, key=lambda agent: agent.manifest.last_used):
+            if freed := self.delete_blocks(agent.block_keys()):
+                return freed
+        return 0
+
+    def _all_agents(self) -> list[SavedAgent]:
+        return [agent for folder in self._agents_by_model.values() for agent in folder.agents]
+
+    def _is_foreign(self, agent: SavedAgent) -> bool:
+        return agent.manifest.model != self._model
+
+    def _is_current(self, agent: SavedAgent) -> bool:
+        """Whether its blocks can be read with this spec; with another one they are never asked for."""
+        return agent.manifest.model == self._model and agent.manifest.cache == self._spec.digest
+
+    # --- numbers ---
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files: blocks, manifests, logs, quarantine."""
+        return self._usage.total
+
+    @property
+    def disk_budget(self) -> int:
+        """Bytes that they may take."""
+        return self._usage.budget
+
+    @property
+    def agent_bytes(self) -> int:
+        """Of these, bytes of all manifests and logs, of every model."""
+        return self._usage.bytes_below("agents")
+
+    def block_bytes(self, keys: Iterable[str]) -> int:
+        """Of these, bytes of these blocks' files."""
+        return sum(map(self._blocks.size_of, keys))
+
+    @property
+    def free_budget(self) -> int:
+        """Bytes left of the budget; negative when it was lowered since the files were written."""
+        return self._usage.budget - self._usage.total
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written since start."""
+        return self._usage.written
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of blocks read since start."""
+        return self._usage.read
+
+    @property
+    def quarantined(self) -> int:
+        """Blocks and agents rejected since start."""
+        return self._usage.quarantined
+
+
+def _make_root(root: Path) -> None:
+    """Make the cache folder if it is not there. Its mode is set only if it is ours: new, empty, or used before."""
+    try:
+        root.mkdir(0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError("it is not a folder") from None
+    with CacheFiles(root).folder(root) as fd:
+        if set(os.listdir(fd)) <= _OWN_ENTRIES:
+            os.fchmod(fd, 0o700)
