@@ -21,6 +21,7 @@ AgentCacheError
 ├── BlockRejected                a cache file failed verification; it has been quarantined
 ├── BlockMissing                 a cache file is not there
 ├── OutOfBlocks                  the RAM budget holds no further block
+├── RequestCancelled             nobody waits for the answer any more; nobody is told
 ├── EngineStopped                the engine thread has ended; every waiter gets this
 └── BrokenInvariant              a bug of ours, never of the caller
 """
@@ -141,6 +142,10 @@ class BlockMissing(AgentCacheError):
 
 
 class OutOfBlocks(AgentCacheError):
+    pass
+
+
+class RequestCancelled(AgentCacheError):
     pass
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -104,3 +105,22 @@ def test_the_blocker_blocks() -> None:
     script = BLOCKER.format(blocked=("json",), module="json")
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert "json must not be imported here" in result.stderr
+
+
+def test_every_name_on_the_structure_page_exists() -> None:
+    page = (ROOT / "docs" / "structure.md").read_text()
+    sources = {
+        path: path.read_text() for folder in ("agentcache", "server", "cli") for path in ROOT.glob(f"{folder}/**/*.py")
+    }
+    defined = {name for text in sources.values() for name in re.findall(r"^(?:class|def|async def) (\w+)", text, re.M)}
+    members = {name for text in sources.values() for name in re.findall(r"^    (?:async )?def (\w+)", text, re.M)}
+    names = re.findall(r"`([A-Za-z_][\w./]*)`", page)
+    assert len(names) > 50
+    for name in names:
+        if "/" in name or name.endswith((".py", ".toml")):
+            assert any(ROOT.joinpath(base, name).exists() for base in ("", "agentcache")), name
+        elif "." in name:
+            owner, member = name.split(".")
+            assert owner in defined and member in members, name
+        else:
+            assert name in defined or (ROOT / "agentcache" / name).is_dir(), name

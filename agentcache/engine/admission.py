@@ -9,12 +9,13 @@ from agentcache.blocks.keys import Namespace
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Sequence
-from agentcache.engine.generation import Generation
+from agentcache.engine.device import Device
+from agentcache.engine.generation import Generation, Outcome, State
+from agentcache.engine.requests import Requests
 from agentcache.engine.room import Growth, has_room
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, Overloaded
-from agentcache.models.runner import ModelRunner
 from agentcache.report import CachedTokens, FinishReason
 
 
@@ -22,44 +23,42 @@ class Admission:
     """Gives generations their place in the cache. Belongs to the engine thread.
 
     Args:
-        finish: ends a generation with what it has.
-        fail: ends one with an error.
+        end: ends a generation, with what it has or with an error.
     """
 
     def __init__(
         self,
+        requests: Requests,
         scheduler: Scheduler,
         cache: PrefixCache,
-        runner: ModelRunner,
+        device: Device,
         restorer: Restorer,
         trunk: Trunk,
         namespace: Callable[[str], Namespace],
-        *,
-        finish: Callable[[Generation, FinishReason], None],
-        fail: Callable[[Generation, AgentCacheError], None],
+        end: Callable[[Generation, Outcome], None],
     ) -> None:
+        self._requests = requests
         self._scheduler = scheduler
         self._cache = cache
-        self._runner = runner
+        self._device = device
         self._restorer = restorer
         self._trunk = trunk
         self._namespace = namespace
-        self._finish = finish
-        self._fail = fail
+        self._end = end
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         """Admit waiting requests in order, as long as there are places and blocks."""
         while (generation := self._scheduler.next_to_admit()) is not None:
-            busy = bool(self._scheduler.running or self._scheduler.loading)
+            busy = bool(self._requests.running or self._requests.loading)
             try:
                 self._open(generation, busy)
             except OutOfBlocks as error:
                 if busy:
                     self._scheduler.stalled = True
                     return  # others will give blocks back
-                self._fail(generation, _too_large(generation, error))
+                self._end(generation, _too_large(generation, error))
 
     def _open(self, generation: Generation, busy: bool) -> None:
         """Give a waiting request its place in the cache; starts its restore where blocks are on disk only."""
@@ -74,7 +73,7 @@ class Admission:
             self._check_room(generation, prefix)
         in_ram = self._cache.in_ram(prefix)
         generation.sequence = sequence = self._cache.open(root, prefix)
-        self._runner.copy_blocks(sequence.copies)
+        self._device.copy_blocks(sequence.copies)
         if ahead is not None:
             self._trunk.begin(generation, ahead)
         if generation.num_generated == 0:
@@ -93,7 +92,7 @@ class Admission:
 
     def _check_room(self, generation: Generation, prefix: CachedPrefix) -> None:
         """Raise OutOfBlocks if the known tokens of all who are admitted would not fit: one would preempt another."""
-        admitted = (*self._scheduler.running, *self._scheduler.loading)
+        admitted = (*self._requests.running, *self._requests.loading)
         running = [Growth(other.place.tables, len(other.token_ids) + 1) for other in admitted]
         if not has_room(self._cache.slots, running, prefix, len(generation.token_ids) + 1):
             raise OutOfBlocks("running requests need all the blocks there are")
@@ -101,19 +100,19 @@ class Admission:
     def _restored(self, generation: Generation, sequence: Sequence, restored: Restored) -> None:
         if generation.sequence is not sequence:
             return  # cancelled meanwhile
-        self._runner.evaluate()
+        self._device.evaluate()
         generation.restored_bytes += restored.num_bytes
         generation.restore_seconds += restored.seconds
         if not restored.complete:
             # What was wrong is in quarantine; match again and compute the rest.
-            self._give_up_place(generation)
-        self._scheduler.loaded(generation, complete=restored.complete)
+            self.give_up_place(generation)
+        self._requests.move(generation, State.RUNNING if restored.complete else State.WAITING)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def reserve(self, generation: Generation, num_tokens: int) -> bool:
         """Blocks for the next tokens; False if the request has to wait for them or ends for want of them."""
-        while generation in self._scheduler.running:
+        while generation.state is State.RUNNING:
             try:
                 self._cache.reserve(generation.place, generation.in_flight + num_tokens)
                 return True
@@ -126,33 +125,30 @@ class Admission:
     def _out_of_blocks(self, generation: Generation, error: OutOfBlocks) -> None:
         victim = self._scheduler.victim()
         if victim is not None:
-            self._give_up_place(victim)
-            self._scheduler.preempt(victim)
+            self.preempt(victim)
         else:
-            self._end(generation, _too_large(generation, error))
+            self._end_with_what_there_is(generation, _too_large(generation, error))
 
     def give_up(self, generation: Generation) -> None:
         """End a generation of which not even a single token can be computed in the memory that is free."""
         text = f"the machine has not enough free memory to go on behind {generation.num_launched} tokens"
-        self._end(generation, Overloaded(text, code="insufficient_memory"))
+        self._end_with_what_there_is(generation, Overloaded(text, code="insufficient_memory"))
 
-    def _end(self, generation: Generation, error: AgentCacheError) -> None:
-        if generation.num_generated:
-            self._finish(generation, FinishReason.LENGTH)
-        else:
-            self._fail(generation, error)
+    def _end_with_what_there_is(self, generation: Generation, error: AgentCacheError) -> None:
+        self._end(generation, FinishReason.LENGTH if generation.num_generated else error)
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
-    def release(self, generation: Generation) -> None:
-        """Take a generation out of the queues and out of the cache; its blocks are free at once."""
-        self._scheduler.remove(generation)
-        if generation.sequence is not None:
-            self._give_up_place(generation)
+    def preempt(self, generation: Generation) -> None:
+        """A running generation waits again; what it has computed is computed anew, where nobody else needs it too."""
+        self.give_up_place(generation)
+        self._scheduler.preempt(generation)
 
-    def _give_up_place(self, generation: Generation) -> None:
-        self._cache.abandon(generation.place)
-        generation.lose_place()
+    def give_up_place(self, generation: Generation) -> None:
+        """Out of the cache, if it is in it; its blocks are free at once."""
+        if generation.sequence is not None:
+            self._cache.abandon(generation.sequence)
+            generation.lose_place()
 
 
 def _note_cached(generation: Generation, prefix: CachedPrefix) -> None:

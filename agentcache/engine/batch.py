@@ -54,6 +54,7 @@ class Batch:
     """A batch under way.
 
     Args:
+        runner: computes it.
         num_tokens: tokens computed per row.
         context: tokens of the first row before the batch.
         tokens: int32 [B], chosen for every row; None where no row is complete.
@@ -64,6 +65,7 @@ class Batch:
 
     def __init__(
         self,
+        runner: ModelRunner,
         rows: Sequence[BatchRow],
         *,
         num_tokens: int,
@@ -74,6 +76,7 @@ class Batch:
         prompt_scores: Scores | None,
         contended: bool,
     ) -> None:
+        self._runner = runner
         self.rows = rows
         self.num_tokens = num_tokens
         self.context = context
@@ -89,16 +92,16 @@ class Batch:
     def is_chunk(self) -> bool:
         return self.num_tokens > 1
 
-    def start(self, runner: ModelRunner) -> None:
+    def start(self) -> None:
         """Let the device begin."""
         tokens = () if self.tokens is None else (self.tokens,)
         scores = [array for scores in (self._scores, self._prompt_scores) if scores for array in scores.arrays]
         self.started_at = time.perf_counter()
-        runner.start(*tokens, *scores)
+        self._runner.start(*tokens, *scores)
 
-    def wait(self, runner: ModelRunner) -> None:
+    def wait(self) -> None:
         """Wait for the device to be done."""
-        runner.wait()
+        self._runner.wait()
         self.seconds = time.perf_counter() - self.started_at
 
     def results(self) -> Iterator[Result]:
@@ -112,21 +115,17 @@ class Batch:
 
 
 class BatchBuilder:
-    """Makes batches of the scheduler's plans. Owns the samplers of the generations being worked on."""
+    """Makes batches of the scheduler's plans."""
 
     def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet, trunk: Trunk) -> None:
         self._runner = runner
         self._adapters = adapters
         self._trunk = trunk
-        self._samplers: dict[Generation, Sampler] = {}
 
-    def __contains__(self, generation: Generation) -> bool:
-        return generation in self._samplers
-
-    def add(self, generation: Generation) -> None:
+    def prepare(self, generation: Generation) -> None:
         """Get ready to choose tokens for a generation."""
         sampling = generation.request.sampling
-        self._samplers[generation] = Sampler(
+        generation.sampler = Sampler(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -135,10 +134,6 @@ class BatchBuilder:
             logit_bias=sampling.logit_bias,
             seed=sampling.seed,
         )
-
-    def remove(self, generation: Generation) -> None:
-        """No more tokens are to be chosen for it."""
-        del self._samplers[generation]
 
     def build(self, rows: Sequence[Generation], num_tokens: int, before: Batch | None, *, contended: bool) -> Batch:
         """The batch that computes `num_tokens` tokens of each row, whose blocks are reserved; not yet started.
@@ -167,6 +162,7 @@ class BatchBuilder:
         tokens = self._choose(rows, ends, logits[:, -1], inputs[:, -1]) if any(complete) else None
         scored = [i for i, g in enumerate(rows) if complete[i] and g.request.sampling.logprobs is not None]
         batch = Batch(
+            self._runner,
             [BatchRow(g, g.place, done) for g, done in zip(rows, complete, strict=True)],
             num_tokens=num_tokens,
             context=starts[0],
@@ -197,12 +193,14 @@ class BatchBuilder:
 
     def _choose(self, rows: Sequence[Generation], ends: Sequence[int], logits: mx.array, last: mx.array) -> mx.array:
         """A token [B] for every row, behind the `ends` tokens that it then has."""
-        return choose([self._row(g, end) for g, end in zip(rows, ends, strict=True)], logits, last)
+        return choose([_row(g, end) for g, end in zip(rows, ends, strict=True)], logits, last)
 
-    def _row(self, generation: Generation, end: int) -> Row:
-        sampler = self._samplers[generation]
-        recent = generation.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
-        return Row(sampler, recent, position=end - generation.num_prompt_tokens)
+
+def _row(generation: Generation, end: int) -> Row:
+    sampler = generation.sampler
+    assert sampler is not None  # `prepare` has made it
+    recent = generation.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
+    return Row(sampler, recent, position=end - generation.num_prompt_tokens)
 
 
 def _score(

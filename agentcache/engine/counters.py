@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from agentcache.agents.persistence import Persistence
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.engine.batch import Batch
+from agentcache.engine.device import Device, Step
+from agentcache.engine.requests import Requests
 from agentcache.engine.scheduler import Scheduler
-from agentcache.models.runner import ModelRunner
 from agentcache.report import CacheStats
 
 
@@ -25,7 +25,7 @@ class Counters:
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
 
-    def note(self, batch: Batch) -> None:
+    def note(self, batch: Step) -> None:
         """A batch is done."""
         if batch.is_chunk:
             self.prefill_tokens += batch.num_tokens
@@ -38,7 +38,8 @@ class Counters:
 
 def cache_stats(
     cache: PrefixCache,
-    runner: ModelRunner,
+    device: Device,
+    requests: Requests,
     scheduler: Scheduler,
     persistence: Persistence,
     counters: Counters,
@@ -58,11 +59,11 @@ def cache_stats(
         quarantined=store.quarantined,
         written_bytes=store.written_bytes,
         read_bytes=store.read_bytes,
-        computed_tokens=runner.forward_tokens,
+        computed_tokens=device.computed_tokens,
         cached_tokens=counters.cached_tokens,
         save_failures=persistence.save_failures,
-        running=len(scheduler.running),
-        waiting=len(scheduler.waiting) + len(scheduler.loading),
+        running=len(requests.running),
+        waiting=len(requests.waiting) + len(requests.loading),
         preemptions=scheduler.preemptions,
         cancelled=counters.cancelled,
         generated_tokens=counters.generated_tokens,
@@ -71,5 +72,5 @@ def cache_stats(
         decode_seconds=counters.decode_seconds,
         prefill_tokens=counters.prefill_tokens,
         prefill_seconds=counters.prefill_seconds,
-        copied_blocks=runner.copied_blocks,
+        copied_blocks=device.copied_blocks,
     )

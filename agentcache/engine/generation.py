@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
 
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
@@ -13,12 +15,36 @@ from agentcache.blocks.keys import Producer
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.sequence import LaneBlock, Sequence
 from agentcache.engine.output import Output
-from agentcache.errors import BrokenInvariant
+from agentcache.errors import AgentCacheError, BrokenInvariant
 from agentcache.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
 from agentcache.request import Request
 from agentcache.store.manifest import AgentRecord
 
+if TYPE_CHECKING:
+    from agentcache.models.sampler import Sampler
+
 Emit = Callable[[Update | BaseException], None]
+
+
+class State(Enum):
+    """Where in its life a request is: from NEW on one after the other, but that one that loses its place WAITS again.
+
+    Only `Requests.move` changes it. WAITING, LOADING and RUNNING end in FAILED too: refused, cancelled, shut down.
+    """
+
+    NEW = "new"
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    SAVING = "saving"
+    DONE = "done"
+    FAILED = "failed"
+
+
+# How a request ends: with a reason, and its memory is kept; or with an error, and it leaves no trace.
+Outcome = FinishReason | AgentCacheError
+
+LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})
 
 
 @dataclass(eq=False)
@@ -32,7 +58,9 @@ class Generation:
 
     Attributes:
         match: the prompt as tokens, and how it relates to the agent's transcript.
-        emit: gets every update; called on the engine thread.
+        emit: gets every update, the last of which has a report or is an error; called on the engine thread.
+        state: see `State`.
+        sampler: chooses its tokens, once it is queued.
         token_ids: prompt, then what was generated.
         sequence: its place in the cache; None while waiting.
         in_flight: tokens of it that the device is at work on.
@@ -56,6 +84,8 @@ class Generation:
     max_tokens: int
     output: Output
     emit: Emit
+    state: State = State.NEW
+    sampler: Sampler | None = None
     token_ids: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
     finish_reason: FinishReason | None = None

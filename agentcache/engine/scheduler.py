@@ -1,15 +1,16 @@
-"""Who computes how many tokens in the next step: a pure function of the queues, the pace, and what is under way.
+"""Who is admitted next, and who computes how many tokens in the next step.
 
 Plain Python; knows neither tensors, files nor clocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.engine.generation import Generation
+from agentcache.engine.generation import Generation, State
 from agentcache.engine.pace import Pace
+from agentcache.engine.requests import Requests
 
 # Of prompts, the shortest goes first, but a prompt that others went before this often is next.
 _MOST_TIMES_PASSED_OVER = 3
@@ -20,45 +21,47 @@ _BACKGROUND_PATIENCE = 8
 
 
 class Scheduler:
-    """Queues of generations, and the step's plan.
+    """Who is next, and the step's plan.
 
     Args:
-        max_running: generations that are admitted at a time; more wait.
+        requests: those at work; their states are changed here when they are admitted or preempted.
+        max_running: requests that are admitted at a time; more wait.
         pace: how the device's time is shared.
 
     Attributes:
-        waiting: in order of arrival; those that lost their place in the cache come back to theirs.
-        loading: admitted, but blocks are still to come from disk.
-        running: admitted and able to compute.
         stalled: the next one to admit waits for blocks of others.
         contended: whether the last plan lets others wait: a chunk those who decode, or a decode step a chunk whose turn
             it is.
         preemptions: counts them.
     """
 
-    def __init__(self, *, max_running: int, pace: Pace) -> None:
+    def __init__(self, requests: Requests, *, max_running: int, pace: Pace) -> None:
+        self._requests = requests
         self._max_running = max_running
         self._chunk_under_way = False
         self._decode_steps = 0
         self.pace = pace
-        self.waiting: list[Generation] = []
-        self.loading: list[Generation] = []
-        self.running: list[Generation] = []
         self.stalled = False
         self.contended = False
         self.preemptions = 0
 
-    def __iter__(self) -> Iterator[Generation]:
-        yield from (*self.running, *self.loading, *self.waiting)
+    @property
+    def waiting(self) -> Sequence[Generation]:
+        return self._requests.waiting
+
+    @property
+    def loading(self) -> Sequence[Generation]:
+        return self._requests.loading
+
+    @property
+    def running(self) -> Sequence[Generation]:
+        return self._requests.running
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or (self.next_to_admit() and not (self.stalled and self.loading)))
 
     # -- queues -------------------------------------------------------------------------------------------------------
-
-    def add(self, generation: Generation) -> None:
-        self.waiting.append(generation)
 
     def next_to_admit(self) -> Generation | None:
         """The request that is to be admitted next; None if none waits or there is no place for it.
@@ -73,23 +76,10 @@ class Scheduler:
         return first if free > kept_free else None
 
     def admit(self, generation: Generation, *, loading: bool) -> None:
-        """Take a request out of the queue; what was there before it has been passed over."""
-        self.waiting.remove(generation)
-        (self.loading if loading else self.running).append(generation)
+        """It has a place in the cache; who was there before it has been passed over."""
+        self._requests.move(generation, State.LOADING if loading else State.RUNNING)
         _pass_over(other for other in self.waiting if other.submitted_at < generation.submitted_at)
         generation.passed_over = 0
-        self.stalled = False
-
-    def loaded(self, generation: Generation, *, complete: bool) -> None:
-        """The blocks of a request have come from disk, or not all of them: then it has to be admitted again."""
-        self.loading.remove(generation)
-        (self.running if complete else self.waiting).append(generation)
-
-    def remove(self, generation: Generation) -> None:
-        """Forget a generation, wherever it is."""
-        for queue in (self.waiting, self.loading, self.running):
-            if generation in queue:
-                queue.remove(generation)
         self.stalled = False
 
     def victim(self) -> Generation | None:
@@ -101,8 +91,7 @@ class Scheduler:
 
     def preempt(self, generation: Generation) -> None:
         """Back to the queue. It has paid for its background: from now on it is one like any other."""
-        self.running.remove(generation)
-        self.waiting.append(generation)
+        self._requests.move(generation, State.WAITING)
         generation.background = False
         self.preemptions += 1
 
@@ -199,7 +188,7 @@ def _prompt_rank(prompt: Generation) -> tuple[int, bool, int, float]:
     return -overdue, prompt.background, prompt.num_to_launch, prompt.submitted_at
 
 
-def _pass_over(generations: Iterator[Generation] | Sequence[Generation]) -> None:
+def _pass_over(generations: Iterable[Generation]) -> None:
     for generation in generations:
         generation.passed_over += 1
         generation.background &= generation.passed_over < _BACKGROUND_PATIENCE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from agentcache.agents.persistence import Persistence
@@ -13,7 +13,8 @@ from agentcache.blocks.lanes import agreed_tokens
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
-from agentcache.engine.generation import Generation, make_report
+from agentcache.engine.generation import Generation, State, make_report
+from agentcache.engine.requests import Requests
 from agentcache.models.sampler import TokenScore
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.report import FinishReason, TokenLogprob, Update
@@ -21,11 +22,7 @@ from agentcache.store.manifest import AgentRecord
 
 
 class Turns:
-    """Begins and ends the turns of requests, with and without an agent.
-
-    Args:
-        finished: told of a generation that computes nothing more; its last update may still be to come.
-    """
+    """Begins and ends the turns of requests, with and without an agent."""
 
     def __init__(
         self,
@@ -33,14 +30,13 @@ class Turns:
         tokenizer: Tokenizer,
         agents: AgentTable,
         persistence: Persistence,
-        finished: Callable[[Generation], None],
+        requests: Requests,
     ) -> None:
         self._cache = cache
         self._tokenizer = tokenizer
         self._agents = agents
         self._persistence = persistence
-        self._finished = finished
-        self.ending: set[Generation] = set()
+        self._requests = requests
 
     def begin(self, generation: Generation) -> None:
         """Settle which lineage the turn will be, and what of the prompt is the agent's own. Raises Conflict.
@@ -76,8 +72,8 @@ class Turns:
         self._set_idle(generation)
         self._persistence.release(generation.saved_early)
 
-    def take(self, generation: Generation, token: int, score: TokenScore | None) -> None:
-        """A row's known tokens are all computed: take the chosen one, or end.
+    def take(self, generation: Generation, token: int, score: TokenScore | None) -> FinishReason | None:
+        """A row's known tokens are all computed: take the chosen one. Why the request ends here, if it does.
 
         Args:
             score: its log probability, where the request wants it.
@@ -86,13 +82,12 @@ class Turns:
             generation.first_token_at = time.perf_counter()
             self._announce(generation)
         if generation.max_tokens == 0:
-            self.finish(generation, FinishReason.LENGTH)
-        elif token in self._tokenizer.eos_ids and not generation.request.sampling.ignore_eos:
-            self.finish(generation, FinishReason.STOP)
-        else:
-            self._add(generation, token, score)
+            return FinishReason.LENGTH
+        if token in self._tokenizer.eos_ids and not generation.request.sampling.ignore_eos:
+            return FinishReason.STOP
+        return self._add(generation, token, score)
 
-    def _add(self, generation: Generation, token: int, score: TokenScore | None) -> None:
+    def _add(self, generation: Generation, token: int, score: TokenScore | None) -> FinishReason | None:
         generation.token_ids.append(token)
         text = generation.output.add(token)
         logprobs: tuple[TokenLogprob, ...] = ()
@@ -101,9 +96,8 @@ class Turns:
             logprobs = (self._logprob(token, score, count, shown=shown),)
         generation.emit(Update(text=text, token_ids=(token,), logprobs=logprobs))
         if generation.output.stopped:
-            self.finish(generation, FinishReason.STOP)
-        elif generation.num_generated >= generation.max_tokens:
-            self.finish(generation, FinishReason.LENGTH)
+            return FinishReason.STOP
+        return FinishReason.LENGTH if generation.num_generated >= generation.max_tokens else None
 
     def _announce(self, generation: Generation) -> None:
         prompt = tuple(generation.token_ids[: generation.num_prompt_tokens])
@@ -124,14 +118,11 @@ class Turns:
         top = tuple((i, data(i), value) for i, value in score.top[:count])
         return TokenLogprob(token, data(token), score.logprob, top, shown)
 
-    def finish(self, generation: Generation, reason: FinishReason) -> None:
-        """End a generation: show the rest of its text, keep its memory, report when that is safe."""
-        generation.finish_reason = reason
+    def finish(self, generation: Generation) -> None:
+        """Show the rest of a generation's text, keep its memory, report when that is safe."""
         rest = generation.output.finish()
         if rest:
             generation.emit(Update(text=rest))
-        self.ending.add(generation)
-        self._finished(generation)
         transcript = self._transcript(generation)
         if generation.request.agent is None:
             self._cache.close(generation.place, min(generation.num_computed, len(transcript)))
@@ -166,7 +157,7 @@ class Turns:
 
     def _end(self, generation: Generation, saved: Saved | None) -> None:
         """The last update, when the turn is safe on disk or known not to be."""
-        self.ending.discard(generation)
+        self._requests.move(generation, State.DONE)
         self._set_idle(generation)
         if generation.record is not None:
             self._persistence.keep_bound(generation.record)

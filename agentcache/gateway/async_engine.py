@@ -19,8 +19,9 @@ from agentcache.agents.saved import Saved
 from agentcache.config import Config
 from agentcache.engine.engine import Engine
 from agentcache.engine.generation import Generation
+from agentcache.engine.open import open_engine
 from agentcache.engine.output import Output
-from agentcache.errors import AgentCacheError, Conflict, EngineStopped, Overloaded, StoreError
+from agentcache.errors import Conflict, EngineStopped, Overloaded, StoreError
 from agentcache.gateway.adapter_loader import AdapterLoader
 from agentcache.gateway.agent_turns import AgentTurns, Claim, Turn
 from agentcache.gateway.engine_thread import EngineThread, Receive, shutting_down
@@ -60,7 +61,7 @@ class AsyncEngine:
     def __init__(self, config: Config, *, warm_up: bool = False) -> None:
         self.config = config
         self._warm_up = warm_up
-        self._thread = EngineThread(lambda post: Engine(config, _model_path(config), post))
+        self._thread = EngineThread(lambda post: open_engine(config, _model_path(config), post, warm=warm_up))
         self._workers = PromptWorkers()
         self._turns = AgentTurns()
         self._active = 0
@@ -75,7 +76,6 @@ class AsyncEngine:
         await self._thread.start()
         if self._warm_up:
             await asyncio.to_thread(self._thread.alive().loaded.tokenizer.start)
-            await self._call(Engine.warm_up)
         self._model = _describe(self._thread.alive(), self.config)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
         try:
@@ -184,7 +184,7 @@ class AsyncEngine:
             if generation is None:
                 receiver.settle()
             elif not receiver.settled.done():
-                self._thread.post(partial(self._leave, engine, generation, receiver))
+                self._thread.post(partial(self._leave, engine, generation))
 
     async def _take_turn(self, request: Request, turn: Turn) -> tuple[PlainPrompt, Claim]:
         """The prompt, and what it goes on from when its turn has come."""
@@ -204,11 +204,10 @@ class AsyncEngine:
         goes_on = found is not None and prompt.goes_on_from(found.transcript)
         return Claim(found.name if found is not None and goes_on else None, prompt, found=found)
 
-    def _leave(self, engine: Engine, generation: Generation, receiver: Receiver) -> None:
-        """On the engine's thread: whatever is not being saved by now is over."""
+    def _leave(self, engine: Engine, generation: Generation) -> None:
+        """On the engine's thread: whatever is not being saved by now is over, and who comes next may begin."""
         engine.cancel(generation)
-        if generation not in engine.turns.ending:
-            self._thread.call_back(receiver.settle)
+        self._thread.hand_over()
 
     def _submit(
         self,
@@ -234,14 +233,7 @@ class AsyncEngine:
             adapter=use,
             producer=None if use is None else use.producer,
         )
-
-        def add() -> None:
-            try:
-                engine.add(generation)
-            except AgentCacheError as error:
-                generation.emit(error)
-
-        self._thread.post(add)
+        self._thread.post(partial(engine.add, generation))
         return generation
 
     @staticmethod

@@ -96,7 +96,7 @@ class EngineThread:
         try:
             self._close(engine)
         finally:
-            self._hand_over()
+            self.hand_over()
             self._loop.call_soon_threadsafe(self._tell_waiters, end)
 
     def _serve(self, engine: Engine) -> None:
@@ -106,15 +106,15 @@ class EngineThread:
                 self._inbox.get()()
             if engine.has_work:
                 engine.step()
-            self._hand_over()
+            self.hand_over()
 
     def _close(self, engine: Engine) -> None:
         """Have turns that are being saved become safe, and what nobody names deleted; then give the folder back."""
         try:
-            self._hand_over()
+            self.hand_over()
             while engine.is_writing:
                 self._inbox.get()()
-                self._hand_over()
+                self.hand_over()
         finally:
             engine.close()
             self._drain()
@@ -165,7 +165,8 @@ class EngineThread:
         """
         self._outbox.append((receive, update))
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
+        """Let go of what was sent by now, not only at the step's end. On the engine's thread only."""
         if self._outbox:
             updates, self._outbox = self._outbox, []
             self._loop.call_soon_threadsafe(_hand_out, updates)
@@ -184,11 +185,6 @@ class EngineThread:
     def _tell_waiters(self, end: BaseException) -> None:
         for tell in list(self._waiters):
             tell(end)
-
-    def call_back(self, function: Callable[[], None]) -> None:
-        """Run `function` on the event loop soon, not before what was sent to it by now. On the engine's thread only."""
-        self._hand_over()
-        self._loop.call_soon_threadsafe(function)
 
     def _deliver(self, future: asyncio.Future[Any], result: Any = None, error: BaseException | None = None) -> None:
         def settle() -> None:

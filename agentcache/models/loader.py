@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import _download, get_total_parameters, load_model, maybe_set_recommended_wired_limit
 
+from agentcache.blocks.keys import Namespace
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.fingerprint import model_fingerprint
@@ -50,6 +51,10 @@ class LoadedModel:
     path: Path
     config: dict[str, Any]
     max_context: int
+
+    def namespace(self, salt: str) -> Namespace:
+        """Where the blocks of this model and `salt` have their names."""
+        return Namespace(self.fingerprint, self.spec.digest, salt)
 
     @property
     def num_parameters(self) -> int:

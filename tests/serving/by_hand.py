@@ -15,6 +15,7 @@ from agentcache.blocks.keys import Producer
 from agentcache.config import Config
 from agentcache.engine.engine import Engine
 from agentcache.engine.generation import Generation
+from agentcache.engine.open import open_engine
 from agentcache.engine.output import Output
 from agentcache.gateway.prepare import choose_lineage, held_by, match, read_prompt
 from agentcache.report import Report, Update
@@ -112,7 +113,7 @@ def by_hand(model: Path, cache_dir: Path, **settings: Any) -> Iterator[ByHand]:
     values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
     posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     with proving_once(model):
-        engine = Engine(Config(cache_dir=cache_dir, **values), str(model), posted.put)
+        engine = open_engine(Config(cache_dir=cache_dir, **values), str(model), posted.put)
     hand = ByHand(engine, posted)
     try:
         yield hand

@@ -1,26 +1,31 @@
-"""The engine's way with real queues, pace, admission and cache, on a device that is only a formula and a clock."""
+"""The engine that ships, on a device that is only a formula and a clock."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from agentcache.agents.restore import Restored
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import Match, PromptMatch
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import Copy
 from agentcache.blocks.transcript import Transcript
-from agentcache.engine.admission import Admission
-from agentcache.engine.generation import Generation
+from agentcache.engine.batch import BatchRow, Result
+from agentcache.engine.engine import Engine, Parts
+from agentcache.engine.generation import Emit, Generation
 from agentcache.engine.output import Output
 from agentcache.engine.pace import Pace, idle_chunk
+from agentcache.engine.requests import Requests
 from agentcache.engine.scheduler import Scheduler
-from agentcache.errors import AgentCacheError
+from agentcache.engine.trunk import Trunk
+from agentcache.engine.turns import Turns
+from agentcache.errors import AgentCacheError, RequestCancelled
 from agentcache.models.text.detokenizer import Detokenizer
-from agentcache.report import FinishReason
+from agentcache.models.text.marks import MarkedEnds
+from agentcache.report import Update
 from agentcache.request import Priority, Request, TokenPrompt
 
 MAX_STALL = 0.1
@@ -70,19 +75,14 @@ class Client:
         return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What the device is at work on."""
-
-    rows: list[tuple[Generation, Sequence]]
-    num_tokens: int
-    context: int
-    contended: bool
-    seconds: float
-
-
 def make_generation(
-    num_tokens: int, token: int = 1, *, submitted_at: float = 0.0, wanted: int = 1, priority: Priority | None = None
+    num_tokens: int,
+    token: int = 1,
+    *,
+    submitted_at: float = 0.0,
+    wanted: int = 1,
+    priority: Priority | None = None,
+    emit: Emit = lambda update: None,
 ) -> Generation:
     """A request for `wanted` tokens behind a prompt of `num_tokens` equal ones."""
     ids = array("I", [token] * num_tokens)
@@ -92,13 +92,106 @@ def make_generation(
         match=PromptMatch(Match.NEW, transcript, 0),
         max_tokens=wanted,
         output=Output(Detokenizer(lambda token: b"", set())),
-        emit=lambda update: None,
+        emit=emit,
         submitted_at=submitted_at,
     )
 
 
+class Computed:
+    """A step of the simulated device: it takes its time, and every row says its first token again."""
+
+    def __init__(self, simulation: Simulation, rows: list[BatchRow], num_tokens: int, *, contended: bool) -> None:
+        self.rows = rows
+        self.num_tokens = num_tokens
+        self.context = rows[0].generation.num_launched
+        self.contended = contended
+        self.is_chunk = num_tokens > 1
+        costs = simulation.costs
+        self.seconds = costs.prefill(num_tokens, self.context) if self.is_chunk else costs.decode(len(rows))
+        self._simulation = simulation
+
+    def start(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        self._simulation.spend(self)
+
+    def results(self) -> Iterator[Result]:
+        for row in self.rows:
+            if not row.sequence.closed:
+                self._simulation.note_progress(row.generation, self.num_tokens)
+                yield Result(row, row.generation.token_ids[0] if row.is_complete else None, None, [])
+
+
+class FormulaDevice:
+    """What an engine has computed takes as long as `Costs` say, and nothing is computed."""
+
+    computed_tokens = copied_blocks = 0
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:
+        return plan
+
+    def prepare(self, generation: Generation) -> None:
+        pass
+
+    def build(self, rows: Rows[Generation], num_tokens: int, before: object, *, contended: bool) -> Computed:
+        assert num_tokens == 1 or len(rows) == 1
+        self._simulation.lookahead_rows += sum(generation.in_flight for generation in rows)
+        made = [BatchRow(g, g.place, g.num_to_launch <= num_tokens) for g in rows]
+        step = Computed(self._simulation, made, num_tokens, contended=contended)
+        for generation in rows:
+            generation.in_flight += num_tokens
+        return step
+
+    def copy_blocks(self, copies: Iterable[Copy]) -> None:
+        pass
+
+    def evaluate(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def release_buffers(self) -> None:
+        pass
+
+
+def _restore(sequence: object, done: object) -> None:
+    raise AssertionError("nothing is on disk")
+
+
+def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pace) -> Parts:
+    """An engine's, without a model, adapters or a disk."""
+    requests = Requests()
+    tokenizer: Any = SimpleNamespace(
+        eos_ids=frozenset(), control_ids=frozenset(), marked_ends=lambda text, ends: MarkedEnds(text, list(ends))
+    )
+    persistence: Any = SimpleNamespace(release=lambda blocks: None)
+    adapters: Any = SimpleNamespace(cut=lambda use: 0, cuts=[])
+    loaded: Any = SimpleNamespace(namespace=lambda salt: SimpleNamespace(root="root"))
+    none: Any = None
+    return Parts(
+        loaded=loaded,
+        cache=cache,
+        device=device,
+        requests=requests,
+        scheduler=Scheduler(requests, max_running=max_running, pace=pace),
+        turns=Turns(cache, tokenizer, none, persistence, requests),
+        agents=none,
+        memory=none,
+        persistence=persistence,
+        restorer=SimpleNamespace(restore=_restore),  # type: ignore[arg-type]
+        adapters=adapters,
+        trunk=Trunk(cache, adapters, 0),
+        ram_budget=0,
+    )
+
+
 class Simulation:
-    """Steps like `Engine.step`, with one batch built while the one before is under way.
+    """The engine that ships, on a device that is a formula and a clock.
 
     Args:
         check_integrity: of the cache, after every step.
@@ -106,6 +199,7 @@ class Simulation:
     Attributes:
         now: seconds.
         decoding_seconds, prefilling_seconds: how long the device did either while both were wanted.
+        lookahead_rows: rows that were built while the device was at work on them.
     """
 
     def __init__(
@@ -121,24 +215,17 @@ class Simulation:
         self.cache = PrefixCache([FullGroup()], num_blocks)
         idle = idle_chunk(256, max_stall=MAX_STALL, token_seconds=self.costs.chunk_token)
         pace = Pace(max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0)
-        self.scheduler = Scheduler(max_running=max_running, pace=pace)
-        self.admission = Admission(
-            self.scheduler,
-            self.cache,
-            SimpleNamespace(copy_blocks=lambda copies: None, evaluate=lambda: None),  # type: ignore[arg-type]
-            SimpleNamespace(restore=self._restore),  # type: ignore[arg-type]
-            SimpleNamespace(match=lambda *arguments: None),  # type: ignore[arg-type]
-            lambda salt: SimpleNamespace(root="root"),  # type: ignore[arg-type, return-value]
-            finish=self._finish,
-            fail=self._fail,
-        )
+        self.engine = Engine(_parts(FormulaDevice(self), self.cache, max_running, pace))
         self.now = 0.0
         self.clients: dict[Generation, Client] = {}
         self.decoding_seconds = self.prefilling_seconds = 0.0
         self.lookahead_rows = 0
         self._check_integrity = check_integrity
-        self._batch: Batch | None = None
         self._tokens = iter(range(1, 10**9))
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine.scheduler
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -146,86 +233,56 @@ class Simulation:
         self, num_tokens: int, wanted: int, priority: Priority | None = None, token: int | None = None
     ) -> Client:
         token = next(self._tokens) if token is None else token
-        generation = make_generation(num_tokens, token, submitted_at=self.now, wanted=wanted, priority=priority)
+        generation = make_generation(
+            num_tokens,
+            token,
+            submitted_at=self.now,
+            wanted=wanted,
+            priority=priority,
+            emit=lambda update: self._take(client, update),
+        )
         client = self.clients[generation] = Client(generation, wanted, self.now)
-        self.scheduler.add(generation)
+        self.engine.add(generation)
         return client
 
     def cancel(self, client: Client) -> None:
-        self.admission.release(client.generation)
         del self.clients[client.generation]
+        self.engine.cancel(client.generation)
 
-    def _finish(self, generation: Generation, reason: FinishReason) -> None:
-        self.cache.close(generation.place)
-        self.scheduler.remove(generation)
-        self.clients[generation].done_at = self.now
-
-    def _fail(self, generation: Generation, error: AgentCacheError) -> None:
-        self.admission.release(generation)
-        self.clients[generation].failed = error
-
-    def _restore(self, sequence: Sequence, done: Callable[[Restored], None]) -> None:
-        raise AssertionError("nothing is on disk")
+    def _take(self, client: Client, update: Update | BaseException) -> None:
+        if isinstance(update, RequestCancelled):
+            return  # nobody is there any more
+        if isinstance(update, AgentCacheError):
+            client.failed = update
+        elif isinstance(update, BaseException):
+            raise update
+        elif update.token_ids:
+            client.token_times.append(self.now)
+        elif update.report is not None:
+            client.done_at = self.now
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return self._batch is not None or self.scheduler.has_work
+        return self.engine.has_work
 
     def step(self) -> None:
-        self.admission.admit()
-        following = self._build(self.scheduler.schedule())
-        done, self._batch = self._batch, following
-        if done is not None:
-            self._settle(done)
+        self.engine.step()
         if self._check_integrity:
-            self.cache.check_integrity()
+            self.engine.check_integrity()
 
-    def _build(self, plan: dict[Generation, int]) -> Batch | None:
-        ready = [generation for generation, count in plan.items() if self.admission.reserve(generation, count)]
-        rows = [generation for generation in ready if generation in self.scheduler.running]
-        if not rows:
-            return None
-        num_tokens, context = plan[rows[0]], rows[0].num_launched
-        assert num_tokens == 1 or len(rows) == 1
-        seconds = self.costs.decode(len(rows)) if num_tokens == 1 else self.costs.prefill(num_tokens, context)
-        contended = self.scheduler.contended
-        self.lookahead_rows += sum(generation.in_flight for generation in rows)
-        for generation in rows:
-            generation.in_flight += num_tokens
-        return Batch([(g, g.place) for g in rows], num_tokens, context, contended, seconds)
+    def spend(self, step: Computed) -> None:
+        """The device is done with a step."""
+        self.now += step.seconds
+        if step.is_chunk and step.contended:
+            self.prefilling_seconds += step.seconds
+        elif not step.is_chunk and any(not generation.num_generated for generation in self.scheduler.running):
+            self.decoding_seconds += step.seconds
 
-    def _settle(self, batch: Batch) -> None:
-        self.now += batch.seconds
-        self._note_time(batch)
-        for generation, sequence in batch.rows:
-            if not sequence.closed:
-                self._take(generation, batch.num_tokens)
-
-    def _note_time(self, batch: Batch) -> None:
-        pace = self.scheduler.pace
-        if batch.num_tokens > 1:
-            pace.chunk_took(batch.seconds, batch.num_tokens, batch.context, contended=batch.contended)
-        else:
-            pace.step_took(batch.seconds, contended=batch.contended)
-        if batch.num_tokens > 1 and batch.contended:
-            self.prefilling_seconds += batch.seconds
-        elif batch.num_tokens == 1 and any(not generation.num_generated for generation in self.scheduler.running):
-            self.decoding_seconds += batch.seconds
-
-    def _take(self, generation: Generation, num_tokens: int) -> None:
-        client, start = self.clients[generation], generation.num_computed
-        generation.in_flight -= num_tokens
-        self.cache.advance(generation.place, generation.token_ids[start : start + num_tokens])
+    def note_progress(self, generation: Generation, num_tokens: int) -> None:
         if num_tokens > 1:
-            client.chunk_times.append(self.now)
-        if generation.num_to_launch > 0 or generation.num_computed < len(generation.token_ids):
-            return
-        generation.token_ids.append(generation.token_ids[0])
-        client.token_times.append(self.now)
-        if generation.num_generated >= client.wanted:
-            self._finish(generation, FinishReason.LENGTH)
+            self.clients[generation].chunk_times.append(self.now)
 
     def run(self, seconds: float = 1e9, arrivals: Iterable[tuple[float, Callable[[], Any]]] = ()) -> None:
         """Step until `seconds` have passed or nothing is left to do; `arrivals` happen at their times."""

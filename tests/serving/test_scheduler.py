@@ -7,8 +7,9 @@ from array import array
 import pytest
 
 from agentcache.blocks.sequence import Sequence
-from agentcache.engine.generation import Generation
+from agentcache.engine.generation import Generation, State
 from agentcache.engine.pace import SMALLEST_CHUNK, Pace
+from agentcache.engine.requests import Requests
 from agentcache.engine.scheduler import Scheduler
 from agentcache.request import Priority, Request, SamplingParams, TokenPrompt
 from tests.serving.simulation import MAX_STALL, make_generation
@@ -19,12 +20,12 @@ INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
 def make_scheduler(max_running: int = 4, chunk: int = 256, tokens_per_second: float = 1e6) -> Scheduler:
     pace = Pace(max_stall=MAX_STALL, decode_share=0.5, chunk=chunk, idle_chunk=1024, token_seconds=1.0)
     pace.chunk_took(100 / tokens_per_second, 100, 0, contended=False)
-    return Scheduler(max_running=max_running, pace=pace)
+    return Scheduler(Requests(), max_running=max_running, pace=pace)
 
 
 def admit(scheduler: Scheduler, generation: Generation, cached: int = 0) -> Generation:
     generation.sequence = Sequence("root", None, array("I", generation.token_ids[:cached]), [], [])
-    scheduler.add(generation)
+    scheduler._requests.move(generation, State.WAITING)
     scheduler.admit(generation, loading=False)
     return generation
 
@@ -127,7 +128,7 @@ def test_first_tokens_go_before_a_long_prompt_but_not_where_a_short_one_waits_be
     assert scheduler.contended
     warm = admit(scheduler, make_generation(64, priority=BACKGROUND))
     assert scheduler.schedule() == {beginner: 1}, "what is done in the background can wait"
-    scheduler.remove(warm)
+    scheduler._requests.move(warm, State.FAILED)
     admit(scheduler, make_generation(64))
     assert list(scheduler.schedule()) == [long]
 
@@ -137,7 +138,7 @@ def test_first_tokens_go_before_a_long_prompt_but_not_where_a_short_one_waits_be
 
 def queued(scheduler: Scheduler, submitted_at: float, priority: Priority = INTERACTIVE) -> Generation:
     generation = make_generation(10, submitted_at=submitted_at, priority=priority)
-    scheduler.add(generation)
+    scheduler._requests.move(generation, State.WAITING)
     return generation
 
 

@@ -1,0 +1,98 @@
+"""Who computes what the engine decides: the seam between it and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from agentcache.blocks.sequence import Copy
+from agentcache.engine.batch import Batch, BatchBuilder, BatchRow, Result
+from agentcache.engine.generation import Generation
+from agentcache.engine.guard import MemoryGuard
+from agentcache.models.runner import ModelRunner
+
+
+class Step(Protocol):
+    """What the device computes at a time; see `Batch`."""
+
+    @property
+    def rows(self) -> Sequence[BatchRow]: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def contended(self) -> bool: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def is_chunk(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def results(self) -> Iterator[Result]: ...
+
+
+class Device(Protocol):
+    """`MlxDevice` is the real one; a simulation's is a formula and a clock. Belongs to the engine thread."""
+
+    @property
+    def computed_tokens(self) -> int: ...
+
+    @property
+    def copied_blocks(self) -> int: ...
+
+    def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:
+        """As much of a plan (tokens by generation) as memory holds."""
+
+    def prepare(self, generation: Generation) -> None:
+        """Get ready to choose tokens for a generation."""
+
+    def build(self, rows: Sequence[Generation], num_tokens: int, before: Step | None, *, contended: bool) -> Step:
+        """The step that computes `num_tokens` tokens of each row, behind the one under way; not yet started."""
+
+    def copy_blocks(self, copies: Iterable[Copy]) -> None:
+        """Before anything that is built later reads them."""
+
+    def evaluate(self) -> None:
+        """Return when every write into the cache is done."""
+
+    def wait(self) -> None:
+        """Return when what was started last is done."""
+
+    def release_buffers(self) -> None:
+        """Give temporaries of a large step back."""
+
+
+class MlxDevice:
+    """MLX's default device, with one model on it."""
+
+    def __init__(self, runner: ModelRunner, builder: BatchBuilder, guard: MemoryGuard) -> None:
+        self.guard = guard
+        self._runner = runner
+        self._builder = builder
+        self.limit = guard.limit
+        self.prepare = builder.prepare
+        self.copy_blocks = runner.copy_blocks
+        self.evaluate = runner.evaluate
+        self.wait = runner.wait
+        self.release_buffers = runner.release_buffers
+
+    @property
+    def computed_tokens(self) -> int:
+        return self._runner.forward_tokens
+
+    @property
+    def copied_blocks(self) -> int:
+        return self._runner.copied_blocks
+
+    def build(self, rows: Sequence[Generation], num_tokens: int, before: Step | None, *, contended: bool) -> Batch:
+        assert before is None or isinstance(before, Batch)  # it came from here
+        return self._builder.build(rows, num_tokens, before, contended=contended)

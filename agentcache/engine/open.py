@@ -1,0 +1,115 @@
+"""Opens an engine on a model folder and a cache folder: its parts, and how they are put together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from agentcache.adapters.weights import AdapterWeightSet
+from agentcache.agents.memory import AgentMemory
+from agentcache.agents.persistence import Persistence
+from agentcache.agents.restore import Restorer
+from agentcache.agents.table import AgentTable
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.config import Config
+from agentcache.engine.batch import BatchBuilder
+from agentcache.engine.device import MlxDevice
+from agentcache.engine.engine import Engine, Parts
+from agentcache.engine.guard import MemoryGuard
+from agentcache.engine.pace import Pace, idle_chunk
+from agentcache.engine.requests import Requests
+from agentcache.engine.scheduler import Scheduler
+from agentcache.engine.trunk import Trunk
+from agentcache.engine.turns import Turns
+from agentcache.engine.warm_up import warm_up
+from agentcache.errors import ConfigError
+from agentcache.models.allocator import keep_freed_memory
+from agentcache.models.footprint import Footprint
+from agentcache.models.loader import LoadedModel, load
+from agentcache.models.runner import ModelRunner
+from agentcache.store.store import Store
+
+_PREALLOCATED_BYTES = 32 << 20
+# Of prefilling, until it has been measured: slow machines of their kind.
+_CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS = 50e9, 2e12, 50e12
+
+
+def open_engine(
+    config: Config, model_path: str, post: Callable[[Callable[[], None]], None], *, warm: bool = False
+) -> Engine:
+    """Load the model and open the cache folder, on the thread that is to run the engine.
+
+    Args:
+        config: the settings.
+        model_path: folder or hub id.
+        post: runs a function on this thread soon; callable from any thread.
+        warm: whether the first request is to find a process that has computed something before.
+
+    Raises:
+        UnsupportedModel, CacheFolderInUse, ConfigError, StoreError: it cannot start.
+    """
+    keep_freed_memory()
+    memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
+    loaded = load(model_path, memo=memo, max_context=config.max_context)
+    cache = PrefixCache(loaded.spec.groups, config.ram_budget)
+    if config.ram_budget < cache.slots.min_ram_budget:
+        raise ConfigError(f"ram_budget must be at least {cache.slots.min_ram_budget} bytes for this model")
+    runner = ModelRunner(loaded, cache.slots.pools)
+    store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
+    agents = AgentTable(loaded.fingerprint, store.load_agents())
+    persistence = Persistence(cache, runner, store, agents, loaded.namespace, post, config.max_lineages)
+    restorer = Restorer(cache, runner, store, post)
+    persistence.index()
+    cache.slots.preallocate(min(config.ram_budget // 8, _PREALLOCATED_BYTES))
+    runner.fit()
+    adapters = AdapterWeightSet(loaded, runner, cache.slots)
+    trunk = Trunk(cache, adapters, config.trunk_budget // loaded.trunk.block_bytes() if config.trunk_budget else 0)
+    if warm:
+        warm_up(cache, runner, restorer, loaded.max_context)
+    guard = MemoryGuard(Footprint.of(loaded.spec, loaded.config))
+    requests = Requests()
+    return Engine(
+        Parts(
+            loaded=loaded,
+            cache=cache,
+            device=MlxDevice(runner, BatchBuilder(runner, adapters, trunk), guard),
+            requests=requests,
+            scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=_pace(config, loaded)),
+            turns=Turns(cache, loaded.tokenizer, agents, persistence, requests),
+            agents=agents,
+            memory=AgentMemory(cache, runner, agents, persistence, restorer, loaded.namespace),
+            persistence=persistence,
+            restorer=restorer,
+            adapters=adapters,
+            trunk=trunk,
+            ram_budget=config.ram_budget,
+        )
+    )
+
+
+def _pace(config: Config, loaded: LoadedModel) -> Pace:
+    max_stall, token_seconds = config.max_stall_ms / 1e3, 2 * loaded.num_parameters / _assumed_flops()
+    return Pace(
+        max_stall=max_stall,
+        decode_share=config.decode_share,
+        chunk=config.prefill_chunk,
+        idle_chunk=_idle_chunk(loaded, config.prefill_chunk, max_stall, token_seconds),
+        token_seconds=token_seconds,
+    )
+
+
+def _idle_chunk(loaded: LoadedModel, chunk: int, max_stall: float, token_seconds: float) -> int:
+    windowed = any(group.window is not None for group in loaded.spec.groups)
+    # A larger chunk would hold more of a window's blocks at once than the window needs. And on a CPU it only costs
+    # time: without fused attention the scores of all its tokens are computed, also those that are masked.
+    if windowed or mx.default_device() == mx.cpu:
+        return chunk
+    return idle_chunk(chunk, max_stall=max_stall, token_seconds=token_seconds)
+
+
+def _assumed_flops() -> float:
+    if mx.default_device() == mx.cpu:
+        return _CPU_FLOPS
+    return _CUDA_FLOPS if mx.cuda.is_available() else _METAL_FLOPS
