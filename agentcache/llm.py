@@ -141,7 +141,7 @@ class LLM:
         invocation_start: int | None = None,
         invocation_optional: bool = False,
     ) -> Completion:
-        """Continue raw text or token ids; `serving.request.Request` describes the options. Raises RequestError."""
+        """Continue raw text or token ids; `agentcache.request.Request` describes the options. Raises RequestError."""
         wrapped = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(list(prompt))
         return self._complete(
             wrapped,
@@ -167,10 +167,10 @@ class LLM:
         policy: Policy | str | None = None,
         invocation_optional: bool = False,
         tools: list[dict[str, Any]] | None = None,
-        **template_kwargs: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Completion:
-        """Answer messages through the model's chat template; raises RequestError."""
-        prompt = ChatPrompt(messages, tools, template_kwargs)
+        """Answer messages through the model's chat template, which gets `chat_template_kwargs`; raises RequestError."""
+        prompt = ChatPrompt(messages, tools, dict(chat_template_kwargs or {}))
         return self._complete(
             prompt,
             sampling,

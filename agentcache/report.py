@@ -50,11 +50,11 @@ def readable(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """Prompt tokens that were not computed, by where their cache came from."""
+    """Prompt tokens that were not computed, by where their cache came from; None where there is no such cache."""
 
     own: int = 0
     shared: int = 0
-    residual: int = 0
+    residual: int | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class CacheStats:
     computed_tokens: int
     cached_tokens: int
     save_failures: int
-    residual_ram_bytes: int = 0
+    residual_ram_bytes: int | None = None  # there is no such cache
     adapter_ram_bytes: int = 0
     trunk_ram_bytes: int = 0
     running: int = 0

@@ -58,7 +58,6 @@ def _metrics_of(stats: CacheStats) -> Iterator[Metric]:
         yield CounterMetricFamily(f"agentcache_{name}", what, value=getattr(stats, field))
     ram = {
         "base": stats.ram_bytes,
-        "residual": stats.residual_ram_bytes,
         "adapters": stats.adapter_ram_bytes,
         "trunk": stats.trunk_ram_bytes,
     }

@@ -74,4 +74,4 @@ def combine(reports: Sequence[Report]) -> Report:
 
 def _combine_cached(cached: Iterable[CachedTokens]) -> CachedTokens:
     each = list(cached)
-    return CachedTokens(sum(c.own for c in each), sum(c.shared for c in each), sum(c.residual for c in each))
+    return CachedTokens(sum(c.own for c in each), sum(c.shared for c in each))

@@ -153,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
             "cache_state": state if kept else "cold",
             "match": "EXTEND" if kept else "NEW",
             "prompt_tokens": len(ids),
-            "cached_tokens": {"own": kept, "shared": 0, "residual": 0},
+            "cached_tokens": {"own": kept, "shared": 0, "residual": None},
             "computed_tokens": computed,
             "time_to_first_token_ms": 1.0,
             "restore_ms": 0.5 if state == "warm" else 0.0,

@@ -1,4 +1,4 @@
-"""The engine as asyncio sees it. With `engine_thread.py` the only module that knows threads and event loops.
+"""The engine as asyncio sees it.
 
 Prompts are rendered, matched and tokenised on worker threads, so that neither the engine nor the event loop waits.
 """

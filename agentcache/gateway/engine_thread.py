@@ -23,7 +23,7 @@ Receive = Callable[[Update | BaseException], None]
 
 
 class EngineThread:
-    """Runs an engine's steps. All methods but `send` belong to one event loop.
+    """Runs an engine's steps. Its methods belong to one event loop, but for those that say otherwise.
 
     Args:
         open_engine: makes the engine; called on the thread with a function that posts to it.

@@ -88,7 +88,7 @@ def test_bodies_that_are_no_object(path: str, content: bytes) -> None:
 def test_cache_routes() -> None:
     engine = FakeEngine()
     assert ask(engine, "GET", "/v1/cache/stats").json() == {
-        "ram_bytes": {"base": 100, "residual": 0, "adapters": 0, "trunk": 0},
+        "ram_bytes": {"base": 100, "residual": None, "adapters": 0, "trunk": 0},
         "disk_bytes": 200,
         "ram_budget": 300,
         "disk_budget": 400,

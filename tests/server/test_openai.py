@@ -35,7 +35,7 @@ def test_chat_answer() -> None:
         "cache_state": "cold",
         "match": "NEW",
         "prompt_tokens": 7,
-        "cached_tokens": {"own": 3, "shared": 2, "residual": 0},
+        "cached_tokens": {"own": 3, "shared": 2, "residual": None},
         "computed_tokens": 2,
         "policy": "exact",
         "adapter": None,

@@ -132,3 +132,10 @@ def test_agent_ids_that_are_none(agent: str, model: Path, tmp_path: Path) -> Non
         with pytest.raises(InvalidRequest):
             llm.fork("good", agent)
         assert [info.id for info in llm.agents()] == ["good"]
+
+
+def test_a_misspelt_option_is_no_template_argument(model_folder: ModelFolder, tmp_path: Path) -> None:
+    with open_llm(model_folder("mistral", num_hidden_layers=2), tmp_path) as llm:
+        with pytest.raises(TypeError, match="agnet"):
+            llm.chat([{"role": "user", "content": "Hi"}], greedy(1), agnet="alice")  # type: ignore[call-arg]
+        assert llm.agents() == []

@@ -16,7 +16,7 @@ REPORT = {
     "match": "EXTEND",
     "cache_state": "hot",
     "prompt_tokens": 30,
-    "cached_tokens": {"own": 20, "shared": 5, "residual": 0},
+    "cached_tokens": {"own": 20, "shared": 5, "residual": None},
     "computed_tokens": 5,
     "time_to_first_token_ms": 2.0,
     "restored_bytes": 0,
