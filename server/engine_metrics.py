@@ -58,10 +58,12 @@ def _metrics_of(stats: CacheStats) -> Iterator[Metric]:
         yield CounterMetricFamily(f"agentcache_{name}", what, value=getattr(stats, field))
     ram = {
         "base": stats.ram_bytes,
+        "residual": stats.residual_ram_bytes,
         "adapters": stats.adapter_ram_bytes,
         "trunk": stats.trunk_ram_bytes,
     }
-    yield _labelled("ram_bytes", "RAM the cache takes", "cache", ram)
+    there_is = {kind: value for kind, value in ram.items() if value is not None}
+    yield _labelled("ram_bytes", "RAM the cache takes", "cache", there_is)
     blocks = {"free": stats.blocks_free, "live": stats.blocks_live, "cached": stats.blocks_cached}
     yield _labelled("kv_blocks", "Blocks in RAM", "state", blocks)
 

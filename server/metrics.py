@@ -79,6 +79,8 @@ class ServerMetrics:
         self._prompt_tokens.inc(report.prompt_tokens)
         self._cached_tokens.labels("own").inc(report.cached_tokens.own)
         self._cached_tokens.labels("shared").inc(report.cached_tokens.shared)
+        if report.cached_tokens.residual is not None:
+            self._cached_tokens.labels("residual").inc(report.cached_tokens.residual)
 
 
 class Measure:
