@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.models.text.json_values import parse_json
+from agentcache.names import is_name
 
 MAX_INTEGER = 2**63 - 1
 MAX_NUMBER = 1e300
@@ -16,8 +16,6 @@ MAX_NUMBER = 1e300
 # prompts of long contexts, or many of them, only.
 MANY_VALUES = 2**20
 _VALUES_PER_TOKEN = 4
-
-_AGENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def parse_object(raw: list[bytes]) -> dict[str, Any]:
@@ -76,7 +74,7 @@ def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
 
 def check_agent_id(value: str, param: str) -> str:
     """`value`, if it may name an agent (and its files)."""
-    if _AGENT_ID.fullmatch(value) is None or value in (".", ".."):
+    if not is_name(value):
         problem = "must be 1 to 64 letters, digits, '.', '_' or '-', and not '.' or '..'"
         raise InvalidRequest(f"{param} {problem}.", param=param)
     return value

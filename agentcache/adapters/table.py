@@ -5,7 +5,6 @@ Plain bookkeeping. Files are read by `gateway.adapter_loader`, weights on the de
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,13 +13,12 @@ from typing import TYPE_CHECKING
 
 from agentcache.adapter_settings import Policy
 from agentcache.errors import InvalidRequest, NotFound
+from agentcache.names import RULE, is_name
 from agentcache.report import AdapterInfo
 
 if TYPE_CHECKING:
     from agentcache.models.adapters import Adapter
     from agentcache.models.decoder import Decoder
-
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,8 @@ def check_adapter_name(name: str) -> str:
     Raises:
         InvalidRequest: it may not.
     """
-    if _NAME.fullmatch(name) is None or name in (".", ".."):
-        raise InvalidRequest(f"{name!r:.80} is no adapter name: use 1 to 64 of A-Z a-z 0-9 . _ -", param="name")
+    if not is_name(name):
+        raise InvalidRequest(f"{name!r:.80} is no adapter name: use {RULE}", param="name")
     return name
 
 

@@ -13,7 +13,8 @@ from agentcache.blocks.keys import BlockName
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import Conflict, InvalidRequest, NotFound
-from agentcache.store.manifest import AgentRecord, agent_of, valid_id
+from agentcache.names import is_name
+from agentcache.store.manifest import AgentRecord, agent_of
 
 
 class AgentTable:
@@ -92,7 +93,7 @@ class AgentTable:
             InvalidRequest: it is no id.
             Conflict: it is in use, or another one that differs only by case. Both name `param`.
         """
-        if not valid_id(agent_id):
+        if not is_name(agent_id):
             raise InvalidRequest(f"{agent_id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param=param)
         if agent_id in self._lineages:
             raise Conflict(f"agent {agent_id!r} exists already", param=param)

@@ -12,6 +12,7 @@ from pathlib import Path
 from agentcache.blocks.keys import block_key
 from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest
+from agentcache.names import is_name
 from agentcache.store.atomic import Fault, append_file, replace_file
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
@@ -23,7 +24,6 @@ from agentcache.store.manifest import (
     decode_manifest,
     encode_manifest,
     save_producer,
-    valid_id,
     valid_lineage,
 )
 from agentcache.store.transcript_log import Content, LogEnd, extend_log, least_bytes, parse_log, start_log
@@ -189,7 +189,7 @@ class AgentFolder:
         self._remove_logs(name)
 
     def _check(self, record: AgentRecord, num_groups: int) -> None:
-        if not valid_id(record.id):
+        if not is_name(record.id):
             raise InvalidRequest(f"{record.id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param="id")
         if not valid_lineage(record.lineage):
             raise BrokenInvariant(f"{record.lineage!r:.80} cannot name a lineage")
@@ -302,4 +302,4 @@ def _manifest_of(record: AgentRecord, cache: str, groups: tuple[str, ...], end: 
 
 def _valid(manifest: Manifest) -> bool:
     """Whether its ids are some."""
-    return valid_id(manifest.id) and valid_lineage(manifest.lineage)
+    return is_name(manifest.id) and valid_lineage(manifest.lineage)

@@ -18,7 +18,6 @@ from agentcache.store.transcript_log import LogEnd
 
 MAX_MANIFEST_BYTES = 1 << 20
 FIRST_LINEAGE = "first"
-_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LINEAGE = re.compile(r"[a-z0-9]{1,16}")
 _BETWEEN = "~"  # in no id
 
@@ -28,7 +27,7 @@ class AgentRecord:
     """All that is durable of one lineage of an agent: a conversation, and what all lineages of the agent repeat.
 
     Args:
-        id: the agent's; `[A-Za-z0-9._-]{1,64}`, but not "." or "..".
+        id: the agent's; see `agentcache.names`.
         model: fingerprint of the model its cache belongs to.
         salt: the salt of its namespace.
         created: of the agent, in seconds since 1970.
@@ -129,11 +128,6 @@ def save_producer(producer: Producer | None, groups: tuple[str, ...]) -> SavedPr
     if producer is None:
         return None
     return SavedProducer(producer.key, producer.start, tuple(groups[index] for index in sorted(producer.groups)))
-
-
-def valid_id(agent_id: str) -> bool:
-    """Whether an agent may have this id; such an id is safe as a file name."""
-    return _ID.fullmatch(agent_id) is not None and agent_id not in (".", "..")
 
 
 def valid_lineage(lineage: str) -> bool:

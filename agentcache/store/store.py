@@ -21,6 +21,7 @@ from pathlib import Path
 from agentcache.errors import BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec
+from agentcache.names import is_name
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.atomic import Fault, as_store_error
 from agentcache.store.block_file import BlockHeader
@@ -28,7 +29,7 @@ from agentcache.store.block_folder import BlockFolder, BlockWrite
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
 from agentcache.store.lock import FolderLock
-from agentcache.store.manifest import AgentRecord, valid_id
+from agentcache.store.manifest import AgentRecord
 
 __all__ = ["AgentRecord", "BlockWrite", "Store"]
 
@@ -62,7 +63,7 @@ class Store:
     def __init__(
         self, cache_dir: Path, spec: CacheSpec, model_fingerprint: str, *, disk_budget: int, fault: Fault = no_fault
     ) -> None:
-        if not valid_id(model_fingerprint[:16]):
+        if not is_name(model_fingerprint[:16]):
             raise BrokenInvariant(f"{model_fingerprint!r:.80} cannot name a folder")
         self._spec = spec
         self._model = model_fingerprint

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from agentcache.errors import ConfigError
+from agentcache.names import is_name
 
 Kind = type | tuple[type, ...]
-_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def read_table(
@@ -60,7 +59,7 @@ def read_count(values: Mapping[str, Any], key: str, where: str) -> int | None:
 
 
 def check_id(value: str, where: str) -> None:
-    if not _ID.fullmatch(value) or value in (".", ".."):
+    if not is_name(value):
         raise ConfigError(f'{where} is "{value}"; allowed are 1 to 64 of A-Z a-z 0-9 . _ -')
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from agentcache.errors import ConfigError
+from agentcache.names import RULE, is_name
 from agentcache.workflow.chat import Chat, Question, Restored
 from agentcache.workflow.conversation import Conversation, message
 from agentcache.workflow.script import Script, Step, Turn, steps_of
@@ -136,8 +137,8 @@ def server_agent_id(session: str, agent: str) -> str:
         ConfigError: session and id together are no valid id there.
     """
     joined = f"{session}.{agent}"
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", joined):
-        raise ConfigError(f'"{joined}" is no valid agent id: 1 to 64 of A-Z a-z 0-9 . _ - (choose another session)')
+    if not is_name(joined):
+        raise ConfigError(f'"{joined}" is no valid agent id: {RULE} (choose another session)')
     return joined
 
 
