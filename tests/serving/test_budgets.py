@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.errors import StoreError
 from agentcache.llm import LLM
 from tests.conftest import ModelFolder
+from tests.serving.block_damage import block_files, metadata_of
 from tests.serving.conversation import (
     BLOCK_BYTES,
     TokenTalk,
@@ -274,3 +277,68 @@ def test_side_conversations_go_before_long_ones_and_transcripts_of_the_longest_s
         assert saved_on_disk(llm)["alice"] > 0
         TokenTalk("carl", ids=make_ids(500, seed=5)).turn(llm, 600)
         assert llm.agent("alice").tokens == 800
+
+
+def full_blocks(cache_dir: Path) -> dict[str, int]:
+    """Every full block's file by name, and when it was written."""
+    paths = [path for path in block_files(cache_dir) if int(metadata_of(path)["total_tokens"]) % BLOCK_SIZE == 0]
+    return {path.name: path.stat().st_mtime_ns for path in paths}
+
+
+def stalest(llm: LLM) -> str:
+    """The agent whose blocks are to go first."""
+    return min(llm.agents(), key=lambda info: info.last_used).id
+
+
+@pytest.mark.parametrize("way", ["turn", "save"])
+def test_the_older_blocks_of_an_agent_do_not_make_room_for_its_newer_ones(
+    way: str, model: Path, tmp_path: Path
+) -> None:
+    """Nobody's were used longer ago, and others' can go: what the manifest that is being written names stays."""
+    alice, bob = TokenTalk("alice", ids=[10]), TokenTalk("bob", ids=[11])
+    with open_llm(model, tmp_path) as llm:
+        alice.turn(llm, 600)
+        own = full_blocks(tmp_path)
+        bob.turn(llm, 600)
+    assert len(own) == 4
+    with open_llm(model, tmp_path, disk_budget=bytes_below(tmp_path) + BLOCK_BYTES // 2) as llm:
+        assert stalest(llm) == "alice"
+        if way == "turn":
+            assert alice.turn(llm, 900).report.saved
+        else:
+            with mock.patch.object(engine_of(llm).persistence.store, "write_blocks", side_effect=StoreError("broken")):
+                assert not alice.turn(llm, 900).report.saved
+            assert bob.turn(llm, 604).report.saved
+            llm.evict("alice")
+            assert stalest(llm) == "alice"
+            llm._wait(llm._engine.save_agent("alice"))
+        assert saved_on_disk(llm)["bob"] == 0
+        assert own.items() <= full_blocks(tmp_path).items(), "they were neither dropped nor written again"
+        held = bytes_below(tmp_path)
+    with open_llm(model, tmp_path, disk_budget=held + BLOCK_BYTES) as llm:
+        assert llm.agent("alice").tokens == 900
+        turn = alice.turn(llm, 940)
+        assert (turn.report.cache_state, turn.report.computed_tokens) == ("warm", 38)
+        assert turn.token_ids == cold_ids(llm, turn.prompt_token_ids, 3)
+
+
+def test_what_a_new_lineage_shares_with_the_one_that_makes_room_for_it_stays(model: Path, tmp_path: Path) -> None:
+    alice, bob = TokenTalk("alice", ids=[10]), TokenTalk("bob", ids=[11])
+    with open_llm(model, tmp_path) as llm:
+        alice.turn(llm, 750)
+        shared = full_blocks(tmp_path)
+        bob.turn(llm, 600)
+    assert len(shared) == 4
+    edited = replace(alice, ids=alice.ids[:540])
+    with open_llm(model, tmp_path, disk_budget=bytes_below(tmp_path) + 2000) as llm:
+        turn = edited.turn(llm, 640)
+        assert turn.report.saved and turn.report.cached_tokens.own >= 512
+        by_tokens = {record.lineage: record.num_saved for record in engine_of(llm).agents.lineages("alice")}
+        assert sorted(by_tokens.values()) == [0, 639], "the old one made room, and only that"
+        assert saved_on_disk(llm)["bob"] > 0
+        assert shared.items() <= full_blocks(tmp_path).items(), "they were neither dropped nor written again"
+        held = bytes_below(tmp_path)
+    with open_llm(model, tmp_path, disk_budget=held + BLOCK_BYTES) as llm:
+        turn = edited.turn(llm, 680)
+        assert (turn.report.cache_state, turn.report.computed_tokens) == ("warm", 38)
+        assert turn.token_ids == cold_ids(llm, turn.prompt_token_ids, 3)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.blocks.keys import BLOCK_SIZE
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import (
     BLOCK_BYTES,
@@ -93,6 +94,61 @@ def test_the_place_under_way_is_written_by_somebody_else_next(model: Path, tmp_p
             hand.run(following)
             assert following.token_ids == alone.token_ids
             hand.engine.clear()
+
+
+@pytest.mark.parametrize("in_time", [0, 1])
+def test_a_read_that_comes_late_changes_nothing(in_time: int, model: Path, tmp_path: Path) -> None:
+    """Somebody else has the slots by then. `in_time` reads are in place before the request is cancelled."""
+    ids, prompt = make_ids(CONTEXT, seed=3), make_ids(CONTEXT)
+    with by_hand(model, tmp_path / "alone") as hand:
+        alone = hand.submit(ids, greedy(20))
+        hand.run(alone)
+    with by_hand(model, tmp_path / "late") as hand:
+        hand.run(hand.submit(prompt, greedy(3), "alice"))
+        hand.engine.memory.evict("alice")
+        late = hand.submit(prompt, greedy(3), "alice")
+        hand.engine.step()
+        assert late.generation in hand.engine.scheduler.loading
+        slots = slots_of(late)
+        for _ in range(in_time):
+            hand.posted.get(timeout=30)()
+        hand.engine.cancel(late.generation)
+        following = hand.submit(ids, greedy(20))
+        while len(following.token_ids) < 3:
+            hand.engine.step()  # what the readers have posted has to wait
+        assert slots_of(following) & slots
+        before = bytes_of(hand, following)
+        hand.engine.restorer.close()  # all reads are done
+        assert not hand.posted.empty()
+        while not hand.posted.empty():
+            hand.posted.get()()
+        assert bytes_of(hand, following) == before
+        assert hand.engine.memory.info("alice").cache_state == "warm"
+        hand.engine.check_integrity()
+        hand.run(following)
+        assert following.token_ids == alone.token_ids
+        again = hand.submit(ids, greedy(20))
+        hand.run(again)
+        assert again.report.cache_state == "hot"
+        assert again.token_ids == alone.token_ids
+
+
+def slots_of(receiver: Receiver) -> set[tuple[int, int]]:
+    """Every slot of a request: its cache group and its number."""
+    tables = receiver.generation.place.tables
+    return {(group, block_id) for group, table in enumerate(tables) for block_id in table.block_ids}
+
+
+def bytes_of(hand: ByHand, receiver: Receiver) -> list[int]:
+    """Hashes of the keys and values of all that a request has computed."""
+    place, runner = receiver.generation.place, hand.engine.runner
+    hashes = []
+    for group, table in enumerate(place.tables):
+        for position, block_id in enumerate(table.block_ids, table.first_block):
+            num_tokens = min(BLOCK_SIZE, place.num_tokens - position * BLOCK_SIZE)
+            arrays = runner.snapshot(group, block_id, position, num_tokens)
+            hashes += [hash(array.tobytes()) for array in arrays.values()]
+    return hashes
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from pathlib import Path
 
 import pytest
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
+from agentcache.llm import LLM
 from tests.conftest import ModelFolder
 from tests.serving.conversation import (
     BLOCK_BYTES,
@@ -63,6 +65,48 @@ def test_a_stop_string_ends_text_and_memory(tokenizer: str, model_folder: ModelF
             assert tokenizer_.unmark(transcript_of(llm, agent).text).startswith(
                 tokenizer_.unmark(tokenizer_.render_chat(messages))
             )
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("length", [246, 300])
+def test_what_is_kept_ends_in_front_of_a_stop_string_of_several_tokens(
+    length: int, restart: bool, model: Path, tmp_path: Path
+) -> None:
+    """Its tokens are computed by then, and may have filled a block. Memory ends where the transcript does."""
+    with open_llm(model, tmp_path) as llm:
+        ids, tokenizer = make_ids(length), engine_of(llm).loaded.tokenizer
+        bias = dict.fromkeys(tokenizer.control_ids | tokenizer.eos_ids, -1e9)  # they show no text
+        whole = llm.generate(ids, greedy(20, logit_bias=bias), agent="whole")
+        transcript = transcript_of(llm, "whole")
+        begin, end = transcript.ends[length + 7], transcript.ends[length + 11]
+        stop = transcript.text[begin:end]
+        assert transcript.text.index(stop, transcript.ends[length - 1]) == begin
+        kept = transcript.ids[: bisect_right(transcript.ends, begin)].tolist()
+        short = llm.generate(ids, greedy(20, logit_bias=bias, stop=(stop,)), agent="alice")
+        assert (short.finish_reason, short.token_ids) == ("stop", whole.token_ids[: len(short.token_ids)])
+        assert length + len(short.token_ids) >= len(kept) + 2, "the stop string is of several tokens"
+        assert short.report.saved, short.report.save_error
+        check_kept(llm, kept)
+        if not restart:
+            check_next_turn(llm, kept, "hot")
+    if restart:
+        with open_llm(model, tmp_path) as llm:
+            check_kept(llm, kept)
+            check_next_turn(llm, kept, "warm")
+
+
+def check_kept(llm: LLM, ids: list[int]) -> None:
+    """The agent's transcript, and what is saved of its memory, are these tokens."""
+    record = engine_of(llm).agents.get("alice")
+    assert record.transcript.ids.tolist() == ids
+    assert record.num_saved == len(ids)
+
+
+def check_next_turn(llm: LLM, ids: list[int], cache_state: str) -> None:
+    turn = llm.generate([*ids, *make_ids(20, seed=1)], greedy(4), agent="alice")
+    assert (turn.report.cache_state, turn.report.cached_tokens.own) == (cache_state, len(ids))
+    assert (turn.report.computed_tokens, turn.report.saved) == (20, True)
+    assert turn.token_ids == cold_ids(llm, turn.prompt_token_ids, 4)
 
 
 @pytest.mark.parametrize("chunk", [256, 100])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.errors import DiskBudgetExceeded
+from agentcache.errors import DiskBudgetExceeded, StoreError
 from agentcache.llm import LLM
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
@@ -87,6 +87,69 @@ def test_a_disk_that_works_again(step: str, model: Path, tmp_path: Path) -> None
         assert turn.report.cache_state == "warm"
         assert turn.report.computed_tokens < 60
         assert cold_ids(llm, turn.prompt_token_ids, 3) == turn.token_ids
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("failures", [1, 100])
+def test_a_turn_of_which_only_the_first_write_fails(failures: int, is_known: bool, model: Path, tmp_path: Path) -> None:
+    """It is saved where the same blocks can be written later; else nothing is promised, whatever else was written.
+
+    Args:
+        is_known: whether the turn ends after it has failed; else that write, and all behind it, are still to come.
+    """
+    first, prompt = make_ids(300, seed=1), make_ids(900, seed=2)
+    with by_hand(model, tmp_path) as hand:
+        hand.run(hand.submit(first, greedy(3), "alice"))
+        before = hand.engine.agents.get("alice").transcript.ids
+        disk = BadBlocks(hand.engine.persistence.store, failures)
+        turn = hand.submit([*before, *prompt], greedy(3), "alice")
+        while not turn.generation.saved_early:
+            hand.step()
+        if is_known:
+            disk.opened.set()
+            hand.engine.persistence.flush()
+        while turn.generation not in hand.engine.turns.ending:
+            hand.step()
+        disk.opened.set()
+        hand.run(turn)
+        after = hand.engine.agents.get("alice").transcript.ids
+        assert after.tolist() == [*before, *prompt, *turn.token_ids]
+        assert disk.written > 0, "later writes went well"
+        assert turn.report.saved is (failures == 1)
+        assert (turn.report.save_error or "") == ("" if turn.report.saved else "a bad sector")
+        assert hand.engine.persistence.save_failures == (failures > 1)
+    report = verify_folder(tmp_path)
+    assert (report.agents, report.missing_blocks, report.unnamed_blocks, report.problems) == (1, 0, 0, ())
+    with by_hand(model, tmp_path) as hand:
+        kept = hand.engine.agents.get("alice")
+        assert kept.transcript.ids == (after if failures == 1 else before)
+        assert kept.num_saved == len(kept.transcript) - 1
+        again = hand.submit([*kept.transcript.ids, *make_ids(20, seed=3)], greedy(3), "alice")
+        hand.run(again)
+        assert (again.report.cache_state, again.report.computed_tokens) == ("warm", 21)
+
+
+class BadBlocks:
+    """A disk that waits until it is `opened`, and then does not take the blocks of the first write so many times."""
+
+    def __init__(self, store: Store, failures: int) -> None:
+        self.opened = threading.Event()
+        self.written = 0
+        self._failures = failures
+        self._bad: set[str] = set()
+        self._write = store.write_blocks
+        store.write_blocks = self._write_blocks  # type: ignore[method-assign]
+
+    def _write_blocks(self, blocks: Sequence[BlockWrite]) -> int:
+        assert self.opened.wait(30)
+        keys = {block.header.block_key for block in blocks}
+        self._bad = self._bad or keys
+        if self._bad & keys and self._failures:
+            self._failures -= 1
+            raise StoreError("a bad sector")
+        num_bytes = self._write(blocks)
+        self.written += 1
+        return num_bytes
 
 
 def test_a_fork_of_an_agent_whose_last_turn_was_not_saved(model: Path, tmp_path: Path) -> None:
