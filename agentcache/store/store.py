@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from agentcache.errors import BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
@@ -305,11 +306,18 @@ class Store:
 
 
 def _make_root(root: Path) -> None:
-    """Make the cache folder if it is not there. Its mode is set only if it is ours: new, empty, or used before."""
+    """Make the cache folder if it is not there; a new one is durable on return.
+
+    Its mode is set only if it is ours: new, empty, or used before.
+    """
+    new = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         root.mkdir(0o700, parents=True, exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError("it is not a folder") from None
+    for folder in new:
+        with suppress(PermissionError):  # a folder may let us add to it and not read it; then it cannot be flushed
+            CacheFiles(folder.parent).sync_folder(folder.parent)
     with CacheFiles(root).folder(root) as fd:
         if set(os.listdir(fd)) <= _OWN_ENTRIES:
             os.fchmod(fd, 0o700)

@@ -25,6 +25,8 @@ from agentcache.models.loader import load
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.conftest import ModelFolder
 
+pytestmark = pytest.mark.timeout(600)  # a whole benchmark, once for all tests
+
 SWITCH = SwitchPlan(context=1100, turn_tokens=10, answer_tokens=3, rounds=1)
 LAYERS, HIDDEN, FLOAT32 = 4, 128, 4  # of the model; the last in bytes
 PIPELINE = PipelinePlan(context=300, turn_tokens=6, answer_tokens=5)

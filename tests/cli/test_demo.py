@@ -120,6 +120,7 @@ def processes_that_name(text: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_demo_on_the_real_server(tmp_path: Path) -> None:
     """No arguments but where to write: SIGKILL at every phase border, the same words, far fewer tokens than cold."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}

@@ -39,6 +39,8 @@ TEMPLATE = (
 # Sent by a process of its own, so that its work is not in the measurements.
 ATTACK = """
 import http.client, sys, time
+
+pytestmark = pytest.mark.timeout(600)  # seconds of every attack
 address, path, body, seconds = sys.argv[1:]
 content = open(body, "rb").read()
 end = time.monotonic() + float(seconds)

@@ -45,6 +45,7 @@ def ask(http: httpx.Client, method: str, path: str, body: dict[str, Any], header
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(max(600, REQUESTS))
 def test_no_request_is_an_internal_error(live_model: Path, tmp_path: Path) -> None:
     with serving(live_model, tmp_path / "cache") as server, http_of(server) as http:
         _fuzz(server, http)

@@ -31,6 +31,8 @@ from tests.live.servers import (
     wait_until_computing,
 )
 
+pytestmark = pytest.mark.timeout(600)  # a server that starts again and again
+
 MAX_TOKENS = 6
 
 

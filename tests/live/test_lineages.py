@@ -14,6 +14,8 @@ from agentcache.server_process import ServerProcess
 from agentcache.store.verify import verify_folder
 from tests.live.servers import agent_info, chat, http_of, make_text, serving
 
+pytestmark = pytest.mark.timeout(600)  # a server that starts again and again
+
 Message = dict[str, Any]
 
 

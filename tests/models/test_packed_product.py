@@ -39,11 +39,18 @@ def full_of_nan(x: mx.array, packed: Packed, quantisation: Quantisation, transpo
     return by_kernel(x, packed, quantisation, transpose) * float("nan")
 
 
+def with_one_nan(x: mx.array, packed: Packed, quantisation: Quantisation, transpose: bool) -> mx.array:
+    out = by_kernel(x, packed, quantisation, transpose)
+    out[1, 1, -1, 7] = float("nan")
+    return out
+
+
 @pytest.mark.parametrize("transpose", [True, False])
 def test_a_wrong_product_is_found_out(transpose: bool) -> None:
     assert agrees(by_definition, 64, G64, transpose)
     assert not agrees(wrong_for_one_row, 64, G64, transpose)
     assert not agrees(full_of_nan, 64, G64, transpose)
+    assert not agrees(with_one_nan, 64, G64, transpose)
 
 
 @pytest.mark.parametrize("transpose", [True, False])

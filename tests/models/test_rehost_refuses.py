@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,47 @@ def test_the_check_notices(
     model, config = load_model(model_folder(architecture))
     mutate(monkeypatch)
     with pytest.raises(UnsupportedModel, match=r"layer 0: the re-hosted attention differs from mlx-lm's"):
+        rehost(model, architecture, config)
+
+
+NO_NUMBERS = [float("nan"), float("inf"), -float("inf")]
+
+
+def spoil(patch: pytest.MonkeyPatch, attention: type, value: float) -> None:
+    """Let an attention give `value` in one place of a decode step."""
+    original = attention.__call__
+
+    @functools.wraps(original)  # modules are known by their call's signature
+    def call(self: nn.Module, x: mx.array, *args: Any) -> mx.array:
+        out = original(self, x, *args)
+        if x.shape[1] == 1:
+            out[0, 0, out.shape[2] // 2] = value
+        return out
+
+    patch.setattr(attention, "__call__", call)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+@pytest.mark.parametrize("side", ["ours", "mlx-lm's", "both"])
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v2"])
+def test_an_attention_whose_values_are_no_numbers_is_refused(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, architecture: str, side: str, value: float
+) -> None:
+    model, config = load_model(model_folder(architecture))
+    if side != "ours":
+        spoil(monkeypatch, type(model.layers[0].self_attn), value)
+    if side != "mlx-lm's":
+        spoil(monkeypatch, LatentAttention if architecture == "deepseek_v2" else Attention, value)
+    with pytest.raises(UnsupportedModel, match=r"layer 0: the re-hosted attention differs from mlx-lm's by (nan|inf)"):
+        rehost(model, architecture, config)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v2"])
+def test_weights_that_are_no_numbers_are_refused(model_folder: ModelFolder, architecture: str) -> None:
+    """Both sides give NaN for all there is."""
+    model, config = load_model(model_folder(architecture))
+    model.layers[1].self_attn.o_proj.weight *= float("nan")
+    with pytest.raises(UnsupportedModel, match=r"layer 1: the re-hosted attention differs from mlx-lm's by nan"):
         rehost(model, architecture, config)
 
 

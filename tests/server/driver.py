@@ -26,14 +26,18 @@ def ask(
     config: Config | None = None,
     keep_alive_seconds: float = 10.0,
     base_url: str = BASE_URL,
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
     **options: Any,
 ) -> httpx.Response:
+    """The answer to one request; `loop` makes the event loop that it is answered in."""
+
     async def send() -> httpx.Response:
         app = create_app(engine, config or Config(), keep_alive_seconds=keep_alive_seconds)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base_url) as client:
             return await client.request(method, path, **options)
 
-    return asyncio.run(send())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(send())
 
 
 def post(engine: FakeEngine, path: str, body: Any, **options: Any) -> httpx.Response:

@@ -70,7 +70,8 @@ def test_local_pages_may_ask(origin: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", ["https://evil.example", "null", "http://localhost.evil.example", "http://x@evil.example"]
+    "origin",
+    ["https://evil.example", "null", "http://localhost.evil.example", "http://xlocalhost", "http://x@evil.example"],
 )
 def test_other_pages_may_not(origin: str) -> None:
     refused(chat(FakeEngine(), headers={"Origin": origin}), 403)
@@ -90,9 +91,11 @@ def test_names_of_a_server_on_the_network(monkeypatch: pytest.MonkeyPatch, host:
     assert chat(FakeEngine(), config=OPEN, headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "xlocalhost", "localhost.evil.com", "10.0.0.7.evil.com", "", "mac.evil"]
-)
+NEARLY_OURS = ["xlocalhost", "localhost.evil.com", "127.0.0.1.evil.com", "10.0.0.7.evil.com"]
+NEARLY_OURS += ["xmac", "evil.mac", "mac.evil", "mac.local.evil"]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "", *NEARLY_OURS])
 @pytest.mark.parametrize("listens_on", ["0.0.0.0", "127.0.0.1", "::"])
 def test_other_names_are_refused_wherever_it_listens(
     monkeypatch: pytest.MonkeyPatch, host: str, listens_on: str
@@ -101,7 +104,18 @@ def test_other_names_are_refused_wherever_it_listens(
     refused(chat(FakeEngine(), config=Config(host=listens_on), headers={"Host": host}), 403)
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:3000", "http://10.0.0.7:81", ""])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://evil.example",
+        "null",
+        "http://localhost:3000",
+        "http://10.0.0.7:81",
+        "http://x10.0.0.7:8000",
+        "http://10.0.0.7:8000.evil",
+        "",
+    ],
+)
 @pytest.mark.parametrize("key", [None, "s3cret"])
 def test_foreign_pages_are_refused_on_the_network_with_or_without_a_key(origin: str, key: str | None) -> None:
     headers = {"Origin": origin, "Host": "10.0.0.7:8000", "x-api-key": "s3cret"}

@@ -18,6 +18,7 @@ from agentcache.server.app import create_app
 from agentcache.server.stream import TextEvents, UpdateStream, event, until_disconnect
 from tests.server.driver import LeavingClient, chat, complete, events
 from tests.server.fake_engine import REPORT, FakeEngine, Script, logprob
+from tests.server.fast_time import FastLoop
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -109,6 +110,34 @@ def test_keep_alive_chunks_bear_the_streams_own_id() -> None:
     assert {} in written[1:text_at] and {} in written[text_at + 1 : -1]
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
     assert engine.finished and not engine.cancelled
+
+
+def test_a_silence_is_broken_once_an_interval() -> None:
+    """Before the first update, between two, and before the last; where text comes often enough, not at all."""
+
+    def script(request: object) -> list[Update | float | Exception]:
+        return [
+            55.0,
+            Update("a", (1,), prompt_token_ids=(1,)),
+            *(part for _ in range(10) for part in (9.0, Update("b", (2,)))),
+            32.0,
+            Update("c", (3,)),
+            25.0,
+            Update(finish_reason=FinishReason.STOP, report=REPORT),
+        ]
+
+    written = deltas(events(chat(FakeEngine(script=script), {"stream": True}, loop=FastLoop)))
+    texts = [{"content": text} for text in "abc"]
+    assert written == [
+        {"role": "assistant", "content": ""},
+        *5 * [{}],
+        texts[0],
+        *10 * [texts[1]],
+        *3 * [{}],
+        texts[2],
+        *2 * [{}],
+        {},  # the end
+    ]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from agentcache.training.export import export
 from agentcache.training.model import CONFIG, RoundedCache, forward
 from agentcache.training.train import RECIPE, Progress, Recipe, Stage, Trainer
 
+pytestmark = pytest.mark.timeout(900)  # a model is trained, though a small one
+
 SMALL = CONFIG | {
     "hidden_size": 64,
     "intermediate_size": 64,

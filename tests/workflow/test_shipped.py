@@ -16,6 +16,8 @@ from agentcache.workflow.schedule import Pace, take_all
 from agentcache.workflow.score import recall_of
 from agentcache.workflow.transcript import TurnRecord
 
+pytestmark = pytest.mark.timeout(600)  # whole workflows on the embedded model
+
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
