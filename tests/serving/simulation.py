@@ -101,6 +101,7 @@ class Simulation:
     """Steps like `Engine.step`, with one batch built while the one before is under way.
 
     Args:
+        pace: other settings than usual.
         check_integrity: of the cache, after every step.
 
     Attributes:
@@ -115,13 +116,14 @@ class Simulation:
         max_running: int = 16,
         costs: Costs | None = None,
         decode_share: float = 0.5,
+        pace: Pace | None = None,
         check_integrity: bool = False,
     ) -> None:
         self.costs = costs or Costs()
         self.cache = PrefixCache([FullGroup()], num_blocks)
         idle = idle_chunk(256, max_stall=MAX_STALL, token_seconds=self.costs.chunk_token)
-        pace = Pace(max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0)
-        self.scheduler = Scheduler(max_running=max_running, pace=pace)
+        usual = Pace(max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0)
+        self.scheduler = Scheduler(max_running=max_running, pace=pace or usual)
         self.admission = Admission(
             self.scheduler,
             self.cache,
