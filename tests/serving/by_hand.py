@@ -20,6 +20,7 @@ from agentcache.serving.output import Output
 from agentcache.serving.prepare import choose_lineage, held_by, match, read_prompt
 from agentcache.serving.report import Report, Update
 from agentcache.serving.request import Request, SamplingParams, TokenPrompt
+from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, proving_once
 
 
@@ -61,10 +62,10 @@ class ByHand:
         producer: Producer | None = None,
         adapter: AdapterUse | None = None,
     ) -> Receiver:
-        engine, tokenizer = self.engine, self.engine.loaded.tokenizer
+        engine, tokenizer = self.engine, inside.tokenizer(self.engine)
         request = Request(uuid.uuid4().hex, TokenPrompt(list(ids)), sampling, agent)
         prompt = read_prompt(request.prompt, None, tokenizer)
-        found = choose_lineage(request, prompt, engine.agents)
+        found = choose_lineage(request, prompt, inside.agent_table(engine))
         receiver = Receiver(
             Generation(
                 request=request,
@@ -99,11 +100,11 @@ class ByHand:
         """Nothing is on its way to the disk any more, nor is anything to be deleted."""
         while self.engine.is_writing:
             self.posted.get(timeout=30)()
-        self.engine.persistence.flush()
+        inside.flush(self.engine)
 
     @property
     def live_blocks(self) -> int:
-        return self.engine.cache.count_blocks().live
+        return self.engine.stats().blocks_live
 
 
 @contextmanager

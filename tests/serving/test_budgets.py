@@ -13,11 +13,11 @@ import pytest
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.llm import LLM
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.conversation import (
     BLOCK_BYTES,
     TokenTalk,
     cold_ids,
-    engine_of,
     greedy,
     make_ids,
     open_llm,
@@ -44,16 +44,15 @@ class Peaks:
 @contextmanager
 def watched(llm: LLM, cache_dir: Path) -> Iterator[Peaks]:
     """Looks at RAM after every step, and at the folder after every write."""
-    engine, peaks = engine_of(llm), Peaks()
-    step, store = engine.step, engine.persistence.store
+    engine, peaks = inside.engine_of(llm), Peaks()
+    step, store = engine.step, inside.store(engine)
 
     def look_at_ram() -> None:
         step()
-        peaks.ram = max(peaks.ram, engine.cache.slots.capacity_bytes)
-        peaks.arenas = max(peaks.arenas, sum(a.nbytes for arena in engine.runner.arenas for a in arena.arrays()))
-        for sequence in engine.cache._sequences:
-            for group, table in zip(engine.cache.groups, sequence.tables, strict=True):
-                peaks.blocks[group.name] = max(peaks.blocks.get(group.name, 0), len(table.block_ids))
+        peaks.ram = max(peaks.ram, engine.stats().ram_bytes)
+        peaks.arenas = max(peaks.arenas, sum(array.nbytes for array in inside.arrays(engine)))
+        for group, count in inside.most_blocks_held(engine).items():
+            peaks.blocks[group] = max(peaks.blocks.get(group, 0), count)
 
     def then_look_at_disk(write: Callable[..., object]) -> Callable[..., object]:
         def run(*arguments: object) -> object:
@@ -165,7 +164,7 @@ def test_sliding_windows_bound_ram(window: int, model_folder: ModelFolder, tmp_p
         talk.turn(llm, 1500)
         talk.turn(llm, 1540)
         info = llm.agent("alice")
-        groups = engine_of(llm).loaded.spec.groups
+        groups = inside.loaded_model(inside.engine_of(llm)).spec.groups
     most = math.ceil(window / BLOCK_SIZE) + 1
     for group in groups:
         assert peaks.blocks[group.name] <= (most if group.window else 7), group.name
@@ -188,7 +187,7 @@ def test_long_after_many_short(model_folder: ModelFolder, tmp_path: Path) -> Non
     with open_llm(model_folder("gpt_oss"), tmp_path, ram_budget=7 * 4 * 36864) as llm:
         for number in range(10):
             llm.generate(make_ids(40, seed=number), greedy(1))
-        length = engine_of(llm).cache.slots.max_tokens() - 10
+        length = inside.max_cached_tokens(inside.engine_of(llm)) - 10
         assert length > 2000
         assert len(llm.generate(make_ids(length), greedy(2)).token_ids) == 2
 
@@ -247,15 +246,12 @@ def test_a_turn_beside_others_that_may_not_go_drops_nothing(model: Path, tmp_pat
     """Others are at work, and what they have on disk stays: what could go is not enough, so it stays as well."""
     with open_llm(model, tmp_path, disk_budget=400_000) as llm:
         talks = make_agents(llm, 4, length=300)
-        engine = engine_of(llm)
-        for agent in list(talks)[1:]:
-            engine.agents.set_busy(agent)
-        before = saved_on_disk(llm)
-        assert before["a00"] and not engine.persistence._make_room(140_000)
-        assert saved_on_disk(llm) == before
-        assert engine.persistence._make_room(100_000)
-        for agent in list(talks)[1:]:
-            engine.agents.set_idle(agent)
+        engine = inside.engine_of(llm)
+        with inside.busy(engine, list(talks)[1:]):
+            before = saved_on_disk(llm)
+            assert before["a00"] and not inside.make_room(engine, 140_000)
+            assert saved_on_disk(llm) == before
+            assert inside.make_room(engine, 100_000)
 
 
 def test_side_conversations_go_before_long_ones_and_transcripts_of_the_longest_stay(

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.models.runner import ModelRunner
-from agentcache.serving.batch import Batch
 from agentcache.serving.pace import Pace
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import greedy, make_ids
 from tests.serving.simulation import MAX_STALL, Client, Costs, Simulation
@@ -40,15 +39,12 @@ class KnownCosts:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        wait = Batch.wait
+        inside.set_costs(patch, self._cost)
 
-        def wait_and_count(batch: Batch, runner: ModelRunner) -> None:
-            wait(batch, runner)
-            rows, tokens = len(batch.rows), batch.num_tokens
-            batch.seconds = COSTS.prefill(tokens, batch.context) if batch.is_chunk else COSTS.decode(rows)
-            self.now += batch.seconds
-
-        patch.setattr(Batch, "wait", wait_and_count)
+    def _cost(self, num_rows: int, num_tokens: int, context: int) -> float:
+        seconds = COSTS.prefill(num_tokens, context) if num_tokens > 1 else COSTS.decode(num_rows)
+        self.now += seconds
+        return seconds
 
 
 def in_simulation(arrivals: Iterable[Arrival]) -> list[list[float]]:
