@@ -76,7 +76,7 @@ class MlxDevice:
 
     def __init__(self, runner: ModelRunner, builder: BatchBuilder, guard: MemoryGuard) -> None:
         self.guard = guard
-        self._runner = runner
+        self.runner = runner
         self._builder = builder
         self.limit = guard.limit
         self.prepare = builder.prepare
@@ -87,11 +87,11 @@ class MlxDevice:
 
     @property
     def computed_tokens(self) -> int:
-        return self._runner.forward_tokens
+        return self.runner.forward_tokens
 
     @property
     def copied_blocks(self) -> int:
-        return self._runner.copied_blocks
+        return self.runner.copied_blocks
 
     def build(self, rows: Sequence[Generation], num_tokens: int, before: Step | None, *, contended: bool) -> Batch:
         assert before is None or isinstance(before, Batch)  # it came from here

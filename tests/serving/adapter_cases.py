@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from agentcache.adapter_settings import parse_adapters
-from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.engine.engine import Engine
 from agentcache.llm import LLM, Completion
 from agentcache.request import Request
 from tests.adapters_factory import ATTENTION, make_adapter, write_mlx_lm, write_peft
-from tests.serving.conversation import engine_of, greedy, open_llm
+from tests.serving import inside
+from tests.serving.conversation import greedy, open_llm
 
 INVOKE_A = [11, 12, 13]
 INVOKE_B = [21, 22]
@@ -57,9 +56,9 @@ def at_once(llm: LLM, requests: Iterable[Request]) -> list[Completion]:
     """The answers to requests that come at the same time."""
 
     async def collect() -> list[Completion]:
-        return list(await asyncio.gather(*(llm._collect(request) for request in requests)))
+        return list(await asyncio.gather(*(inside.collect(llm, request) for request in requests)))
 
-    return llm._wait(collect())
+    return inside.on_loop(llm, collect())
 
 
 def cold(llm: LLM, like: Completion, **options: Any) -> Completion:
@@ -93,19 +92,8 @@ def all_ids(completion: Completion) -> list[int]:
 
 def cached_bytes(llm: LLM, ids: Sequence[int], num_tokens: int) -> list[np.ndarray]:
     """Base's keys and values of the first tokens, as they lie in RAM, group after group."""
-
-    def read(engine: Engine) -> list[np.ndarray]:
-        prefix = engine.cache.match_prefix(engine._namespace("").root, ids, num_tokens)
-        assert prefix.num_tokens == num_tokens
-        arrays = []
-        for index in range(len(engine.cache.groups)):
-            for node in prefix.lane(index).all_nodes:
-                length = min(node.num_tokens, num_tokens - node.position * BLOCK_SIZE)
-                found = engine.runner.snapshot(index, node.block_ids[index], node.position, length)
-                arrays += [found[name] for name in sorted(found)]
-        return arrays
-
-    return llm._wait(llm._engine._call(read))
+    read = inside.on_thread(inside.async_engine(llm), lambda engine: inside.cached_bytes(engine, ids, num_tokens))
+    return inside.on_loop(llm, read)
 
 
 def same_bytes(mine: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
@@ -114,16 +102,15 @@ def same_bytes(mine: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
 
 def preempt_often(llm: LLM, every: int) -> None:
     """From now on who runs loses his place in the cache whenever he has generated so many tokens more."""
-    engine, step = engine_of(llm), engine_of(llm).step
+    engine, step = inside.engine_of(llm), inside.engine_of(llm).step
     done: set[tuple[str, int]] = set()
 
     def step_and_preempt() -> None:
         step()
-        for generation in list(engine.scheduler.running):
+        for generation in inside.running(engine):
             state = generation.request.request_id, generation.num_generated
             if generation.num_generated and generation.num_generated % every == 0 and state not in done:
                 done.add(state)
-                engine._admission._give_up_place(generation)
-                engine.scheduler.preempt(generation)
+                inside.preempt(engine, generation)
 
     engine.step = step_and_preempt  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ from agentcache.gateway.prepare import choose_lineage, held_by, match, read_prom
 from agentcache.report import Report, Update
 from agentcache.request import Request, SamplingParams, TokenPrompt
 from agentcache.store.verify import verify_folder
+from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, proving_once
 
 
@@ -62,10 +63,10 @@ class ByHand:
         producer: Producer | None = None,
         adapter: AdapterUse | None = None,
     ) -> Receiver:
-        engine, tokenizer = self.engine, self.engine.loaded.tokenizer
+        engine, tokenizer = self.engine, inside.tokenizer(self.engine)
         request = Request(uuid.uuid4().hex, TokenPrompt(list(ids)), sampling, agent)
         prompt = read_prompt(request.prompt, None, tokenizer)
-        found = choose_lineage(request, prompt, engine.agents)
+        found = choose_lineage(request, prompt, inside.agent_table(engine))
         receiver = Receiver(
             Generation(
                 request=request,
@@ -100,11 +101,11 @@ class ByHand:
         """Nothing is on its way to the disk any more, nor is anything to be deleted."""
         while self.engine.is_writing:
             self.posted.get(timeout=30)()
-        self.engine.persistence.flush()
+        inside.flush(self.engine)
 
     @property
     def live_blocks(self) -> int:
-        return self.engine.cache.count_blocks().live
+        return self.engine.stats().blocks_live
 
 
 @contextmanager

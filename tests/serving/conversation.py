@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,12 +16,12 @@ from unittest import mock
 
 from agentcache.blocks.transcript import Transcript
 from agentcache.config import Config
-from agentcache.engine.engine import Engine
 from agentcache.llm import LLM, Completion, SamplingParams
 from agentcache.models import loader
 from agentcache.report import Update
 from agentcache.request import Request, TokenPrompt
 from agentcache.store.verify import verify_folder
+from tests.serving import inside
 
 T = TypeVar("T")
 RAM_BUDGET = 64 << 20
@@ -73,15 +73,8 @@ def check_idle(llm: LLM) -> None:
     assert stats.disk_bytes <= stats.disk_budget
 
 
-def engine_of(llm: LLM) -> Engine:
-    """The engine itself, to look at while it is idle."""
-    engine = llm._engine._thread.engine
-    assert engine is not None
-    return engine
-
-
 def transcript_of(llm: LLM, agent: str) -> Transcript:
-    return engine_of(llm).agents.get(agent).transcript
+    return inside.record(inside.engine_of(llm), agent).transcript
 
 
 def outcome(completion: Completion) -> list[tuple[int, float | None]]:
@@ -134,18 +127,13 @@ class Chat:
         return completion
 
 
-def on_loop(llm: LLM, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run on the LLM's event loop."""
-    return asyncio.run_coroutine_threadsafe(coroutine, llm._loop).result(60)
-
-
 class Stream:
     """A request under way on the LLM's event loop; cancel its `task` to leave it."""
 
     def __init__(self, llm: LLM, ids: list[int], agent: str | None = "alice", max_tokens: int = 200) -> None:
         self.updates: asyncio.Queue[Update] = asyncio.Queue()
         request = Request(f"request {time.time()}", TokenPrompt(ids), greedy(max_tokens), agent)
-        self.task = asyncio.ensure_future(llm._engine.generate(request, self.updates.put_nowait))
+        self.task = asyncio.ensure_future(inside.async_engine(llm).generate(request, self.updates.put_nowait))
 
     async def rest(self) -> list[Update]:
         """The updates that nobody has taken yet, when all are there."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 from agentcache.engine.engine import Engine
 from agentcache.errors import DiskBudgetExceeded
 from agentcache.store.store import Store
+from tests.serving import inside
 
 T = TypeVar("T")
 PATIENCE = 30.0
@@ -31,7 +32,7 @@ class Gate:
     @classmethod
     def of(cls, engine: Engine, full: int = 0) -> Gate:
         """In front of an engine's store."""
-        return cls(engine.persistence.store, full)
+        return cls(inside.store(engine), full)
 
     async def reached(self) -> None:
         """Wait for the first write."""

@@ -14,6 +14,7 @@ from typing import Any
 from agentcache.blocks.keys import Producer
 from agentcache.report import CacheState, Report
 from agentcache.store.verify import verify_folder
+from tests.serving import inside
 from tests.serving.by_hand import ByHand
 from tests.serving.conversation import greedy, make_ids
 
@@ -38,7 +39,7 @@ def reused(report: Report) -> tuple[int, int]:
 
 
 def state(hand: ByHand, agent: str) -> CacheState:
-    return hand.engine.memory.info(agent).cache_state
+    return inside.agent_info(hand.engine, agent).cache_state
 
 
 def files(cache_dir: Path) -> Counter[tuple[str, str, int]]:

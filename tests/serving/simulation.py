@@ -194,6 +194,7 @@ class Simulation:
     """The engine that ships, on a device that is a formula and a clock.
 
     Args:
+        pace: other settings than usual.
         check_integrity: of the cache, after every step.
 
     Attributes:
@@ -209,13 +210,14 @@ class Simulation:
         max_running: int = 16,
         costs: Costs | None = None,
         decode_share: float = 0.5,
+        pace: Pace | None = None,
         check_integrity: bool = False,
     ) -> None:
         self.costs = costs or Costs()
         self.cache = PrefixCache([FullGroup()], num_blocks)
         idle = idle_chunk(256, max_stall=MAX_STALL, token_seconds=self.costs.chunk_token)
-        pace = Pace(max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0)
-        self.engine = Engine(_parts(FormulaDevice(self), self.cache, max_running, pace))
+        usual = Pace(max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0)
+        self.engine = Engine(_parts(FormulaDevice(self), self.cache, max_running, pace or usual))
         self.now = 0.0
         self.clients: dict[Generation, Client] = {}
         self.decoding_seconds = self.prefilling_seconds = 0.0

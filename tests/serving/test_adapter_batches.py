@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from agentcache.adapter_settings import Policy
-from agentcache.engine.engine import Engine
 from agentcache.llm import LLM, Completion
 from agentcache.request import Request, TokenPrompt
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.adapter_cases import (
     INVOKE_A,
     INVOKE_B,
@@ -27,7 +27,7 @@ from tests.serving.adapter_cases import (
     preempt_often,
     same_bytes,
 )
-from tests.serving.conversation import engine_of, greedy, make_ids
+from tests.serving.conversation import greedy, make_ids
 
 TOKENS = 12
 
@@ -72,10 +72,11 @@ def run_together(llm: LLM, cases: list[Case], salt: str) -> list[Completion]:
 
 def test_each_row_equals_the_same_alone(llm: LLM) -> None:
     alone = [ask(llm, case.ids, case.adapter, TOKENS, policy=case.policy, salt="alone") for case in CASES]
-    counters = engine_of(llm).counters
-    steps, rows = counters.decode_steps, counters.decode_rows
+    before = llm.stats()
     together = run_together(llm, CASES, "together")
-    assert counters.decode_rows - rows > 3 * (counters.decode_steps - steps), "they were in one batch"
+    after = llm.stats()
+    steps, rows = after.decode_steps - before.decode_steps, after.decode_rows - before.decode_rows
+    assert rows > 3 * steps, "they were in one batch"
     for mine, theirs in zip(together, alone, strict=True):
         check_equal(mine, theirs)
     base = [ask(llm, case.ids, tokens=TOKENS, salt="base") for case in CASES]
@@ -98,7 +99,7 @@ def test_preempted_and_resumed(case: Case, llm: LLM) -> None:
     expected = ask(llm, case.ids, case.adapter, TOKENS, policy=case.policy, salt="expected")
     preempt_often(llm, every=4)
     check_equal(ask(llm, case.ids, case.adapter, TOKENS, policy=case.policy, salt="again"), expected)
-    assert engine_of(llm).scheduler.preemptions == 2
+    assert llm.stats().preemptions == 2
 
 
 def test_a_generated_invocation_and_a_preemption(llm: LLM) -> None:
@@ -108,7 +109,7 @@ def test_a_generated_invocation_and_a_preemption(llm: LLM) -> None:
     expected = llm.generate(ids, sampling, adapter="a", salt="expected")
     preempt_often(llm, every=2)
     check_equal(llm.generate(ids, sampling, adapter="a", salt="again"), expected)
-    assert engine_of(llm).scheduler.preemptions == 4
+    assert llm.stats().preemptions == 4
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("a", 1), ("a", 7), ("a", 256), ("a", 10_000), ("plain", 7)])
@@ -118,15 +119,10 @@ def test_chunks_of_any_size(name: str, chunk: int, qwen3: Path, folders: dict[st
         expected = ask(llm, ids, name)
     with open_adapters(qwen3, tmp_path / "cache", folders, prefill_chunk=chunk) as llm:
         ask(llm, ids[:230], None if name == "a" else name, tokens=0)  # before it begins: who computes them
-        set_chunk(engine_of(llm), chunk)
+        inside.set_chunk(inside.engine_of(llm), chunk)
         said = ask(llm, ids, name)
         assert said.report.cached_tokens.shared == 230
         check_equal(said, expected)
-
-
-def set_chunk(engine: Engine, chunk: int) -> None:
-    """Chunks that large, whoever else is there."""
-    engine.scheduler.pace._chunk = engine.scheduler.pace._idle_chunk = chunk
 
 
 @pytest.mark.parametrize("architecture", ["mistral_sliding", "gemma3_text", "llama_bias", "phi3", "gpt_oss"])
@@ -158,7 +154,7 @@ def test_what_comes_before_the_invocation_is_bases_byte_for_byte(
     found = []
     for name in (None, "a"):
         with open_adapters(qwen3, tmp_path / str(name), folders) as llm:
-            set_chunk(engine_of(llm), chunk)
+            inside.set_chunk(inside.engine_of(llm), chunk)
             options = {} if name is None else {"policy": "activated", "invocation_start": start}
             ask(llm, ids, name, tokens=1, **options)
             found.append(cached_bytes(llm, ids, start))

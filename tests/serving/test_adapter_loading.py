@@ -16,8 +16,9 @@ from agentcache.report import Update
 from agentcache.request import Request, TokenPrompt
 from tests.adapters_factory import make_adapter, random_matrices, write_mlx_lm, write_peft
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.adapter_cases import ask, at_once, check_differs, check_equal, cold, make_folders, open_adapters
-from tests.serving.conversation import check_idle, engine_of, greedy, make_ids
+from tests.serving.conversation import check_idle, greedy, make_ids
 
 PROMPT = make_ids(300)
 
@@ -70,7 +71,7 @@ def test_weights_are_dropped_and_read_again(base: Path, tmp_path: Path) -> None:
     """The least recently used ones, within half of what the cache can spare; and never those in use."""
     folders = {name: make_adapter(tmp_path / name, base, rank=64, seed=seed) for seed, name in enumerate("abc")}
     with open_adapters(base, tmp_path / "probe", folders) as llm:
-        size, least = llm.adapters()[0].ram_bytes, engine_of(llm).cache.slots.min_ram_budget
+        size, least = llm.adapters()[0].ram_bytes, inside.min_ram_budget(inside.engine_of(llm))
         expected = {name: ask(llm, PROMPT, name) for name in folders}
     with open_adapters(base, tmp_path / "cache", folders, ram_budget=least + 5 * size) as llm:
         assert [adapter.resident for adapter in llm.adapters()] == [False, True, True], "two fit"
@@ -92,7 +93,7 @@ def test_weights_are_dropped_and_read_again(base: Path, tmp_path: Path) -> None:
 def test_a_dropped_adapter_whose_folder_has_changed(base: Path, tmp_path: Path) -> None:
     folders = {name: make_adapter(tmp_path / name, base, rank=64, seed=seed) for seed, name in enumerate("abc")}
     with open_adapters(base, tmp_path / "probe", {}) as llm:
-        least = engine_of(llm).cache.slots.min_ram_budget
+        least = inside.min_ram_budget(inside.engine_of(llm))
     with open_adapters(base, tmp_path / "cache", folders, ram_budget=least + 11 * 10**6) as llm:
         assert [adapter.resident for adapter in llm.adapters()] == [False, False, True], "one fits"
         make_adapter(folders["a"], base, rank=64, seed=9)
@@ -109,7 +110,7 @@ def test_a_dropped_adapter_whose_folder_has_changed(base: Path, tmp_path: Path) 
 def test_too_large_for_the_budget(base: Path, tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "large", base, rank=64)
     with open_adapters(base, tmp_path / "probe", {}) as llm:
-        least = engine_of(llm).cache.slots.min_ram_budget
+        least = inside.min_ram_budget(inside.engine_of(llm))
     with open_adapters(base, tmp_path / "cache", {}, ram_budget=least + 10**5) as llm:
         with pytest.raises(InvalidRequest, match="of the RAM budget, adapters may take") as caught:
             llm.load_adapter("large", folder)
@@ -121,26 +122,28 @@ def test_no_room_beside_a_running_request(base: Path, tmp_path: Path) -> None:
     """Nobody loses blocks that he reads: the adapter's request is told to come again."""
     folder = make_adapter(tmp_path / "large", base, rank=8)
     with open_adapters(base, tmp_path / "probe", {"large": folder}) as llm:
-        size, least = llm.adapters()[0].ram_bytes, engine_of(llm).cache.slots.min_ram_budget
+        size, least = llm.adapters()[0].ram_bytes, inside.min_ram_budget(inside.engine_of(llm))
     with open_adapters(base, tmp_path / "cache", {}, ram_budget=least + 3 * size) as llm:
-        ids = make_ids(engine_of(llm).cache.slots.max_tokens() - 200)
+        ids = make_ids(inside.max_cached_tokens(inside.engine_of(llm)) - 200)
 
         async def run() -> None:
             updates: list[Update] = []
             running = asyncio.ensure_future(
-                llm._engine.generate(Request("base", TokenPrompt(ids), greedy(150)), updates.append)
+                inside.async_engine(llm).generate(Request("base", TokenPrompt(ids), greedy(150)), updates.append)
             )
             while not updates:
                 await asyncio.sleep(0.01)
-            loaded = await llm._engine.load_adapter(parse_adapters({"large": folder})[0])
+            loaded = await inside.async_engine(llm).load_adapter(parse_adapters({"large": folder})[0])
             assert not loaded.resident, "it will be, once there is room"
             with pytest.raises(Overloaded) as caught:
-                await llm._engine.generate(Request("large", TokenPrompt(PROMPT), greedy(1), adapter="large"), print)
+                await inside.async_engine(llm).generate(
+                    Request("large", TokenPrompt(PROMPT), greedy(1), adapter="large"), print
+                )
             assert caught.value.code == "insufficient_memory"
             assert not running.done()
             await running
 
-        llm._wait(run())
+        inside.on_loop(llm, run())
         check_equal(said := ask(llm, PROMPT, "large"), cold(llm, said))
         assert llm.adapters()[0].resident
 
@@ -153,18 +156,20 @@ def test_replaced_and_unloaded_while_it_runs(base: Path, folders: dict[str, Path
         async def run() -> list[int]:
             request = Request("r", TokenPrompt(PROMPT), greedy(150), salt="again", adapter="poet")
             said: list[int] = []
-            running = asyncio.ensure_future(llm._engine.generate(request, lambda update: said.extend(update.token_ids)))
+            running = asyncio.ensure_future(
+                inside.async_engine(llm).generate(request, lambda update: said.extend(update.token_ids))
+            )
             while not said:
                 await asyncio.sleep(0.01)
-            await llm._engine.load_adapter(parse_adapters({"poet": folders["upper"]})[0])
-            llm._engine.unload_adapter("poet")
+            await inside.async_engine(llm).load_adapter(parse_adapters({"poet": folders["upper"]})[0])
+            inside.async_engine(llm).unload_adapter("poet")
             with pytest.raises(NotFound):
-                await llm._engine.generate(request, said.append)
+                await inside.async_engine(llm).generate(request, said.append)
             assert not running.done()
             await running
             return said
 
-        assert tuple(llm._wait(run())) == expected.token_ids
+        assert tuple(inside.on_loop(llm, run())) == expected.token_ids
         assert llm.adapters() == () and device_bytes(llm) == 0
 
 
@@ -174,14 +179,14 @@ def test_a_cancelled_request_gives_its_adapter_back(base: Path, folders: dict[st
         async def leave() -> None:
             updates: list[Update] = []
             request = Request("r", TokenPrompt(PROMPT), greedy(500), adapter="poet")
-            running = asyncio.ensure_future(llm._engine.generate(request, updates.append))
+            running = asyncio.ensure_future(inside.async_engine(llm).generate(request, updates.append))
             while not updates:
                 await asyncio.sleep(0.01)
-            assert llm._engine.model.adapters[0].running == 1
+            assert inside.async_engine(llm).model.adapters[0].running == 1
             running.cancel()
             await asyncio.wait({running})
 
-        llm._wait(leave())
+        inside.on_loop(llm, leave())
         assert llm.adapters()[0].running == 0
         llm.unload_adapter("poet")
         assert device_bytes(llm) == 0

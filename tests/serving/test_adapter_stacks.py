@@ -27,8 +27,9 @@ from tests.adapters_factory import ATTENTION, MLP, make_adapter
 from tests.blocks.cache_model import FakeGroup
 from tests.blocks.test_resize import run
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.adapter_cases import ask, check_equal, open_adapters
-from tests.serving.conversation import check_idle, engine_of, greedy, make_ids
+from tests.serving.conversation import check_idle, greedy, make_ids
 
 TOKENS = 12
 MIXED = ("wide", "all", "mlp", None)
@@ -68,13 +69,13 @@ class Watch:
 
 
 def watch(llm: LLM) -> Watch:
-    engine, step, seen = engine_of(llm), engine_of(llm).step, Watch()
+    engine, step, seen = inside.engine_of(llm), inside.engine_of(llm).step, Watch()
 
     def step_and_look() -> None:
         step()
         stats = engine.stats()
         seen.most = max(seen.most, stats.ram_bytes + stats.adapter_ram_bytes)
-        seen.copies.append(engine.loaded.adapters.stacks.nbytes)
+        seen.copies.append(inside.copied_adapter_bytes(engine))
 
     engine.step = step_and_look  # type: ignore[method-assign]
     return seen
@@ -84,7 +85,7 @@ def watch(llm: LLM) -> Watch:
 def budget(base: Path, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> int:
     """Of which the copies, some three times as large as the adapters, are no small part."""
     with open_adapters(base, tmp_path_factory.mktemp("probe"), folders) as llm:
-        return engine_of(llm).cache.slots.min_ram_budget + 4 * llm.stats().adapter_ram_bytes
+        return inside.min_ram_budget(inside.engine_of(llm)) + 4 * llm.stats().adapter_ram_bytes
 
 
 @pytest.fixture
@@ -98,8 +99,8 @@ def llm(base: Path, folders: dict[str, Path], budget: int, tmp_path: Path) -> It
 
 
 def fill(llm: LLM) -> None:
-    slots, seed = engine_of(llm).cache.slots, 100
-    while not slots.evicted_blocks:
+    seed = 100
+    while not inside.evicted_blocks(inside.engine_of(llm)):
         ask(llm, make_ids(700, seed=seed), tokens=1)
         seed += 1
 
@@ -111,19 +112,20 @@ def request_of(index: int, adapter: str | None, tokens: int, salt: str) -> Reque
 
 def alone(llm: LLM, adapters: Sequence[str | None], tokens: int = TOKENS) -> list[Completion]:
     return [
-        llm._wait(llm._collect(request_of(index, adapter, tokens, "alone"))) for index, adapter in enumerate(adapters)
+        inside.on_loop(llm, inside.collect(llm, request_of(index, adapter, tokens, "alone")))
+        for index, adapter in enumerate(adapters)
     ]
 
 
 async def all_at_once(llm: LLM, adapters: Sequence[str | None], tokens: int, salt: str) -> list[Completion]:
     requests = [request_of(index, adapter, tokens, salt) for index, adapter in enumerate(adapters)]
-    return list(await asyncio.gather(*(llm._collect(request) for request in requests)))
+    return list(await asyncio.gather(*(inside.collect(llm, request) for request in requests)))
 
 
 def together(
     llm: LLM, adapters: Sequence[str | None], tokens: int = TOKENS, salt: str = "together"
 ) -> list[Completion]:
-    return llm._wait(all_at_once(llm, adapters, tokens, salt))
+    return inside.on_loop(llm, all_at_once(llm, adapters, tokens, salt))
 
 
 def check_all_equal(mine: Sequence[Completion], theirs: Sequence[Completion]) -> None:
@@ -146,13 +148,13 @@ def test_the_budget_holds_in_every_step(llm: LLM) -> None:
 
 def test_without_room_for_copies(llm: LLM) -> None:
     """Beside a request that reads nearly all of the cache: the same words, and nobody loses his place."""
-    expected, seen, engine = alone(llm, PAIR), watch(llm), engine_of(llm)
-    ids = make_ids(engine.cache.slots.max_tokens() - 5 * BLOCK_SIZE, seed=50)
+    expected, seen, engine = alone(llm, PAIR), watch(llm), inside.engine_of(llm)
+    ids = make_ids(inside.max_cached_tokens(engine) - 5 * BLOCK_SIZE, seed=50)
 
     async def run() -> list[Completion]:
         updates: list[Update] = []
         running = asyncio.ensure_future(
-            llm._engine.generate(Request("long", TokenPrompt(ids), greedy(200)), updates.append)
+            inside.async_engine(llm).generate(Request("long", TokenPrompt(ids), greedy(200)), updates.append)
         )
         while not updates:
             await asyncio.sleep(0.01)
@@ -161,39 +163,39 @@ def test_without_room_for_copies(llm: LLM) -> None:
         await running
         return said
 
-    check_all_equal(llm._wait(run()), expected)
-    assert engine.loaded.adapters.stacks.built == 0 and engine.scheduler.preemptions == 0
+    check_all_equal(inside.on_loop(llm, run()), expected)
+    assert inside.copies_built(engine) == 0 and llm.stats().preemptions == 0
     assert seen.most <= llm.stats().ram_budget
 
 
 def test_who_needs_the_blocks_gets_them_back(llm: LLM) -> None:
     """At once, not when those who mix are done; and these go on without copies."""
-    expected, seen, engine = alone(llm, MIXED, 60), watch(llm), engine_of(llm)
-    ids = make_ids(engine.cache.slots.max_tokens() - 5 * BLOCK_SIZE, seed=51)
+    expected, seen, engine = alone(llm, MIXED, 60), watch(llm), inside.engine_of(llm)
+    ids = make_ids(inside.max_cached_tokens(engine) - 5 * BLOCK_SIZE, seed=51)
 
     async def run() -> list[Completion]:
         mixing = asyncio.ensure_future(all_at_once(llm, MIXED, 60, "together"))
         while not any(seen.copies):
             await asyncio.sleep(0.001)
-        said = await llm._collect(Request("long", TokenPrompt(ids), greedy(1)))
+        said = await inside.collect(llm, Request("long", TokenPrompt(ids), greedy(1)))
         assert said.report.computed_tokens == len(ids) and not mixing.done()
         return await mixing
 
-    check_all_equal(llm._wait(run()), expected)
+    check_all_equal(inside.on_loop(llm, run()), expected)
     assert 0 in seen.copies[seen.copies.index(max(seen.copies)) :]
-    assert engine.scheduler.preemptions == 0
+    assert llm.stats().preemptions == 0
     assert seen.most <= llm.stats().ram_budget
 
 
 def test_copies_without_use_are_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_stacks, "_REVIEW_STEPS", 10)
-    seen, slots = watch(llm), engine_of(llm).cache.slots
+    seen = watch(llm)
     together(llm, MIXED, tokens=30)
     whole = max(seen.copies)
     together(llm, MIXED[:2], tokens=30, salt="two")
-    assert 0 < seen.copies[-1] == slots.lent < whole, "of these two only"
+    assert 0 < seen.copies[-1] == inside.lent_bytes(inside.engine_of(llm)) < whole, "of these two only"
     ask(llm, make_ids(20), "wide", tokens=30)
-    assert seen.copies[-1] == slots.lent == 0
+    assert seen.copies[-1] == inside.lent_bytes(inside.engine_of(llm)) == 0
     for salt in ("again", "and again"):  # the first time, rows lie where the bytes would have to come from
         seen.copies.clear()
         together(llm, MIXED, tokens=30, salt=salt)

@@ -12,6 +12,7 @@ from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.llm import LLM
 from tests.adapters_factory import make_adapter
+from tests.serving import inside
 from tests.serving.adapter_cases import (
     INVOKE_A,
     INVOKE_B,
@@ -136,8 +137,8 @@ def test_an_adapter_that_changes_no_keys_or_values_uses_bases(llm: LLM, qwen3: P
 
 
 def test_an_agent_keeps_its_adapter(llm: LLM) -> None:
-    engine = llm._engine
-    llm._wait(engine.create_agent("poet", adapter="plain"))
+    engine = inside.async_engine(llm)
+    inside.on_loop(llm, engine.create_agent("poet", adapter="plain"))
     agent = llm.agent("poet")
     assert (agent.adapter, agent.policy) == ("plain", "auto")
     said = ask(llm, make_ids(300), agent="poet")
@@ -164,14 +165,14 @@ def test_an_agent_that_changes_its_adapter_loses_nothing(llm: LLM) -> None:
 
 def test_an_agent_uses_its_adapter_as_it_was_loaded(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     with open_adapters(qwen3, tmp_path / "cache", {"poet": f"{folders['plain']}:prefill-share"}) as llm:
-        llm._wait(llm._engine.create_agent("alice", adapter="poet"))
-        llm._wait(llm._engine.create_agent("bob", adapter="poet", policy=Policy.EXACT))
+        inside.on_loop(llm, inside.async_engine(llm).create_agent("alice", adapter="poet"))
+        inside.on_loop(llm, inside.async_engine(llm).create_agent("bob", adapter="poet", policy=Policy.EXACT))
         assert ask(llm, make_ids(30), agent="alice").report.policy == "prefill-share"
         assert ask(llm, make_ids(30), agent="bob").report.policy == "exact"
         assert ask(llm, make_ids(30), "poet", agent="bob").report.policy == "exact"
         assert ask(llm, make_ids(30), agent="bob", policy="prefill-share").report.policy == "prefill-share"
         with pytest.raises(InvalidRequest, match="needs an adapter"):
-            llm._wait(llm._engine.create_agent("cy", policy=Policy.ACTIVATED))
+            inside.on_loop(llm, inside.async_engine(llm).create_agent("cy", policy=Policy.ACTIVATED))
 
 
 def test_prefill_share_is_activation_at_the_last_token(llm: LLM) -> None:

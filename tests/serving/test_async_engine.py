@@ -16,6 +16,7 @@ from agentcache.gateway import engine_thread
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.report import Update
 from agentcache.request import Request, TokenPrompt
+from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, greedy, make_ids
 
 
@@ -78,7 +79,7 @@ def test_a_failure_reaches_every_waiter(model: Path, tmp_path: Path) -> None:
         while not (await engine.stats()).generated_tokens + (await engine.stats()).running:
             await asyncio.sleep(0.01)
         waiters.append(asyncio.ensure_future(outcome_of(engine.evict_agent("alice"))))
-        await engine._call(fail_in_the_next_step)
+        await inside.on_thread(engine, fail_in_the_next_step)
         assert set(await asyncio.gather(*waiters)) == {"EngineStopped"}
         assert not engine.ready
         assert str(engine.failure) == "the device is gone"
@@ -92,7 +93,7 @@ def test_a_failure_reaches_every_waiter(model: Path, tmp_path: Path) -> None:
 def test_what_was_saved_before_a_failure_is_there_after_it(model: Path, tmp_path: Path) -> None:
     async def fails(engine: AsyncEngine) -> None:
         await complete(engine, "bob")
-        await engine._call(fail_in_the_next_step)
+        await inside.on_thread(engine, fail_in_the_next_step)
         assert await outcome_of(complete(engine, "bob")) == "EngineStopped"
 
     async def works(engine: AsyncEngine) -> None:
@@ -114,7 +115,7 @@ def test_the_queue_is_bounded(model: Path, tmp_path: Path) -> None:
 
 def test_prompts_are_counted_up_to_a_multiple_of_what_may_run(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
-        most = engine._thread.alive().max_prompt_tokens
+        most = await inside.on_thread(engine, lambda inner: inner.max_prompt_tokens)
         too_long = Request("1", TokenPrompt([9] * (most + 1)))
         assert await engine.count_tokens(too_long) == most + 1
         with pytest.raises(RequestError, match=f"has {most + 1} tokens"):
@@ -164,7 +165,7 @@ def test_the_event_loop_wakes_once_a_step(model: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(engine_thread, "_hand_out", counted)
 
     async def test(engine: AsyncEngine) -> None:
-        await engine._call(count_steps)
+        await inside.on_thread(engine, count_steps)
         await asyncio.gather(*(complete(engine, None, 100, seed) for seed in range(4)))
         assert sum(sizes) == 4 * 102  # the prompt, the tokens, the report
         assert max(sizes) >= 4

@@ -15,12 +15,12 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import StoreError
 from agentcache.llm import LLM
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.block_damage import block_files, metadata_of
 from tests.serving.conversation import (
     BLOCK_BYTES,
     TokenTalk,
     cold_ids,
-    engine_of,
     greedy,
     make_ids,
     open_llm,
@@ -47,16 +47,15 @@ class Peaks:
 @contextmanager
 def watched(llm: LLM, cache_dir: Path) -> Iterator[Peaks]:
     """Looks at RAM after every step, and at the folder after every write."""
-    engine, peaks = engine_of(llm), Peaks()
-    step, store = engine.step, engine.persistence.store
+    engine, peaks = inside.inside.engine_of(llm), Peaks()
+    step, store = engine.step, inside.store(engine)
 
     def look_at_ram() -> None:
         step()
-        peaks.ram = max(peaks.ram, engine.cache.slots.capacity_bytes)
-        peaks.arenas = max(peaks.arenas, sum(a.nbytes for arena in engine.runner.arenas for a in arena.arrays()))
-        for sequence in engine.cache._sequences:
-            for group, table in zip(engine.cache.groups, sequence.tables, strict=True):
-                peaks.blocks[group.name] = max(peaks.blocks.get(group.name, 0), len(table.block_ids))
+        peaks.ram = max(peaks.ram, engine.stats().ram_bytes)
+        peaks.arenas = max(peaks.arenas, sum(array.nbytes for array in inside.arrays(engine)))
+        for group, count in inside.most_blocks_held(engine).items():
+            peaks.blocks[group] = max(peaks.blocks.get(group, 0), count)
 
     def then_look_at_disk(write: Callable[..., object]) -> Callable[..., object]:
         def run(*arguments: object) -> object:
@@ -168,7 +167,7 @@ def test_sliding_windows_bound_ram(window: int, model_folder: ModelFolder, tmp_p
         talk.turn(llm, 1500)
         talk.turn(llm, 1540)
         info = llm.agent("alice")
-        groups = engine_of(llm).loaded.spec.groups
+        groups = inside.loaded_model(inside.inside.engine_of(llm)).spec.groups
     most = math.ceil(window / BLOCK_SIZE) + 1
     for group in groups:
         assert peaks.blocks[group.name] <= (most if group.window else 7), group.name
@@ -191,7 +190,7 @@ def test_long_after_many_short(model_folder: ModelFolder, tmp_path: Path) -> Non
     with open_llm(model_folder("gpt_oss"), tmp_path, ram_budget=7 * 4 * 36864) as llm:
         for number in range(10):
             llm.generate(make_ids(40, seed=number), greedy(1))
-        length = engine_of(llm).cache.slots.max_tokens() - 10
+        length = inside.max_cached_tokens(inside.inside.engine_of(llm)) - 10
         assert length > 2000
         assert len(llm.generate(make_ids(length), greedy(2)).token_ids) == 2
 
@@ -250,15 +249,12 @@ def test_a_turn_beside_others_that_may_not_go_drops_nothing(model: Path, tmp_pat
     """Others are at work, and what they have on disk stays: what could go is not enough, so it stays as well."""
     with open_llm(model, tmp_path, disk_budget=400_000) as llm:
         talks = make_agents(llm, 4, length=300)
-        engine = engine_of(llm)
-        for agent in list(talks)[1:]:
-            engine.agents.set_busy(agent)
-        before = saved_on_disk(llm)
-        assert before["a00"] and not engine.persistence._make_room(140_000)
-        assert saved_on_disk(llm) == before
-        assert engine.persistence._make_room(100_000)
-        for agent in list(talks)[1:]:
-            engine.agents.set_idle(agent)
+        engine = inside.inside.engine_of(llm)
+        with inside.busy(engine, list(talks)[1:]):
+            before = saved_on_disk(llm)
+            assert before["a00"] and not inside.make_room(engine, 140_000)
+            assert saved_on_disk(llm) == before
+            assert inside.make_room(engine, 100_000)
 
 
 def test_side_conversations_go_before_long_ones_and_transcripts_of_the_longest_stay(
@@ -306,7 +302,9 @@ def test_the_older_blocks_of_an_agent_do_not_make_room_for_its_newer_ones(
         if way == "turn":
             assert alice.turn(llm, 900).report.saved
         else:
-            with mock.patch.object(engine_of(llm).persistence.store, "write_blocks", side_effect=StoreError("broken")):
+            with mock.patch.object(
+                inside.store(inside.engine_of(llm)), "write_blocks", side_effect=StoreError("broken")
+            ):
                 assert not alice.turn(llm, 900).report.saved
             assert bob.turn(llm, 604).report.saved
             llm.evict("alice")
@@ -333,7 +331,7 @@ def test_what_a_new_lineage_shares_with_the_one_that_makes_room_for_it_stays(mod
     with open_llm(model, tmp_path, disk_budget=bytes_below(tmp_path) + 2000) as llm:
         turn = edited.turn(llm, 640)
         assert turn.report.saved and turn.report.cached_tokens.own >= 512
-        by_tokens = {record.lineage: record.num_saved for record in engine_of(llm).agents.lineages("alice")}
+        by_tokens = {record.lineage: record.num_saved for record in inside.records(inside.engine_of(llm), "alice")}
         assert sorted(by_tokens.values()) == [0, 639], "the old one made room, and only that"
         assert saved_on_disk(llm)["bob"] > 0
         assert shared.items() <= full_blocks(tmp_path).items(), "they were neither dropped nor written again"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import (
     BLOCK_BYTES,
@@ -19,7 +20,6 @@ from tests.serving.conversation import (
     cold_ids,
     greedy,
     make_ids,
-    on_loop,
     open_llm,
 )
 
@@ -30,16 +30,16 @@ def waiting(hand: ByHand) -> Receiver:
     first = hand.submit(make_ids(50, seed=9), greedy(2))
     second = hand.submit(make_ids(CONTEXT), greedy(9), "alice")
     hand.step()
-    assert second.generation in hand.engine.scheduler.waiting
+    assert inside.is_waiting(hand.engine, second.generation)
     hand.run(first)
     return second
 
 
 def loading(hand: ByHand) -> Receiver:
-    hand.engine.memory.evict("alice")
+    inside.evict_agent(hand.engine, "alice")
     receiver = hand.submit(make_ids(CONTEXT), greedy(9), "alice")
     hand.step()
-    assert receiver.generation in hand.engine.scheduler.loading
+    assert inside.is_loading(hand.engine, receiver.generation)
     assert hand.live_blocks > 0
     return receiver
 
@@ -64,18 +64,18 @@ def test_blocks_are_free_at_once(state: Callable[[ByHand], Receiver], model: Pat
     slots = 1 if state is waiting else 4
     with by_hand(model, tmp_path, max_concurrent_requests=slots) as hand:
         hand.run(hand.submit(make_ids(CONTEXT), greedy(3), "alice"))
-        before = hand.engine.agents.get("alice")
+        before = inside.record(hand.engine, "alice")
         receiver = state(hand)
         hand.engine.cancel(receiver.generation)
         assert hand.live_blocks == 0
-        assert list(hand.engine.scheduler) == []
+        assert inside.requests(hand.engine) == []
         seen = len(receiver.updates)
-        hand.engine.cache.check_integrity()
+        hand.engine.check_integrity()
         following = hand.submit(make_ids(CONTEXT), greedy(3), "alice")
         hand.run(following)
         assert len(receiver.updates) == seen, "nothing comes after a cancel"
-        assert hand.engine.agents.get("alice").transcript.ids == before.transcript.ids
-        assert hand.engine.counters.cancelled == 1
+        assert inside.record(hand.engine, "alice").transcript.ids == before.transcript.ids
+        assert hand.engine.stats().cancelled == 1
 
 
 def test_the_place_under_way_is_written_by_somebody_else_next(model: Path, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_random_cancels_among_others(seed: int, model: Path, tmp_path: Path) -> 
         step = 0
         while not all(r.is_done for number, r in enumerate(receivers) if number not in gone):
             hand.step() if hand.engine.has_work else hand.posted.get(timeout=30)()
-            hand.engine.cache.check_integrity()
+            hand.engine.check_integrity()
             step += 1
             for number in [number for number, at in due.items() if at == step]:
                 hand.engine.cancel(receivers[number].generation)
@@ -194,7 +194,7 @@ def test_cancel_in_the_middle_of_decoding(known: bool, model: Path, tmp_path: Pa
             stream.task.cancel()
             await asyncio.wait({stream.task})
 
-        on_loop(llm, take_three())
+        inside.on_loop(llm, take_three())
         check_idle(llm)
         assert [info.tokens for info in llm.agents()] == before
         if known:
@@ -210,13 +210,13 @@ def test_cancel_in_the_middle_of_a_prefill(model: Path, tmp_path: Path) -> None:
 
         async def start_and_cancel() -> None:
             task = Stream(llm, talk.ids + make_ids(5000, seed=5)).task
-            while not (await llm._engine.stats()).blocks_live:
+            while not (await inside.async_engine(llm).stats()).blocks_live:
                 assert not task.done()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-        on_loop(llm, start_and_cancel())
+        inside.on_loop(llm, start_and_cancel())
         check_idle(llm)
         assert llm.stats().computed_tokens < 5000
         assert llm.agent("alice").tokens == 300
@@ -236,5 +236,5 @@ def test_cancel_while_waiting_for_the_agents_turn(model: Path, tmp_path: Path) -
             second.cancel()
             return len(await first.rest())
 
-        assert on_loop(llm, cancel_second()) > 0
+        assert inside.on_loop(llm, cancel_second()) > 0
         assert llm.agent("alice").tokens == 50

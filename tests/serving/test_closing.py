@@ -10,6 +10,7 @@ import pytest
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.request import Request, TokenPrompt
 from agentcache.store.verify import FolderReport, verify_folder
+from tests.serving import inside
 from tests.serving.conversation import greedy, make_ids
 from tests.serving.gate import Gate
 from tests.serving.test_async_engine import complete, outcome_of, run
@@ -37,10 +38,10 @@ def test_a_turn_that_is_being_saved_is_saved(full: int, stays: bool, model: Path
 
     async def test(engine: AsyncEngine) -> None:
         await complete(engine, "idle")
-        gate = await engine._call(lambda inner: Gate.of(inner, full))
+        gate = await inside.on_thread(engine, lambda inner: Gate.of(inner, full))
         answer = asyncio.ensure_future(complete(engine, "alice", max_tokens=1, seed=1))
         await gate.reached()
-        while not (await engine._call(lambda inner: bool(inner.turns.ending))):
+        while not await inside.on_thread(engine, inside.is_saving):
             await asyncio.sleep(0.001)
         if not stays:
             answer.cancel()
@@ -65,7 +66,7 @@ def test_a_prompt_that_is_cut_short_leaves_nothing(full: int, model: Path, tmp_p
 
     async def test(engine: AsyncEngine) -> None:
         await complete(engine, "idle")
-        gate = await engine._call(lambda inner: Gate.of(inner, full))
+        gate = await inside.on_thread(engine, lambda inner: Gate.of(inner, full))
         request = Request("long", TokenPrompt(make_ids(20_000, seed=2)), greedy(1), "long")
         answer = asyncio.ensure_future(outcome_of(engine.generate(request, lambda update: None)))
         await close_at(gate, engine)

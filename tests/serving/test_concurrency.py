@@ -9,6 +9,7 @@ from pathlib import Path
 
 from agentcache.engine.engine import Engine
 from agentcache.llm import Completion
+from tests.serving import inside
 from tests.serving.conversation import (
     BLOCK_BYTES,
     Chat,
@@ -17,7 +18,6 @@ from tests.serving.conversation import (
     greedy,
     make_ids,
     make_text,
-    on_loop,
     open_llm,
     transcript_of,
 )
@@ -71,7 +71,7 @@ def test_a_queue_for_one_agent_keeps_its_order(model: Path, tmp_path: Path) -> N
             await asyncio.gather(*map(one, range(3)))
             return ended
 
-        assert on_loop(llm, three()) == [0, 1, 2]
+        assert inside.on_loop(llm, three()) == [0, 1, 2]
 
 
 def test_preemption_ends_with_the_same_tokens(model: Path, tmp_path: Path) -> None:
@@ -103,10 +103,9 @@ def test_a_request_that_loses_its_place_ends_with_the_same_tokens(model: Path, t
     prompts = [make_ids(240 + 9 * number, seed=number) for number in range(3)]
 
     def push_out_all(engine: Engine) -> int:
-        pushed = [generation for generation in engine.scheduler.running if generation.num_generated % 7 == 5]
+        pushed = [generation for generation in inside.running(engine) if generation.num_generated % 7 == 5]
         for generation in pushed:
-            engine._admission._give_up_place(generation)
-            engine.scheduler.preempt(generation)
+            inside.preempt(engine, generation)
         return len(pushed)
 
     with open_llm(model, tmp_path) as llm:
@@ -119,11 +118,11 @@ def test_a_request_that_loses_its_place_ends_with_the_same_tokens(model: Path, t
             tasks, pushed = [asyncio.ensure_future(collect(number)) for number in range(3)], 0
             while not all(task.done() for task in tasks):
                 if pushed < 9:
-                    pushed += await llm._engine._call(push_out_all)
+                    pushed += await inside.on_thread(inside.async_engine(llm), push_out_all)
                 await asyncio.sleep(0.002)
             return [task.result() for task in tasks], pushed
 
-        answers, pushed = on_loop(llm, main())
+        answers, pushed = inside.on_loop(llm, main())
         assert pushed >= 3
     with open_llm(model, tmp_path / "cold") as cold:
         for prompt, answer in zip(prompts, answers, strict=True):

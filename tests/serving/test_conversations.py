@@ -15,15 +15,14 @@ from agentcache.llm import LLM, Completion
 from agentcache.report import Update
 from agentcache.request import ChatPrompt, Request
 from agentcache.store.verify import verify_folder
+from tests.serving import inside
 from tests.serving.conversation import (
     Chat,
     Stream,
     TokenTalk,
-    engine_of,
     greedy,
     make_ids,
     make_text,
-    on_loop,
     open_llm,
 )
 from tests.serving.gate import Gate
@@ -210,7 +209,7 @@ def test_a_title_does_not_wait_for_the_main_request(model: Path, tmp_path: Path)
             await waits.task
             return len(await main.rest()), len(await waits.rest())
 
-        on_loop(llm, run())
+        inside.on_loop(llm, run())
         assert len(llm.agent("alice").lineages) == 3
         llm.check_integrity()
 
@@ -230,7 +229,7 @@ def test_one_lineage_takes_one_request_at_a_time(model: Path, tmp_path: Path) ->
             assert [report.lineage == "first" for report in reports if report] == [True, False]
             assert all(report.saved and report.computed_tokens <= 21 for report in reports if report)
 
-        on_loop(llm, run())
+        inside.on_loop(llm, run())
 
 
 def test_a_lineage_by_name(model: Path, tmp_path: Path) -> None:
@@ -281,7 +280,7 @@ def test_clearing_the_cache_leaves_everything_on_disk(model: Path, tmp_path: Pat
         chat.turn(llm, make_text(300))
         title(llm)
         before, tokens = manifests(tmp_path), llm.agent("alice").tokens
-        on_loop(llm, llm._engine.clear_cache())
+        inside.on_loop(llm, inside.async_engine(llm).clear_cache())
         assert manifests(tmp_path) == before
         assert llm.stats().blocks_cached == 0
         again = chat.turn(llm, "And now?")
@@ -326,7 +325,7 @@ def test_a_cancelled_branch_leaves_no_lineage(model: Path, tmp_path: Path) -> No
             stream.task.cancel()
             await asyncio.wait({stream.task})
 
-        on_loop(llm, run())
+        inside.on_loop(llm, run())
         assert [lineage.tokens for lineage in llm.agent("alice").lineages] == [304]
         llm.check_integrity()
 
@@ -348,25 +347,22 @@ def test_what_was_not_found_is_reported(model: Path, tmp_path: Path) -> None:
 def test_settings_of_the_agent_hold_for_every_lineage(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         system = make_text(20, seed=8)
-        on_loop(llm, llm._engine.create_agent("alice", system=system))
+        inside.on_loop(llm, inside.async_engine(llm).create_agent("alice", system=system))
         for seed in range(2):
             llm.chat([{"role": "user", "content": make_text(100, seed=seed)}], greedy(2), agent="alice")
-        records = engine_of(llm).agents.lineages("alice")
+        records = inside.records(inside.engine_of(llm), "alice")
         assert len(records) == 2 and {record.system for record in records} == {system}
         assert all(record.transcript.text.find(system) >= 0 for record in records)
 
 
 def fail_manifests(llm: LLM) -> Callable[[], None]:
     """No manifest can be written until the result is called."""
-    folder = engine_of(llm).persistence.store._agents
-    before = folder._fault
 
     def fault(step: str) -> None:
         if step == "manifest-before-temp":
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    folder._fault = fault
-    return lambda: setattr(folder, "_fault", before)
+    return inside.set_fault(inside.engine_of(llm), fault, blocks=False)
 
 
 @pytest.mark.parametrize("bound", [1, 3])
@@ -382,7 +378,7 @@ def test_no_saved_conversation_goes_for_one_that_is_not_saved(bound: int, model:
         assert set(manifests(tmp_path)) == saved
         repair()
         assert llm.generate(make_ids(200, seed=20), greedy(3), agent="alice").report.saved
-        engine_of(llm).persistence.flush()  # the removal of the one that it took the place of
+        inside.flush(inside.engine_of(llm))  # the removal of the one that it took the place of
         assert len(manifests(tmp_path)) == bound
     report = verify_folder(tmp_path)
     assert (report.unnamed_blocks, report.missing_blocks, report.problems) == (0, 0, ())
@@ -392,8 +388,7 @@ def test_a_fork_that_fails_leaves_nothing_and_can_be_repeated(model: Path, tmp_p
     with open_llm(model, tmp_path) as llm:
         for seed in range(3):
             llm.generate(make_ids(200, seed=seed), greedy(3), agent="alice")
-        folder, written = engine_of(llm).persistence.store._agents, 0
-        before = folder._fault
+        written = 0
 
         def fault(step: str) -> None:
             nonlocal written
@@ -401,10 +396,10 @@ def test_a_fork_that_fails_leaves_nothing_and_can_be_repeated(model: Path, tmp_p
             if step == "manifest-before-temp" and written == 2:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        folder._fault = fault
+        repair = inside.set_fault(inside.engine_of(llm), fault, blocks=False)
         with pytest.raises(StoreError):
             llm.fork("alice", "bob")
-        folder._fault = before
+        repair()
         assert [info.id for info in llm.agents()] == ["alice"]
         assert len(llm.fork("alice", "bob").lineages) == 3
     assert len(manifests(tmp_path)) == 6
@@ -412,7 +407,7 @@ def test_a_fork_that_fails_leaves_nothing_and_can_be_repeated(model: Path, tmp_p
 
 def test_an_empty_lineage_by_name(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
-        on_loop(llm, llm._engine.create_agent("alice"))
+        inside.on_loop(llm, inside.async_engine(llm).create_agent("alice"))
         first = llm.generate(make_ids(100), greedy(3), agent="alice", lineage="first").report
         assert (first.lineage, first.match, first.lost_tokens) == ("first", "NEW", 0)
         llm.delete("alice", "first")
@@ -435,18 +430,18 @@ def test_a_lineage_that_is_being_saved_is_deleted_when_it_is(model: Path, tmp_pa
         llm.generate(make_ids(100), greedy(3), agent="alice")
 
         async def run() -> None:
-            gate = await llm._engine._call(Gate.of)
+            gate = await inside.on_thread(inside.async_engine(llm), Gate.of)
             stream = Stream(llm, make_ids(100, seed=1), max_tokens=3)
             await gate.reached()
-            while len(known := (await llm._engine.agent("alice")).lineages) < 2:
+            while len(known := (await inside.async_engine(llm).agent("alice")).lineages) < 2:
                 await asyncio.sleep(0.001)
-            deleting = asyncio.ensure_future(llm._engine.delete_agent("alice", known[1].id))
+            deleting = asyncio.ensure_future(inside.async_engine(llm).delete_agent("alice", known[1].id))
             await asyncio.sleep(0.05)
             assert not deleting.done()
             gate.opened.set()
             await asyncio.gather(stream.task, deleting)
 
-        on_loop(llm, run())
+        inside.on_loop(llm, run())
         assert [lineage.id for lineage in llm.agent("alice").lineages] == ["first"]
     assert list(manifests(tmp_path)) == ["alice"]
 
@@ -455,12 +450,12 @@ def test_a_request_that_waits_for_its_agent_to_be_made_has_its_system_text(model
     with open_llm(model, tmp_path) as llm:
 
         async def run() -> int:
-            gate = await llm._engine._call(Gate.of)
-            making = asyncio.ensure_future(llm._engine.create_agent("alice", system=make_text(60, seed=1)))
+            gate = await inside.on_thread(inside.async_engine(llm), Gate.of)
+            making = asyncio.ensure_future(inside.async_engine(llm).create_agent("alice", system=make_text(60, seed=1)))
             await gate.reached()
             request = Request("1", ChatPrompt([{"role": "user", "content": "Hi"}]), greedy(1), "alice")
             updates: list[Update] = []
-            asking = asyncio.ensure_future(llm._engine.generate(request, updates.append))
+            asking = asyncio.ensure_future(inside.async_engine(llm).generate(request, updates.append))
             await asyncio.sleep(0.05)
             gate.opened.set()
             await asyncio.gather(making, asking)
@@ -468,7 +463,7 @@ def test_a_request_that_waits_for_its_agent_to_be_made_has_its_system_text(model
             assert report is not None
             return report.prompt_tokens
 
-        assert on_loop(llm, run()) > 60
+        assert inside.on_loop(llm, run()) > 60
 
 
 def test_thoughts_that_are_left_out_are_no_other_lineage(model: Path, tmp_path: Path) -> None:

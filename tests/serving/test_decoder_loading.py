@@ -13,12 +13,11 @@ import pytest
 from agentcache.adapter_settings import parse_adapters
 from agentcache.errors import EngineStopped, Overloaded, UnsupportedAdapter
 from agentcache.llm import LLM, Completion
-from agentcache.models.adapters import AdapterContent
-from agentcache.models.decoder import Decoder
 from agentcache.request import Request, TokenPrompt
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.adapter_cases import ask, check_equal, cold, make_folders, open_adapters
-from tests.serving.conversation import check_idle, engine_of, greedy, make_ids
+from tests.serving.conversation import check_idle, greedy, make_ids
 from tests.serving.test_decoders import fine_tune
 
 LAYERS = 8
@@ -50,17 +49,15 @@ class Pieces:
 
 def watch(llm: LLM, at: int = -1, then: Callable[[], object] = lambda: None) -> Pieces:
     """`then` is called when piece number `at` has been loaded."""
-    engine, load, seen = engine_of(llm), engine_of(llm).adapters.load, Pieces()
+    engine, seen = inside.engine_of(llm), Pieces()
 
-    def load_and_look(content: AdapterContent | Decoder) -> bool:
-        done = load(content)
-        seen.steps.append(engine.counters.decode_steps)
-        seen.promised.append(engine.adapters.nbytes)
+    def look() -> None:
+        seen.steps.append(engine.stats().decode_steps)
+        seen.promised.append(inside.adapter_bytes(engine))
         if len(seen.steps) == at:
             then()
-        return done
 
-    engine.adapters.load = load_and_look  # type: ignore[method-assign]
+    inside.after_each_piece(engine, look)
     return seen
 
 
@@ -71,13 +68,13 @@ async def load_beside_requests(llm: LLM, poet: Path) -> list[Completion]:
     async def write() -> None:
         while not loaded.is_set():
             request = Request(f"base{len(written)}", TokenPrompt(make_ids(40)), greedy(100))
-            written.append(await llm._collect(request))
+            written.append(await inside.collect(llm, request))
 
-    writing, counters = asyncio.ensure_future(write()), engine_of(llm).counters
-    before = counters.decode_steps
-    while counters.decode_steps < before + 10:
+    writing, engine = asyncio.ensure_future(write()), inside.async_engine(llm)
+    before = (await engine.stats()).decode_steps
+    while (await engine.stats()).decode_steps < before + 10:
         await asyncio.sleep(0.001)
-    await llm._engine.load_adapter(parse_adapters({"poet": poet})[0])
+    await engine.load_adapter(parse_adapters({"poet": poet})[0])
     loaded.set()
     await writing
     return written
@@ -87,7 +84,7 @@ def test_who_runs_goes_on_between_the_pieces(base: Path, poet: Path, tmp_path: P
     with open_adapters(base, tmp_path / "cache", {}) as llm:
         expected = ask(llm, make_ids(40), tokens=100)
         seen = watch(llm)
-        for written in llm._wait(load_beside_requests(llm, poet)):
+        for written in inside.on_loop(llm, load_beside_requests(llm, poet)):
             check_equal(written, expected)
         assert len(seen.steps) == PIECES and len(set(seen.steps)) > LAYERS
         assert set(seen.promised) == {llm.adapters()[0].ram_bytes}, "its bytes count from the beginning"
@@ -110,8 +107,8 @@ def test_files_that_change_meanwhile(at: int, base: Path, poet: Path, tmp_path: 
 def check_nothing_left(llm: LLM) -> None:
     check_idle(llm)
     assert llm.adapters() == () and llm.stats().adapter_ram_bytes == 0
-    assert engine_of(llm).cache.slots.ram_budget == llm.stats().ram_budget
-    assert llm._engine.adapters._table.resident_bytes == 0
+    assert inside.cache_budget(inside.engine_of(llm)) == llm.stats().ram_budget
+    assert inside.resident_bytes(llm) == 0
 
 
 def test_who_wanted_it_leaves_meanwhile(base: Path, poet: Path, tmp_path: Path) -> None:
@@ -121,33 +118,28 @@ def test_who_wanted_it_leaves_meanwhile(base: Path, poet: Path, tmp_path: Path) 
             reached = asyncio.Event()
             loop = asyncio.get_running_loop()
             seen = watch(llm, 3, lambda: loop.call_soon_threadsafe(reached.set))
-            loading = asyncio.ensure_future(llm._engine.load_adapter(parse_adapters({"poet": poet})[0]))
+            loading = asyncio.ensure_future(inside.async_engine(llm).load_adapter(parse_adapters({"poet": poet})[0]))
             await reached.wait()
             loading.cancel()
             await asyncio.wait({loading})
             assert loading.cancelled() and len(seen.steps) == PIECES
 
-        llm._wait(leave())
+        inside.on_loop(llm, leave())
         check_nothing_left(llm)
 
 
 def test_an_adapter_comes_and_goes_meanwhile(base: Path, poet: Path, tmp_path: Path) -> None:
     """The budget of the cache is right after every piece, and at the end."""
     with open_adapters(base, tmp_path / "cache", make_folders(tmp_path, base, ("plain",))) as llm:
-        engine, budgets = engine_of(llm), list[int]()
+        engine, budgets = inside.engine_of(llm), list[int]()
         [plain] = llm.adapters()
-        watch(llm, 3, lambda: engine.adapters.drop(plain.digest))
-        load = engine.adapters.load
-
-        def load_and_look(content: AdapterContent | Decoder) -> bool:
-            done = load(content)
-            budgets.append(engine.cache.slots.ram_budget + engine.adapters.nbytes)
-            return done
-
-        engine.adapters.load = load_and_look  # type: ignore[method-assign]
+        watch(llm, 3, lambda: inside.drop_weights(engine, plain.digest))
+        inside.after_each_piece(
+            engine, lambda: budgets.append(inside.cache_budget(engine) + inside.adapter_bytes(engine))
+        )
         llm.load_adapter("poet", poet)
         assert set(budgets) == {llm.stats().ram_budget} and len(budgets) == PIECES
-        llm._engine.adapters._table.set_dropped(plain.digest)
+        inside.note_dropped(llm, plain.digest)
 
 
 def test_the_server_stops_meanwhile(base: Path, poet: Path, tmp_path: Path) -> None:
@@ -156,14 +148,14 @@ def test_the_server_stops_meanwhile(base: Path, poet: Path, tmp_path: Path) -> N
     async def stop() -> None:
         reached, loop = asyncio.Event(), asyncio.get_running_loop()
         seen = watch(llm, 3, lambda: loop.call_soon_threadsafe(reached.set))
-        loading = asyncio.ensure_future(llm._engine.load_adapter(parse_adapters({"poet": poet})[0]))
+        loading = asyncio.ensure_future(inside.async_engine(llm).load_adapter(parse_adapters({"poet": poet})[0]))
         await reached.wait()
-        await llm._engine.close()
+        await inside.async_engine(llm).close()
         with pytest.raises((EngineStopped, Overloaded)):
             await loading
         assert len(seen.steps) < PIECES
 
     try:
-        llm._wait(stop())
+        inside.on_loop(llm, stop())
     finally:
         llm.close()

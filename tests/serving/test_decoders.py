@@ -25,7 +25,7 @@ from tests.serving.adapter_cases import (
     preempt_often,
     same_bytes,
 )
-from tests.serving.conversation import engine_of, greedy, make_ids
+from tests.serving.conversation import greedy, make_ids
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_a_preempted_decoder_goes_on(base: Path, decoders: dict[str, Path], tmp_
         expected = ask(llm, make_ids(300), "poet", tokens=30, salt="expected")
         preempt_often(llm, every=10)
         check_equal(ask(llm, make_ids(300), "poet", tokens=30, salt="again"), expected)
-        assert engine_of(llm).scheduler.preemptions == 2
+        assert llm.stats().preemptions == 2
 
 
 def test_the_shared_blocks_bytes_do_not_change(base: Path, decoders: dict[str, Path], tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.llm import LLM
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.conversation import (
     BLOCK_BYTES,
     TokenTalk,
     cold_ids,
-    engine_of,
     greedy,
     make_ids,
     make_text,
@@ -61,7 +61,7 @@ def test_a_stop_string_ends_text_and_memory(tokenizer: str, model_folder: ModelF
             next_turn = llm.chat(messages, greedy(4), agent=agent)
             assert next_turn.token_ids == cold_ids(llm, next_turn.prompt_token_ids, 4)
             assert next_turn.report.computed_tokens < 60
-            tokenizer_ = engine_of(llm).loaded.tokenizer
+            tokenizer_ = inside.tokenizer(inside.inside.engine_of(llm))
             assert tokenizer_.unmark(transcript_of(llm, agent).text).startswith(
                 tokenizer_.unmark(tokenizer_.render_chat(messages))
             )
@@ -74,7 +74,7 @@ def test_what_is_kept_ends_in_front_of_a_stop_string_of_several_tokens(
 ) -> None:
     """Its tokens are computed by then, and may have filled a block. Memory ends where the transcript does."""
     with open_llm(model, tmp_path) as llm:
-        ids, tokenizer = make_ids(length), engine_of(llm).loaded.tokenizer
+        ids, tokenizer = make_ids(length), inside.tokenizer(inside.engine_of(llm))
         bias = dict.fromkeys(tokenizer.control_ids | tokenizer.eos_ids, -1e9)  # they show no text
         whole = llm.generate(ids, greedy(20, logit_bias=bias), agent="whole")
         transcript = transcript_of(llm, "whole")
@@ -97,7 +97,7 @@ def test_what_is_kept_ends_in_front_of_a_stop_string_of_several_tokens(
 
 def check_kept(llm: LLM, ids: list[int]) -> None:
     """The agent's transcript, and what is saved of its memory, are these tokens."""
-    record = engine_of(llm).agents.get("alice")
+    record = inside.record(inside.engine_of(llm), "alice")
     assert record.transcript.ids.tolist() == ids
     assert record.num_saved == len(ids)
 

@@ -13,13 +13,13 @@ from agentcache.errors import DiskBudgetExceeded, StoreError
 from agentcache.llm import LLM
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
+from tests.serving import inside
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import (
     BLOCK_BYTES,
     TokenTalk,
     check_idle,
     cold_ids,
-    engine_of,
     greedy,
     make_ids,
     open_llm,
@@ -29,19 +29,12 @@ from tests.serving.conversation import (
 
 def fail_writes(llm: LLM, wanted: str) -> Callable[[], None]:
     """Every write step whose name begins with `wanted` finds the disk full, until the result is called."""
-    store = engine_of(llm).persistence.store
-    before = store._blocks._fault, store._agents._fault
 
     def fault(step: str) -> None:
         if step.startswith(wanted):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    store._blocks._fault = store._agents._fault = fault
-
-    def repair() -> None:
-        store._blocks._fault, store._agents._fault = before
-
-    return repair
+    return inside.set_fault(inside.engine_of(llm), fault)
 
 
 @pytest.mark.parametrize("step", ["block", "log", "manifest"])
@@ -216,7 +209,7 @@ def test_a_turn_that_goes_while_it_waits_for_room(is_made: bool, model: Path, tm
     """It is cancelled behind a write that finds no room. Nobody makes room for it then; what comes too late goes."""
     with by_hand(model, tmp_path) as hand:
         hand.run(hand.submit(make_ids(300, seed=1), greedy(1), "idle"))
-        store = hand.engine.persistence.store
+        store = inside.store(hand.engine)
         write = store.write_blocks
 
         tries: list[int] = []
@@ -231,13 +224,13 @@ def test_a_turn_that_goes_while_it_waits_for_room(is_made: bool, model: Path, tm
         late = hand.submit(make_ids(700, seed=2), greedy(9), "late")
         while not late.generation.saved_early:
             hand.step()
-        hand.engine.persistence.flush()
+        inside.flush(hand.engine)
         if is_made:
             hand.posted.get(timeout=30)()
         hand.engine.cancel(late.generation)
         hand.finish_writing()
         assert (len(tries) > 1) == is_made
-        assert (hand.engine.agents.get("idle").num_saved > 0) != is_made
+        assert (inside.record(hand.engine, "idle").num_saved > 0) != is_made
     report = verify_folder(tmp_path)
     assert (report.agents, report.blocks > 0, report.unnamed_blocks) == (1, not is_made, 0)
 
@@ -257,7 +250,7 @@ def test_the_engine_does_not_wait_for_room(model: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(Store, "evict_other_model", evict_slowly)
     with by_hand(model, tmp_path) as hand:
         alone = hand.submit(make_ids(700, seed=2), greedy(1), "alone")
-        while alone.generation not in hand.engine.turns.ending:
+        while not inside.is_saving(hand.engine, alone.generation):
             hand.step()
         opened.set()
         hand.run(alone)
@@ -270,7 +263,7 @@ def test_blocks_that_another_turn_is_about_to_name_stay(model: Path, tmp_path: P
     prompt = make_ids(700, seed=1)
     with by_hand(model, tmp_path) as hand:
         dropped, kept = hand.submit(prompt, greedy(9), "dropped"), hand.submit([*prompt, 7], greedy(1), "kept")
-        while kept.generation not in hand.engine.turns.ending:
+        while not inside.is_saving(hand.engine, kept.generation):
             hand.step()
         hand.engine.cancel(dropped.generation)
         hand.run(kept)
@@ -287,7 +280,7 @@ def test_blocks_under_way_to_disk_that_are_wanted_again_stay(model: Path, tmp_pa
     """A client leaves, and asks the same again before the disk has taken what was written for it."""
     prompt, opened = make_ids(700, seed=1), threading.Event()
     with by_hand(model, tmp_path) as hand:
-        store = hand.engine.persistence.store
+        store = inside.store(hand.engine)
         write = store.write_blocks
 
         def slowly(blocks: Sequence[BlockWrite]) -> int:
@@ -300,7 +293,7 @@ def test_blocks_under_way_to_disk_that_are_wanted_again_stay(model: Path, tmp_pa
             hand.step()
         hand.engine.cancel(left.generation)
         again = hand.submit(prompt, greedy(1), "alice")
-        while again.generation not in hand.engine.turns.ending:
+        while not inside.is_saving(hand.engine, again.generation):
             hand.step()
         opened.set()
         hand.run(again)

@@ -16,7 +16,8 @@ from agentcache.models import loader
 from agentcache.models.footprint import Footprint, free_memory
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver, Row, random_ids
-from tests.serving.conversation import TokenTalk, cold_ids, engine_of, greedy, make_ids, open_llm
+from tests.serving import inside
+from tests.serving.conversation import TokenTalk, cold_ids, greedy, make_ids, open_llm
 from tests.serving.simulation import make_generation
 
 
@@ -94,12 +95,12 @@ def test_a_request_that_memory_cannot_hold_is_refused_and_the_engine_goes_on(
     with open_llm(model, tmp_path) as llm:
         talk = TokenTalk()
         talk.turn(llm, 300)
-        engine_of(llm).guard.free = lambda: 0
+        inside.set_free_memory(inside.engine_of(llm), lambda: 0)
         with pytest.raises(Overloaded) as error:
             llm.generate(talk.ids + make_ids(600), greedy(1), agent="alice")
         assert error.value.code == "insufficient_memory"
         assert llm.stats().blocks_live == 0
-        engine_of(llm).guard.free = free_memory
+        inside.set_free_memory(inside.engine_of(llm), free_memory)
         turn = talk.turn(llm, 340)
         assert turn.report.computed_tokens < 60
         assert cold_ids(llm, turn.prompt_token_ids, 3) == turn.token_ids
@@ -111,8 +112,8 @@ def test_with_little_memory_chunks_are_smaller_and_say_the_same(
     monkeypatch.setattr(guard_module, "_SMALL_STEP", 0)
     with open_llm(model, tmp_path) as llm:
         expected = cold_ids(llm, make_ids(900), 5)
-        guard = engine_of(llm).guard
-        guard.free = lambda: int(guard._footprint.step_bytes([900], 40) / 0.9)
+        engine = inside.engine_of(llm)
+        inside.set_free_memory(engine, lambda: int(inside.footprint(engine).step_bytes([900], 40) / 0.9))
         assert cold_ids(llm, make_ids(900), 5) == expected
 
 

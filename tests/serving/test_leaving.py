@@ -11,6 +11,7 @@ import pytest
 from agentcache.errors import NotFound
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.store.verify import verify_folder
+from tests.serving import inside
 from tests.serving.gate import Gate
 from tests.serving.test_async_engine import complete, run
 
@@ -29,7 +30,7 @@ async def leave(engine: AsyncEngine, gate: Gate, begin: Begin) -> None:
     """Begin something, and go when the disk is at work on it."""
     going = asyncio.ensure_future(begin(engine))
     await gate.reached()
-    while await engine._call(lambda inner: inner.scheduler.has_work):
+    while await inside.on_thread(engine, inside.has_requests):
         await asyncio.sleep(0.001)
     going.cancel()
     await asyncio.wait({going})
@@ -39,7 +40,7 @@ async def leave(engine: AsyncEngine, gate: Gate, begin: Begin) -> None:
 def test_a_deleted_agent_stays_away(begin: Begin, model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         await complete(engine, "bob")
-        gate = await engine._call(Gate.of)
+        gate = await inside.on_thread(engine, Gate.of)
         await leave(engine, gate, begin)
         deleting = asyncio.ensure_future(engine.delete_agent("alice"))
         await asyncio.sleep(0.1)
@@ -55,7 +56,7 @@ def test_a_deleted_agent_stays_away(begin: Begin, model: Path, tmp_path: Path) -
 
 def test_the_next_turn_goes_on_from_what_was_saved(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
-        gate = await engine._call(Gate.of)
+        gate = await inside.on_thread(engine, Gate.of)
         await leave(engine, gate, ask)
         following = asyncio.ensure_future(complete(engine, "alice", max_tokens=3, seed=1))
         await asyncio.sleep(0.1)
@@ -68,7 +69,7 @@ def test_the_next_turn_goes_on_from_what_was_saved(model: Path, tmp_path: Path) 
 
 def test_those_who_wait_behind_a_save_are_told_of_the_end(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
-        gate = await engine._call(Gate.of)
+        gate = await inside.on_thread(engine, Gate.of)
         await leave(engine, gate, ask)
         waiting = asyncio.ensure_future(engine.delete_agent("alice"))
         await asyncio.sleep(0.1)

@@ -12,7 +12,8 @@ import pytest
 from agentcache.engine.generation import Generation
 from agentcache.llm import LLM, Completion
 from tests.conftest import ModelFolder
-from tests.serving.conversation import BLOCK_BYTES, TokenTalk, engine_of, greedy, make_ids, open_llm, outcome
+from tests.serving import inside
+from tests.serving.conversation import BLOCK_BYTES, TokenTalk, greedy, make_ids, open_llm, outcome
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def ends_in_every_way(llm: LLM, eos: int) -> list[Completion]:
 
 def test_the_same_tokens_logprobs_and_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_llm(model, tmp_path / "ahead") as llm:
-        eos = next(iter(engine_of(llm).loaded.tokenizer.eos_ids))
+        eos = next(iter(inside.tokenizer(inside.engine_of(llm)).eos_ids))
         ahead = ends_in_every_way(llm, eos)
         computed_ahead = llm.stats().computed_tokens
     with waiting_for_every_step(monkeypatch), open_llm(model, tmp_path / "waiting") as llm:

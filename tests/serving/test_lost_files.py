@@ -11,19 +11,20 @@ from agentcache.errors import StoreError
 from agentcache.llm import LLM
 from agentcache.store.verify import verify_folder
 from tests.kv.store_cases import size_on_disk
+from tests.serving import inside
 from tests.serving.block_damage import block_files
-from tests.serving.conversation import TokenTalk, check_idle, cold_ids, engine_of, greedy, make_ids, open_llm
+from tests.serving.conversation import TokenTalk, check_idle, cold_ids, greedy, make_ids, open_llm
 
 
 def remove(llm: LLM, path: Path) -> None:
     """Remove a file or folder while nothing is written."""
-    engine_of(llm).persistence.flush()
+    inside.flush(inside.engine_of(llm))
     path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
 def check_disk(llm: LLM, cache_dir: Path) -> None:
     """The counter is right, and no agent names what is not there."""
-    engine_of(llm).persistence.flush()  # removals, too
+    inside.flush(inside.engine_of(llm))  # removals, too
     (cache_dir / "weights.json").unlink(missing_ok=True)
     assert llm.stats().disk_bytes == size_on_disk(cache_dir)
     report = verify_folder(cache_dir)
@@ -64,7 +65,7 @@ def test_what_is_neither_on_disk_nor_in_ram_is_computed_again(evicted: str, mode
     with open_llm(model, tmp_path) as llm:
         talk = TokenTalk()
         talk.turn(llm, 600)
-        llm.evict("alice") if evicted == "evict" else llm._wait(llm._engine.clear_cache())
+        llm.evict("alice") if evicted == "evict" else inside.on_loop(llm, inside.async_engine(llm).clear_cache())
         remove(llm, tmp_path / "blocks")
         turn = talk.turn(llm, 640)
         assert turn.report.saved and turn.report.computed_tokens == 637
@@ -81,8 +82,8 @@ def test_saving_what_is_gone_says_so_and_then_saves_what_is_there(model: Path, t
         llm.evict("alice")
         remove(llm, tmp_path / "blocks")
         with pytest.raises(StoreError, match="neither on disk nor in RAM"):
-            llm._wait(llm._engine.save_agent("alice"))
-        llm._wait(llm._engine.save_agent("alice"))
+            inside.on_loop(llm, inside.async_engine(llm).save_agent("alice"))
+        inside.on_loop(llm, inside.async_engine(llm).save_agent("alice"))
         check_disk(llm, tmp_path)
         assert llm.agent("alice").disk_bytes == 0
         assert talk.turn(llm, 640).report.saved
@@ -125,7 +126,7 @@ def test_a_folder_replaced_by_a_link_while_running(model: Path, tmp_path: Path) 
         talk = TokenTalk()
         talk.turn(llm, 300)
         for name in ("blocks", "agents"):
-            engine_of(llm).persistence.flush()
+            inside.flush(inside.engine_of(llm))
             (cache_dir / name).rename(cache_dir / "aside")
             (cache_dir / name).symlink_to(outside)
             turn = talk.turn(llm, len(talk.ids) + 20)

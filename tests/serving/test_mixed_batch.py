@@ -11,6 +11,7 @@ import pytest
 
 from agentcache.report import TokenLogprob, Update
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import greedy, make_ids
 from tests.tiny import ARCHITECTURES
@@ -50,10 +51,10 @@ def prepare(hand: ByHand) -> None:
         if talk.agent is not None and talk.agent != "fork2":
             hand.run(hand.submit(talk.ids[: talk.first], greedy(0), talk.agent))
     saved: list[object] = []
-    hand.engine.memory.fork("fork1", "fork2", saved.append)
+    inside.fork_agent(hand.engine, "fork1", "fork2", saved.append)
     while not saved:
         hand.posted.get(timeout=30)()
-    hand.engine.memory.evict("warm")
+    inside.evict_agent(hand.engine, "warm")
 
 
 def logprobs_of(receiver: Receiver) -> list[TokenLogprob]:
@@ -84,7 +85,8 @@ def test_cold_warm_and_hot_rows_and_forks(architecture: str, model_folder: Model
         prepare(hand)
         receivers = [hand.submit(talk.ids, greedy(TOKENS), talk.agent) for talk in TALKS]
         hand.run(*receivers)
-        assert hand.engine.counters.decode_rows >= 2 * hand.engine.counters.decode_steps
+        stats = hand.engine.stats()
+        assert stats.decode_rows >= 2 * stats.decode_steps
         assert receivers[2].generation.restored_bytes > 0
         assert receivers[5].generation.cached.own > 256
     for receiver, reference in zip(receivers, expected, strict=True):
@@ -101,7 +103,8 @@ def test_any_number_of_rows(num_rows: int, model: Path, tmp_path: Path) -> None:
     with by_hand(model, tmp_path / "together", **PROMPTS_FIRST) as hand:
         receivers = [hand.submit(talk.ids, greedy(40)) for talk in talks]
         hand.run(*receivers)
-        assert max(1, num_rows // 3) * hand.engine.counters.decode_steps <= hand.engine.counters.decode_rows
+        stats = hand.engine.stats()
+        assert max(1, num_rows // 3) * stats.decode_steps <= stats.decode_rows
     for receiver, reference in zip(receivers, expected, strict=True):
         assert receiver.token_ids[:TOKENS] == reference.token_ids
 
@@ -114,12 +117,12 @@ def test_joining_and_leaving_moves_no_cache(model: Path, tmp_path: Path) -> None
     with by_hand(model, tmp_path) as hand:
         context = make_ids(6000)
         hand.run(hand.submit(context[:-1], greedy(0), "long"))
-        arenas = sum(array.nbytes for arena in hand.engine.runner.arenas for array in arena.arrays())
-        largest = max(array.nbytes for arena in hand.engine.runner.arenas for array in arena.arrays())
+        arenas = sum(array.nbytes for array in inside.arrays(hand.engine))
+        largest = max(array.nbytes for array in inside.arrays(hand.engine))
         talker = hand.submit(make_ids(20), greedy(60))
         while len(talker.token_ids) < 10:
             hand.step()
-        copied = hand.engine.runner.copied_blocks
+        copied = hand.engine.stats().copied_blocks
         before = peak_of_steps(hand, 5)
         newcomer = hand.submit(context, greedy(10), "long")
         while not newcomer.token_ids:
@@ -128,7 +131,7 @@ def test_joining_and_leaving_moves_no_cache(model: Path, tmp_path: Path) -> None
         hand.run(newcomer)
         after = peak_of_steps(hand, 5)
         hand.run(talker)
-    assert hand.engine.runner.copied_blocks == copied
+    assert hand.engine.stats().copied_blocks == copied
     assert arenas > 4 << 20
     assert max(before, after) < largest / 2
     # The row's blocks of one layer are gathered to be read; its keys alone are an arena's worth for a single row.

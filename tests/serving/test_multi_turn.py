@@ -15,7 +15,8 @@ from agentcache.blocks.prefix_match import Match
 from agentcache.blocks.transcript import Transcript
 from agentcache.llm import LLM, Completion
 from tests.conftest import ModelFolder
-from tests.serving.conversation import Chat, cold_ids, engine_of, greedy, make_text, open_llm, transcript_of
+from tests.serving import inside
+from tests.serving.conversation import Chat, cold_ids, greedy, make_text, open_llm, transcript_of
 
 TOKENIZERS = ("byte_bpe", "byte_bpe_bos", "metaspace")
 TEXTS = (
@@ -40,7 +41,7 @@ REASONING = (
 
 def no_controls(llm: LLM) -> dict[int, float]:
     """A logit bias that keeps a random model from generating control tokens, which show no text."""
-    tokenizer = engine_of(llm).loaded.tokenizer
+    tokenizer = inside.tokenizer(inside.engine_of(llm))
     return dict.fromkeys(tokenizer.control_ids | tokenizer.eos_ids, -1e9)
 
 
@@ -75,7 +76,7 @@ def check_cost(turn: Completion, before: Transcript, extends: bool) -> None:
 
 def check_transcript(llm: LLM, chat: Chat) -> None:
     """The agent's tokens are those of a fresh tokenisation, but for generated text; one BOS at most."""
-    tokenizer, transcript = engine_of(llm).loaded.tokenizer, transcript_of(llm, "alice")
+    tokenizer, transcript = inside.tokenizer(inside.engine_of(llm)), transcript_of(llm, "alice")
     rendered = tokenizer.render_chat(chat.messages[:-1])
     assert transcript.text.startswith(rendered)
     generated = intervals(transcript)
@@ -124,7 +125,7 @@ def cut_at(ids: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
 def test_special_token_strings_in_content_are_text(tokenizer: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     """A user who writes a control token's name gets as many control tokens as one who writes something else."""
     with open_llm(model_folder("llama", tokenizer, num_hidden_layers=2), tmp_path) as llm:
-        controls = engine_of(llm).loaded.tokenizer.control_ids
+        controls = inside.tokenizer(inside.engine_of(llm)).control_ids
 
         def count(text: str) -> int:
             ids = llm.chat([{"role": "user", "content": text}], greedy(0)).prompt_token_ids
@@ -149,7 +150,7 @@ def test_reasoning_dropped_by_the_template_costs_only_what_is_rewritten(
     question = {"role": "user", "content": make_text(400)}
     thought = "<think>\n" + make_text(60, seed=1) + "\n</think>\n\nThe answer"
     with open_llm(model, tmp_path / "turns") as llm, open_llm(model, tmp_path / "cold") as cold:
-        tokenizer = engine_of(llm).loaded.tokenizer
+        tokenizer = inside.tokenizer(inside.engine_of(llm))
         first = llm.generate(tokenizer.render_chat([question]) + thought, greedy(8), agent="alice")
         answer = {"role": "assistant", "content": thought + first.text}
         messages = [question, answer, {"role": "user", "content": "And?"}]

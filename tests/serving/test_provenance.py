@@ -9,6 +9,7 @@ import pytest
 from agentcache.blocks.keys import Producer
 from agentcache.report import CacheState
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import BLOCK_BYTES, greedy, make_ids
 from tests.serving.provenance_cases import MORE, PROMPT, START, UPPER, A, B, ask, check_sound, files, reused, state
@@ -49,7 +50,7 @@ def test_an_agent_goes_on_with_the_same_producer(restart: bool, model: Path, tmp
             report = ask(hand, longer, "alice", A)
     if restart:
         with by_hand(model, tmp_path) as hand:
-            assert hand.engine.agents.get("alice").producer == A
+            assert inside.record(hand.engine, "alice").producer == A
             assert state(hand, "alice") is CacheState.WARM
             report = ask(hand, longer, "alice", A)
             assert report.restored_bytes > 0
@@ -90,17 +91,17 @@ def test_a_block_of_another_producer_is_not_taken_for_ones_own(model: Path, tmp_
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT, "base")
         ask(hand, PROMPT, "a", A)
-        tree = hand.engine.cache.tree
+        nodes = inside.nodes(hand.engine)
         base, own = (
-            next(node for node in tree.walk() if (node.position, node.producer, node.is_full) == (1, text, True))
+            next(node for node in nodes if (node.position, node.producer, node.is_full) == (1, text, True))
             for text in ("base", A.text)
         )
-        keys = [hand.engine.persistence._key(node, 1) for node in (base, own)]
+        keys = [inside.block_key(hand.engine, node, 1) for node in (base, own)]
     source, target = (next((tmp_path / "blocks").glob(f"*/{key}.safetensors")) for key in keys)
     target.write_bytes(source.read_bytes())
     with by_hand(model, tmp_path) as hand:
         report = ask(hand, [*PROMPT, 7], "a", A)
-        assert hand.engine.persistence.store.quarantined == 1
+        assert hand.engine.stats().quarantined == 1
         assert report.computed_tokens == len(PROMPT) + 1 - START
     check_sound(tmp_path)
 
@@ -123,8 +124,8 @@ def test_in_little_memory(model: Path, tmp_path: Path) -> None:
             ]
             hand.run(*crowd)
             assert [receiver.token_ids for receiver in crowd] == [receiver.token_ids for receiver in alone]
-            hand.engine.cache.check_integrity()
-        assert hand.engine.scheduler.preemptions + hand.engine.cache.slots.evicted_blocks > 0
+            hand.engine.check_integrity()
+        assert hand.engine.stats().preemptions + inside.evicted_blocks(hand.engine) > 0
     check_sound(tmp_path / "crowd")
 
 
@@ -134,7 +135,7 @@ def test_windows(architecture: str, model_folder: ModelFolder, tmp_path: Path) -
     model = model_folder(architecture)
     ids = make_ids(900)
     with by_hand(model, tmp_path) as hand:
-        groups = hand.engine.cache.groups
+        groups = inside.loaded_model(hand.engine).spec.groups
         upper = frozenset(index for index, group in enumerate(groups) if group.name.endswith(".1"))
         assert 0 < len(upper) < len(groups)
         producer = Producer("aa", 700, upper)

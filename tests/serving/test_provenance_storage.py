@@ -12,6 +12,7 @@ from agentcache.blocks.keys import Producer
 from agentcache.errors import StoreError
 from agentcache.report import CacheState
 from agentcache.store.verify import verify_folder
+from tests.serving import inside
 from tests.serving.by_hand import ByHand, by_hand
 from tests.serving.conversation import greedy, make_ids
 from tests.serving.provenance_cases import MORE, PROMPT, START, UPPER, A, B, ask, check_sound, files, reused, state
@@ -74,12 +75,12 @@ def test_deleting_one_agent_leaves_the_others(restart: bool, model: Path, tmp_pa
         kept = files(tmp_path)
         ask(hand, PROMPT, "a", A)
         ask(hand, PROMPT, "b", B)
-        settle(hand, lambda done: hand.engine.memory.delete("a", done))
-        hand.engine.persistence.flush()
+        settle(hand, lambda done: inside.delete_agent(hand.engine, "a", done))
+        inside.flush(hand.engine)
         assert {producer for _, producer, _ in files(tmp_path)} == {"base", B.text}
         assert state(hand, "base") is state(hand, "b") is CacheState.HOT
-        settle(hand, lambda done: hand.engine.memory.delete("b", done))
-        hand.engine.persistence.flush()
+        settle(hand, lambda done: inside.delete_agent(hand.engine, "b", done))
+        inside.flush(hand.engine)
         assert files(tmp_path) == kept
         if not restart:
             assert reused(ask(hand, [*PROMPT, 7])) == (0, len(PROMPT))
@@ -95,8 +96,8 @@ def test_deleting_base_leaves_what_an_adapter_needs_of_it(model: Path, tmp_path:
         ask(hand, PROMPT, "a", A)
         kept = files(tmp_path)
         ask(hand, PROMPT, "base")
-        settle(hand, lambda done: hand.engine.memory.delete("base", done))
-        hand.engine.persistence.flush()
+        settle(hand, lambda done: inside.delete_agent(hand.engine, "base", done))
+        inside.flush(hand.engine)
         assert files(tmp_path) == kept
         assert state(hand, "a") is CacheState.HOT
     check_sound(tmp_path)
@@ -109,17 +110,17 @@ def test_evicting_one_agent_leaves_the_others(model: Path, tmp_path: Path) -> No
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT, "base")
         ask(hand, PROMPT, "a", A)
-        before = hand.engine.cache.count_blocks()
-        hand.engine.memory.evict("a")
+        before = hand.engine.stats().blocks_cached
+        inside.evict_agent(hand.engine, "a")
         assert state(hand, "a") is CacheState.WARM
-        assert before.cached - hand.engine.cache.count_blocks().cached == 2 + 1, "its own two upper blocks, and that"
-        [group, _] = hand.engine.cache.groups
+        assert before - hand.engine.stats().blocks_cached == 2 + 1, "its own two upper blocks, and that"
+        [group, _] = inside.loaded_model(hand.engine).spec.groups
         assert ask(hand, [*PROMPT, 7], "base").restored_bytes == group.bytes_per_block * 88 // 256
         report = ask(hand, [*PROMPT, 7], "a", A)
         assert reused(report) == (len(PROMPT), 0)
         for agent in ("a", "base"):
-            hand.engine.memory.evict(agent)
-        assert hand.engine.cache.count_blocks().cached == 0
+            inside.evict_agent(hand.engine, agent)
+        assert hand.engine.stats().blocks_cached == 0
 
 
 def test_restoring_an_agent_brings_all_its_lanes(model: Path, tmp_path: Path) -> None:
@@ -128,12 +129,12 @@ def test_restoring_an_agent_brings_all_its_lanes(model: Path, tmp_path: Path) ->
     with by_hand(model, tmp_path) as hand:
         assert state(hand, "a") is CacheState.WARM
         done: list[object] = []
-        hand.engine.memory.restore("a", done.append)
+        inside.restore_agent(hand.engine, "a", done.append)
         while not done:
             hand.posted.get(timeout=30)()
         assert state(hand, "a") is CacheState.HOT
-        info = hand.engine.memory.info("a")
-        assert info.ram_bytes == info.blocks * hand.engine.loaded.spec.bytes_per_token * 256
+        info = inside.agent_info(hand.engine, "a")
+        assert info.ram_bytes == info.blocks * inside.loaded_model(hand.engine).spec.bytes_per_token * 256
         assert ask(hand, [*PROMPT, 7], "a", A).restored_bytes == 0
 
 
@@ -142,11 +143,11 @@ def test_a_fork_shares_all_lanes(model: Path, tmp_path: Path) -> None:
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT, "a", A)
         before = files(tmp_path)
-        settle(hand, lambda done: hand.engine.memory.fork("a", "fork", done))
+        settle(hand, lambda done: inside.fork_agent(hand.engine, "a", "fork", done))
         assert files(tmp_path) == before
         assert reused(ask(hand, longer, "fork", A)) == (len(PROMPT), 0)
-        settle(hand, lambda done: hand.engine.memory.delete("fork", done))
-        hand.engine.persistence.flush()
+        settle(hand, lambda done: inside.delete_agent(hand.engine, "fork", done))
+        inside.flush(hand.engine)
         assert files(tmp_path) == before
         assert reused(ask(hand, [*PROMPT, 7], "a", A)) == (len(PROMPT), 0)
     check_sound(tmp_path)
@@ -160,18 +161,18 @@ def test_a_fork_of_an_agent_whose_last_turn_was_not_saved(
     newer = Producer("aa", len(PROMPT), UPPER)
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT, "a", before)
-        longer = [*hand.engine.agents.get("a").transcript.ids, *make_ids(MORE, seed=1)]
-        store = hand.engine.persistence.store
+        longer = [*inside.record(hand.engine, "a").transcript.ids, *make_ids(MORE, seed=1)]
+        store = inside.store(hand.engine)
         write, store.write_blocks = store.write_blocks, _full_disk  # type: ignore[method-assign]
         receiver = hand.submit(longer, greedy(1), "a", newer)
         hand.run(receiver)
         assert receiver.report.saved is False
         store.write_blocks = write  # type: ignore[method-assign]
-        settle(hand, lambda done: hand.engine.memory.fork("a", "fork", done))
-        fork = hand.engine.agents.get("fork")
+        settle(hand, lambda done: inside.fork_agent(hand.engine, "a", "fork", done))
+        fork = inside.record(hand.engine, "fork")
         assert (fork.producer, fork.num_saved) == (newer, of_transcript)
-        settle(hand, lambda done: hand.engine.memory.save("a", done))
-        saved = hand.engine.agents.get("a")
+        settle(hand, lambda done: inside.save_agent(hand.engine, "a", done))
+        saved = inside.record(hand.engine, "a")
         assert (saved.producer, saved.num_saved) == (newer, len(longer))
     check_sound(tmp_path)
     with by_hand(model, tmp_path) as hand:
@@ -181,13 +182,13 @@ def test_a_fork_of_an_agent_whose_last_turn_was_not_saved(
 def test_an_agent_is_saved_without_its_base_tail(model: Path, tmp_path: Path) -> None:
     """That is for others; here it has left RAM before the agent could be saved."""
     with by_hand(model, tmp_path) as hand:
-        store = hand.engine.persistence.store
+        store = inside.store(hand.engine)
         write, store.write_blocks = store.write_blocks, _full_disk  # type: ignore[method-assign]
         hand.run(hand.submit(PROMPT, greedy(1), "a", A))
         store.write_blocks = write  # type: ignore[method-assign]
-        [tail] = [node for node in hand.engine.cache.tree.walk() if node.end == START]
-        assert hand.engine.cache.slots.evict(tail)
-        settle(hand, lambda done: hand.engine.memory.save("a", done))
+        [tail] = [node for node in inside.nodes(hand.engine) if node.end == START]
+        assert inside.evict_node(hand.engine, tail)
+        settle(hand, lambda done: inside.save_agent(hand.engine, "a", done))
     report = verify_folder(tmp_path)
     assert (report.missing_blocks, report.problems) == (2, ())
     with by_hand(model, tmp_path) as hand:

@@ -15,11 +15,11 @@ import pytest
 
 from agentcache.llm import Completion
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.conversation import (
     Chat,
     TokenTalk,
     cold_ids,
-    engine_of,
     greedy,
     make_ids,
     make_text,
@@ -88,10 +88,9 @@ def test_a_new_prompt_on_a_machine_of_another_pace(
     with open_llm(model, tmp_path / "new") as llm:
         expected = [outcome(llm.generate(prompt, greedy(3))) for prompt in prompts]
     with open_llm(model, tmp_path / "old") as llm:
-        pace = engine_of(llm).scheduler.pace
         for prompt, of_a_new_one in zip(prompts, expected, strict=True):
             for _ in range(20):
-                pace.chunk_took(256 / tokens_per_second, 256, 0, contended=False)
+                inside.note_chunk(inside.engine_of(llm), 256 / tokens_per_second, 256)
             assert outcome(llm.generate(prompt, greedy(3))) == of_a_new_one
 
 

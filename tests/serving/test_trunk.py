@@ -14,9 +14,10 @@ from agentcache.llm import LLM
 from agentcache.models.adapters import producer_groups, read_adapter
 from agentcache.models.trunk import TrunkLayer
 from tests.adapters_factory import make_adapter
+from tests.serving import inside
 from tests.serving.adapter_cases import all_ids, ask, check_differs, check_equal, cold, layer_tokens, open_adapters
 from tests.serving.by_hand import ByHand, Receiver, by_hand
-from tests.serving.conversation import engine_of, greedy, make_ids
+from tests.serving.conversation import greedy, make_ids
 
 BUDGET = 64 << 20
 LAYERS = 8
@@ -125,7 +126,7 @@ def test_without_a_budget_nothing_changes(budget: int, qwen3: Path, folders: dic
         _, computed = layer_tokens(llm, make_ids(513), "a", tokens=1)
         assert computed == 513 * LAYERS
         assert llm.stats().trunk_ram_bytes == 0
-        layers = engine_of(llm).loaded.model.layers
+        layers = inside.loaded_model(inside.engine_of(llm)).model.layers
         assert budget or not any(isinstance(layer, TrunkLayer) for layer in layers)
 
 
@@ -147,7 +148,7 @@ def test_a_small_budget_keeps_the_beginning(qwen3: Path, folders: dict[str, Path
         first, computed = layer_tokens(llm, prompt, "a", tokens=1)
         assert computed == 512 * LAYERS // 2 + 288 * LAYERS
         check_equal(first, cold(llm, first))
-        llm._wait(llm._engine.clear_cache())
+        inside.on_loop(llm, inside.async_engine(llm).clear_cache())
         ask(llm, prompt, tokens=1, salt="another")
         second, computed = layer_tokens(llm, prompt, "b", tokens=1)
         assert computed == 800 * LAYERS, "all has been evicted"
@@ -157,9 +158,9 @@ def test_a_small_budget_keeps_the_beginning(qwen3: Path, folders: dict[str, Path
 
 def load(hand: ByHand, folder: Path, name: str) -> AdapterUse:
     """A plain LoRA on an engine without a loader."""
-    loaded = hand.engine.loaded
+    loaded = inside.loaded_model(hand.engine)
     content = read_adapter(folder, loaded.adapters.modules)
-    hand.engine.adapters.load(content)
+    inside.load_weights(hand.engine, content)
     return AdapterUse(name, content.adapter.digest, Policy.EXACT, 0, producer_groups(content.adapter, loaded.spec))
 
 
@@ -169,21 +170,19 @@ def test_preempted_on_the_way(at: int, qwen3: Path, folders: dict[str, Path], tm
     with by_hand(qwen3, tmp_path / "cache", trunk_budget=BUDGET) as hand:
         use, prompt = load(hand, folders["a"], "a"), make_ids(700)
         hand.run(hand.submit(prompt, greedy(1)))
-        pace = hand.engine.scheduler.pace
-        pace._chunk = pace._idle_chunk = 100
+        inside.set_chunk(hand.engine, 100)
         receiver = hand.submit(prompt, greedy(4), adapter=use)
         for _ in range(at):
             hand.step()
             hand.engine.check_integrity()
-        hand.engine._admission._give_up_place(receiver.generation)
-        hand.engine.scheduler.preempt(receiver.generation)
+        inside.preempt(hand.engine, receiver.generation)
         while not receiver.is_done:
             hand.step()
             hand.engine.check_integrity()
-        before = hand.engine.loaded.trunk.layer_tokens
+        before = hand.engine.stats().computed_layer_tokens
         again = hand.submit([*prompt, 7], greedy(4), adapter=load(hand, folders["b"], "b"))
         hand.run(again)
-        assert hand.engine.loaded.trunk.layer_tokens - before == 512 * LAYERS // 2 + (701 + 3 - 512) * LAYERS
+        assert hand.engine.stats().computed_layer_tokens - before == 512 * LAYERS // 2 + (701 + 3 - 512) * LAYERS
     with by_hand(qwen3, tmp_path / "other") as hand:
         expected = hand.submit(prompt, greedy(4), adapter=load(hand, folders["a"], "a"))
         hand.run(expected)
@@ -194,8 +193,7 @@ def test_cancelled_on_the_way(qwen3: Path, folders: dict[str, Path], tmp_path: P
     """Nobody keeps a slot of the trunk but the trunk itself."""
     with by_hand(qwen3, tmp_path / "cache", trunk_budget=4 * BLOCK_BYTES) as hand:
         use, prompt = load(hand, folders["a"], "a"), make_ids(700)
-        pace = hand.engine.scheduler.pace
-        pace._chunk = pace._idle_chunk = 100
+        inside.set_chunk(hand.engine, 100)
         for user in (None, use):
             for steps in (1, 4, 6):
                 receiver = hand.submit(prompt, greedy(1), adapter=user)
@@ -204,24 +202,21 @@ def test_cancelled_on_the_way(qwen3: Path, folders: dict[str, Path], tmp_path: P
                     hand.engine.check_integrity()
                 hand.engine.cancel(receiver.generation)
             hand.run(hand.submit(prompt, greedy(1), adapter=user))
-        assert len(hand.engine.trunk._runs) == 1, "the last one's, up to the next step"
-        hand.engine.trunk.sweep()
-        hand.engine.trunk.blocks.check_integrity([])
-        assert len(hand.engine.trunk.blocks) == 2
+        assert inside.trunk_readers(hand.engine) == 1, "the last one's, up to the next step"
+        inside.sweep_trunk(hand.engine)
+        assert inside.trunk_blocks(hand.engine) == 2
         hand.engine.clear()
-        assert len(hand.engine.trunk.blocks) == 0
+        assert inside.trunk_blocks(hand.engine) == 0
 
 
 def test_chunks_from_the_trunk_tell_no_rate(
     qwen3: Path, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are cheaper: chunks of the whole model that were sized by them would stall the others."""
-    told: list[tuple[int, bool]] = []
     with by_hand(qwen3, tmp_path / "cache", trunk_budget=BUDGET, prefill_chunk=256) as hand:
-        use, pace = load(hand, folders["a"], "a"), hand.engine.scheduler.pace
+        use = load(hand, folders["a"], "a")
         hand.run(hand.submit(make_ids(700), greedy(1)))
-        tell = pace.chunk_took
-        monkeypatch.setattr(pace, "chunk_took", lambda *at, **kw: (told.append((at[2], kw["whole"])), tell(*at, **kw)))
+        told = inside.watch_chunks(hand.engine, monkeypatch)
         hand.run(hand.submit(make_ids(700), greedy(1), adapter=use))
     from_trunk = [whole for context, whole in told if context < 512]
     assert from_trunk and not any(from_trunk)
@@ -239,7 +234,7 @@ def said_together(hand: ByHand, folders: dict[str, Path]) -> list[list[int]]:
             while not all(receiver.is_done for receiver in receivers):
                 hand.step()
                 hand.engine.check_integrity()
-                assert hand.engine.loaded.trunk.blocks.nbytes <= 6 * BLOCK_BYTES
+                assert hand.engine.stats().trunk_ram_bytes <= 6 * BLOCK_BYTES
     return [receiver.token_ids for receiver in receivers]
 
 
@@ -248,8 +243,8 @@ def test_together_with_little_memory(qwen3: Path, folders: dict[str, Path], tmp_
     ram_budget = 11 * LAYERS * 36864 + (500 << 10)
     with by_hand(qwen3, tmp_path / "cache", trunk_budget=6 * BLOCK_BYTES, ram_budget=ram_budget) as hand:
         said = said_together(hand, folders)
-        spared = hand.engine.runner.forward_tokens * LAYERS - hand.engine.loaded.trunk.layer_tokens
+        spared = hand.engine.stats().computed_tokens * LAYERS - hand.engine.stats().computed_layer_tokens
         assert spared >= 512 * LAYERS // 2
-        assert hand.engine.cache.slots.evicted_blocks > 0
+        assert inside.evicted_blocks(hand.engine) > 0
     with by_hand(qwen3, tmp_path / "other") as hand:
         assert said == said_together(hand, folders)

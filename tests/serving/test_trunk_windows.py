@@ -9,8 +9,9 @@ import pytest
 
 from tests.adapters_factory import make_adapter
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.adapter_cases import all_ids, ask, check_differs, check_equal, cold, layer_tokens, open_adapters
-from tests.serving.conversation import engine_of, make_ids
+from tests.serving.conversation import make_ids
 
 BUDGET = 64 << 20
 
@@ -25,7 +26,7 @@ def test_sliding_windows(architecture: str, layers: Sequence[int], model_folder:
     folders = {"upper": make_adapter(tmp_path / "upper", model, layers=layers, strength=1.0)}
     settings = {"trunk_budget": BUDGET, "prefill_chunk": 100}
     with open_adapters(model, tmp_path / "cache", folders, **settings) as llm:
-        depth = engine_of(llm).loaded.spec.num_layers
+        depth = inside.loaded_model(inside.engine_of(llm)).spec.num_layers
         base = ask(llm, make_ids(900), tokens=2, agent="base")
         adapted, computed = layer_tokens(llm, make_ids(900), "upper", agent="alice")
         assert computed == 768 * (depth - layers[0]) + (900 + 3 - 768) * depth
@@ -45,7 +46,7 @@ def test_without_the_blocks_in_front_of_a_window(model_folder: ModelFolder, tmp_
     with open_adapters(model, tmp_path / "cache", folders, trunk_budget=BUDGET) as llm:
         ask(llm, make_ids(400), tokens=2)
         adapted, computed = layer_tokens(llm, make_ids(400), "upper", tokens=1)
-        assert computed == 400 * engine_of(llm).loaded.spec.num_layers
+        assert computed == 400 * inside.loaded_model(inside.engine_of(llm)).spec.num_layers
         check_equal(adapted, cold(llm, adapted))
 
 
@@ -54,7 +55,7 @@ def test_an_agent_keeps_the_blocks_in_front_of_a_window(model_folder: ModelFolde
     model = model_folder("gemma3_text_wide")
     folders = {"upper": make_adapter(tmp_path / "upper", model, layers=[6, 7], strength=1.0)}
     with open_adapters(model, tmp_path / "cache", folders, trunk_budget=BUDGET, prefill_chunk=256) as llm:
-        depth = engine_of(llm).loaded.spec.num_layers
+        depth = inside.loaded_model(inside.engine_of(llm)).spec.num_layers
         ask(llm, make_ids(800), tokens=1)
         _, computed = layer_tokens(llm, make_ids(800), "upper", tokens=1, agent="alice")
         assert computed == 800 * depth

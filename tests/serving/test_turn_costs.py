@@ -22,7 +22,8 @@ from agentcache.request import ChatPrompt
 from agentcache.store.block_file import make_header, tensor_layout
 from agentcache.store.store import BlockWrite, Store
 from tests.conftest import ModelFolder
-from tests.serving.conversation import DISK_BUDGET, Chat, engine_of, make_text, open_llm
+from tests.serving import inside
+from tests.serving.conversation import DISK_BUDGET, Chat, make_text, open_llm
 
 FP16_BYTES_PER_TOKEN = 4 * 2 * 2 * 128 * 2  # layers, key and value heads, head dimension, bytes
 Q4_BYTES_PER_TOKEN = FP16_BYTES_PER_TOKEN * 9 // 32
@@ -43,7 +44,7 @@ def long_chat(num_tokens: int) -> Chat:
 def save_without_computing(model: Path, cache_dir: Path, chat: Chat) -> int:
     """Put the chat's agent on disk with random keys and values, which costs no prefill; returns how long it is."""
     with open_llm(model, cache_dir) as llm:
-        loaded = engine_of(llm).loaded
+        loaded = inside.loaded_model(inside.engine_of(llm))
     plain = read_prompt(ChatPrompt(chat.messages[:1]), None, loaded.tokenizer)
     prompt = match(plain, Transcript.empty(), loaded.tokenizer).transcript
     answer = loaded.tokenizer.encode(chat.messages[1]["content"])
@@ -103,7 +104,7 @@ def test_a_turn_writes_and_reads_only_what_it_adds(num_tokens: int, model: Path,
 
 def count_encoded(llm: LLM) -> list[int]:
     """Gets the number of characters of every text that is tokenised from now on."""
-    tokenizer, sizes = engine_of(llm).loaded.tokenizer, []
+    tokenizer, sizes = inside.tokenizer(inside.engine_of(llm)), []
     encode: Callable[..., Encoding] = tokenizer.encode
 
     def count(text: str, *options: Any, **named: Any) -> Encoding:
@@ -118,15 +119,15 @@ def test_a_full_block_takes_4_5_bits_per_value(model: Path, tmp_path: Path) -> N
     chat = long_chat(1000)
     with open_llm(model, tmp_path) as llm:
         chat.turn(llm, "Go on.")
-        engine = engine_of(llm)
-        full = [node for node in engine.cache.tree.walk() if node.is_full]
+        engine = inside.engine_of(llm)
+        full = [node for node in inside.nodes(engine) if node.is_full]
         assert len(full) >= 3
-        slots = sum(arena.layers[0].keys.capacity for arena in engine.runner.arenas) / len(engine.runner.arenas)
-        in_ram = sum(array.nbytes for arena in engine.runner.arenas for array in arena.arrays()) / slots
+        slots = inside.mean_slots(engine)
+        in_ram = sum(array.nbytes for array in inside.arrays(engine)) / slots
         assert in_ram <= 0.285 * FP16_BYTES_PER_TOKEN * BLOCK_SIZE
         assert llm.stats().ram_bytes == in_ram * slots
         sizes = sorted(path.stat().st_size for path in (tmp_path / "blocks").glob("*/*.safetensors"))
-        num_groups = len(engine.cache.groups)
+        num_groups = len(inside.loaded_model(engine).spec.groups)
         on_disk = sizes[-num_groups * len(full) :]
         assert on_disk[0] > 0.28 * FP16_BYTES_PER_TOKEN * BLOCK_SIZE / num_groups
         assert on_disk[-1] <= 0.29 * FP16_BYTES_PER_TOKEN * BLOCK_SIZE / num_groups

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import greedy, make_ids
 from tests.tiny import ARCHITECTURES
@@ -21,13 +22,13 @@ def test_nothing_is_left_of_a_warm_up_and_answers_are_the_same(
     for warm_up in (False, True):
         with by_hand(model, tmp_path / str(warm_up)) as hand:
             if warm_up:
-                capacity = [pool.capacity for pool in hand.engine.cache.slots.pools]
-                hand.engine.warm_up()
+                capacity = inside.slots_per_group(hand.engine)
+                inside.warm_up(hand.engine)
                 hand.engine.check_integrity()
                 stats = hand.engine.stats()
                 assert (hand.live_blocks, stats.computed_tokens, stats.computed_layer_tokens) == (0, 0, 0)
-                assert not list(hand.engine.cache.tree.residents), "no block of it can be found"
-                assert capacity == [pool.capacity for pool in hand.engine.cache.slots.pools], "it takes no memory"
+                assert not inside.resident_nodes(hand.engine), "no block of it can be found"
+                assert capacity == inside.slots_per_group(hand.engine), "it takes no memory"
             receiver = hand.submit(make_ids(300), greedy(5), agent="alice")
             hand.run(receiver)
             said.append(receiver.token_ids)
@@ -37,7 +38,7 @@ def test_nothing_is_left_of_a_warm_up_and_answers_are_the_same(
 
 def test_a_model_of_a_few_tokens_is_warmed_up_too(model: Path, tmp_path: Path) -> None:
     with by_hand(model, tmp_path, max_context=8) as hand:
-        hand.engine.warm_up()
+        inside.warm_up(hand.engine)
         receiver = hand.submit([1, 2, 3], greedy(2))
         hand.run(receiver)
         assert len(receiver.token_ids) == 2

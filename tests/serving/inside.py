@@ -1,0 +1,425 @@
+"""What tests see of the engine's inside, and do to it, beyond its public face: the one place that names its parts.
+
+Nothing else under `tests/` knows how an engine is put together, so that who rebuilds it edits this file alone. What
+requests' reports and `Engine.stats` tell is taken from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from agentcache.agents.table import AgentTable
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.radix_tree import Node
+from agentcache.engine.batch import Batch
+from agentcache.engine.device import MlxDevice
+from agentcache.engine.engine import Engine
+from agentcache.engine.generation import Generation, Saved
+from agentcache.engine.warm_up import warm_up as compute_something
+from agentcache.errors import AgentCacheError
+from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.llm import LLM, Completion
+from agentcache.models.adapters import AdapterContent
+from agentcache.models.decoder import Decoder
+from agentcache.models.footprint import Footprint
+from agentcache.models.loader import LoadedModel
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.report import AgentInfo, RestoreReport
+from agentcache.request import Request
+from agentcache.store.manifest import AgentRecord
+from agentcache.store.store import Store
+
+T = TypeVar("T")
+Fault = Callable[[str], None]
+
+# -- from the outside in ----------------------------------------------------------------------------------------------
+
+
+def async_engine(llm: LLM) -> AsyncEngine:
+    """The engine as an LLM's event loop sees it."""
+    return llm._engine
+
+
+def engine_of(llm: LLM) -> Engine:
+    """The engine itself, to look at while it is idle."""
+    engine = llm._engine._thread.engine
+    assert engine is not None
+    return engine
+
+
+def on_loop(llm: LLM, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run on the LLM's event loop."""
+    return asyncio.run_coroutine_threadsafe(coroutine, llm._loop).result(60)
+
+
+async def collect(llm: LLM, request: Request) -> Completion:
+    """The answer to a request; on the LLM's event loop."""
+    return await llm._collect(request)
+
+
+async def on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
+    """What `function` returns on the engine's thread, between two steps."""
+    return await engine._call(function)
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def loaded_model(engine: Engine) -> LoadedModel:
+    return engine.loaded
+
+
+def tokenizer(engine: Engine) -> Tokenizer:
+    return engine.loaded.tokenizer
+
+
+def _device(engine: Engine) -> MlxDevice:
+    assert isinstance(engine.device, MlxDevice)
+    return engine.device
+
+
+def warm_up(engine: Engine) -> None:
+    """Compute something, as a server does before its first request."""
+    compute_something(engine.cache, _device(engine).runner, engine.restorer, engine.loaded.max_context)
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def requests(engine: Engine) -> list[Generation]:
+    """All that are not complete."""
+    return list(engine.requests)
+
+
+def running(engine: Engine) -> list[Generation]:
+    """Those that are admitted and able to compute."""
+    return list(engine.requests.running)
+
+
+def is_waiting(engine: Engine, generation: Generation) -> bool:
+    """Whether it is not admitted."""
+    return generation in engine.requests.waiting
+
+
+def is_loading(engine: Engine, generation: Generation) -> bool:
+    """Whether it is admitted, and blocks are still to come from disk."""
+    return generation in engine.requests.loading
+
+
+def is_saving(engine: Engine, generation: Generation | None = None) -> bool:
+    """Whether its turn (anyone's) is over and on its way to the disk."""
+    saving = engine.requests.saving
+    return bool(saving) if generation is None else generation in saving
+
+
+def has_requests(engine: Engine) -> bool:
+    """Whether there is a request that can go on; one that is being saved is none."""
+    return engine.scheduler.has_work
+
+
+def preempt(engine: Engine, generation: Generation) -> None:
+    """Take away a running request's place in the cache; it goes on when it is admitted again."""
+    engine.preempt(generation)
+
+
+# -- time and memory --------------------------------------------------------------------------------------------------
+
+
+def set_chunk(engine: Engine, num_tokens: int) -> None:
+    """Chunks that large, whoever else is there."""
+    engine.scheduler.pace._chunk = engine.scheduler.pace._idle_chunk = num_tokens
+
+
+def note_chunk(engine: Engine, seconds: float, num_tokens: int) -> None:
+    """Have it believe that the beginning of a prompt took so long while nobody decoded."""
+    engine.scheduler.pace.chunk_took(seconds, num_tokens, 0, contended=False)
+
+
+def watch_chunks(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Gets, of every chunk from now on, the tokens before it, and whether it went through all layers."""
+    told: list[tuple[int, bool]] = []
+    pace = engine.scheduler.pace
+    tell = pace.chunk_took
+
+    def look_and_tell(seconds: float, num_tokens: int, context: int, *, contended: bool, whole: bool = True) -> None:
+        told.append((context, whole))
+        tell(seconds, num_tokens, context, contended=contended, whole=whole)
+
+    patch.setattr(pace, "chunk_took", look_and_tell)
+    return told
+
+
+def set_costs(patch: pytest.MonkeyPatch, cost: Callable[[int, int, int], float]) -> None:
+    """Have every engine believe that its device takes so many seconds.
+
+    Args:
+        cost: called once for what has been computed, with its rows, the tokens of each, and those before the first's.
+    """
+    wait = Batch.wait
+
+    def wait_and_say(batch: Batch) -> None:
+        wait(batch)
+        batch.seconds = cost(len(batch.rows), batch.num_tokens, batch.context)
+
+    patch.setattr(Batch, "wait", wait_and_say)
+
+
+def set_free_memory(engine: Engine, free: Callable[[], int]) -> None:
+    """What it takes for the machine's free memory, in bytes."""
+    _device(engine).guard.free = free
+
+
+def footprint(engine: Engine) -> Footprint:
+    return _device(engine).guard._footprint
+
+
+# -- the cache in RAM -------------------------------------------------------------------------------------------------
+
+
+def nodes(engine: Engine) -> list[Node]:
+    """All that the tree of cached blocks has."""
+    return list(engine.cache.tree.walk())
+
+
+def resident_nodes(engine: Engine) -> list[Node]:
+    """Those of them with a block in RAM."""
+    return list(engine.cache.tree.residents)
+
+
+def evict_node(engine: Engine, node: Node) -> int:
+    """Returns how many of its blocks left RAM."""
+    return engine.cache.slots.evict(node)
+
+
+def min_ram_budget(engine: Engine) -> int:
+    """Bytes without which the cache cannot be."""
+    return engine.cache.slots.min_ram_budget
+
+
+def cache_budget(engine: Engine) -> int:
+    """Bytes that the cache may take now: what adapters take is not among them."""
+    return engine.cache.slots.ram_budget
+
+
+def lent_bytes(engine: Engine) -> int:
+    """Bytes of the cache's budget that are lent to adapters' copies."""
+    return engine.cache.slots.lent
+
+
+def max_cached_tokens(engine: Engine) -> int:
+    """The longest context that the cache can hold now."""
+    return engine.cache.slots.max_tokens()
+
+
+def evicted_blocks(engine: Engine) -> int:
+    """Counts them since start."""
+    return engine.cache.slots.evicted_blocks
+
+
+def slots_per_group(engine: Engine) -> list[int]:
+    """How many blocks there is memory for, group by group."""
+    return [pool.capacity for pool in engine.cache.slots.pools]
+
+
+def arrays(engine: Engine) -> list[mx.array]:
+    """What the blocks lie in."""
+    return [array for arena in _device(engine).runner.arenas for array in arena.arrays()]
+
+
+def mean_slots(engine: Engine) -> float:
+    """How many blocks a group's arrays have room for, on average."""
+    arenas = _device(engine).runner.arenas
+    return sum(arena.layers[0].keys.capacity for arena in arenas) / len(arenas)
+
+
+def most_blocks_held(engine: Engine) -> dict[str, int]:
+    """By group, how many blocks the request holds that holds most."""
+    most: Counter[str] = Counter()
+    for sequence in engine.cache._sequences:
+        for group, table in zip(engine.cache.groups, sequence.tables, strict=True):
+            most[group.name] = max(most[group.name], len(table.block_ids))
+    return dict(most)
+
+
+def cached_bytes(engine: Engine, ids: Sequence[int], num_tokens: int) -> list[np.ndarray]:
+    """Base's keys and values of the first tokens, as they lie in RAM, group after group."""
+    prefix = engine.cache.match_prefix(engine.loaded.namespace("").root, ids, num_tokens)
+    assert prefix.num_tokens == num_tokens
+    arrays = []
+    for index in range(len(engine.cache.groups)):
+        for node in prefix.lane(index).all_nodes:
+            length = min(node.num_tokens, num_tokens - node.position * BLOCK_SIZE)
+            found = _device(engine).runner.snapshot(index, node.block_ids[index], node.position, length)
+            arrays += [found[name] for name in sorted(found)]
+    return arrays
+
+
+# -- agents -----------------------------------------------------------------------------------------------------------
+
+
+def agent_table(engine: Engine) -> AgentTable:
+    """What is known of every agent."""
+    return engine.agents
+
+
+def record(engine: Engine, agent: str) -> AgentRecord:
+    """The agent's longest lineage."""
+    return engine.agents.get(agent)
+
+
+def records(engine: Engine, agent: str) -> tuple[AgentRecord, ...]:
+    """The agent's lineages."""
+    return engine.agents.lineages(agent)
+
+
+@contextmanager
+def busy(engine: Engine, agents: Sequence[str]) -> Iterator[None]:
+    """Meanwhile somebody is at work on these."""
+    for agent in agents:
+        engine.agents.set_busy(agent)
+    yield
+    for agent in agents:
+        engine.agents.set_idle(agent)
+
+
+def agent_info(engine: Engine, agent: str) -> AgentInfo:
+    return engine.memory.info(agent)
+
+
+def evict_agent(engine: Engine, agent: str) -> None:
+    engine.memory.evict(agent)
+
+
+def delete_agent(engine: Engine, agent: str, done: Callable[[Saved], None]) -> None:
+    engine.memory.delete(agent, done)
+
+
+def fork_agent(engine: Engine, agent: str, new: str, done: Callable[[Saved], None]) -> None:
+    engine.memory.fork(agent, new, done)
+
+
+def save_agent(engine: Engine, agent: str, done: Callable[[Saved], None]) -> None:
+    engine.memory.save(agent, done)
+
+
+def restore_agent(engine: Engine, agent: str, done: Callable[[RestoreReport | AgentCacheError], None]) -> None:
+    engine.memory.restore(agent, done)
+
+
+# -- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def store(engine: Engine) -> Store:
+    """The cache folder."""
+    return engine.persistence.store
+
+
+def flush(engine: Engine) -> None:
+    """Wait until every write and removal queued so far is done."""
+    engine.persistence.flush()
+
+
+def make_room(engine: Engine, num_bytes: int) -> bool:
+    """Have it forget agents until so much more fits into the disk budget; whether it then does."""
+    return engine.persistence._make_room(num_bytes)
+
+
+def block_key(engine: Engine, node: Node, group: int) -> str:
+    """The name of a block's file."""
+    return engine.persistence._key(node, group)
+
+
+def set_fault(engine: Engine, fault: Fault, *, blocks: bool = True) -> Callable[[], None]:
+    """Have `fault` called with the name of each step of a write, which it may fail, until the result is called.
+
+    Args:
+        blocks: also of blocks, and not only of agents.
+    """
+    folders: list[Any] = [engine.persistence.store._agents]
+    if blocks:
+        folders.append(engine.persistence.store._blocks)
+    before = [folder._fault for folder in folders]
+    for folder in folders:
+        folder._fault = fault
+
+    def repair() -> None:
+        for folder, old in zip(folders, before, strict=True):
+            folder._fault = old
+
+    return repair
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def load_weights(engine: Engine, content: AdapterContent | Decoder) -> bool:
+    """Put an adapter on the device, or its next piece; True when everything is there."""
+    return engine.adapters.load(content)
+
+
+def drop_weights(engine: Engine, digest: str) -> None:
+    """Take an adapter off the device, behind the back of the table of adapters."""
+    engine.adapters.drop(digest)
+
+
+def note_dropped(llm: LLM, digest: str) -> None:
+    """Tell that table."""
+    llm._engine.adapters._table.set_dropped(digest)
+
+
+def resident_bytes(llm: LLM) -> int:
+    """Bytes of adapters on the device, as that table has it."""
+    return llm._engine.adapters._table.resident_bytes
+
+
+def after_each_piece(engine: Engine, look: Callable[[], None]) -> None:
+    """Have `look` called on the engine's thread when a piece of an adapter has been loaded, from now on."""
+    load = engine.adapters.load
+
+    def load_and_look(content: AdapterContent | Decoder) -> bool:
+        done = load(content)
+        look()
+        return done
+
+    engine.adapters.load = load_and_look  # type: ignore[method-assign]
+
+
+def adapter_bytes(engine: Engine) -> int:
+    """Bytes on the device, with those of adapters that are still being loaded."""
+    return engine.adapters.nbytes
+
+
+def copied_adapter_bytes(engine: Engine) -> int:
+    """Bytes of the copies for steps that mix adapters."""
+    return engine.loaded.adapters.stacks.nbytes
+
+
+def copies_built(engine: Engine) -> int:
+    """Counts them since start."""
+    return engine.loaded.adapters.stacks.built
+
+
+# -- the trunk --------------------------------------------------------------------------------------------------------
+
+
+def trunk_readers(engine: Engine) -> int:
+    """How many sequences are read from the trunk, or written into it."""
+    return len(engine.trunk._runs)
+
+
+def sweep_trunk(engine: Engine) -> None:
+    """Have the trunk forget those that have ended, as each step does; then nobody may hold a block of it."""
+    engine.trunk.sweep()
+    engine.trunk.blocks.check_integrity([])
+
+
+def trunk_blocks(engine: Engine) -> int:
+    return len(engine.trunk.blocks)
