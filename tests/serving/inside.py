@@ -16,13 +16,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.radix_tree import Node
 from agentcache.engine.batch import Batch
 from agentcache.engine.device import MlxDevice
 from agentcache.engine.engine import Engine
-from agentcache.engine.generation import Generation, Saved
+from agentcache.engine.generation import Generation
 from agentcache.engine.warm_up import warm_up as compute_something
 from agentcache.errors import AgentCacheError
 from agentcache.gateway.async_engine import AsyncEngine
@@ -234,6 +235,11 @@ def arrays(engine: Engine) -> list[mx.array]:
     return [array for arena in _device(engine).runner.arenas for array in arena.arrays()]
 
 
+def block_arrays(engine: Engine, group: int, slot: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
+    """The first tokens of what lies in a slot, as the block at `position` of a context."""
+    return _device(engine).runner.snapshot(group, slot, position, num_tokens)
+
+
 def mean_slots(engine: Engine) -> float:
     """How many blocks a group's arrays have room for, on average."""
     arenas = _device(engine).runner.arenas
@@ -355,6 +361,11 @@ def set_fault(engine: Engine, fault: Fault, *, blocks: bool = True) -> Callable[
             folder._fault = old
 
     return repair
+
+
+def finish_reading(engine: Engine) -> None:
+    """Wait until every file that is to be read has been; then nothing more can be."""
+    engine.restorer.close()
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------

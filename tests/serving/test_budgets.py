@@ -47,7 +47,7 @@ class Peaks:
 @contextmanager
 def watched(llm: LLM, cache_dir: Path) -> Iterator[Peaks]:
     """Looks at RAM after every step, and at the folder after every write."""
-    engine, peaks = inside.inside.engine_of(llm), Peaks()
+    engine, peaks = inside.engine_of(llm), Peaks()
     step, store = engine.step, inside.store(engine)
 
     def look_at_ram() -> None:
@@ -167,7 +167,7 @@ def test_sliding_windows_bound_ram(window: int, model_folder: ModelFolder, tmp_p
         talk.turn(llm, 1500)
         talk.turn(llm, 1540)
         info = llm.agent("alice")
-        groups = inside.loaded_model(inside.inside.engine_of(llm)).spec.groups
+        groups = inside.loaded_model(inside.engine_of(llm)).spec.groups
     most = math.ceil(window / BLOCK_SIZE) + 1
     for group in groups:
         assert peaks.blocks[group.name] <= (most if group.window else 7), group.name
@@ -190,7 +190,7 @@ def test_long_after_many_short(model_folder: ModelFolder, tmp_path: Path) -> Non
     with open_llm(model_folder("gpt_oss"), tmp_path, ram_budget=7 * 4 * 36864) as llm:
         for number in range(10):
             llm.generate(make_ids(40, seed=number), greedy(1))
-        length = inside.max_cached_tokens(inside.inside.engine_of(llm)) - 10
+        length = inside.max_cached_tokens(inside.engine_of(llm)) - 10
         assert length > 2000
         assert len(llm.generate(make_ids(length), greedy(2)).token_ids) == 2
 
@@ -249,7 +249,7 @@ def test_a_turn_beside_others_that_may_not_go_drops_nothing(model: Path, tmp_pat
     """Others are at work, and what they have on disk stays: what could go is not enough, so it stays as well."""
     with open_llm(model, tmp_path, disk_budget=400_000) as llm:
         talks = make_agents(llm, 4, length=300)
-        engine = inside.inside.engine_of(llm)
+        engine = inside.engine_of(llm)
         with inside.busy(engine, list(talks)[1:]):
             before = saved_on_disk(llm)
             assert before["a00"] and not inside.make_room(engine, 140_000)

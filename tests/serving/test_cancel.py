@@ -105,10 +105,10 @@ def test_a_read_that_comes_late_changes_nothing(in_time: int, model: Path, tmp_p
         hand.run(alone)
     with by_hand(model, tmp_path / "late") as hand:
         hand.run(hand.submit(prompt, greedy(3), "alice"))
-        hand.engine.memory.evict("alice")
+        inside.evict_agent(hand.engine, "alice")
         late = hand.submit(prompt, greedy(3), "alice")
         hand.engine.step()
-        assert late.generation in hand.engine.scheduler.loading
+        assert inside.is_loading(hand.engine, late.generation)
         slots = slots_of(late)
         for _ in range(in_time):
             hand.posted.get(timeout=30)()
@@ -118,12 +118,12 @@ def test_a_read_that_comes_late_changes_nothing(in_time: int, model: Path, tmp_p
             hand.engine.step()  # what the readers have posted has to wait
         assert slots_of(following) & slots
         before = bytes_of(hand, following)
-        hand.engine.restorer.close()  # all reads are done
+        inside.finish_reading(hand.engine)  # all reads are done
         assert not hand.posted.empty()
         while not hand.posted.empty():
             hand.posted.get()()
         assert bytes_of(hand, following) == before
-        assert hand.engine.memory.info("alice").cache_state == "warm"
+        assert inside.agent_info(hand.engine, "alice").cache_state == "warm"
         hand.engine.check_integrity()
         hand.run(following)
         assert following.token_ids == alone.token_ids
@@ -141,12 +141,12 @@ def slots_of(receiver: Receiver) -> set[tuple[int, int]]:
 
 def bytes_of(hand: ByHand, receiver: Receiver) -> list[int]:
     """Hashes of the keys and values of all that a request has computed."""
-    place, runner = receiver.generation.place, hand.engine.runner
+    place = receiver.generation.place
     hashes = []
     for group, table in enumerate(place.tables):
         for position, block_id in enumerate(table.block_ids, table.first_block):
             num_tokens = min(BLOCK_SIZE, place.num_tokens - position * BLOCK_SIZE)
-            arrays = runner.snapshot(group, block_id, position, num_tokens)
+            arrays = inside.block_arrays(hand.engine, group, block_id, position, num_tokens)
             hashes += [hash(array.tobytes()) for array in arrays.values()]
     return hashes
 

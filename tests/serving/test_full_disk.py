@@ -94,14 +94,14 @@ def test_a_turn_of_which_only_the_first_write_fails(failures: int, is_known: boo
     with by_hand(model, tmp_path) as hand:
         hand.run(hand.submit(first, greedy(3), "alice"))
         before = hand.engine.agents.get("alice").transcript.ids
-        disk = BadBlocks(hand.engine.persistence.store, failures)
+        disk = BadBlocks(inside.store(hand.engine), failures)
         turn = hand.submit([*before, *prompt], greedy(3), "alice")
         while not turn.generation.saved_early:
             hand.step()
         if is_known:
             disk.opened.set()
-            hand.engine.persistence.flush()
-        while turn.generation not in hand.engine.turns.ending:
+            inside.flush(hand.engine)
+        while not inside.is_saving(hand.engine, turn.generation):
             hand.step()
         disk.opened.set()
         hand.run(turn)
@@ -110,7 +110,7 @@ def test_a_turn_of_which_only_the_first_write_fails(failures: int, is_known: boo
         assert disk.written > 0, "later writes went well"
         assert turn.report.saved is (failures == 1)
         assert (turn.report.save_error or "") == ("" if turn.report.saved else "a bad sector")
-        assert hand.engine.persistence.save_failures == (failures > 1)
+        assert hand.engine.stats().save_failures == (failures > 1)
     report = verify_folder(tmp_path)
     assert (report.agents, report.missing_blocks, report.unnamed_blocks, report.problems) == (1, 0, 0, ())
     with by_hand(model, tmp_path) as hand:
