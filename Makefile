@@ -1,7 +1,8 @@
 # Needs python3 (3.11 or newer) and make. Everything else goes into .venv, made on first use.
 #
 #   AGENTCACHE_BACKEND=cuda make demo     on Linux: use the CUDA build of MLX instead of the CPU one
-#   make test ARGS="tests/kv -x"          ARGS goes to pytest, `agentcache demo` or `agentcache bench`
+#   make test ARGS="tests/kv -x"          ARGS goes to pytest, `agentcache demo`, `agentcache bench` or the tools
+#   make benchmarks ARGS="batched --quick"
 
 VENV ?= .venv
 ARGS ?=
@@ -12,15 +13,15 @@ BIN := $(VENV)/bin
 # On a Mac mlx brings Metal. Elsewhere exactly one back end may be installed: they share a file.
 ifeq ($(shell uname -s),Darwin)
 BACKEND := metal
-EXTRAS :=
+EXTRAS := [plots]
 DEV_EXTRAS := [dev]
 else ifeq ($(AGENTCACHE_BACKEND),cuda)
 BACKEND := cuda
-EXTRAS := [cuda]
+EXTRAS := [cuda,plots]
 DEV_EXTRAS := [cuda,dev]
 else
 BACKEND := cpu
-EXTRAS := [cpu]
+EXTRAS := [cpu,plots]
 DEV_EXTRAS := [cpu,dev]
 endif
 
@@ -44,10 +45,10 @@ INSTALL_STAMP := $(VENV)/installed
 DEV_STAMP := $(VENV)/installed-dev
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test lint types bench install clean
+.PHONY: help demo test lint types bench benchmarks install clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
 demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a restart in between
 	$(RUN) $(BIN)/agentcache demo $(ARGS)
@@ -65,6 +66,9 @@ types: $(DEV_STAMP) ## check types
 
 bench: $(INSTALL_STAMP) ## time to first token: cold, warm and hot
 	$(RUN) $(BIN)/agentcache bench $(ARGS)
+
+benchmarks: $(INSTALL_STAMP) ## the tools that are not installed: make benchmarks ARGS=overhead (no ARGS: list them)
+	$(RUN) $(BIN)/python -m benchmarks $(or $(ARGS),--help)
 
 install: $(INSTALL_STAMP) ## make .venv with agentcache in it (editable)
 

@@ -6,7 +6,6 @@ that importing the package (for the command line's help, for the plain-Python fl
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,14 +15,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "agentcache.llm", "SamplingParams": "agentcache.request"}
-
 
 def __getattr__(name: str) -> object:
     """Load an exported name from its module on first use (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    if name == "LLM":
+        from agentcache.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from agentcache.request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""A small HTTP client of a running server, and the workflow's `Chat` on top of it. Knows the wire, not the engine."""
+"""A small HTTP client of a running server. Knows the wire, not the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 
 from agentcache.errors import AgentCacheError
-from agentcache.workflow.chat import Message, Question, Reply, Restored
 
 # A long prefill may take minutes before its first byte; only connecting has a limit.
 TIMEOUT = httpx.Timeout(None, connect=10.0)
@@ -83,7 +82,7 @@ class Client:
             raise _refusal(response)
         return response.json() if response.content else None
 
-    def chat(self, messages: Sequence[Message], **options: Any) -> Completion:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
         """A streamed chat completion; `options` as in `complete`."""
         return self._stream("/v1/chat/completions", {"messages": list(messages)}, options)
 
@@ -124,37 +123,6 @@ class Client:
     def _unreachable(self, error: httpx.HTTPError) -> ServerError:
         reason = str(error) or type(error).__name__
         return ServerError(f"no answer from {self.url} ({reason}); is `agentcache serve` running there?")
-
-
-class HttpChat:
-    """A workflow's `Chat` over a server. Requests with another `salt` share nothing with those of other salts."""
-
-    def __init__(self, client: Client, salt: str | None = None) -> None:
-        self._client = client
-        self._salt = salt
-
-    def chat(self, question: Question) -> Reply:
-        done = self._client.chat(
-            question.messages,
-            agent=question.agent,
-            adapter=question.adapter,
-            tools=list(question.tools) or None,
-            max_tokens=question.max_tokens,
-            temperature=question.temperature,
-            seed=question.seed,
-            salt=self._salt,
-        )
-        said = int(done.usage["completion_tokens"])
-        return Reply(done.text, done.token_ids, done.report, said, done.ttft_ms, done.total_ms)
-
-    def restore(self, agent: str) -> Restored | None:
-        try:
-            report = self._client.request("POST", f"/v1/agents/{agent}/restore")
-        except ServerError as error:
-            if error.status == 404:
-                return None
-            raise
-        return Restored(int(report["restored_bytes"]), float(report["restore_ms"]))
 
 
 def _body(prompt: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ import agentcache.errors
 from agentcache.client import Client
 from agentcache.errors import AgentCacheError
 
-SERVE = (sys.executable, "-m", "agentcache.cli.main", "serve")
+# The program as people start it: another process, which this one talks to over HTTP only.
+SERVE = (sys.executable, "-m", "agentcache", "serve")
 PACKAGE_PARENT = Path(agentcache.errors.__file__).resolve().parent.parent
 STOP_SECONDS = 30.0
 

@@ -17,6 +17,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from agentcache.bench.plots import can_plot
+from agentcache.bench.reporter import NO_PICTURE
 from agentcache.bench.ways import Ways
 from agentcache.cli.demo_report import build_demo_report, demo_table, summary_lines, telling_lines, write_demo_report
 from agentcache.cli.run_report import progress_line, say
@@ -56,6 +58,8 @@ def demo(
         text.print(line)
     for summary in [*summary_lines(report), f"Written: {', '.join(str(path) for path in paths)}"]:
         say(text, summary)
+    if not can_plot():
+        say(progress, NO_PICTURE)
     if not report["passed"]:
         raise typer.Exit(1)
 

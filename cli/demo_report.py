@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentcache.bench.memory import summarise
-from agentcache.bench.memory_plots import Panel, count, milliseconds, plot_by_phase
-from agentcache.bench.reporting import write_json
-from agentcache.bench.ways import first_difference, from_disk
+from agentcache.bench.plots import Panel, count, milliseconds, plot_by_phase
+from agentcache.bench.reporter import Report, draw, write_json
+from agentcache.bench.ways import first_difference, from_disk, summarise
 from agentcache.machine import describe_run
 from agentcache.workflow.checks import pattern_of
 from agentcache.workflow.score import score
@@ -132,17 +131,17 @@ def _yes(answer: bool) -> str:
 
 
 def write_demo_report(report: dict[str, Any], runs: Mapping[str, WorkflowTranscript], folder: Path) -> list[Path]:
-    """Write the warm run's transcript, those of the others in folders of their own, and `demo.json`, `demo.txt` and
-    `demo.png`; the paths to look at."""
+    """Write the warm run's transcript, those of the others in folders of their own, `demo.json`, `demo.txt` and, where
+    matplotlib is installed, `demo.png`; the paths to look at."""
     write_transcript(runs["warm"], folder)
     for run in ("hot", "cold"):
         write_transcript(runs[run], folder / run)
     data, text, plot = (folder / f"demo.{ending}" for ending in ("json", "txt", "png"))
-    write_json(report, data, ensure_ascii=False)
+    write_json(report, data)
     with text.open("w", encoding="utf-8") as file:
         _print_all(report, runs["warm"], Console(file=file, width=120))
-    plot_by_phase(*_plot(report["rows"]), "The same conversation in three runs", plot)
-    return [folder / "transcript.md", data, text, plot]
+    drawn = [plot] if draw(plot_demo, report, plot) else []
+    return [folder / "transcript.md", data, text, *drawn]
 
 
 def _print_all(report: dict[str, Any], transcript: WorkflowTranscript, console: Console) -> None:
@@ -153,13 +152,16 @@ def _print_all(report: dict[str, Any], transcript: WorkflowTranscript, console: 
         console.print(summary, highlight=False, markup=False, soft_wrap=True)
 
 
-def _plot(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[Panel]]:
-    labels = [f"{row['phase_name']}\n{row['context_tokens']} tokens of context" for row in rows]
+def plot_demo(report: Report, path: Path) -> None:
+    """Tokens and times by phase."""
+    rows = report["rows"]
 
     def series(key: str) -> dict[str, list[float | None]]:
         return {run: [row[run][key] for row in rows] for run in SHOWN}
 
-    return labels, [
+    labels = [f"{row['phase_name']}\n{row['context_tokens']} tokens of context" for row in rows]
+    panels = [
         Panel("prompt tokens computed", series("computed_tokens"), count),
         Panel("time to first token, median (ms)", series("ttft_ms_median"), milliseconds),
     ]
+    plot_by_phase(labels, panels, "The same conversation in three runs", path)

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, CacheDir, Model, Url, find_server, progress
 from agentcache.cli.run_report import progress_line, recall_lines, say, turn_table
-from agentcache.client import Client, HttpChat, ServerError
+from agentcache.client import Client, ServerError
 from agentcache.config import Config
 from agentcache.errors import ConfigError, EngineStopped
-from agentcache.workflow.chat import Chat, LLMChat
+from agentcache.workflow.chat import Chat, HttpChat, LLMChat
 from agentcache.workflow.parse import read_script, shipped_scripts
 from agentcache.workflow.run import Settings, WorkflowRun, parse_phases
 from agentcache.workflow.schedule import ONE_BY_ONE, PARALLEL, Pace, take_all

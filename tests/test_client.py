@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentcache.client import Client, HttpChat, ServerError
-from agentcache.workflow.chat import Question, Restored
+from agentcache.client import Client, ServerError
+from agentcache.workflow.chat import HttpChat, Question, Restored
 
 REPORT = {"cache_state": "hot", "match": "EXTEND"}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}

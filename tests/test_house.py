@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -92,6 +93,43 @@ def test_import_contracts_hold() -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"{len(CONTRACTS)} kept, 0 broken" in result.stdout
+
+
+def test_modules_are_named_in_strings_only_by_their_neighbours() -> None:
+    """An import that is spelled as a string is seen by no contract, so none may cross from one floor to another."""
+    crossing = [
+        (str(path.relative_to(ROOT)), name)
+        for package in ("agentcache", *(f"agentcache/{linked}" for linked in LINKED))
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for name in modules_in_strings(path)
+        if name.split(".")[1] != path.relative_to(ROOT).with_suffix("").parts[1]
+    ]
+    assert crossing == []
+
+
+def modules_in_strings(path: Path) -> list[str]:
+    """Modules of the package that a string names as a whole, loggers' names left out."""
+    tree = ast.parse(path.read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    loggers = {id(name) for call in calls if ast.unparse(call.func).endswith("getLogger") for name in call.args}
+    strings = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in loggers
+    ]
+    return [text for text in strings if re.fullmatch(r"agentcache(\.\w+)+", text) and is_module(text)]
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def test_the_wheel_holds_no_tools() -> None:
+    assert {name.partition(".")[0] for name in PROJECT["tool"]["setuptools"]["packages"]} == {"agentcache"}
+    runtime = {re.split(r"[\[>=]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
+    assert "matplotlib" not in runtime
+    assert PROJECT["project"]["optional-dependencies"]["plots"] == ["matplotlib>=3.9"]
 
 
 @pytest.mark.parametrize("module", ["agentcache", *(module for name in PLAIN for module in modules_of(name))])

@@ -1,9 +1,10 @@
-"""PNG plots of time to first token. matplotlib is imported here only, and only when a plot is drawn."""
+"""PNG plots. matplotlib is an extra: it is imported here only, and only when a plot is drawn."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,26 @@ COLOURS = {
     "warm": "#D55E00",
     "warm, evicted": "#E69F00",
     "hot": "#009E73",
+    "none": "#999999",
     "agentcache": "#0072B2",
     "mlx_lm.server": "#E69F00",
 }
 MARKERS = {"cold": "o", "warm": "s", "warm, evicted": "^", "hot": "D"}
+WAY_LABELS = {
+    "cold": "cold: text re-sent",
+    "warm": "warm: SIGKILL, then from disk",
+    "hot": "hot: never stopped",
+    "none": "none: earlier phases forgotten",
+}
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -27,6 +44,58 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # draws into memory; needs no display and no global state
     return figure
+
+
+def save_figure(figure: Any, axes: Any, title: str, path: Path) -> None:
+    """Give the plot its title, grid and legend, and write the PNG file."""
+    axes.set_title(title, fontsize=10)
+    _draw_grid(axes)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path)
+
+
+def _draw_grid(axes: Any) -> None:
+    axes.grid(True, axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def count(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def token_label(number: int) -> str:
+    """A number of tokens as people write it."""
+    return f"{number // 1024}K" if number % 1024 == 0 else str(number)
+
+
+def draw_bars(
+    axes: Any,
+    series: Mapping[str, Sequence[float | None]],
+    colours: Mapping[str, str] = COLOURS,
+    label: Callable[[float], str] = milliseconds,
+) -> None:
+    """Groups of bars, as many as a series has values: in each a bar a series, None draws nothing.
+
+    Args:
+        series: by what the legend calls it.
+        colours: of the series, by the same names.
+        label: a value as written on its bar.
+    """
+    width = 0.84 / len(series)
+    for index, (name, values) in enumerate(series.items()):
+        shown = [(group, value) for group, value in enumerate(values) if value is not None]
+        places = [group + (index - (len(series) - 1) / 2) * width for group, _ in shown]
+        bars = axes.bar(places, [value for _, value in shown], width, color=colours.get(name), label=name)
+        axes.bar_label(bars, [label(value) for _, value in shown], fontsize=7, padding=2)
+    axes.margins(y=0.15)
 
 
 def plot_ttft_by_size(series: Mapping[str, Mapping[int, Sequence[float]]], title: str, path: Path) -> None:
@@ -64,41 +133,47 @@ def _draw_series(axes: Any, name: str, by_size: Mapping[int, Sequence[float]]) -
         axes.scatter([size] * len(by_size[size]), by_size[size], color=colour, marker=marker, s=10, alpha=0.4)
 
 
-def plot_ttft_by_turn(labels: Sequence[str], series: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
-    """Time to first token of each turn, a group of bars a turn, from zero.
+@dataclass(frozen=True)
+class Panel:
+    """A group of bars for each phase.
 
     Args:
-        labels: one per turn.
-        series: for each of hot, warm, cold, or for each server: milliseconds per turn.
-        title: above the plot.
+        title: what the bars' heights are.
+        series: for each way: one value per phase; None draws nothing.
+        label: a value as written on its bar.
+        top: the greatest height there can be; None for the greatest there is.
+    """
+
+    title: str
+    series: Mapping[str, Sequence[float | None]]
+    label: Callable[[float], str]
+    top: float | None = None
+
+
+def plot_by_phase(phases: Sequence[str], panels: Sequence[Panel], title: str, path: Path) -> None:
+    """Panels under each other, the same phases below each.
+
+    Args:
+        phases: their labels.
+        title: above all panels.
         path: the PNG file.
     """
-    figure = new_figure(max(6, 1.3 * len(labels)), 4.5)
-    axes = figure.add_subplot()
-    width = 0.8 / len(series)
-    for index, (name, values) in enumerate(series.items()):
-        positions = [turn + (index - (len(series) - 1) / 2) * width for turn in range(len(labels))]
-        bars = axes.bar(positions, values, width, color=COLOURS.get(name), label=name)
-        axes.bar_label(bars, fmt=_milliseconds, fontsize=7, padding=2)
-    axes.margins(y=0.1)
-    axes.set_xticks(range(len(labels)), labels)
-    axes.set_ylabel("time to first token (ms)")
-    save_figure(figure, axes, title, path)
-
-
-def save_figure(figure: Any, axes: Any, title: str, path: Path) -> None:
-    """Give the plot its title, grid and legend, and write the PNG file."""
-    axes.set_title(title, fontsize=10)
-    axes.grid(True, axis="y", alpha=0.25)
-    axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure = new_figure(max(7.0, 1.9 * len(phases)), 0.9 + 2.4 * len(panels))
+    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axes, panel in zip(all_axes, panels, strict=True):
+        _draw_panel(axes, panel)
+        axes.set_xticks(range(len(phases)), phases)
+        axes.set_xlim(-0.6, len(phases) - 0.4)  # also where a panel has no bars
+    ways = list(panels[0].series)
+    handles = all_axes[0].get_legend_handles_labels()[0]
+    figure.legend(handles, [WAY_LABELS[way] for way in ways], loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path)
 
 
-def token_label(number: int) -> str:
-    """A number of tokens as people write it."""
-    return f"{number // 1024}K" if number % 1024 == 0 else str(number)
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    draw_bars(axes, panel.series, label=panel.label)
+    axes.set_ylim(0, panel.top and panel.top * 1.15)  # room for the labels
+    axes.set_title(panel.title, fontsize=9, loc="left")
+    _draw_grid(axes)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -23,11 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentcache.bench.workload import WORDS
 from agentcache.client import Client, Completion, ServerError
 from agentcache.server_process import SERVE, ServerProcess
 
 COLD = 3
+WORDS = (
+    "The harbour office opens at nine and the lamp on the window sill is cold by then. A key was copied, a debt was "
+    "paid, and nobody in the small town remembers who asked first. Count the days, said the warden; write down what "
+    "you have seen, and only that. Two people walked eleven rounds in the yard. One of them told a story about a boat, "
+    "the other one listened, 1 2 3 4 5 6 7 8 9 0, and both of them knew how it would end: not well, not badly, late."
+)
 
 
 @dataclass(frozen=True)

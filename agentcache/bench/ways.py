@@ -11,16 +11,19 @@ Turns are taken one after the other and nothing is restored ahead, so that what 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from agentcache.client import Client, HttpChat
+from agentcache.client import Client
 from agentcache.server_process import SERVE, ServerProcess
-from agentcache.workflow.chat import Chat, Question, Reply, Restored
+from agentcache.workflow.chat import Chat, HttpChat, Question, Reply, Restored
 from agentcache.workflow.run import Settings, WorkflowRun
 from agentcache.workflow.schedule import ONE_BY_ONE, take_all
+from agentcache.workflow.score import recall_of
 from agentcache.workflow.script import Script
 from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
 
@@ -100,6 +103,21 @@ class Ways:
             self.watch(way, record)
             transcript = transcript.with_turn(record)
         return transcript
+
+
+def summarise(turns: Sequence[TurnRecord]) -> dict[str, Any]:
+    """What some turns remembered and cost. Times are medians over the turns, in milliseconds."""
+    recall = recall_of(turns)
+    return {
+        "turns": len(turns),
+        "found": recall.found,
+        "expected": recall.total,
+        "recall": recall.share if recall.total else None,
+        "prompt_tokens": sum(record.prompt_tokens for record in turns),
+        "computed_tokens": sum(record.computed_tokens for record in turns),
+        "ttft_ms_median": statistics.median(record.ttft_ms for record in turns),
+        "cache_states": sorted({record.cache_state for record in turns}),
+    }
 
 
 def first_difference(one: WorkflowTranscript, other: WorkflowTranscript) -> str | None:

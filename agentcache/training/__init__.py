@@ -1,1 +1,1 @@
-"""How the embedded model was made (documents, tokenizer, training, recall), and LoRA decoders on a model's cache."""
+"""LoRA decoders trained on a frozen model's cache: `python -m agentcache.training decoder --help`."""

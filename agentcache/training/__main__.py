@@ -1,8 +1,7 @@
-"""The recipe's commands: `python -m agentcache.training --help`."""
+"""Training of decoders: `python -m agentcache.training decoder --help`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,88 +10,28 @@ import typer
 
 from agentcache.config import load_config
 from agentcache.errors import AgentCacheError
-from agentcache.llm import LLM
-from agentcache.models.builtin.embedded import DATA, embedded_model_path
+from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.request import SamplingParams
-from agentcache.training.corpus import Corpus
-from agentcache.training.decoder import DecoderRecipe, DecoderTrainer
-from agentcache.training.decoder_data import Example, make_examples, own_conversations, read_conversations
+from agentcache.training.decoder import CACHE_LIMIT, DecoderRecipe, DecoderTrainer, Progress
+from agentcache.training.decoder_data import Example, make_examples, read_conversations
 from agentcache.training.decoder_files import CHECKPOINT_FILE
 from agentcache.training.decoder_model import load_base
-from agentcache.training.dialogue import Dialogue
-from agentcache.training.export import export
-from agentcache.training.model import CONFIG
-from agentcache.training.recall import Recall, measure_recall, recall_case
-from agentcache.training.tokenizer import train_tokenizer
-from agentcache.training.train import RECIPE, Progress, Trainer
 
-_CACHE_LIMIT = 8 << 30  # bytes; every length of documents has buffers of its own, and kept ones would fill the device
-
-_OWN_DOCUMENTS = 200
 DECODER = DecoderRecipe()
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-Folder = Annotated[Path, typer.Option(help="Holds tokenizer and chat template; gets the trained model.")]
-Seed = Annotated[int, typer.Option(help="Decides parameters and documents.")]
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
-def tokenizer(folder: Folder = DATA, seed: Seed = RECIPE.seed) -> None:
-    """Train the tokenizer and write it to FOLDER."""
-    train_tokenizer(seed).save(str(folder / "tokenizer.json"))
-    typer.echo(f"wrote {folder / 'tokenizer.json'}")
-
-
-@app.command()
-def show(
-    kind: Annotated[str, typer.Argument(help="Kind of document, such as facts or negotiation.")],
-    tokens: Annotated[int, typer.Option(help="Its length, about.")] = 500,
-    folder: Folder = DATA,
-    seed: Seed = RECIPE.seed,
-) -> None:
-    """Print one document of the corpus as the model reads it."""
-    corpus = Corpus(folder, seed)
-    typer.echo(corpus.render(corpus.write({kind: 1.0}, tokens, "show")))
-
-
-@app.command()
-def train(
-    checkpoints: Annotated[Path, typer.Option(help="Where checkpoints go; an unfinished training goes on from there.")],
-    folder: Folder = DATA,
-    seed: Seed = RECIPE.seed,
-    share: Annotated[float, typer.Option(help="Share of the recipe's steps, for a quick look.")] = 1.0,
-    workers: Annotated[int, typer.Option(help="Processes that write documents.")] = 4,
-) -> None:
-    """Train the model and write it to FOLDER. Half an hour on a data-centre GPU; days on a CPU."""
-    mx.set_cache_limit(_CACHE_LIMIT)
-    recipe = replace(RECIPE.scaled(share), seed=seed)
-    dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
-    trainer = Trainer(recipe, CONFIG, Corpus(folder, seed), dtype)
-    if (checkpoints / "checkpoint.safetensors").exists():
-        trainer.load(checkpoints)
-        typer.echo(f"going on from step {trainer.step}")
-
-    def report(progress: Progress) -> None:
-        typer.echo(
-            f"step {progress.step}/{recipe.steps}, loss {progress.loss:.4f}, {progress.tokens_a_second:.0f} tokens/s"
-        )
-        if progress.step % 500 == 0 or progress.step == recipe.steps:
-            trainer.save(checkpoints)
-            typer.echo(f"recall at 512 tokens: {trainer.recall(512, 8):.0%}, at 2000: {trainer.recall(2000, 8):.0%}")
-
-    trainer.run(workers, report, every=100)
-    typer.echo(f"wrote {folder}: {export(trainer, folder) / 1e6:.1f} MB of weights")
+@app.callback()
+def training() -> None:
+    """Training on top of a model that is served."""
 
 
 @app.command()
 def decoder(
     out: Annotated[Path, typer.Option(help="Gets adapter and checkpoint; an unfinished training goes on from there.")],
+    data: Annotated[Path, typer.Option(help="JSONL, as mlx-lm's.", exists=True, dir_okay=False)],
     model: Annotated[str | None, typer.Option(help="Folder or hub id; the embedded model without it.")] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="JSONL, as mlx-lm's; the recipe's own documents without it.", exists=True, dir_okay=False),
-    ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Of the matrices.")] = DECODER.rank,
     scale: Annotated[float, typer.Option(help="Factor on what the matrices add.")] = DECODER.scale,
     layers: Annotated[int, typer.Option(min=1, help="Layers to adapt, from the last one down.")] = DECODER.num_layers,
@@ -100,12 +39,12 @@ def decoder(
     rows: Annotated[int, typer.Option(min=1, help="Examples in a batch.")] = DECODER.rows,
     learning_rate: Annotated[float, typer.Option(help="At its highest.")] = DECODER.learning_rate,
     longest: Annotated[int, typer.Option(min=2, help="Tokens; longer examples are left out.")] = 2048,
-    seed: Seed = DECODER.seed,
+    seed: Annotated[int, typer.Option(help="Decides matrices and order.")] = DECODER.seed,
 ) -> None:
     """Train a LoRA decoder on a frozen model's cache, for `agentcache serve --adapter NAME=OUT:prefill-share`."""
-    mx.set_cache_limit(_CACHE_LIMIT)
+    mx.set_cache_limit(CACHE_LIMIT)
     base = load_base(model or str(embedded_model_path(Path(load_config().cache_dir).parent)))
-    examples = _examples(data, base.tokenizer, longest, seed)
+    examples = _examples(data, base.tokenizer, longest)
     trainer = DecoderTrainer(base, DecoderRecipe(rank, scale, layers, steps, rows, learning_rate, seed=seed), examples)
     if (out / CHECKPOINT_FILE).exists():
         trainer.load(out)
@@ -120,37 +59,11 @@ def decoder(
     typer.echo(f"wrote the adapter to {out}")
 
 
-def _examples(data: Path | None, tokenizer: Tokenizer, longest: int, seed: int) -> list[Example]:
-    conversations = read_conversations(data) if data else own_conversations(Corpus(DATA, seed), _OWN_DOCUMENTS)
-    examples = list(make_examples(conversations, tokenizer))
+def _examples(data: Path, tokenizer: Tokenizer, longest: int) -> list[Example]:
+    examples = list(make_examples(read_conversations(data), tokenizer))
     kept = [example for example in examples if len(example) <= longest]
     typer.echo(f"{len(kept)} answers to learn, {len(examples) - len(kept)} left out for their length")
     return kept
-
-
-@app.command()
-def recall(
-    model: Annotated[str | None, typer.Option(help="Folder; the embedded model without it.")] = None,
-    documents: Annotated[int, typer.Option(help="Conversations for each distance; eight questions each.")] = 25,
-    invented: Annotated[float, typer.Option(help="Share of words made of syllables on the spot.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Decides the facts.")] = 1000,
-) -> None:
-    """Held-out recall through the served model and its 4-bit cache, at 512 and 2,000 tokens."""
-    corpus = Corpus(Path(model) if model else DATA, seed)
-    with LLM(model) as llm:
-
-        def answer(dialogue: Dialogue) -> str:
-            return llm.chat(dialogue.rendered(), SamplingParams(max_tokens=48, temperature=0.0)).text
-
-        for distance in (512, 2000):
-            cases = (recall_case(corpus, distance, index, invented=invented) for index in range(documents))
-            _show(distance, measure_recall(cases, answer))
-
-
-def _show(distance: int, found: Recall) -> None:
-    typer.echo(f"{distance} tokens: {found.right} of {found.asked} exactly right, {found.share:.1%}")
-    for question, said in found.wrong[:5]:
-        typer.echo(f"  {question.text} {question.answer!r}, but: {said!r}")
 
 
 def main() -> None:

@@ -29,11 +29,20 @@ from agentcache.training.decoder_cache import PromptCache
 from agentcache.training.decoder_data import Batches, DecoderBatch, Example
 from agentcache.training.decoder_files import Checkpoint, read_checkpoint, write_adapter
 from agentcache.training.decoder_model import FrozenBase
-from agentcache.training.train import Progress
 
 # Every projection of attention and MLP; neither routers nor experts.
 _TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
 _TARGETS |= {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
+
+# Bytes; every length of documents has buffers of its own, and kept ones would fill the device.
+CACHE_LIMIT = 8 << 30
+
+
+@dataclass(frozen=True)
+class Progress:
+    step: int
+    loss: float
+    tokens_a_second: float
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 
 from agentcache.errors import AgentCacheError, ConfigError
 from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.training.corpus import Corpus, random_for
-from agentcache.training.train import RECIPE
 
 _PAD_TO = 32  # few different shapes, so that buffers are used again
 
@@ -78,14 +78,6 @@ def _conversation(entry: Any) -> Mapping[str, Any]:
     return {"messages": [asked, {"role": "assistant", "content": entry["completion"]}], "tools": None}
 
 
-def own_conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Mapping[str, Any]]:
-    """Documents of the embedded model's recipe, of about `length` tokens."""
-    mixture = RECIPE.stages[-1].mixture
-    for index in range(count):
-        dialogue = corpus.write(mixture, length, "decoder", index)
-        yield {"messages": dialogue.rendered(), "tools": dialogue.tools or None}
-
-
 def make_examples(conversations: Iterable[Mapping[str, Any]], tokenizer: Tokenizer) -> Iterator[Example]:
     """One example for each message of the assistant: what stands before it is the prompt, earlier answers included.
 
@@ -122,6 +114,12 @@ def _end_of_turn(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: T
     """The token that the chat template puts behind an answer; the tokenizer's own end if it puts none."""
     whole = tokenizer.encode(tokenizer.render_chat(messages, tools, add_generation_prompt=False)).ids
     return next((token for token in reversed(whole) if token in tokenizer.eos_ids), min(tokenizer.eos_ids))
+
+
+def random_for(seed: int, *path: object) -> Random:
+    """A source of chance of its own for each place, the same on every machine."""
+    digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
+    return Random(int.from_bytes(digest, "big"))
 
 
 class Batches:

@@ -1,7 +1,4 @@
-"""The engine as a workflow sees it: `Chat`, and the one over an engine in this process.
-
-`agentcache.client.HttpChat` is the one over a server.
-"""
+"""The engine as a workflow sees it: `Chat`, over an engine in this process or over a server."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from agentcache import SamplingParams
+from agentcache.client import Client, ServerError
 from agentcache.errors import NotFound
-from agentcache.request import SamplingParams
 
 Message = dict[str, str]
 
@@ -100,3 +98,34 @@ class LLMChat:
         except NotFound:
             return None
         return Restored(report.restored_bytes, report.restore_ms)
+
+
+class HttpChat:
+    """`Chat` over a server. Requests with another `salt` share nothing with those of other salts."""
+
+    def __init__(self, client: Client, salt: str | None = None) -> None:
+        self._client = client
+        self._salt = salt
+
+    def chat(self, question: Question) -> Reply:
+        done = self._client.chat(
+            question.messages,
+            agent=question.agent,
+            adapter=question.adapter,
+            tools=list(question.tools) or None,
+            max_tokens=question.max_tokens,
+            temperature=question.temperature,
+            seed=question.seed,
+            salt=self._salt,
+        )
+        said = int(done.usage["completion_tokens"])
+        return Reply(done.text, done.token_ids, done.report, said, done.ttft_ms, done.total_ms)
+
+    def restore(self, agent: str) -> Restored | None:
+        try:
+            report = self._client.request("POST", f"/v1/agents/{agent}/restore")
+        except ServerError as error:
+            if error.status == 404:
+                return None
+            raise
+        return Restored(int(report["restored_bytes"]), float(report["restore_ms"]))

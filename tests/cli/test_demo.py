@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agentcache.cli.demo import run_demo
+from agentcache.bench.reporter import NO_PICTURE
+from agentcache.cli.demo import demo, run_demo
 from agentcache.cli.demo_report import (
     build_demo_report,
     demo_table,
@@ -134,3 +135,30 @@ def test_the_demo_on_the_real_server(tmp_path: Path) -> None:
         assert row["warm"]["computed_tokens"] == row["hot"]["computed_tokens"]
         assert row["warm"]["computed_tokens"] < row["cold"]["computed_tokens"] / 2
     assert processes_that_name(str(tmp_path)) == []
+
+
+def test_without_matplotlib_everything_but_the_picture_is_saved(
+    good: tuple[dict[str, Any], dict[str, WorkflowTranscript], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, runs, _ = good
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it fails from here on
+    written = write_demo_report(report, runs, tmp_path)
+    assert [path.name for path in written] == ["transcript.md", "demo.json", "demo.txt"]
+    assert not (tmp_path / "demo.png").exists()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_demo_says_how_to_get_its_picture(
+    installed: bool,
+    good: tuple[dict[str, Any], dict[str, WorkflowTranscript], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("agentcache.cli.demo.run_demo", lambda *arguments: good[1])
+    if not installed:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    demo(out=tmp_path)
+    said = capsys.readouterr()
+    assert "Same words: yes" in said.out
+    assert said.err.count(NO_PICTURE) == (0 if installed else 1)

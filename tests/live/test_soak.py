@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.bench.soak import Soak, SoakPlan
+from benchmarks.soak.run import Soak, SoakPlan
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "180"))
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from agentcache.bench.soak_clients import words
-from agentcache.bench.soak_judge import NEARLY, Ask, Judge
-from agentcache.bench.soak_watch import Sample
 from agentcache.server_process import ServerProcess
+from benchmarks.soak.clients import words
+from benchmarks.soak.judge import NEARLY, Ask, Judge
+from benchmarks.soak.watch import Sample
 
 ANSWER_TOKENS = 6
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
-from agentcache.bench.soak_memory import ALIKE, differences, recompute
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.server_process import ServerProcess
 from agentcache.store.verify import verify_folder
+from benchmarks.soak.memory import ALIKE, differences, recompute
 from tests.live.servers import serving
 
 LENGTHS = (40, 300, 700)

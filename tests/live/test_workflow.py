@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentcache.client import HttpChat
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.server_process import ServerProcess
-from agentcache.workflow.chat import Question, Reply
+from agentcache.workflow.chat import HttpChat, Question, Reply
 from agentcache.workflow.parse import read_script
 from agentcache.workflow.run import Settings, WorkflowRun, parse_phases
 from agentcache.workflow.schedule import ONE_BY_ONE, Pace, take_all

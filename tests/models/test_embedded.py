@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import DATA, WEIGHTS_FILE, embedded_model_path
 from agentcache.request import SamplingParams
-from agentcache.training.corpus import Corpus
-from agentcache.training.dialogue import Dialogue
-from agentcache.training.model import CONFIG
-from agentcache.training.recall import Recall, measure_recall, recall_case
+from training.corpus import Corpus
+from training.dialogue import Dialogue
+from training.model import CONFIG
+from training.recall import Recall, measure_recall, recall_case
 
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
 

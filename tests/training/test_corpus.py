@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from agentcache.models.builtin.embedded import DATA
-from agentcache.training.corpus import READ_WEIGHT, SPOKEN_WEIGHT, WRITERS, Corpus
-from agentcache.training.tokenizer import CONTROL_TOKENS, VOCAB_SIZE, train_tokenizer
-from agentcache.training.words import LISTS
+from training.corpus import READ_WEIGHT, SPOKEN_WEIGHT, WRITERS, Corpus
+from training.tokenizer import CONTROL_TOKENS, VOCAB_SIZE, train_tokenizer
+from training.words import LISTS
 
 MIXTURE = dict.fromkeys(WRITERS, 1.0)
 

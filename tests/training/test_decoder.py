@@ -22,10 +22,9 @@ from agentcache.models.loader import load
 from agentcache.models.lora import RowAdapter
 from agentcache.request import SamplingParams
 from agentcache.training.__main__ import app
-from agentcache.training.decoder import DecoderRecipe, DecoderTrainer
+from agentcache.training.decoder import DecoderRecipe, DecoderTrainer, Progress
 from agentcache.training.decoder_data import Example, make_examples, stack_examples
 from agentcache.training.decoder_model import FrozenBase, load_base
-from agentcache.training.train import Progress
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver
 from tests.models.lora_driver import VISIBLE, difference, put

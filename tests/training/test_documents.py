@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.training.corpus import WRITERS
-from agentcache.training.dialogue import Dialogue, fact_talk
-from agentcache.training.facts import BY_NAME, RELATIONS, UNKNOWN, Fact, FactMaker, ask_two_hops
-from agentcache.training.negotiation import SILENT, SPEAK, Game, Prisoner
-from agentcache.training.words import LISTS, Words, held_out
+from training.corpus import WRITERS
+from training.dialogue import Dialogue, fact_talk
+from training.facts import BY_NAME, RELATIONS, UNKNOWN, Fact, FactMaker, ask_two_hops
+from training.negotiation import SILENT, SPEAK, Game, Prisoner
+from training.words import LISTS, Words, held_out
 
 seeds = st.integers(0, 2**32 - 1)
 

@@ -9,14 +9,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from typer.testing import CliRunner
 
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import DATA
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.request import SamplingParams
-from agentcache.training.corpus import Corpus
-from agentcache.training.export import export
-from agentcache.training.model import CONFIG, RoundedCache, forward
-from agentcache.training.train import RECIPE, Progress, Recipe, Stage, Trainer
+from agentcache.training.decoder import Progress
+from agentcache.training.decoder_data import make_examples, read_conversations
+from training.__main__ import app
+from training.corpus import Corpus
+from training.export import export
+from training.model import CONFIG, RoundedCache, forward
+from training.train import RECIPE, Recipe, Stage, Trainer, conversations
 
 pytestmark = pytest.mark.timeout(900)  # a model is trained, though a small one
 
@@ -117,3 +122,14 @@ def test_the_recipe_is_long_enough_to_be_worth_its_name() -> None:
     assert RECIPE.scaled(0.001).steps >= 3
     assert max(RECIPE.stages[-1].lengths) > 2000
     assert RECIPE.stages[-1].rounded
+
+
+def test_documents_are_written_as_the_training_of_decoders_reads_them(tmp_path: Path) -> None:
+    written = [tmp_path / name for name in ("one.jsonl", "same.jsonl", "other.jsonl")]
+    for path, seed in zip(written, (3, 3, 4), strict=True):
+        result = CliRunner().invoke(app, ["documents", "--out", str(path), "--count", "2", "--seed", str(seed)])
+        assert result.exit_code == 0
+    assert written[0].read_text() == written[1].read_text() != written[2].read_text()
+    read = list(read_conversations(written[0]))
+    assert read == list(conversations(Corpus(DATA, 3), 2))
+    assert list(make_examples(read, Tokenizer.load(DATA)))

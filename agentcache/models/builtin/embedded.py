@@ -1,9 +1,9 @@
 """The model that serves when none is named: small, trained, and in the package, so that everything works offline.
 
 A Qwen3 of 4.7 million parameters (8 layers, 4 heads of 64 over 2 key-value heads, norms on queries and keys, tied
-embeddings) that has learnt one thing: to read what it was told and say it again when asked (`agentcache.training` made
-it, and says on what). The package holds its weights as float16; on first use they are written out as float32, which is
-what CPUs compute fastest.
+embeddings) that has learnt one thing: to read what it was told and say it again when asked. `training/` in the
+repository made it, and says on what. The package holds its weights as float16; on first use they are written out as
+float32, which is what CPUs compute fastest.
 """
 
 from __future__ import annotations

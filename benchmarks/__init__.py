@@ -1,0 +1,1 @@
+"""Tools that measure and torture a server, run from a clone: `python -m benchmarks --help`."""

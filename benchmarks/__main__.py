@@ -1,0 +1,191 @@
+"""What is not part of the package: `python -m benchmarks NAME`, from a clone (`make benchmarks ARGS=NAME`).
+
+They start servers of their own, with cache folders of their own, and need no network beyond loopback. Results go to
+agentcache-bench/: NAME.json (caveats, machine, versions, commit, every sample) and pictures.
+`agentcache bench` measures the time to first token.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentcache.bench.reporter import say
+from agentcache.cli.bench import measured, parse_sizes
+from agentcache.cli.main import report as report_error
+from agentcache.errors import AgentCacheError, ConfigError
+from agentcache.server_process import ending_on_signals
+
+app = typer.Typer(
+    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON report.")]
+Out = Annotated[Path, typer.Option(help="Folder for the JSON report and the pictures.")]
+OwnOrRandomModel = Annotated[str | None, typer.Option(help="Model folder. Default: a random model of 84M parameters.")]
+Seed = Annotated[int, typer.Option(help="Seed of the workload.")]
+RESULTS = Path("agentcache-bench")
+
+
+@app.command()
+def overhead(
+    model: OwnOrRandomModel = None,
+    context: Annotated[str, typer.Option(help="Short and long context of the turns.")] = "1K,16K",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Times each side is measured.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """What the engine costs beside the bare mlx-lm model: a decode step, and a turn after a long context."""
+    from benchmarks.overhead import OVERHEAD, OverheadPlan, build_report, measure_overhead
+
+    short, long = parse_sizes(context)
+    plan = OverheadPlan(model=model, contexts=(short, long), rounds=rounds)
+    OVERHEAD.hand_out(build_report(plan, measure_overhead(plan, say)), None, as_json=as_json)
+
+
+@app.command()
+def batched(
+    model: Annotated[str | None, typer.Option(help="Model folder. Default: random models.")] = None,
+    context: Annotated[str, typer.Option(help="Short and long context of agents that join; long prompt.")] = "1K,16K",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Times the throughput is measured.")] = 3,
+    seed: Seed = 0,
+    out: Out = RESULTS,
+    quick: Annotated[bool, typer.Option("--quick", help="Up to 4 agents and 4K tokens, once.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Agents at once: tokens/s against one after the other, the cost of joining, a long prompt's arrival."""
+    from benchmarks.batched.arrivals import ArrivalsPlan
+    from benchmarks.batched.join import JoinPlan
+    from benchmarks.batched.measure import QUICK, BatchedPlan, measure_batched
+    from benchmarks.batched.report import BATCHED, build_report
+    from benchmarks.batched.throughput import ThroughputPlan
+
+    if quick:
+        plan = replace(QUICK, model=model, seed=seed)
+    else:
+        short, long = parse_sizes(context)
+        throughput, joins = ThroughputPlan(rounds=rounds), JoinPlan(contexts=(short, long))
+        plan = BatchedPlan(throughput, joins, ArrivalsPlan(long_prompt=long), model, seed)
+    BATCHED.hand_out(build_report(plan, measured(measure_batched, plan)), out, as_json=as_json)
+
+
+@app.command()
+def compare(
+    model: OwnOrRandomModel = None,
+    agents: Annotated[int, typer.Option(min=1, max=16, help="Agents in conversation.")] = 3,
+    turns: Annotated[int, typer.Option(min=2, max=100, help="Turns of each; the restart is in the middle.")] = 4,
+    context: Annotated[str, typer.Option(help="Tokens of an agent's first message, about.")] = "2K",
+    seed: Seed = 0,
+    out: Out = RESULTS,
+    quick: Annotated[bool, typer.Option("--quick", help="Two agents with half a thousand tokens.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Conversations with a restart in the middle, against mlx_lm.server on the same model, machine and run."""
+    from benchmarks.compare.measure import QUICK, ComparePlan, measure_comparison
+    from benchmarks.compare.report import COMPARE, build_report
+
+    (first_tokens,) = parse_sizes(context)
+    full = ComparePlan(agents=agents, turns=turns, first_tokens=first_tokens, model=model, seed=seed)
+    plan = replace(QUICK, model=model, seed=seed) if quick else full
+    COMPARE.hand_out(build_report(plan, measured(measure_comparison, plan)), out, as_json=as_json)
+
+
+@app.command()
+def adapters(
+    model: OwnOrRandomModel = None,
+    context: Annotated[str, typer.Option(help="Tokens that base has read before adapters change.")] = "4K",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Times everything is measured.")] = 3,
+    seed: Seed = 0,
+    out: Out = RESULTS,
+    quick: Annotated[bool, typer.Option("--quick", help="A context of 1K, once.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """A change of adapter on a cached context, chains of adapters, mixed batches; against mlx_lm.server."""
+    from benchmarks.adapters.measure import QUICK, AdaptersPlan, measure_adapters
+    from benchmarks.adapters.mixed import MixedPlan
+    from benchmarks.adapters.report import ADAPTERS, build_report
+    from benchmarks.adapters.switch import SwitchPlan
+
+    (tokens,) = parse_sizes(context)
+    full = AdaptersPlan(SwitchPlan(tokens, rounds=rounds), mixed=MixedPlan(rounds=rounds), model=model, seed=seed)
+    plan = replace(QUICK, model=model, seed=seed) if quick else full
+    ADAPTERS.hand_out(build_report(plan, measured(measure_adapters, plan)), out, as_json=as_json)
+
+
+@app.command()
+def python(
+    rows: Annotated[int, typer.Option(min=1, max=64, help="Requests that decode at once.")] = 16,
+    agents: Annotated[int, typer.Option(min=1, max=10_000, help="Agents that a prompt is matched against.")] = 1000,
+    prompt: Annotated[str, typer.Option(help="Tokens of that prompt.")] = "32K",
+    quick: Annotated[bool, typer.Option("--quick", help="One round of each.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What a step and a prompt's matching cost in Python, with a model that costs nothing."""
+    from benchmarks.python.match import MatchPlan
+    from benchmarks.python.measure import PYTHON, PythonPlan, build_report, measure_python
+    from benchmarks.python.step import StepPlan
+
+    (prompt_tokens,) = parse_sizes(prompt)
+    step = StepPlan(rows, rounds=1 if quick else 5)
+    plan = PythonPlan(step, MatchPlan(agents, prompt_tokens=prompt_tokens, repeats=5 if quick else 50))
+    PYTHON.hand_out(build_report(plan, measure_python(plan, say)), None, as_json=as_json)
+
+
+@app.command()
+def memory(
+    script: Annotated[str, typer.Option(help="A workflow script, or a shipped one's name.")] = "prisoners_dilemma",
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="How many seeds: 1, 2, …; each draws other facts.")] = 3,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id. Default: the embedded model.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens a turn; overrides the script's.")] = None,
+    out: Out = RESULTS,
+    as_json: AsJson = False,
+) -> None:
+    """What agents still know phases later, and its cost: cache restored after SIGKILL, text re-sent, no memory."""
+    from benchmarks.memory.measure import MemoryPlan, measure_memory
+    from benchmarks.memory.report import MEMORY, build_report
+
+    plan = MemoryPlan(script, tuple(range(1, seeds + 1)), model, max_tokens)
+    MEMORY.hand_out(build_report(plan, measured(measure_memory, plan)), out, as_json=as_json)
+
+
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option(min=0.1, help="Of load.")] = 30.0,
+    clients: Annotated[int, typer.Option(min=1, help="At once.")] = 200,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id; the embedded model without it.")] = None,
+    ram_budget: Annotated[str, typer.Option(help="Little, so that blocks have to go.")] = "24MB",
+    disk_budget: Annotated[str, typer.Option(help="Little, too.")] = "8MB",
+    seed: Annotated[int, typer.Option(help="Of the clients.")] = 0,
+) -> None:
+    """Rude clients on one server, for as long as you like; ends with code 1 if anything did not hold."""
+    from benchmarks.soak.run import Soak, SoakPlan
+
+    plan = SoakPlan(
+        model=model,
+        seconds=60 * minutes,
+        clients=clients,
+        ram_budget=ram_budget,
+        disk_budget=disk_budget,
+        seed=seed,
+    )
+    with ending_on_signals(), tempfile.TemporaryDirectory() as folder:
+        result = Soak(plan, Path(folder)).run()
+    for line in result.lines():
+        typer.echo(line)
+    if result.failures:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    try:
+        app()
+    except AgentCacheError as error:
+        report_error(error)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+if __name__ == "__main__":
+    main()

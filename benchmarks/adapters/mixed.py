@@ -1,0 +1,122 @@
+"""Base and three adapters at once in one batch, against the same requests one after the other."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agentcache.adapter_settings import Policy
+from agentcache.server_process import ServerProcess
+from benchmarks.adapters.made import MadeAdapter, Passage, PassageSource
+from benchmarks.adapters.switch import Peer
+from benchmarks.streams import Stream, run_at_once, run_together, steady_rate
+from benchmarks.workload import turn_body
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """What to measure.
+
+    Args:
+        context: tokens each request has cached.
+        turn_tokens: new tokens of each request.
+        new_tokens: decoded by each.
+        rounds: times everything is measured.
+    """
+
+    context: int = 512
+    turn_tokens: int = 4
+    new_tokens: int = 40
+    rounds: int = 3
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Medians over the rounds.
+
+    Args:
+        system: tokens/s of all rows together while all of them decode.
+        serial: of the same rows one after the other, decoding only.
+        base_system: of as many base rows at once: what a batch gives without adapters.
+        turns_seconds, serial_turns_seconds, peer_turns_seconds: whole requests at once, one after the other, and one
+            after the other on `mlx_lm.server`.
+    """
+
+    rows: int
+    system: float
+    serial: float
+    base_system: float
+    turns_seconds: float
+    serial_turns_seconds: float
+    peer_turns_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        return self.system / self.serial
+
+
+class MixedBench:
+    """One base row and one row of each adapter, each with a context of its own."""
+
+    def __init__(
+        self, plan: MixedPlan, server: ServerProcess, peer: Peer, adapters: Sequence[MadeAdapter], source: PassageSource
+    ) -> None:
+        self._plan, self._server, self._peer, self._source = plan, server, peer, source
+        self._rows: list[MadeAdapter | None] = [None, *adapters]
+        # Ragged: from half the context to one and a half.
+        sizes = [plan.context * (len(adapters) + 2 * row) // (2 * len(adapters)) for row in range(len(self._rows))]
+        self._contexts = [source.take(size) for size in sizes]
+
+    def measure(self, progress: Callable[[str], None]) -> Mixed:
+        self._fill_caches()
+        rounds = []
+        for number in range(self._plan.rounds):
+            rounds.append(self._round())
+            progress(f"round {number + 1} of {self._plan.rounds}: {rounds[-1].speedup:.2f}x at once")
+        names = ("system", "serial", "base_system", "turns_seconds", "serial_turns_seconds", "peer_turns_seconds")
+        return Mixed(len(self._rows), *(statistics.median(getattr(each, name) for each in rounds) for name in names))
+
+    def _fill_caches(self) -> None:
+        """Everything is read once before it is measured, also by base."""
+        rows = self._requests()
+        self._ours([*rows, *((prompt, None) for prompt, _ in rows)])
+        for row in rows:
+            self._theirs(row)
+
+    def _requests(self) -> list[tuple[Passage, MadeAdapter | None]]:
+        """Each row's next request, on its context."""
+        return [(self._prompt(*row), row[1]) for row in zip(self._contexts, self._rows, strict=True)]
+
+    def _round(self) -> Mixed:
+        base = run_at_once(lambda: self._ours([(prompt, None) for prompt, _ in self._requests()]))
+        alone = [self._ours([row])[0] for row in self._requests()]
+        together = run_at_once(lambda: self._ours(self._requests()))
+        theirs = [self._theirs(row) for row in self._requests()]
+        return Mixed(
+            rows=len(together),
+            system=steady_rate(together),
+            serial=sum(len(each.token_times) - 1 for each in alone) / sum(each.decode_seconds for each in alone),
+            base_system=steady_rate(base),
+            turns_seconds=max(each.ended_at for each in together) - min(each.sent_at for each in together),
+            serial_turns_seconds=sum(each.total_ms for each in alone) / 1e3,
+            peer_turns_seconds=sum(each.total_ms for each in theirs) / 1e3,
+        )
+
+    def _prompt(self, context: Passage, adapter: MadeAdapter | None) -> Passage:
+        """The row's context and new tokens, behind what activates an adapter that has to be."""
+        if adapter is not None and adapter.policy is Policy.ACTIVATED:
+            context += self._source.invocation()
+        return context + self._source.take(self._plan.turn_tokens)
+
+    def _ours(self, rows: Sequence[tuple[Passage, MadeAdapter | None]]) -> list[Stream]:
+        """These requests, all sent at once."""
+        bodies = []
+        for prompt, adapter in rows:
+            body = turn_body(None, prompt.ids, self._plan.new_tokens, return_token_ids=True)
+            bodies.append(body if adapter is None else {**body, "adapter": adapter.name})
+        return run_together(self._server.client.url, "/v1/completions", bodies)
+
+    def _theirs(self, row: tuple[Passage, MadeAdapter | None]) -> Stream:
+        prompt, adapter = row
+        return self._peer.send(prompt, self._plan.new_tokens, adapter).result()

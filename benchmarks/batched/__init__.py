@@ -1,0 +1,1 @@
+"""Several agents at once on one server."""

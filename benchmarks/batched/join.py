@@ -1,0 +1,138 @@
+"""What it costs the others when an agent joins a running batch, and when it leaves, by the length of its context.
+
+Observers decode all the time. An agent whose context is in RAM sends a turn of one token, decodes a few and leaves;
+long and short contexts take turns. The cost is what the observers' clients lose: gaps between their tokens beyond what
+as many undisturbed gaps take. Of a join these are the gap in which the row is let in and the one in which it is first
+computed: matching, block tables, and any copy of keys and values there might be. What the request costs as a whole,
+with the reading of a body that carries the whole context, stands beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agentcache.server_process import ServerProcess
+from benchmarks.streams import RunningStream, Stream
+from benchmarks.workload import TokenSource, turn_body
+
+_QUIET_GAPS = 6  # undisturbed gaps on each side of a join, whose median is what a step takes
+_OBSERVER_TOKENS = 16384  # more than they get to
+_JOINING_GAPS = 2  # the last gap before the row's first token, and the one that its first step takes
+_LEAVING_GAPS = 2  # gaps after the last token in which the row's end is worked on
+
+
+@dataclass(frozen=True)
+class JoinPlan:
+    """What to measure.
+
+    Args:
+        contexts: lengths in tokens, whole blocks.
+        joins: times an agent joins with each context.
+        observers: agents that decode all the time.
+        new_tokens: tokens that the joining agent decodes.
+    """
+
+    contexts: tuple[int, ...] = (1024, 16384)
+    joins: int = 61
+    observers: int = 2
+    new_tokens: int = 12
+
+
+@dataclass(frozen=True)
+class JoinCost:
+    """Milliseconds that the observers lose, medians over the joins.
+
+    Args:
+        join_ms, leave_ms: beyond undisturbed steps.
+        request_ms: the same from the sending of the request to its first token.
+        step_ms, step_with_ms: an undisturbed step without and with the row.
+    """
+
+    context: int
+    join_ms: float
+    leave_ms: float
+    request_ms: float
+    step_ms: float
+    step_with_ms: float
+
+
+def measure_joins(
+    plan: JoinPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
+) -> list[JoinCost]:
+    """Run the plan; one result per context."""
+    contexts = {length: _cache(server, source.take(length), plan.joins, progress) for length in plan.contexts}
+    observers = [_observe(server, source, index) for index in range(plan.observers)]
+    try:
+        costs: dict[int, list[JoinCost]] = {length: [] for length in plan.contexts}
+        for number in range(plan.joins):
+            for length, ids in contexts.items():
+                body = turn_body(f"join-{length}-{number}", [*ids, *source.take(1)], plan.new_tokens)
+                joined = _join(server, observers, body)
+                costs[length].append(cost_of_join(length, observers[0].token_times, joined))
+    finally:
+        for observer in observers:
+            observer.cancel()
+    return [_median(results) for results in costs.values()]
+
+
+def _cache(server: ServerProcess, ids: list[int], count: int, progress: Callable[[str], None]) -> list[int]:
+    """Cache a context for an agent, and make `count` forks of it; the context."""
+    progress(f"caching {len(ids)} tokens")
+    server.client.cache_prompt(ids, agent=f"context-{len(ids)}")
+    for number in range(count):
+        server.client.request("POST", f"/v1/agents/context-{len(ids)}/fork", {"id": f"join-{len(ids)}-{number}"})
+    return ids
+
+
+def _observe(server: ServerProcess, source: TokenSource, index: int) -> RunningStream:
+    body = turn_body(f"observer-{index}", source.take(64), _OBSERVER_TOKENS)
+    stream = RunningStream(server.client.url, "/v1/completions", body)
+    stream.wait_for_tokens(1)
+    return stream
+
+
+def _join(server: ServerProcess, observers: Sequence[RunningStream], body: dict[str, object]) -> Stream:
+    """One agent's turn among undisturbed steps."""
+    observers[0].wait_for_more(_QUIET_GAPS + 1)
+    joined = RunningStream(server.client.url, "/v1/completions", body).result()
+    observers[0].wait_for_more(_LEAVING_GAPS + _QUIET_GAPS + 1)
+    return joined
+
+
+def cost_of_join(context: int, times: Sequence[float], joined: Stream) -> JoinCost:
+    """One join, from the token times of an observer and the answer of the one who joined."""
+    before = bisect_right(times, joined.sent_at) - 1
+    first = _nearest(times, joined.token_times[0])
+    last = first + joined.usage["completion_tokens"] - 1  # every step gives both a token
+    step = _typical(times, before - _QUIET_GAPS, before)
+    step_with = _typical(times, first, last)
+    end = last + _LEAVING_GAPS
+    step_after = _typical(times, end, end + _QUIET_GAPS)
+    request = times[first] - times[before] - (first - before - 1) * step - step_with
+    join = times[first] - times[first - _JOINING_GAPS] - (_JOINING_GAPS - 1) * step - step_with
+    leave = times[end] - times[last] - _LEAVING_GAPS * step_after
+    return JoinCost(context, *(seconds * 1e3 for seconds in (join, leave, request, step, step_with)))
+
+
+def _nearest(times: Sequence[float], moment: float) -> int:
+    index = bisect_left(times, moment)
+    return min((i for i in (index - 1, index) if 0 <= i < len(times)), key=lambda i: abs(times[i] - moment))
+
+
+def _typical(times: Sequence[float], start: int, stop: int) -> float:
+    """Median of the gaps from token `start` to token `stop`."""
+    return statistics.median(times[i + 1] - times[i] for i in range(start, stop))
+
+
+def _median(costs: Sequence[JoinCost]) -> JoinCost:
+    return JoinCost(
+        costs[0].context,
+        statistics.median(cost.join_ms for cost in costs),
+        statistics.median(cost.leave_ms for cost in costs),
+        statistics.median(cost.request_ms for cost in costs),
+        statistics.median(cost.step_ms for cost in costs),
+        statistics.median(cost.step_with_ms for cost in costs),
+    )

@@ -1,0 +1,1 @@
+"""Conversations with a restart in the middle, against mlx_lm.server."""

@@ -1,0 +1,255 @@
+"""Agents in conversation on agentcache and on `mlx_lm.server`: same model, machine, messages and run.
+
+Several agents take turns; in the middle both servers are killed and started again; at the end all agents speak at
+once. Every turn carries the whole conversation, as chat clients do. Answers are greedy and of fixed length; each server
+reads its own answers again, which differ where a 4-bit cache rounds. The servers go one after the other, each in turn
+the first, and while one works the other is idle.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentcache.bench.ttft import WORDS
+from agentcache.models.builtin.random_model import random_model_path
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.server_process import SERVE, ServerProcess
+from benchmarks.mlx_lm_server import COMMAND
+from benchmarks.streams import RunningStream, Stream, overall_rate, run_together
+from benchmarks.workload import WEIGHTS_MODEL
+
+OURS, PEER = "agentcache", "mlx_lm.server"
+_CHAT = "/v1/chat/completions"
+_NEVER = -100.0  # bias that keeps a token from being chosen
+_PEER_CACHE = re.compile(r"Prompt Cache: \d+ sequences, ([\d.]+) GB")
+
+
+@dataclass(frozen=True)
+class ComparePlan:
+    """What to measure.
+
+    Args:
+        agents: conversations.
+        turns: of each; the restart is in the middle, before turn `restart_turn` (counted from 0).
+        first_tokens, turn_tokens: tokens of an agent's first message, and of each later one, about.
+        answer_tokens: tokens of every answer.
+        together_tokens: tokens of the answers when all agents speak at once.
+        model: folder; None for a random model of 84 million parameters.
+        peer: what to start as the other server.
+    """
+
+    agents: int = 3
+    turns: int = 4
+    first_tokens: int = 2048
+    turn_tokens: int = 128
+    answer_tokens: int = 24
+    together_tokens: int = 48
+    model: str | None = None
+    seed: int = 0
+    command: tuple[str, ...] = SERVE
+    peer: tuple[str, ...] = COMMAND
+
+    @property
+    def restart_turn(self) -> int:
+        return self.turns // 2
+
+
+QUICK = ComparePlan(agents=2, first_tokens=512, turn_tokens=64, answer_tokens=12, together_tokens=16)
+
+
+@dataclass(frozen=True)
+class TurnSample:
+    """One turn on one server, by the client's clock. `cached_tokens` is what the server says it reused."""
+
+    server: str
+    agent: int
+    turn: int
+    ttft_ms: float
+    decode_tokens_per_s: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class ServerSample:
+    """One server as a whole.
+
+    Args:
+        start_seconds: from the process's start to the answer to a first, tiny request, after the restart.
+        together_tokens_per_s: of all agents at once, from the first token of any to the last.
+        cache_ram_bytes: what it says its cache holds in RAM at the end; None where it does not say.
+        cache_disk_bytes: the same on disk.
+        process_ram_bytes: the process's resident memory at the end, weights included.
+    """
+
+    server: str
+    start_seconds: float
+    together_tokens_per_s: float
+    cache_ram_bytes: int | None
+    cache_disk_bytes: int
+    process_ram_bytes: int
+
+
+@dataclass(frozen=True)
+class CompareResult:
+    turns: tuple[TurnSample, ...]
+    servers: tuple[ServerSample, ...]
+
+
+def measure_comparison(plan: ComparePlan, progress: Callable[[str], None]) -> CompareResult:
+    """Run the plan on real processes of both servers, which are gone when it returns or raises."""
+    with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
+        home = Path(folder)
+        model = Path(plan.model) if plan.model else random_model_path(home, **WEIGHTS_MODEL)
+        return _Bench(plan, home, model, progress).run()
+
+
+@dataclass
+class _Side:
+    """One of the two servers: how it is started, and what its agents have said."""
+
+    name: str
+    command: tuple[str, ...]
+    folder: Path
+    conversations: list[list[dict[str, str]]]
+    start_seconds: float = 0.0
+    samples: list[TurnSample] = field(default_factory=list)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+
+class _Bench:
+    """Both servers and the conversations on them."""
+
+    def __init__(self, plan: ComparePlan, home: Path, model: Path, progress: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._model = model
+        self._progress = progress
+        self._random = random.Random(plan.seed)
+        self._eos_bias = {str(token): _NEVER for token in Tokenizer.load(model).eos_ids}
+        commands = {OURS: plan.command, PEER: plan.peer}
+        self._sides = [self._side(name, command, home / name) for name, command in commands.items()]
+
+    def _side(self, name: str, command: tuple[str, ...], folder: Path) -> _Side:
+        folder.mkdir()
+        return _Side(name, command, folder, [[] for _ in range(self._plan.agents)])
+
+    def run(self) -> CompareResult:
+        restart = self._plan.restart_turn
+        with ExitStack() as stack:
+            self._take_turns(self._start(stack), range(restart))
+        with ExitStack() as stack:
+            servers = self._start(stack)
+            self._take_turns(servers, range(restart, self._plan.turns))
+            together = self._speak_together(servers)
+            ends = [self._end(side, servers[side.name], together[side.name]) for side in self._sides]
+        return CompareResult(tuple(sample for side in self._sides for sample in side.samples), tuple(ends))
+
+    def _start(self, stack: ExitStack) -> dict[str, ServerProcess]:
+        """Both servers, warmed up; killed at the end of the stack."""
+        servers = {}
+        for side in self._sides:
+            started = time.perf_counter()
+            server = ServerProcess(side.folder / "cache", side.log, model=str(self._model), command=side.command)
+            servers[side.name] = stack.enter_context(server)
+            stack.callback(server.kill)
+            self._send(server, self._body([{"role": "user", "content": "Hello."}], 2)).result()
+            side.start_seconds = time.perf_counter() - started
+        return servers
+
+    def _take_turns(self, servers: dict[str, ServerProcess], turns: range) -> None:
+        for turn in turns:
+            for agent in range(self._plan.agents):
+                said = self._words(self._plan.turn_tokens if turn else self._plan.first_tokens)
+                for side in self._sides if (turn + agent) % 2 else reversed(self._sides):
+                    self._take_turn(side, servers[side.name], agent, turn, said)
+
+    def _take_turn(self, side: _Side, server: ServerProcess, agent: int, turn: int, said: str) -> None:
+        messages = side.conversations[agent]
+        messages.append({"role": "user", "content": said})
+        body = self._body(messages, self._plan.answer_tokens, _agent_name(side, agent))
+        stream = self._send(server, body).result()
+        messages.append({"role": "assistant", "content": stream.text})
+        side.samples.append(_sample(side.name, agent, turn, stream))
+        self._progress(_line(side.samples[-1]))
+
+    def _speak_together(self, servers: dict[str, ServerProcess]) -> dict[str, float]:
+        """System tokens/s of each server while all its agents decode."""
+        said = [self._words(self._plan.turn_tokens) for _ in range(self._plan.agents)]
+        return {side.name: self._rate_together(side, servers[side.name], said) for side in self._sides}
+
+    def _rate_together(self, side: _Side, server: ServerProcess, said: Sequence[str]) -> float:
+        bodies = []
+        for agent, words in enumerate(said):
+            messages = [*side.conversations[agent], {"role": "user", "content": words}]
+            bodies.append(self._body(messages, self._plan.together_tokens, _agent_name(side, agent)))
+        rate = overall_rate(run_together(server.client.url, _CHAT, bodies))
+        self._progress(f"{side.name:<14} {len(said)} agents at once: {rate:.1f} tokens/s")
+        return rate
+
+    def _end(self, side: _Side, server: ServerProcess, together: float) -> ServerSample:
+        if side.name == OURS:
+            agents = server.client.request("GET", "/v1/agents")["data"]
+            ram, disk = (sum(agent[f"{where}_bytes"] for agent in agents) for where in ("ram", "disk"))
+        else:
+            # It logs its cache's size at the next request.
+            self._send(server, self._body([{"role": "user", "content": "Goodbye."}], 2)).result()
+            ram, disk = _logged_cache_bytes(side.log), 0
+        return ServerSample(side.name, side.start_seconds, together, ram, disk, _resident_bytes(server.pid))
+
+    def _body(self, messages: Sequence[dict[str, str]], max_tokens: int, agent: str | None = None) -> dict[str, Any]:
+        body = {"messages": list(messages), "max_tokens": max_tokens, "temperature": 0, "logit_bias": self._eos_bias}
+        return body if agent is None else {**body, "agent": agent}
+
+    def _send(self, server: ServerProcess, body: dict[str, Any]) -> RunningStream:
+        return RunningStream(server.client.url, _CHAT, body)
+
+    def _words(self, num_tokens: int) -> str:
+        """Ordinary words; the embedded tokenizer takes about three tokens for two of them."""
+        return " ".join(self._random.choices(WORDS.split(), k=num_tokens * 2 // 3))
+
+
+def _agent_name(side: _Side, agent: int) -> str | None:
+    return f"agent-{agent}" if side.name == OURS else None
+
+
+def _sample(server: str, agent: int, turn: int, stream: Stream) -> TurnSample:
+    usage = stream.usage
+    return TurnSample(
+        server=server,
+        agent=agent,
+        turn=turn,
+        ttft_ms=stream.ttft_ms,
+        decode_tokens_per_s=(len(stream.token_times) - 1) / stream.decode_seconds,
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+    )
+
+
+def _line(sample: TurnSample) -> str:
+    return (
+        f"{sample.server:<14} turn {sample.turn}, agent {sample.agent}: {sample.ttft_ms:8.1f} ms to the first token, "
+        f"{sample.cached_tokens} of {sample.prompt_tokens} tokens cached"
+    )
+
+
+def _logged_cache_bytes(log: Path) -> int | None:
+    found = _PEER_CACHE.findall(log.read_text(encoding="utf-8", errors="replace"))
+    return round(float(found[-1]) * 1e9) if found else None
+
+
+def _resident_bytes(pid: int) -> int:
+    """Resident memory of a process, on Linux and macOS alike."""
+    shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True)
+    return int(shown.stdout) * 1024

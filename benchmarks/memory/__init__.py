@@ -1,0 +1,1 @@
+"""What agents still know phases later, and its cost."""

@@ -1,0 +1,201 @@
+"""What the engine costs beside the model itself: agentcache against the bare mlx-lm model, in one process and one run.
+
+    decode   a step at a given context: mlx-lm's model with its own `QuantizedKVCache(group_size=64, bits=4)`, against
+             the time between two tokens of a running request
+    growth   how much longer a short turn takes after a long context than after a short one: mlx-lm's model computing
+             the same tokens over its quantised cache, against the time to first token of an agent that is hot
+
+Both sides take turns, so that a noisy machine disturbs both alike; compare ratios, not milliseconds.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.utils import load_model
+from rich.table import Table
+
+from agentcache.bench.reporter import Report, Reporter, number_table
+from agentcache.llm import LLM
+from agentcache.models.builtin.random_model import random_model_path
+from agentcache.request import Request, SamplingParams, TokenPrompt
+from benchmarks.workload import WEIGHTS_MODEL
+
+_PREFILL_CHUNK = 512
+CAVEATS = ["Both sides take turns in one process; compare the ratios, not milliseconds across machines."]
+
+
+@dataclass(frozen=True)
+class OverheadPlan:
+    """What to measure.
+
+    Args:
+        model: folder; None for a random model of 84 million parameters.
+        decode_context: tokens cached before the measured steps.
+        contexts: the short and the long context of `growth`.
+        turn_tokens: tokens in the turn after it.
+        rounds: times each side is measured.
+        steps: decode steps a round.
+    """
+
+    model: str | None = None
+    decode_context: int = 2048
+    contexts: tuple[int, int] = (1024, 16384)
+    turn_tokens: int = 16
+    rounds: int = 5
+    steps: int = 16
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Medians in milliseconds of the same work, done by the bare model and by the engine."""
+
+    bare_ms: float
+    engine_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.engine_ms / self.bare_ms
+
+
+@dataclass(frozen=True)
+class OverheadResult:
+    """`turns` holds one pair per context."""
+
+    decode: Pair
+    turns: dict[int, Pair]
+
+    @property
+    def growth(self) -> Pair:
+        """Milliseconds that the long context adds to the turn."""
+        short, long = (self.turns[context] for context in sorted(self.turns))
+        return Pair(long.bare_ms - short.bare_ms, long.engine_ms - short.engine_ms)
+
+
+class BareModel:
+    """mlx-lm's model and its own quantised caches, without agentcache."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model, _ = load_model(folder)
+
+    def prefill(self, token_ids: list[int]) -> list[QuantizedKVCache]:
+        """Caches that hold `token_ids`; filled in full precision and then quantised, which is much faster."""
+        caches = [KVCache() for _ in self._model.layers]
+        for start in range(0, len(token_ids), _PREFILL_CHUNK):
+            self._model(mx.array([token_ids[start : start + _PREFILL_CHUNK]]), cache=caches)
+            mx.eval([cache.state[:2] for cache in caches])
+        quantised = [cache.to_quantized(group_size=64, bits=4) for cache in caches]
+        mx.eval([cache.state[:2] for cache in quantised])
+        return quantised
+
+    def step(self, token_ids: list[int], caches: list[QuantizedKVCache]) -> float:
+        """Seconds to compute `token_ids` behind the cache and choose the next token; the cache is as before."""
+        started = time.perf_counter()
+        token = mx.argmax(self._model(mx.array([token_ids]), cache=caches)[:, -1], axis=-1)
+        token.item()
+        elapsed = time.perf_counter() - started
+        for cache in caches:
+            cache.trim(len(token_ids))
+        return elapsed
+
+
+def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None]) -> OverheadResult:
+    """Run the plan in a cache folder of its own, which is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
+        folder = Path(plan.model) if plan.model else random_model_path(Path(home), **WEIGHTS_MODEL)
+        bare = BareModel(folder)
+        with LLM(folder, cache_dir=Path(home) / "cache") as llm:
+            ids = random.Random(plan.seed).choices(range(llm.model.vocab_size - 64), k=max(plan.contexts) + 4096)
+            decode = _measure_decode(plan, ids, bare, llm)
+            progress(f"decode step at {plan.decode_context} tokens: {_line(decode)}")
+            turns: dict[int, list[Pair]] = {context: [] for context in plan.contexts}
+            caches = {context: _cache_both(ids[:context], bare, llm, progress) for context in plan.contexts}
+            for number in range(plan.rounds):
+                turn = ids[-(number + 1) * plan.turn_tokens :][: plan.turn_tokens]
+                for context in plan.contexts:
+                    turns[context].append(_measure_turn(ids[:context], turn, number, bare, caches[context], llm))
+    return OverheadResult(decode, {context: _median(pairs) for context, pairs in turns.items()})
+
+
+def _measure_decode(plan: OverheadPlan, ids: list[int], bare: BareModel, llm: LLM) -> Pair:
+    caches = bare.prefill(ids[: plan.decode_context])
+    llm.generate(ids[: plan.decode_context], SamplingParams(max_tokens=0), agent="decode")
+    bare_steps: list[float] = []
+    engine_steps: list[float] = []
+    for _ in range(plan.rounds):
+        bare_steps += [bare.step(ids[:1], caches) for _ in range(plan.steps)]
+        engine_steps += token_intervals(llm, ids[: plan.decode_context], plan.steps + 1)
+    return Pair(statistics.median(bare_steps) * 1e3, statistics.median(engine_steps) * 1e3)
+
+
+def token_intervals(llm: LLM, prompt: list[int], num_tokens: int) -> list[float]:
+    """Seconds between the tokens of one request, as its receiver sees them."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    times = llm.token_times(Request("bench", TokenPrompt(prompt), sampling))
+    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+
+
+def _cache_both(ids: list[int], bare: BareModel, llm: LLM, progress: Callable[[str], None]) -> list[QuantizedKVCache]:
+    progress(f"caching {len(ids)} tokens on both sides")
+    llm.generate(ids, SamplingParams(max_tokens=0), agent=f"context-{len(ids)}")
+    return bare.prefill(ids)
+
+
+def _measure_turn(
+    context: list[int], turn: list[int], number: int, bare: BareModel, caches: list[QuantizedKVCache], llm: LLM
+) -> Pair:
+    bare_ms = bare.step(turn, caches) * 1e3
+    agent = f"turn-{len(context)}-{number}"
+    llm.fork(f"context-{len(context)}", agent)
+    report = llm.generate([*context, *turn], SamplingParams(max_tokens=1, temperature=0), agent=agent).report
+    if report.computed_tokens != len(turn):
+        raise RuntimeError(f"the agent was not hot: {report}")
+    return Pair(bare_ms, report.time_to_first_token_ms)
+
+
+def _median(pairs: list[Pair]) -> Pair:
+    return Pair(statistics.median(p.bare_ms for p in pairs), statistics.median(p.engine_ms for p in pairs))
+
+
+def _line(pair: Pair) -> str:
+    return f"bare {pair.bare_ms:.2f} ms, engine {pair.engine_ms:.2f} ms, ratio {pair.ratio:.3f}"
+
+
+def overhead_rows(result: OverheadResult) -> list[dict[str, Any]]:
+    """The result as rows for a table or JSON."""
+    named = {
+        "decode step": result.decode,
+        **{f"turn after {context} tokens": pair for context, pair in result.turns.items()},
+        "growth": result.growth,
+    }
+    return [
+        {"what": what, "bare_ms": pair.bare_ms, "engine_ms": pair.engine_ms, "ratio": pair.ratio}
+        for what, pair in named.items()
+    ]
+
+
+def build_report(plan: OverheadPlan, result: OverheadResult) -> Report:
+    """All of a run as plain data."""
+    name = plan.model or "random, 84M parameters, float32"
+    return OVERHEAD.report(plan, CAVEATS, model=name, rows=overhead_rows(result))
+
+
+def overhead_table(report: Report) -> Table:
+    """A line a comparison."""
+    table = number_table("What the engine costs", ("", "bare mlx-lm", "agentcache", "ratio"), named=True)
+    for row in report["rows"]:
+        table.add_row(row["what"], f"{row['bare_ms']:.1f} ms", f"{row['engine_ms']:.1f} ms", f"{row['ratio']:.3f}")
+    return table
+
+
+OVERHEAD = Reporter("overhead", "the engine beside bare mlx-lm", (overhead_table,))

@@ -1,0 +1,1 @@
+"""Python's share of a step and of matching a prompt."""

@@ -1,0 +1,160 @@
+"""What matching a long prompt costs: a chat against its own agent's transcript, and its tokens against many agents."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentcache.agents.lineages import PlainPrompt, choose
+from agentcache.agents.table import AgentTable
+from agentcache.bench.ttft import WORDS
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.prefix_match import PromptMatch, match_text
+from agentcache.blocks.slots import Group
+from agentcache.blocks.transcript import Transcript
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.store.manifest import AgentRecord
+
+_ROOT = "root"
+_OWN_TOKENS = 2 * BLOCK_SIZE + 100  # of each agent of the tree, behind what all share
+_TURN_WORDS = 150
+
+
+@dataclass(frozen=True)
+class MatchPlan:
+    """What to measure.
+
+    Args:
+        agents: agents in the tree that the prompt is matched against.
+        lineages: conversations of each; those of the prompt's own agent share most of it, too.
+        prompt_tokens: at least this many tokens in the prompt.
+        repeats: times each part is measured.
+    """
+
+    agents: int = 1000
+    lineages: int = 8
+    prompt_tokens: int = 32768
+    repeats: int = 50
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class MatchCost:
+    """Milliseconds of CPU for one prompt; of the clock for the template, which a process of its own renders.
+
+    `template_ms` renders the messages, `lineage_ms` chooses the lineage that they go on from, `transcript_ms` finds
+    what that has of the text and tokenises the rest, `tree_ms` finds the cached blocks of the tokens, `open_ms` makes
+    the block tables of a sequence that uses them.
+    """
+
+    template_ms: float
+    lineage_ms: float
+    transcript_ms: float
+    tree_ms: float
+    open_ms: float
+    prompt_tokens: int
+    tree_nodes: int
+
+    @property
+    def match_ms(self) -> float:
+        return self.lineage_ms + self.transcript_ms + self.tree_ms
+
+
+def measure_match(plan: MatchPlan, tokenizer: Tokenizer, groups: Sequence[Group]) -> MatchCost:
+    """Medians over the repeats, for a model with this tokenizer and these cache groups."""
+    return _MatchBench(plan, tokenizer, PrefixCache(groups, ram_budget=1 << 50)).run()
+
+
+class _MatchBench:
+    """One agent with a long conversation, among many that share most of it."""
+
+    def __init__(self, plan: MatchPlan, tokenizer: Tokenizer, cache: PrefixCache) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._cache = cache
+        self._random = random.Random(plan.seed)
+
+    def run(self) -> MatchCost:
+        messages, transcript = self._converse()
+        messages.append({"role": "user", "content": "And then?"})
+        self._fill_tree(list(transcript.ids))
+        gc.collect()
+        ids = list(self._match(transcript, messages).transcript.ids)
+        text = self._tokenizer.render_chat(messages)
+        lineages = self._lineages(transcript)
+        return MatchCost(
+            template_ms=self._median(lambda: self._tokenizer.render_chat(messages), time.perf_counter),
+            lineage_ms=self._median(lambda: self._choose(lineages, PlainPrompt(text))),
+            transcript_ms=self._median(
+                lambda: match_text(transcript, text, self._tokenizer.encode, self._tokenizer.control_ids)
+            ),
+            tree_ms=self._median(lambda: self._cache.match_prefix(_ROOT, ids, len(ids) - 1)),
+            open_ms=self._median(lambda: self._open(ids)),
+            prompt_tokens=len(ids),
+            tree_nodes=sum(1 for _ in self._cache.tree.walk()),
+        )
+
+    def _median(self, work: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
+        """By the thread's own time, unless `work` waits: other processes' work does not count then."""
+        times = []
+        for _ in range(self._plan.repeats):
+            started = clock()
+            work()
+            times.append((clock() - started) * 1e3)
+        return statistics.median(times)
+
+    def _converse(self) -> tuple[list[dict[str, Any]], Transcript]:
+        """Turns until the transcript is long enough: what was said, and the transcript as an agent would hold it."""
+        messages: list[dict[str, Any]] = []
+        transcript = Transcript.empty()
+        while len(transcript) < self._plan.prompt_tokens:
+            messages.append({"role": "user", "content": self._words(_TURN_WORDS)})
+            prompt = self._match(transcript, messages).transcript
+            reply = self._words(_TURN_WORDS)
+            encoded = self._tokenizer.encode(reply)
+            transcript = prompt.extended(reply, encoded.ids, encoded.ends, "generated")
+            messages.append({"role": "assistant", "content": reply})
+        return messages, transcript
+
+    def _match(self, transcript: Transcript, messages: list[dict[str, Any]]) -> PromptMatch:
+        text = self._tokenizer.render_chat(messages)
+        return match_text(transcript, text, self._tokenizer.encode, self._tokenizer.control_ids)
+
+    def _words(self, count: int) -> str:
+        return " ".join(self._random.choices(WORDS.split(), k=count)) + "."
+
+    def _fill_tree(self, token_ids: list[int]) -> None:
+        """The agent itself, and the others, who leave its path close to the end: the widest node lies deepest."""
+        self._insert(token_ids)
+        shared = token_ids[:-_OWN_TOKENS]
+        for _ in range(self._plan.agents * self._plan.lineages - 1):
+            self._insert(shared + self._random.choices(range(1000), k=_OWN_TOKENS))
+
+    def _lineages(self, transcript: Transcript) -> list[AgentRecord]:
+        """The agent's: the conversation itself, and others that leave it here and there."""
+        blank, num_tokens = AgentTable("model").new("alice"), len(transcript)
+        step = num_tokens // (2 * self._plan.lineages)
+        cuts = [transcript.cut(num_tokens - step * number) for number in range(1, self._plan.lineages)]
+        left = [cut.extended(more := self._words(5), [1], [len(more)], "generated") for cut in cuts]
+        return [replace(blank, lineage=str(number), transcript=each) for number, each in enumerate([*left, transcript])]
+
+    @staticmethod
+    def _choose(lineages: Sequence[AgentRecord], prompt: PlainPrompt) -> None:
+        found = choose(lineages, prompt, "")
+        assert found is lineages[-1] and prompt.extends(found.transcript)
+
+    def _insert(self, token_ids: list[int]) -> None:
+        sequence = self._cache.open(_ROOT, self._cache.match_prefix(_ROOT, token_ids, len(token_ids)))
+        rest = token_ids[sequence.num_tokens :]
+        self._cache.reserve(sequence, len(rest))
+        self._cache.advance(sequence, rest)
+        self._cache.close(sequence)
+
+    def _open(self, token_ids: list[int]) -> None:
+        self._cache.abandon(self._cache.open(_ROOT, self._cache.match_prefix(_ROOT, token_ids, len(token_ids) - 1)))

@@ -1,0 +1,1 @@
+"""Rude clients on one server, for as long as you like."""

@@ -1,0 +1,102 @@
+"""Held-out recall: facts whose pairs were never stated in training, asked for a set number of tokens later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from random import Random
+
+from agentcache.training.decoder_data import random_for
+from training.corpus import Corpus
+from training.dialogue import NOTED, Dialogue
+from training.facts import FactMaker, Question
+from training.scenery import scene_sentence
+from training.words import Words
+
+_FACTS_SHARE = 0.6  # of the sentences; the rest is scenery
+_SENTENCES_A_MESSAGE = 8
+_MESSAGE_TOKENS = 14  # of the chat template, with "Noted."
+
+
+@dataclass(frozen=True)
+class RecallCase:
+    """A conversation and questions about how it began.
+
+    Args:
+        dialogue: what was said.
+        questions: about facts of its first message, in no order; only one is to be asked at a time.
+        distance: tokens between that message and the end, a question included; short of it by none, over by a sentence.
+    """
+
+    dialogue: Dialogue
+    questions: tuple[Question, ...]
+    distance: int
+
+
+@dataclass(frozen=True)
+class Recall:
+    """How many questions were answered with exactly the right words."""
+
+    asked: int
+    right: int
+    wrong: tuple[tuple[Question, str], ...]
+
+    @property
+    def share(self) -> float:
+        return self.right / self.asked
+
+
+def recall_case(corpus: Corpus, distance: int, index: int, *, questions: int = 8, invented: float = 0.0) -> RecallCase:
+    """Facts, then about `distance` tokens of other facts and scenery, among them facts of the same kinds.
+
+    Args:
+        corpus: counts tokens; its seed decides the facts.
+        distance: see `RecallCase`.
+        index: another index gives other facts.
+        questions: facts to ask for.
+        invented: share of names and values that are made of syllables on the spot.
+    """
+    random = random_for(corpus.seed, "recall", distance, index)
+    maker = FactMaker(random, Words(random, invented), held_out_only=True)
+    scenery = Words(random, invented)
+    wanted = [maker.any() for _ in range(questions)]
+    asked = [Question(fact.question(random), fact.answer) for fact in wanted]
+    random.shuffle(asked)
+    messages = [[fact.statement(random) for fact in wanted], []]
+    while (reached := _tokens(corpus, messages[1:])) < distance:
+        messages[-1].append(_sentence(random, maker, scenery))
+        if len(messages[-1]) == _SENTENCES_A_MESSAGE:
+            messages.append([])
+    dialogue = Dialogue(0)
+    for sentences in filter(None, messages):
+        dialogue.say(" ".join(sentences), NOTED)
+    return RecallCase(dialogue, tuple(asked), reached)
+
+
+def _sentence(random: Random, maker: FactMaker, scenery: Words) -> str:
+    if random.random() < _FACTS_SHARE:
+        return maker.any().statement(random)
+    return scene_sentence(random, scenery)
+
+
+def _tokens(corpus: Corpus, messages: list[list[str]]) -> int:
+    texts = [" ".join(sentences) for sentences in messages]
+    return sum(len(corpus.tokenizer.encode(text).ids) + _MESSAGE_TOKENS for text in texts)
+
+
+def measure_recall(cases: Iterable[RecallCase], answer: Callable[[Dialogue], str]) -> Recall:
+    """Ask every question of every case at the end of its conversation.
+
+    Args:
+        cases: the conversations.
+        answer: what the model says to a conversation that ends with the question, greedily.
+    """
+    asked, wrong = 0, []
+    for case in cases:
+        for question in case.questions:
+            dialogue = Dialogue(0, messages=[*case.dialogue.messages, {"role": "user", "content": question.text}])
+            said = answer(dialogue).strip()
+            asked += 1
+            if said != question.answer:
+                wrong.append((question, said))
+    return Recall(asked, asked - len(wrong), tuple(wrong))
