@@ -45,17 +45,22 @@ INSTALL_STAMP := $(VENV)/installed
 DEV_STAMP := $(VENV)/installed-dev
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test lint types bench benchmarks install clean
+.PHONY: help demo test test-all lint types bench benchmarks install clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
 demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a restart in between
 	$(RUN) $(BIN)/agentcache demo $(ARGS)
 
 # Two processes with one BLAS thread each: most tests are short and single-threaded. The longest file goes first.
-test: $(DEV_STAMP) ## run the tests
-	OPENBLAS_NUM_THREADS=1 $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=12 $(ARGS)
+PYTEST := OPENBLAS_NUM_THREADS=1 $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=12
+
+test: $(DEV_STAMP) ## run the tests, but for the long ones
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(DEV_STAMP) ## run all tests
+	$(PYTEST) $(ARGS)
 
 lint: $(DEV_STAMP) ## check style and that imports only go down the floors
 	$(BIN)/ruff check .
