@@ -150,8 +150,11 @@ def test_every_name_on_the_structure_page_exists() -> None:
     sources = {
         path: path.read_text() for folder in ("agentcache", "server", "cli") for path in ROOT.glob(f"{folder}/**/*.py")
     }
-    defined = {name for text in sources.values() for name in re.findall(r"^(?:class|def|async def) (\w+)", text, re.M)}
-    members = {name for text in sources.values() for name in re.findall(r"^    (?:async )?def (\w+)", text, re.M)}
+    trees = [ast.parse(text) for text in sources.values()]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    functions = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
+    defined = functions | {node.name for node in classes}
+    members = {(node.name, getattr(member, "name", None)) for node in classes for member in node.body}
     names = re.findall(r"`([A-Za-z_][\w./]*)`", page)
     assert len(names) > 50
     for name in names:
@@ -159,6 +162,6 @@ def test_every_name_on_the_structure_page_exists() -> None:
             assert any(ROOT.joinpath(base, name).exists() for base in ("", "agentcache")), name
         elif "." in name:
             owner, member = name.split(".")
-            assert owner in defined and member in members, name
+            assert (owner, member) in members, name
         else:
             assert name in defined or (ROOT / "agentcache" / name).is_dir(), name

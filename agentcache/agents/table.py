@@ -17,28 +17,14 @@ from agentcache.names import is_name
 from agentcache.store.manifest import AgentRecord, agent_of
 
 
-class AgentTable:
-    """All lineages of the served model's agents, and how many of them or of their turns need each part of a block.
+class Agents:
+    """All lineages of the served model's agents, as they were at one moment.
 
     A lineage has a name of its own (`manifest.lineage_name`); what an agent is set to, each of its lineages repeats.
-    The engine thread changes the table; other threads may look up agents meanwhile.
-
-    Args:
-        model: fingerprint of the served model.
-        records: what the store holds.
     """
 
-    def __init__(self, model: str, records: Iterable[AgentRecord] = ()) -> None:
-        self._model = model
-        self._lineages: dict[str, tuple[AgentRecord, ...]] = {}  # by agent; never changed in place, see above
-        self._references: Counter[BlockName] = Counter()  # by lineages
-        self._claims: Counter[BlockName] = Counter()
-        self._busy: Counter[str] = Counter()
-        self._unshared: dict[str, dict[str, int]] = {}
-        for record in records:
-            self.put(record)
-
-    # -- looking up -------------------------------------------------------------------------------------------------
+    def __init__(self, lineages: dict[str, tuple[AgentRecord, ...]]) -> None:
+        self._lineages = lineages
 
     def __contains__(self, agent_id: str) -> bool:
         return agent_id in self._lineages
@@ -83,6 +69,34 @@ class AgentTable:
     def find(self, name: str) -> AgentRecord | None:
         """The lineage of that name, if there is one."""
         return next((record for record in self.known(agent_of(name)) if record.name == name), None)
+
+
+class AgentTable(Agents):
+    """The agents as they are, and how many of their lineages or turns need each part of a block.
+
+    Belongs to the engine thread; other threads get a `view`.
+
+    Args:
+        model: fingerprint of the served model.
+        records: what the store holds.
+    """
+
+    def __init__(self, model: str, records: Iterable[AgentRecord] = ()) -> None:
+        super().__init__({})
+        self._model = model
+        self._view: Agents | None = None
+        self._references: Counter[BlockName] = Counter()  # by lineages
+        self._claims: Counter[BlockName] = Counter()
+        self._busy: Counter[str] = Counter()
+        self._unshared: dict[str, dict[str, int]] = {}
+        for record in records:
+            self.put(record)
+
+    def view(self) -> Agents:
+        """The agents as they are now, whatever changes later."""
+        if self._view is None:
+            self._view = Agents(dict(self._lineages))
+        return self._view
 
     # -- making -----------------------------------------------------------------------------------------------------
 
@@ -196,10 +210,14 @@ class AgentTable:
             self._lineages[record.id] = (*known, record)
         else:
             self._lineages[record.id] = tuple(record if other is old else other for other in known)
-        self._unshared.pop(record.id, None)
+        self._changed(record.id)
         before, after = set(old.blocks) if old else set[NamedBlock](), set(record.blocks)
         self._references.update(names_of(after - before))  # most blocks of a long context stay
         return self._drop(self._references, names_of(before - after))
+
+    def _changed(self, agent_id: str) -> None:
+        self._view = None
+        self._unshared.pop(agent_id, None)
 
     def remove(self, record: AgentRecord) -> set[BlockName]:
         """Forget a lineage, and the agent with its last one; returns what nobody names any more. Raises NotFound."""
@@ -209,7 +227,7 @@ class AgentTable:
             self._lineages[record.id] = left
         else:
             del self._lineages[record.id]
-        self._unshared.pop(record.id, None)
+        self._changed(record.id)
         return self._drop(self._references, names_of(set(known.blocks)))
 
     # -- giving up --------------------------------------------------------------------------------------------------

@@ -14,11 +14,32 @@ from agentcache.engine.admission import Admission
 from agentcache.engine.counters import Counters, cache_stats
 from agentcache.engine.device import Device, Step
 from agentcache.engine.generation import LIVE, Generation, Outcome, State
+from agentcache.engine.messages import (
+    Cancel,
+    CheckIntegrity,
+    ClearCache,
+    CreateAgent,
+    DeleteAgent,
+    DropAdapter,
+    EvictAgent,
+    ForkAgent,
+    ListAgents,
+    Message,
+    PutAdapter,
+    ReadStats,
+    Reply,
+    RestoreAgent,
+    SaveAgent,
+    ShowAgent,
+    Submit,
+)
+from agentcache.engine.output import Output
 from agentcache.engine.requests import Requests
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
-from agentcache.errors import AgentCacheError, ContextLengthExceeded, InvalidRequest, RequestCancelled
+from agentcache.engine.view import EngineView, ServedModel
+from agentcache.errors import AgentCacheError, RequestCancelled
 from agentcache.models.loader import LoadedModel
 from agentcache.report import CacheStats, FinishReason
 
@@ -39,6 +60,7 @@ class Parts:
     restorer: Restorer
     adapters: AdapterWeightSet
     trunk: Trunk
+    served: ServedModel
     ram_budget: int
 
 
@@ -59,6 +81,7 @@ class Engine:
         self.adapters = parts.adapters
         self.trunk = parts.trunk
         self.counters = Counters()
+        self._served = parts.served
         self._ram_budget = parts.ram_budget
         self._under_way: Step | None = None
         self._admission = Admission(
@@ -83,35 +106,79 @@ class Engine:
             self.restorer.close()
             self.persistence.close()
 
-    # -- requests in ------------------------------------------------------------------------------------------------
+    # -- other threads ------------------------------------------------------------------------------------------------
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Tokens that a prompt may have now; from any thread."""
-        return min(self.loaded.max_context, self.cache.slots.max_tokens()) - 1
+    def view(self) -> EngineView:
+        """What other threads may know of it; changes between two steps only."""
+        return EngineView(self._served, self.agents.view(), self.cache.slots.max_tokens())
 
-    def check(self, num_prompt_tokens: int, param: str = "prompt", *, counted: bool = True) -> None:
-        """Refuse a prompt that cannot run, before anything is done for it.
+    def handle(self, message: Message, reply: Reply) -> None:
+        """Do what another thread asks for. `reply` gets what the message says, some time; it may be called at once."""
+        try:
+            self._handle(message, reply)
+        except AgentCacheError as error:
+            reply(error)
 
-        Args:
-            param: what the wire calls the prompt.
-            counted: whether all its tokens have been counted; else it has at least so many.
-        """
-        how_many = f"the prompt has {'' if counted else 'at least '}{num_prompt_tokens} tokens"
-        if num_prompt_tokens == 0:
-            raise InvalidRequest("the prompt is empty", param=param)
-        if num_prompt_tokens >= self.loaded.max_context:
-            raise ContextLengthExceeded(
-                f"{how_many}; with at least one to generate, the model's context of "
-                f"{self.loaded.max_context} is exceeded",
-                param=param,
-            )
-        if num_prompt_tokens + 1 > self.cache.slots.max_tokens():
-            raise InvalidRequest(
-                f"{how_many}; the RAM budget holds {self.cache.slots.max_tokens()}",
-                param=param,
-                code="insufficient_memory",
-            )
+    def _handle(self, message: Message, reply: Reply) -> None:
+        match message:
+            case Submit():
+                self.add(self._generation(message, reply))
+            case Cancel(submitted):
+                self._cancel_submitted(submitted)
+                reply(None)
+            case ListAgents():
+                reply(self.memory.list())
+            case ShowAgent(agent_id):
+                reply(self.memory.info(agent_id))
+            case CreateAgent(agent_id, adapter, policy, system):
+                self.memory.create(agent_id, adapter, policy, system, reply)
+            case ForkAgent(agent_id, new_id, lineage):
+                self.memory.fork(agent_id, new_id, reply, lineage)
+            case DeleteAgent(agent_id, lineage):
+                self.memory.delete(agent_id, reply, lineage)
+            case SaveAgent(agent_id, lineage):
+                self.memory.save(agent_id, reply, lineage)
+            case RestoreAgent(agent_id, lineage):
+                self.memory.restore(agent_id, reply, lineage)
+            case EvictAgent(agent_id, lineage):
+                self.memory.evict(agent_id, lineage)
+                reply(None)
+            case PutAdapter(content):
+                reply(self.adapters.load(content))
+            case DropAdapter(digest):
+                self.adapters.drop(digest)
+                reply(None)
+            case ReadStats():
+                reply(self.stats())
+            case ClearCache():
+                self.clear()
+                reply(None)
+            case CheckIntegrity():
+                self.check_integrity()
+                reply(None)
+
+    def _generation(self, submitted: Submit, reply: Reply) -> Generation:
+        use, tokenizer = submitted.adapter, self._served.tokenizer
+        return Generation(
+            request=submitted.request,
+            match=submitted.match,
+            max_tokens=submitted.max_tokens,
+            output=Output(
+                tokenizer.detokenizer(after=submitted.match.transcript.ids[-1]), submitted.request.sampling.stop
+            ),
+            emit=reply,
+            submitted=submitted,
+            submitted_at=submitted.submitted_at,
+            found=submitted.found,
+            goes_on=submitted.goes_on,
+            adapter=use,
+            producer=None if use is None else use.producer,
+        )
+
+    def _cancel_submitted(self, submitted: Submit) -> None:
+        generation = next((each for each in self.requests if each.submitted is submitted), None)
+        if generation is not None:
+            self.cancel(generation)
 
     # -- the life of a request ----------------------------------------------------------------------------------------
 

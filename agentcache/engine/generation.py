@@ -21,6 +21,7 @@ from agentcache.request import Request
 from agentcache.store.manifest import AgentRecord
 
 if TYPE_CHECKING:
+    from agentcache.engine.messages import Submit
     from agentcache.models.sampler import Sampler
 
 Emit = Callable[[Update | BaseException], None]
@@ -59,6 +60,7 @@ class Generation:
     Attributes:
         match: the prompt as tokens, and how it relates to the agent's transcript.
         emit: gets every update, the last of which has a report or is an error; called on the engine thread.
+        submitted: the message that it came as.
         state: see `State`.
         sampler: chooses its tokens, once it is queued.
         token_ids: prompt, then what was generated.
@@ -84,6 +86,7 @@ class Generation:
     max_tokens: int
     output: Output
     emit: Emit
+    submitted: Submit | None = None
     state: State = State.NEW
     sampler: Sampler | None = None
     token_ids: list[int] = field(default_factory=list)

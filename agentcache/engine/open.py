@@ -23,6 +23,7 @@ from agentcache.engine.requests import Requests
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
+from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
 from agentcache.errors import ConfigError
 from agentcache.models.allocator import keep_freed_memory
@@ -84,6 +85,15 @@ def open_engine(
             restorer=restorer,
             adapters=adapters,
             trunk=trunk,
+            served=ServedModel(
+                path=loaded.path,
+                fingerprint=loaded.fingerprint,
+                spec=loaded.spec,
+                tokenizer=loaded.tokenizer,
+                max_context=loaded.max_context,
+                modules=loaded.adapters.modules,
+                adapter_budget=adapters.budget,
+            ),
             ram_budget=config.ram_budget,
         )
     )

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from agentcache.adapter_settings import AdapterFolder
 from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, settle_policy
-from agentcache.engine.engine import Engine
+from agentcache.engine.messages import DropAdapter, PutAdapter
 from agentcache.errors import InvalidRequest, OutOfBlocks, Overloaded, UnsupportedAdapter
 from agentcache.gateway.engine_thread import EngineThread
 from agentcache.models.adapters import Adapter, AdapterContent, producer_groups, read_adapter, read_again
@@ -36,9 +36,8 @@ class AdapterLoader:
     def __init__(self, thread: EngineThread, memo: Path) -> None:
         self._thread = thread
         self._memo = memo
-        engine = thread.alive()
-        self._loaded = engine.loaded
-        self._table = AdapterTable(engine.adapters.budget)
+        self._model = thread.view.model
+        self._table = AdapterTable(self._model.adapter_budget)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="agentcache-adapters")
         self._loading = asyncio.Lock()
         self._released = asyncio.Event()
@@ -77,8 +76,8 @@ class AdapterLoader:
     async def _read(self, path: Path) -> Content:
         try:
             if is_decoder_folder(path):
-                return await self._in_background(read_decoder, path, self._loaded.path, self._memo)
-            return await self._in_background(read_adapter, path, self._loaded.adapters.modules)
+                return await self._in_background(read_decoder, path, self._model.path, self._memo)
+            return await self._in_background(read_adapter, path, self._model.modules)
         except UnsupportedAdapter as error:
             raise UnsupportedAdapter(error.message, param="path") from None
         except OSError as error:  # of a path that is none
@@ -86,7 +85,7 @@ class AdapterLoader:
 
     def _serve(self, name: str, folder: AdapterFolder, source: Source) -> ServedAdapter:
         unknown = max(source.invocation_tokens or (0,))
-        if unknown >= self._loaded.tokenizer.vocab_size:
+        if unknown >= self._model.tokenizer.vocab_size:
             raise UnsupportedAdapter(f"it is invoked by token {unknown}, which the model does not have", param="path")
         if source.nbytes > self._table.budget:
             raise InvalidRequest(
@@ -95,8 +94,8 @@ class AdapterLoader:
                 code="insufficient_memory",
             )
         policy = settle_policy(folder.policy, source)
-        groups = range(len(self._loaded.spec.groups))
-        changed = groups if isinstance(source, Decoder) else producer_groups(source, self._loaded.spec)
+        groups = range(len(self._model.spec.groups))
+        changed = groups if isinstance(source, Decoder) else producer_groups(source, self._model.spec)
         return ServedAdapter(name, source, policy, frozenset(changed))
 
     async def _put_if_there_is_room(self, content: Content) -> None:
@@ -155,8 +154,8 @@ class AdapterLoader:
 
     async def _content_again(self, source: Source) -> Content:
         if isinstance(source, Decoder):
-            return await self._in_background(read_decoder_again, source, self._loaded.path, self._memo)
-        return await self._in_background(read_again, source, self._loaded.adapters.modules)
+            return await self._in_background(read_decoder_again, source, self._model.path, self._memo)
+        return await self._in_background(read_again, source, self._model.modules)
 
     def _tell_released(self) -> None:
         self._released.set()
@@ -182,7 +181,7 @@ class AdapterLoader:
             await asyncio.wait({put})
 
     async def _put_to_the_end(self, content: Content) -> None:
-        while not await self._thread.call(lambda engine: engine.adapters.load(content)):
+        while not await self._thread.ask(PutAdapter(content)):
             continue  # the engine computes steps between the pieces of a decoder
         self._table.set_resident(_source(content).digest, _source(content).nbytes)
 
@@ -193,9 +192,7 @@ class AdapterLoader:
     def _drop(self, digest: str) -> None:
         """After everything that was posted before; nobody uses it."""
         self._table.set_dropped(digest)
-        engine = self._thread.engine
-        assert engine is not None  # it put the weights there
-        self._thread.post(partial(_drop, engine, digest))
+        self._thread.tell(DropAdapter(digest), lambda dropped: None)
 
     async def _in_background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, partial(function, *args, **kwargs))
@@ -210,7 +207,3 @@ def _path(folder: AdapterFolder) -> Path:
 
 def _source(content: Content) -> Source:
     return content if isinstance(content, Decoder) else content.adapter
-
-
-def _drop(engine: Engine, digest: str) -> None:
-    engine.adapters.drop(digest)

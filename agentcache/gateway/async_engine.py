@@ -11,20 +11,34 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.agents.lineages import PlainPrompt
 from agentcache.agents.saved import Saved
 from agentcache.config import Config
-from agentcache.engine.engine import Engine
-from agentcache.engine.generation import Generation
+from agentcache.engine.messages import (
+    Cancel,
+    CheckIntegrity,
+    ClearCache,
+    CreateAgent,
+    DeleteAgent,
+    EvictAgent,
+    ForkAgent,
+    ListAgents,
+    Message,
+    ReadStats,
+    RestoreAgent,
+    SaveAgent,
+    ShowAgent,
+    Submit,
+)
 from agentcache.engine.open import open_engine
-from agentcache.engine.output import Output
+from agentcache.engine.view import ServedModel
 from agentcache.errors import Conflict, EngineStopped, Overloaded, StoreError
 from agentcache.gateway.adapter_loader import AdapterLoader
 from agentcache.gateway.agent_turns import AgentTurns, Claim, Turn
-from agentcache.gateway.engine_thread import EngineThread, Receive, shutting_down
+from agentcache.gateway.engine_thread import EngineThread, shutting_down
 from agentcache.gateway.prepare import (
     Prepared,
     agent_policy,
@@ -40,6 +54,7 @@ from agentcache.gateway.prepare import (
 from agentcache.gateway.prompt_workers import HasEnded, PromptWorkers
 from agentcache.gateway.receiver import Receiver
 from agentcache.models.builtin.embedded import embedded_model_path
+from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request, TokenPrompt
@@ -66,6 +81,7 @@ class AsyncEngine:
         self._turns = AgentTurns()
         self._active = 0
         self._is_open = False
+        self._tokenizer: Tokenizer | None = None
         self._model: ModelInfo | None = None
         self._adapters: AdapterLoader | None = None
 
@@ -75,8 +91,9 @@ class AsyncEngine:
         """Load the model and its adapters, and open the cache folder; raises whatever stands in the way."""
         await self._thread.start()
         if self._warm_up:
-            await asyncio.to_thread(self._thread.alive().loaded.tokenizer.start)
-        self._model = _describe(self._thread.alive(), self.config)
+            await asyncio.to_thread(self._thread.view.model.tokenizer.start)
+        served = self._thread.view.model
+        self._tokenizer, self._model = served.tokenizer, _describe(served, self.config)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
         try:
             for folder in self.config.adapters:
@@ -90,8 +107,8 @@ class AsyncEngine:
         """Cancel what runs, write what is due, give the cache folder back."""
         self._is_open = False
         await asyncio.gather(self._thread.close(), self._workers.close(shutting_down()))
-        if self._thread.engine is not None:
-            self._thread.engine.loaded.tokenizer.close()
+        if self._tokenizer is not None:
+            self._tokenizer.close()
         if self._adapters is not None:
             self._adapters.close()
 
@@ -117,16 +134,11 @@ class AsyncEngine:
             raise EngineStopped("the model is not loaded yet")
         return self._adapters
 
-    async def _call(self, function: Callable[[Engine], T]) -> T:
-        """Run `function` on the engine's thread and return what it returns."""
-        return await self._thread.call(function)
-
-    async def _in_background(
-        self, engine: Engine, request: Request, work: Callable[[WorkLimit], T], *, times: int = 1
-    ) -> T:
+    async def _in_background(self, request: Request, work: Callable[[WorkLimit], T], *, times: int = 1) -> T:
         """Run `work` on the request's prompt on a worker thread, with a limit of `times` the tokens that may run."""
-        refuse = partial(engine.check, param=request.prompt_param, counted=isinstance(request.prompt, TokenPrompt))
-        limit = WorkLimit(times * engine.max_prompt_tokens, refuse)
+        view = self._thread.view
+        refuse = partial(view.check, param=request.prompt_param, counted=isinstance(request.prompt, TokenPrompt))
+        limit = WorkLimit(times * view.max_prompt_tokens, refuse)
 
         def read(has_ended: HasEnded) -> T:
             return work(replace(limit, has_ended=has_ended))
@@ -155,12 +167,11 @@ class AsyncEngine:
 
     async def count_tokens(self, request: Request) -> int:
         """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
-        engine = self._thread.alive()
-        tokenizer = engine.loaded.tokenizer
-        read = partial(read_prompt, request.prompt, system_of(request, engine.agents), tokenizer)
-        prompt = await self._in_background(engine, request, read, times=_COUNTED)
-        held = held_by(request, choose_lineage(request, prompt, engine.agents))
-        matched = await self._in_background(engine, request, partial(match, prompt, held, tokenizer), times=_COUNTED)
+        agents, tokenizer = self._thread.view.agents, self._thread.view.model.tokenizer
+        read = partial(read_prompt, request.prompt, system_of(request, agents), tokenizer)
+        prompt = await self._in_background(request, read, times=_COUNTED)
+        held = held_by(request, choose_lineage(request, prompt, agents))
+        matched = await self._in_background(request, partial(match, prompt, held, tokenizer), times=_COUNTED)
         return len(matched.transcript.ids)
 
     async def _run(self, request: Request, turn: Turn, receiver: Receiver, submitted_at: float) -> None:
@@ -169,87 +180,65 @@ class AsyncEngine:
         """
         prompt, claim = await self._take_turn(request, turn)
         turn.lasts_until(receiver.settled)
-        generation: Generation | None = None
+        submitted: Submit | None = None
         try:
-            engine = self._thread.alive()
-            choice = choose_adapter(engine.agents, request)
+            view = self._thread.view
+            choice = choose_adapter(view.agents, request)
             self._thread.tell_of_the_end(receiver, until=receiver.settled)
             async with self.adapters.lease(choice.name) as adapter:
-                known = (claim.found, engine.loaded.tokenizer)
+                known = (claim.found, view.model.tokenizer)
                 work = partial(prepare_request, request, prompt, *known, adapter, choice.policy)
-                prepared = await self._in_background(engine, request, work)
-                generation = self._submit(engine, request, prepared, claim, receiver, submitted_at)
+                prepared = await self._in_background(request, work)
+                submitted = self._submitted(request, prepared, claim, submitted_at)
+                self._thread.tell(submitted, receiver)
                 await receiver.ended
         finally:
-            if generation is None:
+            if submitted is None:
                 receiver.settle()
-            elif not receiver.settled.done():
-                self._thread.post(partial(self._leave, engine, generation))
+            elif not receiver.settled.done():  # whatever is not being saved by now is over, and says so
+                self._thread.tell(Cancel(submitted), _ignore)
 
     async def _take_turn(self, request: Request, turn: Turn) -> tuple[PlainPrompt, Claim]:
         """The prompt, and what it goes on from when its turn has come."""
         while True:
-            engine = self._thread.alive()
-            system = system_of(request, engine.agents)
-            read = partial(read_prompt, request.prompt, system, engine.loaded.tokenizer)
-            prompt = await self._in_background(engine, request, read)
+            view = self._thread.view
+            system = system_of(request, view.agents)
+            read = partial(read_prompt, request.prompt, system, view.model.tokenizer)
+            prompt = await self._in_background(request, read)
             claim = await turn.wait(partial(self._claim, request, prompt))
             # The agent may have been made, or deleted, by those who were before.
-            if system_of(request, self._thread.alive().agents) == system:
+            if system_of(request, self._thread.view.agents) == system:
                 return prompt, claim
 
     def _claim(self, request: Request, prompt: PlainPrompt) -> Claim:
         """What the request needs for itself. One that changes what a lineage has said leaves that lineage alone."""
-        found = choose_lineage(request, prompt, self._thread.alive().agents)
+        found = choose_lineage(request, prompt, self._thread.view.agents)
         goes_on = found is not None and prompt.goes_on_from(found.transcript)
         return Claim(found.name if found is not None and goes_on else None, prompt, found=found)
 
-    def _leave(self, engine: Engine, generation: Generation) -> None:
-        """On the engine's thread: whatever is not being saved by now is over, and who comes next may begin."""
-        engine.cancel(generation)
-        self._thread.hand_over()
-
-    def _submit(
-        self,
-        engine: Engine,
-        request: Request,
-        prepared: Prepared,
-        claim: Claim,
-        receive: Receive,
-        submitted_at: float,
-    ) -> Generation:
-        match, use = prepared.match, prepared.adapter
-        engine.check(len(match.transcript.ids), request.prompt_param)
-
-        generation = Generation(
+    def _submitted(self, request: Request, prepared: Prepared, claim: Claim, submitted_at: float) -> Submit:
+        view, num_prompt_tokens = self._thread.view, len(prepared.match.transcript.ids)
+        view.check(num_prompt_tokens, request.prompt_param)
+        room, wanted = view.max_prompt_tokens + 1 - num_prompt_tokens, request.sampling.max_tokens
+        return Submit(
             request=request,
-            match=match,
-            max_tokens=self._max_tokens(engine, request, len(match.transcript.ids)),
-            output=Output(engine.loaded.tokenizer.detokenizer(after=match.transcript.ids[-1]), request.sampling.stop),
-            emit=partial(self._thread.send, receive),
+            match=prepared.match,
+            max_tokens=room if wanted is None else min(wanted, room),
             submitted_at=submitted_at,
             found=claim.found,
             goes_on=claim.lineage is not None,
-            adapter=use,
-            producer=None if use is None else use.producer,
+            adapter=prepared.adapter,
         )
-        self._thread.post(partial(engine.add, generation))
-        return generation
-
-    @staticmethod
-    def _max_tokens(engine: Engine, request: Request, num_prompt_tokens: int) -> int:
-        room = engine.max_prompt_tokens + 1 - num_prompt_tokens
-        return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
 
     # -- agents -----------------------------------------------------------------------------------------------------
 
     async def agents(self) -> list[AgentInfo]:
         """All agents, by id."""
-        return await self._call(lambda engine: engine.memory.list())
+        return cast(list[AgentInfo], await self._thread.ask(ListAgents()))
 
     async def agent(self, agent_id: str) -> AgentInfo:
         """One agent; raises NotFound."""
-        return await self._call(lambda engine: engine.memory.info(agent_id))
+        return cast(AgentInfo, await self._thread.ask(ShowAgent(agent_id)))
 
     async def create_agent(
         self, agent_id: str, *, adapter: str | None = None, policy: Policy | None = None, system: str | None = None
@@ -263,7 +252,7 @@ class AsyncEngine:
         """
         chosen = agent_policy(self.adapters.get(adapter) if adapter is not None else None, policy)
         async with self._turns.turn(agent_id) as turn:
-            await self._save([turn], lambda engine, done: engine.memory.create(agent_id, adapter, chosen, system, done))
+            await self._save([turn], CreateAgent(agent_id, adapter, chosen, system))
             return await self.agent(agent_id)
 
     async def fork_agent(self, agent_id: str, new_id: str, lineage: str | None = None) -> AgentInfo:
@@ -273,36 +262,34 @@ class AsyncEngine:
         # In one order for all, or two that fork into each other's place would wait for ever.
         first, second = sorted((agent_id, new_id))
         async with self._turns.turn(first) as one, self._turns.turn(second) as two:
-            await self._save([one, two], lambda engine, done: engine.memory.fork(agent_id, new_id, done, lineage))
+            await self._save([one, two], ForkAgent(agent_id, new_id, lineage))
             return await self.agent(new_id)
 
     async def delete_agent(self, agent_id: str, lineage: str | None = None) -> None:
         """Forget an agent (or one of its lineages) in RAM and on disk; raises NotFound."""
         async with self._turns.turn(agent_id) as turn:
-            await self._save([turn], lambda engine, done: engine.memory.delete(agent_id, done, lineage))
+            await self._save([turn], DeleteAgent(agent_id, lineage))
 
     async def save_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
         """Return when everything the agent (or one of its lineages) has is on disk; raises NotFound, StoreError."""
         async with self._turns.turn(agent_id) as turn:
-            await self._save([turn], lambda engine, done: engine.memory.save(agent_id, done, lineage))
+            await self._save([turn], SaveAgent(agent_id, lineage))
             return await self.agent(agent_id)
 
     async def restore_agent(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
         """Bring the blocks of an agent (or of one of its lineages) from disk into RAM; raises NotFound."""
         async with self._turns.turn(agent_id) as turn:
-            restored: asyncio.Future[RestoreReport] = self._thread.begin(
-                lambda engine, done: engine.memory.restore(agent_id, done, lineage)
-            )
-            return await _result([turn], restored)
+            restored: RestoreReport = await _result([turn], self._thread.ask(RestoreAgent(agent_id, lineage)))
+            return restored
 
     async def evict_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
         """Free the RAM of the agent (or of one of its lineages); it stays on disk; raises NotFound."""
         async with self._turns.turn(agent_id):
-            await self._call(lambda engine: engine.memory.evict(agent_id, lineage))
+            await self._thread.ask(EvictAgent(agent_id, lineage))
             return await self.agent(agent_id)
 
-    async def _save(self, turns: Sequence[Turn], function: Callable[[Engine, Callable[[Saved], None]], None]) -> None:
-        saved: Saved = await _result(turns, self._thread.begin(function))
+    async def _save(self, turns: Sequence[Turn], message: Message) -> None:
+        saved: Saved = await _result(turns, self._thread.ask(message))
         if saved.error is not None:
             raise StoreError(saved.error)
 
@@ -321,15 +308,15 @@ class AsyncEngine:
     # -- numbers ----------------------------------------------------------------------------------------------------
 
     async def stats(self) -> CacheStats:
-        return await self._call(lambda engine: engine.stats())
+        return cast(CacheStats, await self._thread.ask(ReadStats()))
 
     async def check_integrity(self) -> None:
         """Raises BrokenInvariant unless every block is accounted for."""
-        await self._call(lambda engine: engine.check_integrity())
+        await self._thread.ask(CheckIntegrity())
 
     async def clear_cache(self) -> None:
         """Free all RAM that nobody is reading; agents stay on disk."""
-        await self._call(lambda engine: engine.clear())
+        await self._thread.ask(ClearCache())
 
 
 async def _result(turns: Iterable[Turn], work: asyncio.Future[T]) -> T:
@@ -344,18 +331,21 @@ def _model_path(config: Config) -> str:
     return config.model or str(embedded_model_path(Path(config.cache_dir).parent))
 
 
-def _describe(engine: Engine, config: Config) -> ModelInfo:
-    loaded = engine.loaded
-    name = loaded.path.name if config.model else _EMBEDDED_NAME
+def _ignore(reply: object) -> None:
+    return None
+
+
+def _describe(served: ServedModel, config: Config) -> ModelInfo:
+    name = served.path.name if config.model else _EMBEDDED_NAME
     return ModelInfo(
         id=config.model if config.model and not Path(config.model).is_dir() else name,
         name=name,
-        path=str(loaded.path),
-        fingerprint=loaded.fingerprint,
-        model_type=loaded.spec.model_type,
-        max_context=loaded.max_context,
-        vocab_size=loaded.tokenizer.vocab_size,
+        path=str(served.path),
+        fingerprint=served.fingerprint,
+        model_type=served.spec.model_type,
+        max_context=served.max_context,
+        vocab_size=served.tokenizer.vocab_size,
         created=int(time.time()),
-        has_chat_template=loaded.tokenizer.has_chat_template,
-        tool_format=loaded.tokenizer.tool_format,
+        has_chat_template=served.tokenizer.has_chat_template,
+        tool_format=served.tokenizer.tool_format,
     )

@@ -7,19 +7,20 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
 from agentcache.engine.engine import Engine
+from agentcache.engine.messages import Message
+from agentcache.engine.view import EngineView
 from agentcache.errors import AgentCacheError, EngineStopped, Overloaded
-from agentcache.report import Update
 
 log = logging.getLogger("agentcache.engine")
 
-T = TypeVar("T")
 Post = Callable[[Callable[[], None]], None]
-Receive = Callable[[Update | BaseException], None]
+Receive = Callable[[Any], None]
 
 
 class EngineThread:
@@ -30,6 +31,7 @@ class EngineThread:
 
     Attributes:
         failure: what ended the engine, or kept it from starting.
+        engine: for its own thread only.
     """
 
     def __init__(self, open_engine: Callable[[Post], Engine]) -> None:
@@ -37,7 +39,8 @@ class EngineThread:
         self.engine: Engine | None = None
         self._open_engine = open_engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._outbox: list[tuple[Receive, Update | BaseException]] = []
+        self._outbox: list[tuple[Receive, Any]] = []
+        self._view: EngineView | None = None
         self._waiters: set[Callable[[BaseException], None]] = set()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -61,19 +64,26 @@ class EngineThread:
         await asyncio.to_thread(self._thread.join)
         self._thread = None
 
-    def alive(self) -> Engine:
-        """The engine; raises EngineStopped if there is none or it has failed, Overloaded if it is about to stop."""
+    @property
+    def view(self) -> EngineView:
+        """How things were when the engine was last between two steps.
+
+        Raises:
+            EngineStopped: there is no engine, or it has failed.
+            Overloaded: it is about to stop.
+        """
         if self.failure is not None:
             raise EngineStopped(f"the engine has failed: {self.failure}")
         if self._stopping:
             raise shutting_down()
-        if self.engine is None:
+        if self._view is None:
             raise EngineStopped("the engine is not running")
-        return self.engine
+        return self._view
 
     def _run(self, started: asyncio.Future[None]) -> None:
         try:
             engine = self.engine = self._open_engine(self.post)
+            self._view = engine.view()
             self._deliver(started)
             self._run_until_stopped(engine)
         except BaseException as error:
@@ -96,7 +106,7 @@ class EngineThread:
         try:
             self._close(engine)
         finally:
-            self.hand_over()
+            self._hand_over(engine)
             self._loop.call_soon_threadsafe(self._tell_waiters, end)
 
     def _serve(self, engine: Engine) -> None:
@@ -104,17 +114,18 @@ class EngineThread:
             # Not what comes meanwhile: it could keep those who run waiting for long.
             for _ in range(self._inbox.qsize() if engine.has_work else 1):
                 self._inbox.get()()
+            self._hand_over(engine)
             if engine.has_work:
                 engine.step()
-            self.hand_over()
+                self._hand_over(engine)
 
     def _close(self, engine: Engine) -> None:
         """Have turns that are being saved become safe, and what nobody names deleted; then give the folder back."""
         try:
-            self.hand_over()
+            self._hand_over(engine)
             while engine.is_writing:
                 self._inbox.get()()
-                self.hand_over()
+                self._hand_over(engine)
         finally:
             engine.close()
             self._drain()
@@ -126,50 +137,46 @@ class EngineThread:
     # -- to the thread ------------------------------------------------------------------------------------------------
 
     def post(self, function: Callable[[], None]) -> None:
-        """Run `function` on the engine's thread between steps. From any thread."""
+        """Run `function` on the engine's thread between steps. From any thread; for what belongs to the engine."""
         self._inbox.put(function)
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
-        """Run `function` on the engine's thread and return what it returns."""
-        return await self.begin(lambda engine, done: done(function(engine)))
+    def tell(self, message: Message, receive: Receive) -> None:
+        """Have the engine handle a message; `receive` is called with its replies, on the event loop."""
+        engine = self.engine
+        assert engine is not None  # who has something to tell has seen its view
+        self.post(lambda: engine.handle(message, partial(self._send, receive)))
 
-    def begin(self, function: Callable[[Engine, Callable[[T | BaseException], None]], None]) -> asyncio.Future[T]:
-        """Run `function` on the engine's thread; the result is what it hands to its second argument, some time."""
-        engine = self.alive()
-        future: asyncio.Future[T] = self._loop.create_future()
+    def ask(self, message: Message) -> asyncio.Future[Any]:
+        """The only reply to a message, or the error that it is."""
+        self.view  # noqa: B018 (raises where nobody would answer)
+        future: asyncio.Future[Any] = self._loop.create_future()
 
-        def done(result: T | BaseException) -> None:
-            error = result if isinstance(result, BaseException) else None
-            self._deliver(future, None if error else result, error)
+        def settle(result: Any) -> None:
+            if future.done():
+                return
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
-        def run() -> None:
-            try:
-                function(engine, done)
-            except AgentCacheError as error:
-                done(error)
-
-        def tell(end: BaseException) -> None:
-            if not future.done():
-                future.set_exception(end)
-
-        self.tell_of_the_end(tell, until=future)
-        self.post(run)
+        self.tell_of_the_end(settle, until=future)
+        self.tell(message, settle)
         return future
 
     # -- and back -----------------------------------------------------------------------------------------------------
 
-    def send(self, receive: Receive, update: Update | BaseException) -> None:
-        """Have the event loop call `receive` with an update when the step is done. On the engine's thread only.
+    def _send(self, receive: Receive, reply: Any) -> None:
+        """On the engine's thread. All of a step at once: waking the event loop costs more than the replies themselves.
 
-        All of a step at once: waking the event loop costs more than the updates themselves.
+        What they say has happened, the view shows by the time they are there.
         """
-        self._outbox.append((receive, update))
+        self._outbox.append((receive, reply))
 
-    def hand_over(self) -> None:
-        """Let go of what was sent by now, not only at the step's end. On the engine's thread only."""
+    def _hand_over(self, engine: Engine) -> None:
+        self._view = engine.view()
         if self._outbox:
-            updates, self._outbox = self._outbox, []
-            self._loop.call_soon_threadsafe(_hand_out, updates)
+            replies, self._outbox = self._outbox, []
+            self._loop.call_soon_threadsafe(_hand_out, replies)
 
     def tell_of_the_end(self, tell: Callable[[BaseException], None], *, until: asyncio.Future[Any]) -> None:
         """Call `tell` if the engine ends before `until` is done: there may be waiters that it does not know of."""
@@ -195,9 +202,9 @@ class EngineThread:
         self._loop.call_soon_threadsafe(settle)
 
 
-def _hand_out(updates: list[tuple[Receive, Update | BaseException]]) -> None:
-    for receive, update in updates:
-        receive(update)
+def _hand_out(replies: list[tuple[Receive, Any]]) -> None:
+    for receive, reply in replies:
+        receive(reply)
 
 
 def shutting_down() -> Overloaded:

@@ -12,7 +12,7 @@ from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse, refuse_without_adapter, use_adapter
 from agentcache.adapters.table import ServedAdapter, settle_policy
 from agentcache.agents.lineages import PlainPrompt, choose
-from agentcache.agents.table import AgentTable
+from agentcache.agents.table import Agents
 from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import InvalidRequest
@@ -121,7 +121,7 @@ class AdapterChoice:
     policy: Policy | None
 
 
-def choose_adapter(agents: AgentTable, request: Request) -> AdapterChoice:
+def choose_adapter(agents: Agents, request: Request) -> AdapterChoice:
     """The request's, or else its agent's. The agent's policy is for its own adapter only."""
     record = next(iter(agents.known(request.agent)), None)
     if record is None or record.adapter is None or request.adapter not in (None, record.adapter):
@@ -186,13 +186,13 @@ def held_by(request: Request, found: AgentRecord | None) -> Transcript | None:
     return Transcript.empty() if found is None else found.transcript
 
 
-def system_of(request: Request, agents: AgentTable) -> str | None:
+def system_of(request: Request, agents: Agents) -> str | None:
     """The system text of the request's agent."""
     record = next(iter(agents.known(request.agent)), None)
     return None if record is None else record.system
 
 
-def choose_lineage(request: Request, prompt: PlainPrompt, agents: AgentTable) -> AgentRecord | None:
+def choose_lineage(request: Request, prompt: PlainPrompt, agents: Agents) -> AgentRecord | None:
     """The lineage of its agent that the request goes on from; None for another beginning.
 
     Raises:

@@ -58,8 +58,8 @@ async def _measure(plan: PythonPlan, config: Config, progress: Callable[[str], N
     try:
         step = await measure_step(plan.step, engine, create_app(engine, config))
         progress(f"step of {plan.step.rows} rows: {step}")
-        tokenizer, groups = await engine._call(lambda e: (e.loaded.tokenizer, e.loaded.spec.groups))
-        match = measure_match(plan.match, tokenizer, groups)
+        served = engine._thread.view.model
+        match = measure_match(plan.match, served.tokenizer, served.spec.groups)
         progress(f"match of {match.prompt_tokens} tokens: {match}")
     finally:
         await engine.close()

@@ -15,13 +15,17 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from agentcache.engine.engine import Engine
 from agentcache.gateway.async_engine import AsyncEngine
 
 Message = MutableMapping[str, Any]
 App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+T = TypeVar("T")
 
 _SHORT_TOKENS = 8
 _PROMPT_TOKENS = 64
@@ -63,8 +67,20 @@ async def measure_step(plan: StepPlan, engine: AsyncEngine, app: App) -> StepCos
         engine: started, and taking `plan.rows` requests at once.
         app: the HTTP application over it.
     """
-    await engine._call(lambda engine: engine.loaded.model.layers.clear())
+    await _on_thread(engine, lambda engine: engine.loaded.model.layers.clear())
     return await _StepBench(plan, engine, app).run()
+
+
+async def _on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
+    """What `function` returns on the engine's own thread, between two steps."""
+    thread, result = engine._thread, Future[T]()
+
+    def run() -> None:
+        assert thread.engine is not None
+        result.set_result(function(thread.engine))
+
+    thread.post(run)
+    return await asyncio.wrap_future(result)
 
 
 @dataclass(frozen=True)
@@ -113,7 +129,7 @@ class _StepBench:
 
     async def _clocks(self) -> _Clocks:
         return _Clocks(
-            await self._engine._call(lambda engine: time.thread_time()), time.thread_time(), time.perf_counter()
+            await _on_thread(self._engine, lambda engine: time.thread_time()), time.thread_time(), time.perf_counter()
         )
 
     async def _request(self, max_tokens: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -68,7 +69,18 @@ async def collect(llm: LLM, request: Request) -> Completion:
 
 async def on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
     """What `function` returns on the engine's thread, between two steps."""
-    return await engine._call(function)
+    thread, result = engine._thread, Future[T]()
+    assert thread.view  # raises where nobody would run it
+
+    def run() -> None:
+        assert thread.engine is not None
+        try:
+            result.set_result(function(thread.engine))
+        except AgentCacheError as error:
+            result.set_exception(error)
+
+    thread.post(run)
+    return await asyncio.wrap_future(result)
 
 
 # -- the model --------------------------------------------------------------------------------------------------------

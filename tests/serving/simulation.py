@@ -186,6 +186,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         restorer=SimpleNamespace(restore=_restore),  # type: ignore[arg-type]
         adapters=adapters,
         trunk=Trunk(cache, adapters, 0),
+        served=none,
         ram_budget=0,
     )
 

@@ -115,7 +115,7 @@ def test_the_queue_is_bounded(model: Path, tmp_path: Path) -> None:
 
 def test_prompts_are_counted_up_to_a_multiple_of_what_may_run(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
-        most = await inside.on_thread(engine, lambda inner: inner.max_prompt_tokens)
+        most = await inside.on_thread(engine, lambda inner: inner.view().max_prompt_tokens)
         too_long = Request("1", TokenPrompt([9] * (most + 1)))
         assert await engine.count_tokens(too_long) == most + 1
         with pytest.raises(RequestError, match=f"has {most + 1} tokens"):

@@ -1,0 +1,156 @@
+"""What other threads ask of the engine: values. An error may be the reply to each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from agentcache.adapters.activation import AdapterUse
+from agentcache.blocks.prefix_match import PromptMatch
+from agentcache.models.adapters import AdapterContent
+from agentcache.models.decoder import Decoder
+from agentcache.request import Request
+from agentcache.store.manifest import AgentRecord
+
+Reply = Callable[[Any], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Submit:
+    """A request whose prompt is known. Replies: its updates, the last of which has a report.
+
+    Args:
+        match: the prompt as tokens, and how it relates to the lineage that was found.
+        max_tokens: to generate, at most.
+        found: the agent's lineage that the prompt was matched with; None for another beginning.
+        goes_on: whether the prompt goes on from `found`, and does not change what it says.
+        adapter: None for base.
+        submitted_at: by `time.perf_counter`.
+    """
+
+    request: Request
+    match: PromptMatch
+    max_tokens: int
+    submitted_at: float
+    found: AgentRecord | None = None
+    goes_on: bool = False
+    adapter: AdapterUse | None = None
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Nobody waits for what was submitted any more. Reply: None; what was submitted has its own end."""
+
+    submitted: Submit
+
+
+@dataclass(frozen=True)
+class ListAgents:
+    """Reply: all, as `list[AgentInfo]`."""
+
+
+@dataclass(frozen=True)
+class ShowAgent:
+    """Reply: `AgentInfo`."""
+
+    agent_id: str
+
+
+@dataclass(frozen=True)
+class CreateAgent:
+    """Reply: `Saved`."""
+
+    agent_id: str
+    adapter: str | None
+    policy: str
+    system: str | None
+
+
+@dataclass(frozen=True)
+class ForkAgent:
+    """Reply: `Saved`."""
+
+    agent_id: str
+    new_id: str
+    lineage: str | None
+
+
+@dataclass(frozen=True)
+class DeleteAgent:
+    """Reply: `Saved`."""
+
+    agent_id: str
+    lineage: str | None
+
+
+@dataclass(frozen=True)
+class SaveAgent:
+    """Reply: `Saved`."""
+
+    agent_id: str
+    lineage: str | None
+
+
+@dataclass(frozen=True)
+class RestoreAgent:
+    """Reply: `RestoreReport`."""
+
+    agent_id: str
+    lineage: str | None
+
+
+@dataclass(frozen=True)
+class EvictAgent:
+    """Reply: None."""
+
+    agent_id: str
+    lineage: str | None
+
+
+@dataclass(frozen=True)
+class PutAdapter:
+    """An adapter, or a decoder's next piece. Reply: whether all of it is on the device."""
+
+    content: AdapterContent | Decoder
+
+
+@dataclass(frozen=True)
+class DropAdapter:
+    """Nobody uses it. Reply: None."""
+
+    digest: str
+
+
+@dataclass(frozen=True)
+class ReadStats:
+    """Reply: `CacheStats`."""
+
+
+@dataclass(frozen=True)
+class ClearCache:
+    """Reply: None."""
+
+
+@dataclass(frozen=True)
+class CheckIntegrity:
+    """Reply: None, if every block of cache and trunk is accounted for."""
+
+
+Message = (
+    Submit
+    | Cancel
+    | ListAgents
+    | ShowAgent
+    | CreateAgent
+    | ForkAgent
+    | DeleteAgent
+    | SaveAgent
+    | RestoreAgent
+    | EvictAgent
+    | PutAdapter
+    | DropAdapter
+    | ReadStats
+    | ClearCache
+    | CheckIntegrity
+)

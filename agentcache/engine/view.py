@@ -1,0 +1,75 @@
+"""What other threads see of the engine: frozen, and made anew when something has changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentcache.agents.table import Agents
+from agentcache.errors import ContextLengthExceeded, InvalidRequest
+from agentcache.kv.spec import CacheSpec
+from agentcache.models.adapters import TargetModules
+from agentcache.models.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What stays as it is as long as the engine lives.
+
+    Args:
+        max_context: tokens that the model was made for.
+        modules: what of it adapters can act on.
+        adapter_budget: bytes that all adapters' weights together may take.
+    """
+
+    path: Path
+    fingerprint: str
+    spec: CacheSpec
+    tokenizer: Tokenizer
+    max_context: int
+    modules: TargetModules
+    adapter_budget: int
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """How things were when the engine was last between two steps.
+
+    Args:
+        agents: all that are known.
+        max_cached_tokens: tokens of the longest context that RAM can hold.
+    """
+
+    model: ServedModel
+    agents: Agents
+    max_cached_tokens: int
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens that a prompt may have, with one at least to generate."""
+        return min(self.model.max_context, self.max_cached_tokens) - 1
+
+    def check(self, num_prompt_tokens: int, param: str = "prompt", *, counted: bool = True) -> None:
+        """Refuse a prompt that cannot run, before anything is done for it.
+
+        Args:
+            param: what the wire calls the prompt.
+            counted: whether all its tokens have been counted; else it has at least so many.
+
+        Raises:
+            InvalidRequest: it is empty, or RAM cannot hold it.
+            ContextLengthExceeded: the model's context cannot.
+        """
+        how_many = f"the prompt has {'' if counted else 'at least '}{num_prompt_tokens} tokens"
+        if num_prompt_tokens == 0:
+            raise InvalidRequest("the prompt is empty", param=param)
+        if num_prompt_tokens >= self.model.max_context:
+            raise ContextLengthExceeded(
+                f"{how_many}; with at least one to generate, the model's context of "
+                f"{self.model.max_context} is exceeded",
+                param=param,
+            )
+        if num_prompt_tokens + 1 > self.max_cached_tokens:
+            raise InvalidRequest(
+                f"{how_many}; the RAM budget holds {self.max_cached_tokens}", param=param, code="insufficient_memory"
+            )
