@@ -25,7 +25,7 @@ from benchmarks.adapters.switch import COLD, EXACT_TURNS, HOT, TRUNK, Cost, Swit
 from benchmarks.compare.measure import OURS, PEER
 from tests.conftest import ModelFolder
 
-pytestmark = pytest.mark.timeout(600)  # a whole benchmark, once for all tests
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a whole benchmark, once for all tests
 
 SWITCH = SwitchPlan(context=1100, turn_tokens=10, answer_tokens=3, rounds=1)
 LAYERS, HIDDEN, FLOAT32 = 4, 128, 4  # of the model; the last in bytes

@@ -16,6 +16,8 @@ from benchmarks.batched.report import BATCHED, build_report
 from benchmarks.batched.throughput import ThroughputPlan
 from tests.conftest import ModelFolder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def plan(model_folder: ModelFolder) -> BatchedPlan:

@@ -13,6 +13,8 @@ from benchmarks.compare.measure import OURS, PEER, ComparePlan, CompareResult, m
 from benchmarks.compare.report import COMPARE, build_report, peer_wins
 from tests.conftest import ModelFolder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def plan(model_folder: ModelFolder) -> ComparePlan:

@@ -29,6 +29,8 @@ from tests.live.servers import (
     stop,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def disk_bytes(cache_dir: Path) -> int:
     files = (path for path in cache_dir.rglob("*") if path.is_file() and path.name not in ("lock", "weights.json"))

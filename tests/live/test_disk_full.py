@@ -28,6 +28,8 @@ from tests.live.servers import (
     stats,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Disk:

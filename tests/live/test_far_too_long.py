@@ -24,6 +24,8 @@ from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, complete, http_of, make_ids, serving, stats, stop
 from tests.tokenizers_factory import CHATML
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # seconds of every attack
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HEALTH_P95 = 0.200  # seconds
 MEMORY = 300e6
@@ -39,8 +41,6 @@ TEMPLATE = (
 # Sent by a process of its own, so that its work is not in the measurements.
 ATTACK = """
 import http.client, sys, time
-
-pytestmark = pytest.mark.timeout(600)  # seconds of every attack
 address, path, body, seconds = sys.argv[1:]
 content = open(body, "rb").read()
 end = time.monotonic() + float(seconds)

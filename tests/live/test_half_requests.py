@@ -16,6 +16,8 @@ from agentcache.server.drain import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, complete, http_of, log_of, make_ids, serving, stop
 
+pytestmark = pytest.mark.slow
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HALF_BODY = HEAD + b'Content-Length: 1000\r\n\r\n{"prompt": '
 SECONDS = 3.0  # that heads and bodies may take here

@@ -87,6 +87,7 @@ def in_background(server: ServerProcess, path: str, body: dict[str, Any]) -> Ite
     assert answered == []
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_after_each_kill(
     live_model: Path, tmp_path: Path, live_server: ServerProcess, agent: str
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_conversation_goes_on_after_each_kill(
         assert restarted["agentcache"]["cache_state"] == "warm"
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_again_and_again(
     live_model: Path, tmp_path: Path, live_server: ServerProcess, agent: str
 ) -> None:

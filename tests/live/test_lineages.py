@@ -72,6 +72,7 @@ class Lives:
         return info
 
 
+@pytest.mark.slow
 def test_every_conversation_is_there_after_every_kill(live_model: Path, tmp_path: Path) -> None:
     """Titles, an answer given anew, an edit in the middle, a summary in place of all, a second program: in turn."""
     lives = Lives(live_model, tmp_path / "cache")
@@ -98,6 +99,7 @@ def test_every_conversation_is_there_after_every_kill(live_model: Path, tmp_path
     assert info["tokens"] == max(c.seen[-1] for c in conversations)
 
 
+@pytest.mark.slow
 def test_beginnings_in_turn_keep_the_bound(live_model: Path, tmp_path: Path) -> None:
     lives = Lives(live_model, tmp_path / "cache", "--max-lineages", "2")
     known: dict[str, Conversation] = {}
@@ -195,6 +197,7 @@ def text_of(answer: dict[str, Any]) -> str:
     return "".join(block["text"] for block in answer["content"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS.values(), ids=CLIENTS)
 def test_a_session_goes_on_after_every_kill(client: Client, live_model: Path, tmp_path: Path) -> None:
     """Main, title and subagents, one after the other and at once; main is warm after each kill."""

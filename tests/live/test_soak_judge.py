@@ -14,6 +14,8 @@ from benchmarks.soak.clients import words
 from benchmarks.soak.judge import NEARLY, Ask, Judge
 from benchmarks.soak.watch import Sample
 
+pytestmark = pytest.mark.slow
+
 ANSWER_TOKENS = 6
 
 

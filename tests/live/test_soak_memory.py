@@ -16,6 +16,8 @@ from agentcache.store.verify import verify_folder
 from benchmarks.soak.memory import ALIKE, differences, recompute
 from tests.live.servers import serving
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (40, 300, 700)
 
 

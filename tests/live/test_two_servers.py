@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from agentcache.server.drain import DRAIN_SECONDS
 from tests.live.servers import (
@@ -27,6 +28,8 @@ from tests.live.servers import (
     wait_until,
     wait_until_computing,
 )
+
+pytestmark = pytest.mark.slow
 
 SOON = 10.0  # "a few seconds", on a machine that is busy with other tests, too
 

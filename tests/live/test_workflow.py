@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.server_process import ServerProcess
 from agentcache.workflow.chat import HttpChat, Question, Reply
@@ -13,6 +15,8 @@ from agentcache.workflow.schedule import ONE_BY_ONE, Pace, take_all
 from agentcache.workflow.script import Agent, Phase, Script, Turn
 from agentcache.workflow.transcript import TurnRecord
 from tests.live.servers import make_text, serving
+
+pytestmark = pytest.mark.slow
 
 MAPPERS = ("a", "b", "c")
 MAP_REDUCE = Script(

@@ -19,6 +19,8 @@ from training.dialogue import Dialogue
 from training.model import CONFIG
 from training.recall import Recall, measure_recall, recall_case
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0)
 
 

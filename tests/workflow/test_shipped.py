@@ -16,7 +16,7 @@ from agentcache.workflow.schedule import Pace, take_all
 from agentcache.workflow.score import recall_of
 from agentcache.workflow.transcript import TurnRecord
 
-pytestmark = pytest.mark.timeout(600)  # whole workflows on the embedded model
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # whole workflows on the embedded model
 
 
 @pytest.fixture(scope="module")
