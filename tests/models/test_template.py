@@ -152,11 +152,15 @@ class TestLimits:
         assert found == {number: f"{number} 9" for number in range(4)}
         assert 1 <= len(tokenizer._template._work._idle) <= 4
 
-    def test_a_child_that_is_gone_is_replaced(self, tmp_path: Path) -> None:
+    def test_a_child_that_goes_in_the_middle_is_replaced(self, tmp_path: Path) -> None:
         tokenizer = made(tmp_path, "{{ messages[0].content }}")
         assert tokenizer.render_chat(user("a")) == "a"
-        tokenizer._template._work._idle[0]._process.kill()
+        child = tokenizer._template._work._idle[0]._process
+        child.send_signal(signal.SIGSTOP)  # it is there, and does nothing
+        killing = threading.Timer(0.1, child.kill)
+        killing.start()
         assert "broke off" in refusal(tokenizer).message
+        killing.join()
         assert tokenizer.render_chat(user("b")) == "b"
 
 
