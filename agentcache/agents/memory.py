@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from agentcache.agents.in_use import InUse
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restored, Restorer
 from agentcache.agents.saved import Saved, when_all
@@ -30,6 +31,7 @@ class AgentMemory:
         runner: ModelRunner,
         agents: AgentTable,
         persistence: Persistence,
+        in_use: InUse,
         restorer: Restorer,
         namespace: Callable[[str], Namespace],
     ) -> None:
@@ -37,6 +39,7 @@ class AgentMemory:
         self._runner = runner
         self._agents = agents
         self._persistence = persistence
+        self._in_use = in_use
         self._restorer = restorer
         self._namespace = namespace
 
@@ -102,11 +105,11 @@ class AgentMemory:
         sources = [record.name for record in self._agents.lineages(agent_id, lineage)]
         copies = [self._as_far_as_saved(copy) for copy in self._agents.fork(agent_id, new_id, lineage)]
         for name in sources:
-            self._agents.set_busy(name)
+            self._in_use.hold_lineage(name)
 
         def settle(saved: Saved) -> None:
             for name in sources:
-                self._agents.set_idle(name)
+                self._in_use.let_lineage_go(name)
             if saved.error is not None:  # all or nothing
                 for copy in filter(None, (self._agents.find(copy.name) for copy in copies)):
                     self._persistence.delete_lineage(copy, lambda _: None)
@@ -133,29 +136,33 @@ class AgentMemory:
         """
         records = self._agents.lineages(agent_id, lineage)
         if lineage is not None and len(self._agents.lineages(agent_id)) == 1:
-            self._persistence.save_less(without_memory(records[0]), done)
-            self._cache.evict(block for block in records[0].blocks if not any(map(self._agents.needs, block.names)))
+            self._persistence.empty_lineage(without_memory(records[0]), done)
         else:
             deleted = when_all(len(records), done)
             for record in records:
                 self._persistence.delete_lineage(record, deleted)
 
-    def evict(self, agent_id: str, lineage: str | None = None) -> None:
+    def evict(self, agent_id: str, done: Callable[[None], None], lineage: str | None = None) -> None:
         """Free the RAM of an agent (or one of its lineages): all that is on disk and that nobody reads.
 
         With it goes what was in RAM only as somebody's last, partly filled block, and belongs to nobody any more: it
         would keep the blocks before it. Raises NotFound.
         """
         blocks = blocks_of(self._agents.lineages(agent_id, lineage))
-        self._evict_superseded_tails(blocks)
-        self._cache.evict(block for block in blocks if self._is_on_disk(block))
+
+        def evict() -> None:
+            self._evict_superseded_tails(blocks)
+            self._cache.evict(block for block in blocks if self._is_on_disk(block))
+            done(None)
+
+        self._persistence.when_settled(evict)
 
     def _evict_superseded_tails(self, blocks: Iterable[NamedBlock]) -> None:
         nodes = filter(None, (self._cache.tree.node(block.chain) for block in blocks))
         parents = {parent for node in nodes for parent in (node, node.parent) if parent is not None}
         tails = [tail for parent in parents for tail in parent.children if not tail.is_full]
         for tail in tails:
-            if not any(self._agents.needs(BlockName(tail.chain, index)) for index in tail.block_ids):
+            if not any(self._persistence.needs(BlockName(tail.chain, index)) for index in tail.block_ids):
                 self._cache.slots.evict(tail)
 
     def _is_on_disk(self, block: NamedBlock) -> bool:

@@ -1,13 +1,13 @@
-"""The named agents: what each one's lineages are, and which blocks on disk belong to anybody."""
+"""The named agents, and what each one's lineages are."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from agentcache.agents.in_use import InUse
 from agentcache.agents.lineages import staleness, unshared_tokens
 from agentcache.blocks.keys import BlockName
 from agentcache.blocks.lanes import NamedBlock
@@ -71,34 +71,59 @@ class Agents:
         return next((record for record in self.known(agent_of(name)) if record.name == name), None)
 
 
-class AgentTable(Agents):
-    """The agents as they are, and how many of their lineages or turns need each part of a block.
+class Lineages(Agents):
+    """Lineages that come and go. Belongs to one thread."""
+
+    def __init__(self, records: Iterable[AgentRecord] = ()) -> None:
+        super().__init__({})
+        for record in records:
+            self.put(record)
+
+    def put(self, record: AgentRecord) -> None:
+        """Add a lineage, or replace the one of that name."""
+        old, known = self.find(record.name), self._lineages.get(record.id, ())
+        if old is None:
+            self._lineages[record.id] = (*known, record)
+        else:
+            self._lineages[record.id] = tuple(record if old is other else other for other in known)
+        self._changed(record.id)
+
+    def remove(self, record: AgentRecord) -> None:
+        """Forget a lineage, and the agent with its last one. Raises NotFound."""
+        (known,) = self.lineages(record.id, record.lineage)
+        left = tuple(other for other in self._lineages[record.id] if other is not known)
+        if left:
+            self._lineages[record.id] = left
+        else:
+            del self._lineages[record.id]
+        self._changed(record.id)
+
+    def _changed(self, agent_id: str) -> None:
+        """What is known of the agent's lineages is another now."""
+
+
+class AgentTable(Lineages):
+    """The agents as the engine knows them: their last turns, saved or not.
 
     Belongs to the engine thread; other threads get a `view`.
 
     Args:
         model: fingerprint of the served model.
         records: what the store holds.
+        in_use: knows which lineages somebody is at work on.
     """
 
-    def __init__(self, model: str, records: Iterable[AgentRecord] = ()) -> None:
-        super().__init__({})
+    def __init__(self, model: str, records: Iterable[AgentRecord] = (), in_use: InUse | None = None) -> None:
         self._model = model
         self._view: Agents | None = None
-        self._references: Counter[BlockName] = Counter()  # by lineages
-        self._claims: Counter[BlockName] = Counter()
-        self._busy: Counter[str] = Counter()
-        self._unshared: dict[str, dict[str, int]] = {}
-        for record in records:
-            self.put(record)
+        self._in_use = in_use or InUse()
+        super().__init__(records)
 
     def view(self) -> Agents:
         """The agents as they are now, whatever changes later."""
         if self._view is None:
             self._view = Agents(dict(self._lineages))
         return self._view
-
-    # -- making -----------------------------------------------------------------------------------------------------
 
     def new(self, agent_id: str, *, policy: str = "exact", system: str | None = None, param: str = "id") -> AgentRecord:
         """A lineage without memory, for an agent whose id is not in use. Not yet put.
@@ -132,7 +157,7 @@ class AgentTable(Agents):
 
     def _clash(self, agent_id: str) -> str | None:
         """An agent, there already or about to be, whose id differs only by case."""
-        others = (*self._lineages, *map(agent_of, self._busy))
+        others = (*self._lineages, *map(agent_of, self._in_use.lineages()))
         return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
     def vacant(self, agent_id: str, *, param: str) -> AgentRecord:
@@ -142,9 +167,10 @@ class AgentTable(Agents):
         """
         if agent_id not in self._lineages:
             blank = self.new(agent_id, param=param)
-            return blank if blank.name not in self._busy else self._renamed(blank)
+            return self._renamed(blank) if self._in_use.has_lineage(blank.name) else blank
         known = self._lineages[agent_id]
-        idle = (record for record in known if not record.transcript.ids and record.name not in self._busy)
+        blank_ones = (record for record in known if not record.transcript.ids)
+        idle = (record for record in blank_ones if not self._in_use.has_lineage(record.name))
         return next(idle, None) or self._renamed(without_memory(known[0]))
 
     @staticmethod
@@ -159,78 +185,8 @@ class AgentTable(Agents):
             replace(source, id=new_id, created=blank.created, last_used=source.last_used + later) for source in sources
         ]
 
-    # -- who is at work ---------------------------------------------------------------------------------------------
-
-    def set_busy(self, name: str) -> None:
-        """A request is at work on this lineage, which may be about to be made; counts."""
-        self._busy[name] += 1
-
-    def set_idle(self, name: str) -> None:
-        """One `set_busy` is over."""
-        self._busy[name] -= 1
-        if self._busy[name] <= 0:
-            del self._busy[name]
-
-    def is_busy(self, name: str) -> bool:
-        """Whether somebody is at work on this lineage."""
-        return name in self._busy
-
-    # -- who needs what ---------------------------------------------------------------------------------------------
-
-    def needs(self, name: BlockName) -> bool:
-        """Whether some lineage names this, or some turn claims it."""
-        return self._references[name] > 0 or self._claims[name] > 0
-
-    def claim(self, names: Iterable[BlockName]) -> None:
-        """A turn that is not saved yet writes these, or counts on them; they have to stay until its `release`."""
-        self._claims.update(names)
-
-    def release(self, names: Iterable[BlockName]) -> set[BlockName]:
-        """End a claim; returns what nobody names any more."""
-        return self._drop(self._claims, list(names))
-
-    def _drop(self, counts: Counter[BlockName], names: Sequence[BlockName]) -> set[BlockName]:
-        counts.subtract(names)
-        for name in names:
-            if counts[name] <= 0:
-                del counts[name]
-        return {name for name in names if not self.needs(name)}
-
-    def protected(self) -> set[BlockName]:
-        """What has to stay on disk whatever room is needed: what turns claim, and busy lineages name."""
-        busy = (record for record in self if record.name in self._busy)
-        return self._claims.keys() | {name for record in busy for name in record.block_names}
-
-    # -- changing ---------------------------------------------------------------------------------------------------
-
-    def put(self, record: AgentRecord) -> set[BlockName]:
-        """Add or replace a lineage; returns what nobody names any more."""
-        old, known = self.find(record.name), self._lineages.get(record.id, ())
-        if old is None:
-            self._lineages[record.id] = (*known, record)
-        else:
-            self._lineages[record.id] = tuple(record if other is old else other for other in known)
-        self._changed(record.id)
-        before, after = set(old.blocks) if old else set[NamedBlock](), set(record.blocks)
-        self._references.update(names_of(after - before))  # most blocks of a long context stay
-        return self._drop(self._references, names_of(before - after))
-
     def _changed(self, agent_id: str) -> None:
         self._view = None
-        self._unshared.pop(agent_id, None)
-
-    def remove(self, record: AgentRecord) -> set[BlockName]:
-        """Forget a lineage, and the agent with its last one; returns what nobody names any more. Raises NotFound."""
-        (known,) = self.lineages(record.id, record.lineage)
-        left = tuple(other for other in self._lineages[record.id] if other is not known)
-        if left:
-            self._lineages[record.id] = left
-        else:
-            del self._lineages[record.id]
-        self._changed(record.id)
-        return self._drop(self._references, names_of(set(known.blocks)))
-
-    # -- giving up --------------------------------------------------------------------------------------------------
 
     def surplus(self, agent_id: str, bound: int) -> AgentRecord | None:
         """The idle lineage to give up first where the agent has more than `bound`; the one used last stays."""
@@ -238,23 +194,9 @@ class AgentTable(Agents):
         if len(known) <= bound:
             return None
         newest = max(known, key=lambda record: record.last_used)
-        return self._stalest(record for record in known if record is not newest and record.name not in self._busy)
-
-    def stalest(self) -> AgentRecord | None:
-        """The idle lineage of all agents with blocks on disk whose blocks are to go first where room is needed."""
-        return self._stalest(self._droppable())
-
-    def _droppable(self) -> Iterator[AgentRecord]:
-        return (record for record in self if record.blocks and record.name not in self._busy)
-
-    def _stalest(self, records: Iterable[AgentRecord]) -> AgentRecord | None:
-        now = time.time()
-        return max(records, key=lambda record: staleness(record, self._unshared_of(record.id), now), default=None)
-
-    def _unshared_of(self, agent_id: str) -> dict[str, int]:
-        if agent_id not in self._unshared:
-            self._unshared[agent_id] = unshared_tokens(self._lineages[agent_id])
-        return self._unshared[agent_id]
+        idle = (record for record in known if record is not newest and not self._in_use.has_lineage(record.name))
+        unshared, now = unshared_tokens(known), time.time()
+        return max(idle, key=lambda record: staleness(record, unshared, now), default=None)
 
 
 def without_memory(record: AgentRecord) -> AgentRecord:

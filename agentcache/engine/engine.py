@@ -141,8 +141,7 @@ class Engine:
             case RestoreAgent(agent_id, lineage):
                 self.memory.restore(agent_id, reply, lineage)
             case EvictAgent(agent_id, lineage):
-                self.memory.evict(agent_id, lineage)
-                reply(None)
+                self.memory.evict(agent_id, reply, lineage)
             case PutAdapter(content):
                 reply(self.adapters.load(content))
             case DropAdapter(digest):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from agentcache.adapters.weights import AdapterWeightSet
+from agentcache.agents.in_use import InUse
 from agentcache.agents.memory import AgentMemory
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
@@ -59,8 +60,9 @@ def open_engine(
         raise ConfigError(f"ram_budget must be at least {cache.slots.min_ram_budget} bytes for this model")
     runner = ModelRunner(loaded, cache.slots.pools)
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
-    agents = AgentTable(loaded.fingerprint, store.load_agents())
-    persistence = Persistence(cache, runner, store, agents, loaded.namespace, post, config.max_lineages)
+    in_use = InUse()
+    agents = AgentTable(loaded.fingerprint, store.load_agents(), in_use)
+    persistence = Persistence(cache, runner, store, agents, in_use, loaded.namespace, post, config.max_lineages)
     restorer = Restorer(cache, runner, store, post)
     persistence.index()
     cache.slots.preallocate(min(config.ram_budget // 8, _PREALLOCATED_BYTES))
@@ -78,9 +80,9 @@ def open_engine(
             device=MlxDevice(runner, BatchBuilder(runner, adapters, trunk), guard),
             requests=requests,
             scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=_pace(config, loaded)),
-            turns=Turns(cache, loaded.tokenizer, agents, persistence, requests),
+            turns=Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests),
             agents=agents,
-            memory=AgentMemory(cache, runner, agents, persistence, restorer, loaded.namespace),
+            memory=AgentMemory(cache, runner, agents, persistence, in_use, restorer, loaded.namespace),
             persistence=persistence,
             restorer=restorer,
             adapters=adapters,

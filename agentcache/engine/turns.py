@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from agentcache.agents.in_use import InUse
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
@@ -30,12 +31,14 @@ class Turns:
         tokenizer: Tokenizer,
         agents: AgentTable,
         persistence: Persistence,
+        in_use: InUse,
         requests: Requests,
     ) -> None:
         self._cache = cache
         self._tokenizer = tokenizer
         self._agents = agents
         self._persistence = persistence
+        self._in_use = in_use
         self._requests = requests
 
     def begin(self, generation: Generation) -> None:
@@ -53,7 +56,7 @@ class Turns:
             computed = len(found.transcript) - (found.transcript.spans[-1][0] == "generated")
             generation.expected_tokens = min(generation.own_tokens, computed, generation.num_prompt_tokens - 1)
         generation.record = self._extended(generation) or self._agents.vacant(agent, param="agent")
-        self._agents.set_busy(generation.record.name)
+        self._in_use.hold_lineage(generation.record.name)
 
     def _extended(self, generation: Generation) -> AgentRecord | None:
         """The lineage that the prompt goes on from, if nobody has changed it since it was matched.
@@ -62,14 +65,14 @@ class Turns:
         old one can be gone back to.
         """
         found = generation.found
-        if found is None or not generation.goes_on or self._agents.is_busy(found.name):
+        if found is None or not generation.goes_on or self._in_use.has_lineage(found.name):
             return None
         known = self._agents.find(found.name)
         return known if known is not None and known.transcript is found.transcript else None
 
     def drop(self, generation: Generation) -> None:
         """A turn that leaves no trace: the agent is as before, and what was written for it is deleted."""
-        self._set_idle(generation)
+        self._let_lineage_go(generation)
         self._persistence.release(generation.saved_early)
 
     def take(self, generation: Generation, token: int, score: TokenScore | None) -> FinishReason | None:
@@ -152,18 +155,18 @@ class Turns:
             num_saved=keep,
             blocks=tuple(block.named for block in blocks),
         )
-        self._persistence.commit(record, blocks, lambda saved: self._end(generation, saved))
-        self._persistence.release(generation.saved_early)
+        early = generation.saved_early
+        self._persistence.commit(record, blocks, lambda saved: self._end(generation, saved), early)
 
     def _end(self, generation: Generation, saved: Saved | None) -> None:
         """The last update, when the turn is safe on disk or known not to be."""
         self._requests.move(generation, State.DONE)
-        self._set_idle(generation)
+        self._let_lineage_go(generation)
         if generation.record is not None:
             self._persistence.keep_bound(generation.record)
         report, stop_string = make_report(generation, saved), generation.output.stop_string
         generation.emit(Update(finish_reason=generation.finish_reason, stop_string=stop_string, report=report))
 
-    def _set_idle(self, generation: Generation) -> None:
+    def _let_lineage_go(self, generation: Generation) -> None:
         if generation.record is not None:
-            self._agents.set_idle(generation.record.name)
+            self._in_use.let_lineage_go(generation.record.name)

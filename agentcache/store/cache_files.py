@@ -1,7 +1,8 @@
 """The files below one folder, which no symbolic link can lead out of.
 
-Every call walks down from the root, folder by folder, by descriptors that links cannot give: what somebody puts in a
-folder's place while we run makes the call fail, and nothing outside is touched.
+Every call (or several together: `CacheFiles.keep_open`) walks down from the root, folder by folder, by descriptors that
+links cannot give: what somebody puts in a folder's place while we run makes the call fail, and nothing outside is
+touched.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+# Descriptors are few: a process may have 256 on some systems.
+_MOST_KEPT = 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -28,22 +32,54 @@ class CacheFiles:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._thread = threading.local()
 
     @contextmanager
     def folder(self, path: Path) -> Iterator[int]:
         """A descriptor of a folder, the root or below it; closed at the end."""
-        fd = _open_folder(self.root)
+        kept: dict[Path, int] | None = getattr(self._thread, "kept", None)
+        if kept is not None and path in kept:
+            yield kept[path]
+            return
+        fd = self._walk_to(path)
+        if kept is not None and len(kept) < _MOST_KEPT:
+            kept[path] = fd
+            yield fd
+            return
         try:
-            for name in path.relative_to(self.root).parts:
-                parent = fd
-                try:
-                    fd = _open_folder(name, parent)
-                finally:
-                    if fd != parent:
-                        os.close(parent)
             yield fd
         finally:
             os.close(fd)
+
+    def _walk_to(self, path: Path) -> int:
+        if path == self.root:
+            return _open_folder(path)
+        if not path.is_relative_to(self.root):
+            raise ValueError(f"{path} is not below {self.root}")
+        with self.folder(path.parent) as parent:
+            return _open_folder(path.name, parent)
+
+    @contextmanager
+    def keep_open(self) -> Iterator[bool]:
+        """Meanwhile this thread walks down to a folder once, and not for every file; says whether it is not so already.
+
+        What takes a folder's place meanwhile is not seen: work goes on in the folder that was there.
+        """
+        if hasattr(self._thread, "kept"):
+            yield False
+            return
+        self._thread.kept = {}
+        try:
+            yield True
+        finally:
+            self.close_kept()
+            del self._thread.kept
+
+    def close_kept(self) -> None:
+        """Within `keep_open`: walk down to every folder again."""
+        kept: dict[Path, int] = getattr(self._thread, "kept", {})
+        while kept:
+            os.close(kept.popitem()[1])
 
     def make_folder(self, path: Path) -> None:
         """Make sure that `path` is a folder of ours; a new one is durable on return."""

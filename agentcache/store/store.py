@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentcache.errors import BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
 from agentcache.kv.block_layout import Array
-from agentcache.kv.spec import CacheSpec
+from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.names import is_name
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.atomic import Fault, as_store_error
@@ -97,8 +97,16 @@ class Store:
 
     # --- folders that somebody removes ---
 
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        """Around one write or several that belong together: folders that are no longer there are made again first."""
+        with self._files.keep_open() as is_outermost:
+            if is_outermost:
+                with as_store_error("use the cache folder"):
+                    self._look_at_folders()
+            yield
+
     def _look_at_folders(self) -> None:
-        """Before every write: what is no longer there is made again."""
         if not self._lock.is_in_place() or self._identities() != self._folders:
             self._start_over()
 
@@ -110,6 +118,7 @@ class Store:
 
     def _start_over(self) -> None:
         log.warning("files are gone from the cache folder %s: looking for what is left", self._files.root)
+        self._files.close_kept()
         _make_root(self._files.root)
         if not self._lock.is_in_place():
             self._lock_again()
@@ -153,8 +162,7 @@ class Store:
         """
         if record.model != self._model:
             raise BrokenInvariant(f"agent {record.id} is of model {record.model}, not of {self._model}")
-        with as_store_error(f"save agent {record.name}"):
-            self._look_at_folders()
+        with as_store_error(f"save agent {record.name}"), self.visit():
             return self._agents.save(record, self._spec.digest, tuple(group.name for group in self._spec.groups))
 
     def has_agent(self, name: str) -> bool:
@@ -167,8 +175,7 @@ class Store:
         Raises:
             StoreError: they could not be removed.
         """
-        with as_store_error(f"delete agent {name}"):
-            self._look_at_folders()
+        with as_store_error(f"delete agent {name}"), self.visit():
             self._agents.delete(name)
 
     # --- blocks ---
@@ -197,8 +204,7 @@ class Store:
             DiskBudgetExceeded: they do not fit; nothing has been written.
             StoreError: a block is malformed or could not be written; none of them is there.
         """
-        with as_store_error("write blocks"):
-            self._look_at_folders()
+        with as_store_error("write blocks"), self.visit():
             return self._blocks.write(blocks)
 
     def require_blocks(self, keys: Iterable[str]) -> None:
@@ -208,8 +214,8 @@ class Store:
             BlocksLost: somebody has removed some; `has` knows which.
             StoreError: a link, say, is in a folder's place.
         """
-        with as_store_error("look for blocks"):
-            self._look_at_folders()
+        with as_store_error("look for blocks"), self.visit():
+            self._files.close_kept()  # to look at what others find
             if not self._blocks.all_there(keys):
                 self._start_over()
                 raise BlocksLost("blocks are gone from the cache folder")
@@ -220,8 +226,7 @@ class Store:
         Raises:
             StoreError: a file could not be removed.
         """
-        with as_store_error("delete blocks"):
-            self._look_at_folders()
+        with as_store_error("delete blocks"), self.visit():
             return self._blocks.delete(keys)
 
     def collect_orphans(self) -> int:
@@ -247,11 +252,18 @@ class Store:
         Raises:
             StoreError: a file could not be removed.
         """
-        foreign = [agent for agent in self._all_agents() if self._is_foreign(agent)]
-        for agent in sorted(foreign, key=lambda agent: agent.manifest.last_used):
-            if freed := self.delete_blocks(agent.block_keys()):
-                return freed
-        return 0
+        agent = self._stalest_foreign()
+        return 0 if agent is None else self.delete_blocks(agent.block_keys())
+
+    def other_model_last_used(self) -> float | None:
+        """When the agent that `evict_other_model` would take was used last, in seconds since 1970; None without one."""
+        agent = self._stalest_foreign()
+        return None if agent is None else agent.manifest.last_used
+
+    def _stalest_foreign(self) -> SavedAgent | None:
+        foreign = (agent for agent in self._all_agents() if self._is_foreign(agent))
+        with_blocks = (agent for agent in foreign if any(map(self.has, agent.block_keys())))
+        return min(with_blocks, key=lambda agent: agent.manifest.last_used, default=None)
 
     def _all_agents(self) -> list[SavedAgent]:
         return [agent for folder in self._agents_by_model.values() for agent in folder.agents]
@@ -264,6 +276,11 @@ class Store:
         return agent.manifest.model == self._model and agent.manifest.cache == self._spec.digest
 
     # --- numbers ---
+
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """The cache groups of the served model."""
+        return self._spec.groups
 
     @property
     def disk_bytes(self) -> int:

@@ -97,6 +97,11 @@ class ByHand:
             else:
                 self.posted.get(timeout=30)()
 
+    def evict(self, agent: str) -> None:
+        """Free the agent's RAM."""
+        inside.evict_agent(self.engine, agent)
+        self.finish_writing()
+
     def finish_writing(self) -> None:
         """Nothing is on its way to the disk any more, nor is anything to be deleted."""
         while self.engine.is_writing:

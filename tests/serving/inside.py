@@ -17,9 +17,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.agents.disk import Committed
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.keys import BLOCK_SIZE, BlockName
 from agentcache.blocks.radix_tree import Node
 from agentcache.engine.batch import Batch
 from agentcache.engine.device import MlxDevice
@@ -302,10 +303,10 @@ def records(engine: Engine, agent: str) -> tuple[AgentRecord, ...]:
 def busy(engine: Engine, agents: Sequence[str]) -> Iterator[None]:
     """Meanwhile somebody is at work on these."""
     for agent in agents:
-        engine.agents.set_busy(agent)
+        engine.persistence._in_use.hold_lineage(agent)
     yield
     for agent in agents:
-        engine.agents.set_idle(agent)
+        engine.persistence._in_use.let_lineage_go(agent)
 
 
 def agent_info(engine: Engine, agent: str) -> AgentInfo:
@@ -313,7 +314,7 @@ def agent_info(engine: Engine, agent: str) -> AgentInfo:
 
 
 def evict_agent(engine: Engine, agent: str) -> None:
-    engine.memory.evict(agent)
+    engine.memory.evict(agent, lambda _: None)
 
 
 def delete_agent(engine: Engine, agent: str, done: Callable[[Saved], None]) -> None:
@@ -347,12 +348,16 @@ def flush(engine: Engine) -> None:
 
 def make_room(engine: Engine, num_bytes: int) -> bool:
     """Have it forget agents until so much more fits into the disk budget; whether it then does."""
-    return engine.persistence._make_room(num_bytes)
+    engine.persistence.flush()
+    disk, outcome = engine.persistence._disk, Committed()
+    made = disk._could_hold(num_bytes) and disk._drop_stalest(outcome)
+    engine.persistence._apply(outcome)
+    return made
 
 
 def block_key(engine: Engine, node: Node, group: int) -> str:
     """The name of a block's file."""
-    return engine.persistence._key(node, group)
+    return engine.persistence._disk._key(BlockName(node.chain, group))
 
 
 def set_fault(engine: Engine, fault: Fault, *, blocks: bool = True) -> Callable[[], None]:

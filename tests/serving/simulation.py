@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from agentcache.agents.in_use import InUse
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import Match, PromptMatch
 from agentcache.blocks.sequence import Copy
@@ -179,7 +180,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         device=device,
         requests=requests,
         scheduler=Scheduler(requests, max_running=max_running, pace=pace),
-        turns=Turns(cache, tokenizer, none, persistence, requests),
+        turns=Turns(cache, tokenizer, none, persistence, InUse(), requests),
         agents=none,
         memory=none,
         persistence=persistence,

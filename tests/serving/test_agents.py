@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -12,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from agentcache.agents.in_use import InUse
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.keys import BlockName
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import Conflict, InvalidRequest, NotFound
@@ -26,24 +25,15 @@ BLOCKS = st.dictionaries(st.sampled_from("uvwxyz"), st.sampled_from([(0,), (1,),
 )
 
 
-def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
-    return [name for block in blocks for name in block.names]
-
-
 class AgentMachine(RuleBasedStateMachine):
-    """`records` is what the table holds; a group's part of a block goes when the last lineage or claim lets go."""
+    """`records` is what the table holds, `busy` what somebody is at work on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = AgentTable("model")
+        self.in_use = InUse()
+        self.table = AgentTable("model", in_use=self.in_use)
         self.records: dict[str, AgentRecord] = {}
         self.busy: Counter[str] = Counter()
-        self.claims: list[tuple[NamedBlock, ...]] = []
-
-    def named(self, records: Iterable[AgentRecord] | None = None) -> Counter[tuple[str, int]]:
-        """By lineages and claims; by these lineages and claims."""
-        named = (*(record.blocks for record in (self.records.values() if records is None else records)), *self.claims)
-        return Counter((block.chain, group) for blocks in named for block in blocks for group in block.groups)
 
     @property
     def ids(self) -> set[str]:
@@ -64,9 +54,8 @@ class AgentMachine(RuleBasedStateMachine):
         assert record == self.records.get(name)
         if record is None:
             record = replace(self.table.vacant(agent_id, param="agent"), lineage=lineage)
-        before = set(self.named())
         self.records[name] = replace(record, blocks=blocks, last_used=float(last_used))
-        assert self.table.put(self.records[name]) == before - set(self.named())
+        self.table.put(self.records[name])
 
     def clashes(self, agent_id: str) -> bool:
         others = {*self.ids, *map(agent_of, self.busy)} - {agent_id}
@@ -88,7 +77,7 @@ class AgentMachine(RuleBasedStateMachine):
             ]
             for fork in forks:
                 self.records[fork.name] = fork
-                assert self.table.put(fork) == set()
+                self.table.put(fork)
 
     @rule(agent_id=IDS, lineage=LINEAGES)
     def remove(self, agent_id: str, lineage: str) -> None:
@@ -97,30 +86,17 @@ class AgentMachine(RuleBasedStateMachine):
             with pytest.raises(NotFound):
                 self.table.lineages(agent_id, lineage)
             return
-        before = set(self.named())
-        assert self.table.remove(self.records.pop(name)) == before - set(self.named())
-
-    @rule(blocks=BLOCKS)
-    def claim(self, blocks: tuple[NamedBlock, ...]) -> None:
-        self.claims.append(blocks)
-        self.table.claim(names_of(blocks))
-
-    @precondition(lambda self: self.claims)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        before = set(self.named())
-        blocks = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
-        assert self.table.release(names_of(blocks)) == before - set(self.named())
+        self.table.remove(self.records.pop(name))
 
     @rule(agent_id=IDS, lineage=LINEAGES, busy=st.booleans())
     def work(self, agent_id: str, lineage: str, busy: bool) -> None:
         name = lineage_name(agent_id, lineage)
         if busy:
-            self.table.set_busy(name)
+            self.in_use.hold_lineage(name)
             self.busy[name] += 1
         else:
             if self.busy[name]:
-                self.table.set_idle(name)
+                self.in_use.let_lineage_go(name)
             self.busy = +(self.busy - Counter([name]))
 
     @invariant()
@@ -129,25 +105,7 @@ class AgentMachine(RuleBasedStateMachine):
         assert len(self.table) == len(self.ids)
         assert self.table.ids == sorted(self.ids)
         assert all((agent_id in self.table) is (agent_id in self.ids) for agent_id in ("ada", "Ada", "bob", "carl"))
-        assert all(self.table.is_busy(name) == (name in self.busy) for name in self.records)
-        names = [BlockName(chain, group) for chain in "uvwxyz" for group in range(3)]
-        assert {name for name in names if self.table.needs(name)} == set(self.named())
-
-    @invariant()
-    def what_turns_and_busy_lineages_need_is_protected(self) -> None:
-        assert self.table.protected() == set(
-            self.named(self.records[name] for name in self.busy if name in self.records)
-        )
-
-    @invariant()
-    def the_oldest_idle_one_with_blocks_goes_first(self) -> None:
-        """They hold no tokens here, so no size speaks for one or the other."""
-        idle = [record for record in self.records.values() if record.blocks and record.name not in self.busy]
-        victim = self.table.stalest()
-        assert (victim is None) is (not idle)
-        if victim is not None:
-            assert victim in idle
-            assert victim.last_used == min(record.last_used for record in idle)
+        assert self.in_use.lineages() == list(self.busy)
 
     @invariant()
     def of_too_many_the_oldest_idle_one_goes_first(self) -> None:
@@ -167,15 +125,6 @@ TestAgents = AgentMachine.TestCase
 TestAgents.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
-def test_what_the_store_held_is_counted() -> None:
-    blank = AgentTable("model").new("a")
-    both, lower = NamedBlock("x", (0, 1)), NamedBlock("x", (0,))
-    table = AgentTable("model", [replace(blank, blocks=(both,)), replace(blank, lineage="b", blocks=(lower,))])
-    assert table.remove(table.lineages("a")[0]) == {("x", 1)}
-    assert table.remove(table.lineages("a")[0]) == {("x", 0)}
-    assert "a" not in table
-
-
 def test_an_agent_is_its_longest_lineage_first() -> None:
     short, long = (
         Transcript.empty().extended("a", [1], [1], "prompt"),
@@ -190,7 +139,8 @@ def test_an_agent_is_its_longest_lineage_first() -> None:
 
 
 def test_another_lineage_is_set_as_the_agent_is() -> None:
-    table = AgentTable("model")
+    in_use = InUse()
+    table = AgentTable("model", in_use=in_use)
     first = replace(table.new("a", policy="auto", system="be kind"), adapter="poet")
     table.put(replace(first, transcript=Transcript.empty().extended("a", [1], [1], "prompt"), num_saved=1))
     other = table.vacant("a", param="agent")
@@ -198,13 +148,14 @@ def test_another_lineage_is_set_as_the_agent_is() -> None:
     assert replace(other, lineage=FIRST_LINEAGE) == first
     table.put(other)
     assert table.vacant("a", param="agent") == other, "an empty one is used first"
-    table.set_busy(other.name)
+    in_use.hold_lineage(other.name)
     assert table.vacant("a", param="agent").lineage not in (FIRST_LINEAGE, other.lineage)
 
 
 def test_two_first_turns_of_an_agent_are_two_lineages() -> None:
-    table = AgentTable("model")
-    table.set_busy(table.vacant("a", param="agent").name)
+    in_use = InUse()
+    table = AgentTable("model", in_use=in_use)
+    in_use.hold_lineage(table.vacant("a", param="agent").name)
     assert table.vacant("a", param="agent").lineage != FIRST_LINEAGE
 
 

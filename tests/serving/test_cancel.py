@@ -36,7 +36,7 @@ def waiting(hand: ByHand) -> Receiver:
 
 
 def loading(hand: ByHand) -> Receiver:
-    inside.evict_agent(hand.engine, "alice")
+    hand.evict("alice")
     receiver = hand.submit(make_ids(CONTEXT), greedy(9), "alice")
     hand.step()
     assert inside.is_loading(hand.engine, receiver.generation)
@@ -105,7 +105,7 @@ def test_a_read_that_comes_late_changes_nothing(in_time: int, model: Path, tmp_p
         hand.run(alone)
     with by_hand(model, tmp_path / "late") as hand:
         hand.run(hand.submit(prompt, greedy(3), "alice"))
-        inside.evict_agent(hand.engine, "alice")
+        hand.evict("alice")
         late = hand.submit(prompt, greedy(3), "alice")
         hand.engine.step()
         assert inside.is_loading(hand.engine, late.generation)

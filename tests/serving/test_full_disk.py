@@ -206,7 +206,8 @@ def test_blocks_of_a_turn_without_a_manifest_go(step: str, model: Path, tmp_path
 
 @pytest.mark.parametrize("is_made", [False, True])
 def test_a_turn_that_goes_while_it_waits_for_room(is_made: bool, model: Path, tmp_path: Path) -> None:
-    """It is cancelled behind a write that finds no room. Nobody makes room for it then; what comes too late goes."""
+    """Cancelled before its write finds no room, nobody makes any; made before that, what was written goes again."""
+    opened = threading.Event()
     with by_hand(model, tmp_path) as hand:
         hand.run(hand.submit(make_ids(300, seed=1), greedy(1), "idle"))
         store = inside.store(hand.engine)
@@ -215,6 +216,7 @@ def test_a_turn_that_goes_while_it_waits_for_room(is_made: bool, model: Path, tm
         tries: list[int] = []
 
         def once_full(blocks: Sequence[BlockWrite]) -> int:
+            assert opened.wait(30)
             tries.append(len(blocks))
             if len(tries) == 1:
                 raise DiskBudgetExceeded("it is full")
@@ -224,10 +226,11 @@ def test_a_turn_that_goes_while_it_waits_for_room(is_made: bool, model: Path, tm
         late = hand.submit(make_ids(700, seed=2), greedy(9), "late")
         while not late.generation.saved_early:
             hand.step()
-        inside.flush(hand.engine)
         if is_made:
-            hand.posted.get(timeout=30)()
+            opened.set()
+            inside.flush(hand.engine)
         hand.engine.cancel(late.generation)
+        opened.set()
         hand.finish_writing()
         assert (len(tries) > 1) == is_made
         assert (inside.record(hand.engine, "idle").num_saved > 0) != is_made

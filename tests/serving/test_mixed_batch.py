@@ -54,7 +54,7 @@ def prepare(hand: ByHand) -> None:
     inside.fork_agent(hand.engine, "fork1", "fork2", saved.append)
     while not saved:
         hand.posted.get(timeout=30)()
-    inside.evict_agent(hand.engine, "warm")
+    hand.evict("warm")
 
 
 def logprobs_of(receiver: Receiver) -> list[TokenLogprob]:

@@ -111,7 +111,7 @@ def test_evicting_one_agent_leaves_the_others(model: Path, tmp_path: Path) -> No
         ask(hand, PROMPT, "base")
         ask(hand, PROMPT, "a", A)
         before = hand.engine.stats().blocks_cached
-        inside.evict_agent(hand.engine, "a")
+        hand.evict("a")
         assert state(hand, "a") is CacheState.WARM
         assert before - hand.engine.stats().blocks_cached == 2 + 1, "its own two upper blocks, and that"
         [group, _] = inside.loaded_model(hand.engine).spec.groups
@@ -119,7 +119,7 @@ def test_evicting_one_agent_leaves_the_others(model: Path, tmp_path: Path) -> No
         report = ask(hand, [*PROMPT, 7], "a", A)
         assert reused(report) == (len(PROMPT), 0)
         for agent in ("a", "base"):
-            inside.evict_agent(hand.engine, agent)
+            hand.evict(agent)
         assert hand.engine.stats().blocks_cached == 0
 
 

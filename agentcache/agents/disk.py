@@ -1,0 +1,306 @@
+"""What lies in the cache folder: the one place that writes to it and deletes from it while serving.
+
+All of it runs on the writer's thread, one job after the other, so a manifest never overtakes the blocks that it names,
+and nothing changes between looking and writing. The engine's thread hands in values and gets values back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from agentcache.agents.in_use import InUse, subtract
+from agentcache.agents.lineages import staleness, unshared_tokens
+from agentcache.agents.table import Lineages, names_of
+from agentcache.blocks.keys import BLOCK_SIZE, BlockName, block_key
+from agentcache.blocks.lanes import NamedBlock
+from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
+from agentcache.store.manifest import AgentRecord
+from agentcache.store.store import BlockWrite, Store
+
+log = logging.getLogger("agentcache.disk")
+
+T = TypeVar("T")
+
+# What of a file is neither keys nor values, estimated: a block's header with its tokens; a token's id, end and text.
+_BLOCK_HEADER_BYTES, _LOG_BYTES_PER_TOKEN, _MANIFEST_BYTES = 1536, 16, 1536
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A lineage as it is to be on disk.
+
+    Args:
+        record: the lineage, which names its blocks.
+        needed: those of its blocks that have to be there.
+        writes: those of them that are not there, as far as it is known.
+        held: what `InUse` holds for the turn, and lets go when it is over.
+    """
+
+    record: AgentRecord
+    needed: Sequence[BlockName] = ()
+    writes: Sequence[BlockWrite] = ()
+    held: Sequence[BlockName] = ()
+
+
+@dataclass
+class Committed:
+    """How a job ended.
+
+    Attributes:
+        written: whether the blocks that came with it are on disk (or were deleted since: see there).
+        lost: whether blocks that the turn names are gone, and nothing was saved: those in RAM can be written again.
+        deleted: what no lineage and no turn needs any more; there are no files of it now.
+        emptied: lineages whose blocks went to make room, as they were; the transcript stayed.
+        removed: lineages that went as a whole, as they were.
+        num_bytes: written.
+        error: why it failed.
+    """
+
+    written: bool = False
+    lost: bool = False
+    deleted: list[BlockName] = field(default_factory=list)
+    emptied: list[AgentRecord] = field(default_factory=list)
+    removed: list[AgentRecord] = field(default_factory=list)
+    num_bytes: int = 0
+    error: str | None = None
+
+
+class Disk:
+    """Knows which lineages are durable and which files they need, and makes room for new ones.
+
+    `needs`, `fits` and `has` may be called from any thread; all else runs on one thread, the writer's.
+
+    Args:
+        records: what the store holds.
+        in_use: what must stay.
+    """
+
+    def __init__(self, store: Store, records: Iterable[AgentRecord], in_use: InUse) -> None:
+        self._store = store
+        self._in_use = in_use
+        self._lineages = Lineages()
+        self._references: Counter[BlockName] = Counter()  # by lineages
+        self._unshared: dict[str, Mapping[str, int]] = {}
+        self._behind: set[str] = set()  # lineages whose manifests may still name blocks that went for room
+        for record in records:
+            self._put(record)
+
+    # -- from any thread --------------------------------------------------------------------------------------------
+
+    def needs(self, name: BlockName) -> bool:
+        """Whether some lineage on disk names this, or some turn counts on it."""
+        return self._references[name] > 0 or self._in_use.has_block(name)
+
+    def has(self, name: BlockName) -> bool:
+        """Whether there is a file."""
+        return self._store.has(self._key(name))
+
+    def fits(self, record: AgentRecord, num_tokens: int) -> bool:
+        """Whether the budget could hold a lineage of so many tokens if no other had any blocks on disk."""
+        return self._bytes_with(record, num_tokens) <= self._store.disk_budget
+
+    def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
+        """Bytes on disk with that lineage and all transcripts, which stay. A little more than there will be."""
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        blocks = sum(
+            group.bytes_per_block * num_tokens // BLOCK_SIZE + num_blocks * _BLOCK_HEADER_BYTES
+            for group in self._store.groups
+        )
+        known = self._lineages.find(record.name)
+        logged = 0 if known is None else len(known.transcript)
+        log_bytes = max(0, num_tokens - logged) * _LOG_BYTES_PER_TOKEN + _MANIFEST_BYTES
+        return self._store.agent_bytes + blocks + log_bytes
+
+    # -- jobs -------------------------------------------------------------------------------------------------------
+
+    def tidy(self) -> Committed:
+        """At start: remove the files that belong to nobody, and get under the budget."""
+
+        def work(done: Committed) -> None:
+            self._store.collect_orphans()
+            while self._store.free_budget < 0 and self._drop_stalest(done):
+                continue
+
+        return self._run(work)
+
+    def write(self, blocks: Sequence[BlockWrite], names: Sequence[BlockName]) -> Committed:
+        """Write blocks that a turn under way has filled and holds; if it has let go of them, nobody makes room."""
+
+        def work(done: Committed) -> None:
+            self._write_blocks(blocks, done, is_wanted=lambda: any(map(self._in_use.has_block, names)))
+
+        return self._run(work, written=names)
+
+    def commit(self, turn: Turn) -> Committed:
+        """Make a turn durable: its blocks, then the manifest that names them. One that fails leaves no file."""
+
+        def work(done: Committed) -> None:
+            self._require_budget(turn)
+            self._write_blocks(turn.writes, done)
+            self._require_blocks(turn.needed)
+            done.num_bytes += self._with_room(lambda: self._store.save_agent(turn.record), done)
+            self._delete(self._put(turn.record), done)
+
+        return self._run(work, held=turn.held)
+
+    def empty(self, record: AgentRecord) -> Committed:
+        """Have a lineage name no blocks.
+
+        Its old ones go first, so that there is room; after a crash in between, a manifest names what is not there.
+        """
+
+        def work(done: Committed) -> None:
+            self._delete(self._put(record), done)
+            self._store.save_agent(record)
+
+        return self._run(work)
+
+    def delete(self, record: AgentRecord) -> Committed:
+        """Remove a lineage, and what of its blocks nobody else needs."""
+        return self._run(lambda done: self._remove(record, done))
+
+    def sweep(self, names: Sequence[BlockName]) -> Committed:
+        """Delete those that nobody needs: a turn that held them did not happen."""
+        return self._run(lambda done: None, written=names)
+
+    def _run(
+        self, work: Callable[[Committed], None], *, held: Sequence[BlockName] = (), written: Sequence[BlockName] = ()
+    ) -> Committed:
+        """Do the work of a job; whatever goes wrong is in the outcome.
+
+        Args:
+            held: to be let go at the end.
+            written: what may lie on disk, then or before, and be of no use to anybody.
+        """
+        done = Committed()
+        try:
+            with self._store.visit():
+                work(done)
+        except BlocksLost as error:
+            done.lost, done.error = True, str(error)
+            return done  # to be tried again, with what is held
+        except AgentCacheError as error:
+            done.error = str(error)
+        except Exception as error:
+            log.exception("a write has failed")
+            done.error = f"{type(error).__name__}: {error}"
+        self._in_use.let_blocks_go(held)
+        try:
+            self._delete({*held, *written}, done)
+            self._catch_up()
+        except StoreError as error:  # after a restart what is not needed goes, and what is gone is known to be
+            log.error("the cache folder is not tidy: %s", error)
+        return done
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def _require_budget(self, turn: Turn) -> None:
+        """Nobody else's blocks are dropped for what cannot be saved anyhow."""
+        record, budget = turn.record, self._store.disk_budget
+        if turn.writes and not self.fits(record, record.num_saved):
+            reason = (
+                f"with it and all transcripts there would be {self._bytes_with(record, record.num_saved)} bytes on disk"
+            )
+            raise StoreError(f"{reason}, over the budget of {budget}")
+
+    def _write_blocks(
+        self, blocks: Sequence[BlockWrite], done: Committed, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        done.num_bytes += self._with_room(lambda: self._store.write_blocks(blocks), done, is_wanted) if blocks else 0
+        done.written = True
+
+    def _require_blocks(self, names: Sequence[BlockName]) -> None:
+        """A manifest must name nothing that went meanwhile, for room or by somebody's hand. Raises BlocksLost."""
+        if not all(map(self.has, names)):
+            raise BlocksLost("an earlier block is gone from the cache folder")
+        self._store.require_blocks(map(self._key, names))
+
+    def _with_room(self, write: Callable[[], T], done: Committed, is_wanted: Callable[[], bool] = lambda: True) -> T:
+        while True:
+            try:
+                return write()
+            except DiskBudgetExceeded as error:
+                if not (is_wanted() and self._could_hold(error.num_bytes) and self._drop_stalest(done)):
+                    raise
+
+    # -- making room ------------------------------------------------------------------------------------------------
+
+    def _could_hold(self, num_bytes: int) -> bool:
+        """Whether there would be so much room if all that may go were gone."""
+        busy = (record for record in self._lineages if self._in_use.has_lineage(record.name))
+        protected = self._in_use.blocks().union(*(record.block_names for record in busy))
+        kept = self._store.agent_bytes + self._store.block_bytes(map(self._key, protected))
+        return kept + num_bytes <= self._store.disk_budget
+
+    def _drop_stalest(self, done: Committed) -> bool:
+        """Drop the blocks of the lineage that is missed least, of this model or another; False if there is none.
+
+        Of an agent's longest lineage the transcript stays, and of another model's agents.
+        """
+        now = time.time()
+        victim, foreign = self._stalest(now), self._store.other_model_last_used()
+        if victim is None or (foreign is not None and now - foreign > self._staleness(victim, now)):
+            return self._store.evict_other_model() > 0
+        log.info("dropping the blocks of agent %s to keep the disk budget", victim.name)
+        if victim is self._lineages.get(victim.id):
+            done.emptied.append(victim)
+            self._behind.add(victim.name)
+            self._delete(self._put(replace(victim, num_saved=0, blocks=())), done)
+        else:
+            done.removed.append(victim)
+            self._remove(victim, done)
+        return True
+
+    def _stalest(self, now: float) -> AgentRecord | None:
+        with_blocks = (record for record in self._lineages if record.blocks)
+        idle = (record for record in with_blocks if not self._in_use.has_lineage(record.name))
+        return max(idle, key=lambda record: self._staleness(record, now), default=None)
+
+    def _staleness(self, record: AgentRecord, now: float) -> float:
+        if record.id not in self._unshared:
+            self._unshared[record.id] = unshared_tokens(self._lineages.lineages(record.id))
+        return staleness(record, self._unshared[record.id], now)
+
+    # -- what there is ----------------------------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        """Write the manifests that are behind: at a job's end, when there is room again."""
+        for name in list(self._behind):
+            if (record := self._lineages.find(name)) is not None:
+                self._store.save_agent(record)
+            self._behind.discard(name)
+
+    def _remove(self, record: AgentRecord, done: Committed) -> None:
+        self._store.delete_agent(record.name)
+        known = self._lineages.find(record.name)
+        if known is not None:
+            self._lineages.remove(known)
+            self._delete(self._recount(record.id, set(known.blocks), set()), done)
+
+    def _put(self, record: AgentRecord) -> list[BlockName]:
+        """The lineage is, or will be, so on disk; returns what it named before and names no more."""
+        known = self._lineages.find(record.name)
+        self._lineages.put(record)
+        return self._recount(record.id, set(known.blocks) if known else set(), set(record.blocks))
+
+    def _recount(self, agent_id: str, before: Set[NamedBlock], after: Set[NamedBlock]) -> list[BlockName]:
+        self._unshared.pop(agent_id, None)
+        self._references.update(names_of(after - before))  # most blocks of a long context stay
+        given_up = names_of(before - after)
+        subtract(self._references, given_up)
+        return given_up
+
+    def _delete(self, names: Iterable[BlockName], done: Committed) -> None:
+        """Delete the files of those that nobody needs."""
+        unneeded = [name for name in names if not self.needs(name)]
+        if unneeded:
+            self._store.delete_blocks(map(self._key, unneeded))
+            done.deleted += unneeded
+
+    def _key(self, name: BlockName) -> str:
+        return block_key(name.chain, self._store.groups[name.group].name)

@@ -1,0 +1,213 @@
+"""The owner of the cache folder against a dict: what is durable, which files stay, and what goes for room."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from agentcache.agents.disk import Committed, Disk, Turn
+from agentcache.agents.in_use import InUse
+from agentcache.blocks.keys import BlockName, block_key
+from agentcache.store.manifest import FIRST_LINEAGE, AgentRecord
+from agentcache.store.store import BlockWrite, Store
+from agentcache.store.verify import verify_folder
+from tests.kv.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, size_on_disk, tree
+
+IDS = st.sampled_from(["ada", "bob", "carl"])
+LINEAGES = st.sampled_from([FIRST_LINEAGE, "a1"])
+BLOCK_BYTES = SPEC.groups[0].bytes_per_block
+
+
+def keys_of(names: Sequence[BlockName] | set[BlockName]) -> set[str]:
+    return {block_key(name.chain, SPEC.groups[name.group].name) for name in names}
+
+
+def writes_of(record: AgentRecord, names: Sequence[BlockName] | set[BlockName]) -> list[BlockWrite]:
+    keys = keys_of(names)
+    return [write for write in make_turn(record) if write.header.block_key in keys]
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """A turn of which some blocks are written already."""
+
+    record: AgentRecord
+    held: list[BlockName]
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """`saved` is what has to be durable; a file is there for what its lineages name and turns under way hold."""
+
+    @initialize(blocks=st.sampled_from([6, 8, 12]))
+    def start(self, blocks: int) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.budget = blocks * BLOCK_BYTES
+        self.saved: dict[str, AgentRecord] = {}
+        self.turns: list[UnderWay] = []
+        self.busy: Counter[str] = Counter()
+        self.clock = 1.0
+        self.fails = ""
+        self.open()
+
+    def open(self) -> None:
+        self.store = Store(self.folder, SPEC, MODEL, disk_budget=self.budget, fault=self.fault)
+        self.in_use = InUse()
+        records = self.store.load_agents()
+        assert {record.name: record for record in records} == self.saved
+        self.disk = Disk(self.store, records, self.in_use)
+        self.apply(self.disk.tidy())
+
+    def fault(self, step: str) -> None:
+        if self.fails and step.startswith(self.fails):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def apply(self, outcome: Committed) -> Committed:
+        for dropped in (*outcome.emptied, *outcome.removed):
+            assert self.saved[dropped.name] == dropped and dropped.blocks
+            assert dropped.name not in self.busy, "somebody is at work on it"
+        for dropped in outcome.emptied:
+            self.saved[dropped.name] = replace(dropped, num_saved=0, blocks=())
+        for dropped in outcome.removed:
+            del self.saved[dropped.name]
+            assert any(record.id == dropped.id for record in self.saved.values()), "an agent's longest lineage stays"
+        assert not {name for name in outcome.deleted if self.disk.has(name)}
+        return outcome
+
+    def make(self, agent_id: str, lineage: str, seed: int, num_tokens: int) -> AgentRecord:
+        self.clock += 1
+        transcript = make_transcript(num_tokens, seed=seed)
+        return make_record(agent_id, transcript, lineage=lineage, last_used=self.clock)
+
+    # -- turns ------------------------------------------------------------------------------------------------------
+
+    @rule(agent_id=IDS, lineage=LINEAGES, seed=st.integers(0, 2), num_tokens=st.sampled_from([40, 300, 700, 900]))
+    def begin(self, agent_id: str, lineage: str, seed: int, num_tokens: int) -> None:
+        """A turn begins, and writes its full blocks."""
+        record = self.make(agent_id, lineage, seed, num_tokens)
+        held = record.block_names[: num_tokens // 256 * len(SPEC.groups)]
+        self.busy[record.name] += 1
+        self.in_use.hold_lineage(record.name)
+        self.in_use.hold_blocks(held)
+        self.turns.append(UnderWay(record, held))
+        outcome = self.apply(self.disk.write(writes_of(record, held), held))
+        assert outcome.written or outcome.error
+        assert not outcome.written or all(map(self.disk.has, held))
+
+    @precondition(lambda self: self.turns)
+    @rule(data=st.data(), knows_all=st.booleans())
+    def commit(self, data: st.DataObject, knows_all: bool) -> None:
+        """It ends; blocks that it takes for written may be gone, and then it comes again with all of them."""
+        turn = self.take(data)
+        names = turn.record.block_names
+        counted_on = [name for name in names if name not in turn.held]
+        self.in_use.hold_blocks(counted_on)
+        held = [*turn.held, *counted_on]
+        gone = {name for name in names if not self.disk.has(name)}
+        writes = writes_of(turn.record, gone if knows_all else gone.difference(turn.held))
+        outcome = self.apply(self.disk.commit(Turn(turn.record, names, writes, held)))
+        if outcome.lost:
+            assert not knows_all and gone & set(turn.held)
+            outcome = self.apply(self.disk.commit(Turn(turn.record, names, writes_of(turn.record, gone), held)))
+        assert not outcome.lost
+        if outcome.error is None:
+            self.saved[turn.record.name] = turn.record
+        else:
+            assert "budget" in outcome.error
+        self.leave(turn)
+
+    @precondition(lambda self: self.turns)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        turn = self.take(data)
+        self.in_use.let_blocks_go(turn.held)
+        self.apply(self.disk.sweep(turn.held))
+        self.leave(turn)
+
+    def take(self, data: st.DataObject) -> UnderWay:
+        return self.turns.pop(data.draw(st.integers(0, len(self.turns) - 1)))
+
+    def leave(self, turn: UnderWay) -> None:
+        self.in_use.let_lineage_go(turn.record.name)
+        self.busy = +(self.busy - Counter([turn.record.name]))
+
+    # -- what clients ask for ---------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        record = self.saved[data.draw(st.sampled_from(sorted(self.saved)))]
+        assert self.apply(self.disk.delete(record)).error is None
+        del self.saved[record.name]
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def empty(self, data: st.DataObject) -> None:
+        record = self.saved[data.draw(st.sampled_from(sorted(self.saved)))]
+        less = replace(record, num_saved=0, blocks=())
+        error = self.apply(self.disk.empty(less)).error
+        assert error is None or ("budget" in error and not record.blocks)
+        self.saved[record.name] = less
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data(), new_id=IDS)
+    def fork(self, data: st.DataObject, new_id: str) -> None:
+        source = self.saved[data.draw(st.sampled_from(sorted(self.saved)))]
+        copy = replace(source, id=new_id)
+        if copy.name not in self.saved and self.apply(self.disk.commit(Turn(copy))).error is None:
+            self.saved[copy.name] = copy
+
+    # -- the disk ---------------------------------------------------------------------------------------------------
+
+    @rule(step=st.sampled_from(["block", "log", "manifest"]), agent_id=IDS, seed=st.integers(0, 2))
+    def commit_on_a_disk_that_fails(self, step: str, agent_id: str, seed: int) -> None:
+        record = self.make(agent_id, FIRST_LINEAGE, seed, 300)
+        gone = [name for name in record.block_names if not self.disk.has(name)]
+        self.in_use.hold_blocks(record.block_names)
+        self.fails = step
+        turn = Turn(record, record.block_names, writes_of(record, gone), record.block_names)
+        outcome = self.apply(self.disk.commit(turn))
+        self.fails = ""
+        self.apply(self.disk.sweep([]))  # what could not be written of those that made room is written now
+        if outcome.error is None:  # every block was there
+            assert step == "block" and not gone
+            self.saved[record.name] = record
+
+    @rule(blocks=st.sampled_from([3, 6, 12]))
+    def restart(self, blocks: int) -> None:
+        self.store.close()
+        self.budget = blocks * BLOCK_BYTES
+        self.turns.clear()
+        self.busy.clear()
+        self.open()
+
+    @invariant()
+    def files_are_those_that_somebody_needs(self) -> None:
+        named = keys_of({name for record in self.saved.values() for name in record.block_names})
+        held = keys_of({name for turn in self.turns for name in turn.held})
+        files = {Path(name).stem for name in tree(self.folder) if name.startswith("blocks")}
+        assert named <= files <= named | held
+        assert self.store.disk_bytes == size_on_disk(self.folder)
+        assert self.store.quarantined == 0
+
+    @invariant()
+    def manifests_are_what_was_saved(self) -> None:
+        report = verify_folder(self.folder)
+        assert report.problems == () and report.missing_blocks == 0
+        assert report.agents == len({record.id for record in self.saved.values()})
+
+    def teardown(self) -> None:
+        self.store.close()
+        shutil.rmtree(self.folder)
+
+
+DiskMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestDisk = DiskMachine.TestCase
