@@ -43,19 +43,54 @@ def default_config_file() -> Path:
     return Path.home() / ".agentcache" / "config.toml"
 
 
-_POSITIVE = (
-    "ram_budget",
-    "disk_budget",
-    "max_concurrent_requests",
-    "request_timeout",
-    "max_context",
-    "max_body_bytes",
-    "body_timeout",
-    "header_timeout",
-    "prefill_chunk",
-    "max_stall_ms",
-    "max_lineages",
-)
+class Kind(StrEnum):
+    """How a setting is written in flags, environment variables and the file."""
+
+    TEXT = "text"
+    PATH = "path"
+    INTEGER = "integer"
+    NUMBER = "number"
+    SWITCH = "switch"  # on or off
+    SIZE = "size"  # bytes: 8GB, 20%, auto
+    TABLE = "table"  # of several values, each with a parser of its own
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A setting's option of `agentcache serve`.
+
+    Args:
+        help: what it says of itself.
+        metavar: what stands for its value.
+        name: where it is not the setting's.
+        repeats: whether it may be given several times.
+        is_bare: whether it has no value.
+    """
+
+    help: str
+    metavar: str | None = None
+    name: str | None = None
+    repeats: bool = False
+    is_bare: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of a setting beside its type and its default.
+
+    Args:
+        kind: how it is written.
+        flag: its option; None for one that only the environment and the file can set.
+        above_zero: whether it must be.
+    """
+
+    kind: Kind
+    flag: Flag | None = None
+    above_zero: bool = False
+
+
+def _setting(kind: Kind, flag: Flag | None = None, *, above_zero: bool = False, **default: Any) -> Any:
+    return field(metadata={"setting": Setting(kind, flag, above_zero)}, **default)
 
 
 @dataclass(frozen=True)
@@ -87,31 +122,75 @@ class Config:
         images: what becomes of images in users' messages.
     """
 
-    model: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = field(default=None, repr=False)
-    api_key_file: Path | None = None
-    cache_dir: Path = field(default_factory=default_cache_dir)
-    ram_budget: int = field(default_factory=lambda: parse_ram_budget("auto"))
-    disk_budget: int = AUTO_DISK_CEILING
-    trunk_budget: int = 0
-    max_concurrent_requests: int = 16
-    request_timeout: float | None = None
-    max_context: int | None = None
-    max_body_bytes: int = 32 * 10**6
-    header_timeout: float = 10.0
-    body_timeout: float = 30.0
-    cors_origins: tuple[str, ...] = ()
-    prefill_chunk: int = 256
-    max_stall_ms: float = 100.0
-    decode_share: float = 0.5
-    max_lineages: int = 8
-    adapters: tuple[AdapterFolder, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    strict_model_names: bool = False
-    session_headers: bool = True
-    images: Images = Images.REFUSE
+    model: str | None = _setting(Kind.TEXT, Flag("Folder or hub id; the embedded model without it."), default=None)
+    host: str = _setting(Kind.TEXT, Flag("Address to listen on (127.0.0.1)."), default="127.0.0.1")
+    port: int = _setting(Kind.INTEGER, Flag("Port to listen on (8000); 0 takes a free one."), default=8000)
+    api_key: str | None = _setting(
+        Kind.TEXT,
+        Flag("Key that clients must present; others can see it in the list of processes."),
+        default=None,
+        repr=False,
+    )
+    api_key_file: Path | None = _setting(
+        Kind.PATH, Flag("File that holds the key, readable by you only."), default=None
+    )
+    cache_dir: Path = _setting(
+        Kind.PATH, Flag("Folder of the agents' memory (~/.agentcache/cache)."), default_factory=default_cache_dir
+    )
+    ram_budget: int = _setting(
+        Kind.SIZE,
+        Flag("RAM for the cache: 8GB, 20%, auto (25% of RAM)."),
+        above_zero=True,
+        default_factory=lambda: parse_ram_budget("auto"),
+    )
+    disk_budget: int = _setting(
+        Kind.SIZE, Flag("Disk for the cache: 100GB, 20%, auto."), above_zero=True, default=AUTO_DISK_CEILING
+    )
+    trunk_budget: int = _setting(
+        Kind.SIZE, Flag("RAM for hidden states that adapters go on from: 2GB, 5% (0: none)."), default=0
+    )
+    max_concurrent_requests: int = _setting(
+        Kind.INTEGER, Flag("Requests in one batch (16); more wait."), above_zero=True, default=16
+    )
+    request_timeout: float | None = _setting(
+        Kind.NUMBER, Flag("Seconds a completion may take (no limit)."), above_zero=True, default=None
+    )
+    max_context: int | None = _setting(
+        Kind.INTEGER, Flag("Tokens a sequence may have (the model's limit)."), above_zero=True, default=None
+    )
+    max_body_bytes: int = _setting(Kind.SIZE, above_zero=True, default=32 * 10**6)
+    header_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=10.0)
+    body_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=30.0)
+    cors_origins: tuple[str, ...] = _setting(
+        Kind.TABLE,
+        Flag("Web page that may ask, or *; may be repeated.", metavar="ORIGIN", name="cors_origin", repeats=True),
+        default=(),
+    )
+    prefill_chunk: int = _setting(Kind.INTEGER, above_zero=True, default=256)
+    max_stall_ms: float = _setting(
+        Kind.NUMBER, Flag("Milliseconds a prompt may hold up others (100)."), above_zero=True, default=100.0
+    )
+    decode_share: float = _setting(Kind.NUMBER, Flag("Share of the time for decoding (0.5)."), default=0.5)
+    max_lineages: int = _setting(Kind.INTEGER, Flag("Conversations kept of one agent (8)."), above_zero=True, default=8)
+    adapters: tuple[AdapterFolder, ...] = _setting(
+        Kind.TABLE,
+        Flag("LoRA adapter to load; may be repeated.", metavar="NAME=PATH[:POLICY]", name="adapter", repeats=True),
+        default=(),
+    )
+    aliases: Mapping[str, str] = _setting(Kind.TABLE, default_factory=dict)
+    strict_model_names: bool = _setting(
+        Kind.SWITCH, Flag("Refuse claude-* and gpt-* names; else they mean this model.", is_bare=True), default=False
+    )
+    session_headers: bool = _setting(
+        Kind.SWITCH,
+        Flag("Take agents from headers and from what clients send unasked (on).", metavar="on|off"),
+        default=True,
+    )
+    images: Images = _setting(
+        Kind.TEXT,
+        Flag("What becomes of images of users (refuse).", metavar="refuse|placeholder"),
+        default=Images.REFUSE,
+    )
 
     @property
     def max_waiting_requests(self) -> int:
@@ -121,9 +200,9 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port} is not between 0 and 65535")
-        for key in _POSITIVE:
+        for key, setting in SETTINGS.items():
             value = getattr(self, key)
-            if value is not None and value <= 0:
+            if setting.above_zero and value is not None and value <= 0:
                 raise ConfigError(f"{key} = {value} must be positive")
         if not 0 < self.decode_share < 1:
             raise ConfigError(f"decode_share = {self.decode_share} is not between 0 and 1")
@@ -134,13 +213,10 @@ class Config:
             raise ConfigError("api_key must be printable ASCII, since clients send it in an HTTP header")
 
 
-KEYS = tuple(setting.name for setting in fields(Config))
-_INTEGERS = frozenset({"port", "max_concurrent_requests", "max_context", "prefill_chunk", "max_lineages"})
-_NUMBERS = frozenset({"request_timeout", "header_timeout", "body_timeout", "max_stall_ms", "decode_share"})
-_SWITCHES = frozenset({"strict_model_names", "session_headers"})
+SETTINGS: Mapping[str, Setting] = {entry.name: entry.metadata["setting"] for entry in fields(Config)}
+"""All of them, by name."""
+
 _ON_OR_OFF = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
-_STRUCTURED = frozenset({"adapters", "aliases", "cors_origins"})
-_TEXTS = frozenset({"model", "host", "api_key", "api_key_file", "cache_dir", "images"})
 
 
 def load_config(
@@ -180,13 +256,13 @@ def _from_file(config_file: Path | None, environ: Mapping[str, str]) -> dict[str
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
-    _refuse_unknown(settings, KEYS, f"config file {path}: unknown setting")
+    _refuse_unknown(settings, SETTINGS, f"config file {path}: unknown setting")
     return settings
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     names = {name for name in environ if name.startswith(ENV_PREFIX)} - OTHER_VARIABLES
-    known = {ENV_PREFIX + key.upper(): key for key in KEYS}
+    known = {ENV_PREFIX + key.upper(): key for key in SETTINGS}
     for name in sorted(names - known.keys()):
         log.warning("unknown environment variable %r%s", name, _nearest(name, [*known, *OTHER_VARIABLES]))
     return {known[name]: environ[name] for name in sorted(names & known.keys())}
@@ -194,7 +270,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _from_flags(overrides: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in overrides.items() if value is not None}
-    _refuse_unknown(given, KEYS, "unknown setting")
+    _refuse_unknown(given, SETTINGS, "unknown setting")
     return given
 
 
@@ -212,7 +288,8 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Values as `Config` wants them, from strings and TOML values."""
-    settings: dict[str, Any] = {key: _plain(key, value) for key, value in raw.items() if key not in _STRUCTURED}
+    one_value = {key: value for key, value in raw.items() if SETTINGS[key].kind is not Kind.TABLE}
+    settings: dict[str, Any] = {key: _plain(key, value) for key, value in one_value.items()}
     settings["adapters"] = parse_adapters(raw.get("adapters", {}))
     settings["aliases"] = _aliases(raw.get("aliases", {}))
     settings["cors_origins"] = parse_origins(raw.get("cors_origins", ()))
@@ -224,25 +301,27 @@ def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     settings["trunk_budget"] = parse_trunk_budget(settings.get("trunk_budget", 0), settings["ram_budget"])
     if "max_body_bytes" in settings:
         settings["max_body_bytes"] = parse_bytes(settings["max_body_bytes"], key="max_body_bytes")
-    for key in _INTEGERS & settings.keys():
-        settings[key] = _integer(key, settings[key])
-    for key in _NUMBERS & settings.keys():
-        settings[key] = _number(key, settings[key])
+    for key, value in settings.items():
+        if SETTINGS[key].kind is Kind.INTEGER:
+            settings[key] = _integer(key, value)
+        elif SETTINGS[key].kind is Kind.NUMBER:
+            settings[key] = _number(key, value)
     if "images" in settings:
         settings["images"] = _images(settings["images"])
     return settings
 
 
 def _plain(key: str, value: Any) -> str | int | float | bool:
+    kind = SETTINGS[key].kind
     if isinstance(value, Path):
         return str(value)
-    if key in _SWITCHES:
+    if kind is Kind.SWITCH:
         return _switch(key, value)
-    if isinstance(value, float) and key in _NUMBERS:
+    if isinstance(value, float) and kind is Kind.NUMBER:
         return value
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ConfigError(f"{key} = {value!r} must be text or a whole number")
-    if not isinstance(value, str) and key in _TEXTS:
+    if not isinstance(value, str) and kind in (Kind.TEXT, Kind.PATH):
         raise ConfigError(f"{key} = {value!r} must be text")
     return value
 

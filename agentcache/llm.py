@@ -29,7 +29,8 @@ from agentcache.report import (
     TokenLogprob,
     Update,
 )
-from agentcache.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
+from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
+from agentcache.sampling import SamplingParams
 
 T = TypeVar("T")
 

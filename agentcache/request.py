@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from agentcache.adapter_settings import Policy
+from agentcache.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -41,37 +42,6 @@ class Priority(StrEnum):
 
     INTERACTIVE = "interactive"
     BACKGROUND = "background"
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose tokens.
-
-    Args:
-        max_tokens: tokens to generate; 0 only caches the prompt; None for as many as the context holds.
-        temperature: 0 is greedy and deterministic.
-        top_p, top_k, min_p: the usual truncations; 1.0, 0 and 0.0 switch them off.
-        repetition_penalty: divides the logits of tokens seen before; 1.0 is off.
-        logit_bias: added to the logits, by token id.
-        seed: makes sampling repeatable.
-        stop: strings that end the generation; they are not part of the text.
-        logprobs: number of alternatives to report per token; None for no logprobs at all, 0 for the chosen one only.
-        prompt_logprobs: report logprobs of the prompt's tokens too (computes the whole prompt).
-        ignore_eos: run to max_tokens.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: bool = False
-    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)

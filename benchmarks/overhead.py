@@ -27,7 +27,8 @@ from rich.table import Table
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.llm import LLM
 from agentcache.models.builtin.random_model import random_model_path
-from agentcache.request import Request, SamplingParams, TokenPrompt
+from agentcache.request import Request, TokenPrompt
+from agentcache.sampling import SamplingParams
 from benchmarks.workload import WEIGHTS_MODEL
 
 _PREFILL_CHUNK = 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import logging
 import signal
@@ -10,11 +11,11 @@ import socket
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentcache.config import Config, load_config
+from agentcache.config import SETTINGS, Config, Flag, Kind, load_config
 from agentcache.errors import AgentCacheError
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 BACKLOG = 2048
 SWITCH_SECONDS = 0.001
+
+FLAGS = {key: setting.flag for key, setting in SETTINGS.items() if setting.flag is not None}
+# Of the other kinds, text: `load_config` reads it.
+_VALUES: dict[Kind, type] = {Kind.PATH: Path, Kind.INTEGER: int, Kind.NUMBER: float}
 
 log = logging.getLogger("agentcache.cli")
 
@@ -34,75 +39,42 @@ class CannotStart(AgentCacheError):
     """The engine did not start, for a reason that the log holds."""
 
 
-def serve(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id; the embedded model without it.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on (8000); 0 takes a free one.")] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Folder of the agents' memory (~/.agentcache/cache).")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="Key that clients must present; others can see it in the list of processes.")
-    ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, readable by you only.")] = None,
-    ram_budget: Annotated[str | None, typer.Option(help="RAM for the cache: 8GB, 20%, auto (25% of RAM).")] = None,
-    disk_budget: Annotated[str | None, typer.Option(help="Disk for the cache: 100GB, 20%, auto.")] = None,
-    trunk_budget: Annotated[
-        str | None, typer.Option(help="RAM for hidden states that adapters go on from: 2GB, 5% (0: none).")
-    ] = None,
-    max_concurrent_requests: Annotated[int | None, typer.Option(help="Requests in one batch (16); more wait.")] = None,
-    request_timeout: Annotated[float | None, typer.Option(help="Seconds a completion may take (no limit).")] = None,
-    max_context: Annotated[int | None, typer.Option(help="Tokens a sequence may have (the model's limit).")] = None,
-    max_stall_ms: Annotated[float | None, typer.Option(help="Milliseconds a prompt may hold up others (100).")] = None,
-    decode_share: Annotated[float | None, typer.Option(help="Share of the time for decoding (0.5).")] = None,
-    max_lineages: Annotated[int | None, typer.Option(help="Conversations kept of one agent (8).")] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(metavar="ORIGIN", help="Web page that may ask, or *; may be repeated.")
-    ] = None,
-    adapter: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=PATH[:POLICY]", help="LoRA adapter to load; may be repeated.")
-    ] = None,
-    strict_model_names: Annotated[
-        bool | None,
-        typer.Option("--strict-model-names", help="Refuse claude-* and gpt-* names; else they mean this model."),
-    ] = None,
-    session_headers: Annotated[
-        str | None,
-        typer.Option(metavar="on|off", help="Take agents from headers and from what clients send unasked (on)."),
-    ] = None,
-    images: Annotated[
-        str | None, typer.Option(metavar="refuse|placeholder", help="What becomes of images of users (refuse).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")] = False,
-) -> None:
+def serve(*, as_json: bool, **given: Any) -> None:
     """Serve a model to OpenAI clients, with agents whose memory survives a restart."""
     leave_in_order(None)
-    config = load_config(
-        {
-            "model": model,
-            "host": host,
-            "port": port,
-            "cache_dir": cache_dir,
-            "api_key": api_key,
-            "api_key_file": api_key_file,
-            "ram_budget": ram_budget,
-            "disk_budget": disk_budget,
-            "trunk_budget": trunk_budget,
-            "max_concurrent_requests": max_concurrent_requests,
-            "request_timeout": request_timeout,
-            "max_context": max_context,
-            "max_stall_ms": max_stall_ms,
-            "decode_share": decode_share,
-            "max_lineages": max_lineages,
-            "cors_origins": cors_origin or None,
-            "adapters": adapter or None,
-            "strict_model_names": strict_model_names,
-            "session_headers": session_headers,
-            "images": images,
-        }
-    )
+    values = {key: given[_option_name(key, flag)] for key, flag in FLAGS.items()}
+    config = load_config({key: value for key, value in values.items() if value != []})
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with listen(config) as listener:
         warn_if_open(config)
         serve_on(listener, config, as_json=as_json)
+
+
+def _option_name(key: str, flag: Flag) -> str:
+    return flag.name or key
+
+
+def _signature() -> inspect.Signature:
+    """What typer makes the options of: one for each setting that has a flag."""
+    parameters = [_parameter(key, SETTINGS[key].kind, flag) for key, flag in FLAGS.items()]
+    as_json = Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")]
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    parameters.append(inspect.Parameter("as_json", keyword_only, default=False, annotation=as_json))
+    return inspect.Signature(parameters)
+
+
+def _parameter(key: str, kind: Kind, flag: Flag) -> inspect.Parameter:
+    name = _option_name(key, flag)
+    names = (f"--{name.replace('_', '-')}",) if flag.is_bare else ()
+    option = typer.Option(*names, help=flag.help, metavar=flag.metavar)
+    value: Any = list[str] if flag.repeats else bool if flag.is_bare else _VALUES.get(kind, str)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[value | None, option]
+    )
+
+
+serve.__signature__ = _signature()  # type: ignore[attr-defined]
+serve.__annotations__ = {name: parameter.annotation for name, parameter in _signature().parameters.items()}
 
 
 def listen(config: Config) -> socket.socket:

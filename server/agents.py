@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.report import AgentInfo
-from agentcache.request import Prompt, Request, SamplingParams
+from agentcache.request import Prompt, Request
+from agentcache.sampling import SamplingParams
 from agentcache.server.completion import collect
 from agentcache.server.context import Call, context_of, engine_of, name_agent, read_call, read_prompt
 from agentcache.server.model_names import read_adapter

@@ -9,7 +9,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from agentcache.report import ModelInfo
-from agentcache.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
+from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
+from agentcache.sampling import SamplingParams
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt
 from agentcache.server.messages import read_messages, read_tools

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from agentcache.adapter_settings import Policy, parse_policy
 from agentcache.errors import InvalidRequest
 from agentcache.report import ModelInfo
-from agentcache.request import Priority, Prompt, Request, SamplingParams
+from agentcache.request import Priority, Prompt, Request
+from agentcache.sampling import SamplingParams
 from agentcache.server.context import Call
 from agentcache.server.model_names import read_adapter
 from agentcache.server.session import read_agent
@@ -58,37 +60,31 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+class MakeRequest(Protocol):
+    """Makes the internal request, of which everything but these is known."""
+
+    def __call__(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> Request: ...
+
+
 @dataclass(frozen=True)
 class Options:
-    """The `agentcache` object of a request, whose request it is, its adapter, time limit in seconds and priority."""
+    """What a body says of a completion, but for its prompt and how to sample.
 
+    Args:
+        request: makes the internal request.
+        agent: whose request it is.
+        adapter: that is to answer.
+        report: whether to send what the cache did.
+        return_token_ids: whether to send tokens' ids.
+        timeout: seconds it may take.
+    """
+
+    request: MakeRequest
     agent: str | None
-    lineage: str | None
-    salt: str
+    adapter: str | None
     report: bool
     return_token_ids: bool
     timeout: float | None
-    priority: Priority | None
-    adapter: str | None
-    policy: Policy | None
-    invocation_start: int | None
-    invocation_optional: bool
-
-    def request(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> Request:
-        """The internal request."""
-        return Request(
-            request_id,
-            prompt,
-            sampling,
-            agent=self.agent,
-            lineage=self.lineage,
-            salt=self.salt,
-            priority=self.priority,
-            adapter=self.adapter,
-            policy=self.policy,
-            invocation_start=self.invocation_start,
-            invocation_optional=self.invocation_optional,
-        )
 
 
 def refuse_unsupported(body: Reader) -> None:
@@ -123,21 +119,27 @@ def read_options(call: Call, user_id: Any = None) -> Options:
     salt = extras.string("salt") or ""
     if len(salt) > MAX_SALT_LENGTH:
         extras.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
-    agent, lineage = read_agent(call, user_id), extras.string("lineage")
+    agent, adapter, lineage = read_agent(call, user_id), read_adapter(call), extras.string("lineage")
     if lineage is not None and agent is None:
         extras.fail("lineage", "needs an agent")
-    return Options(
+    request = partial(
+        Request,
         agent=agent,
         lineage=lineage,
         salt=salt,
-        report=extras.boolean("report"),
-        return_token_ids=extras.boolean("return_token_ids"),
-        timeout=read_timeout(body),
         priority=read_priority(body),
-        adapter=read_adapter(call),
+        adapter=adapter,
         policy=read_policy(extras),
         invocation_start=extras.integer("invocation_start", minimum=0),
         invocation_optional=_read_invocation(extras),
+    )
+    return Options(
+        request,
+        agent,
+        adapter,
+        report=extras.boolean("report"),
+        return_token_ids=extras.boolean("return_token_ids"),
+        timeout=read_timeout(body),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentcache.request import SamplingParams
+from agentcache.sampling import SamplingParams
 from agentcache.server.validate import Reader
 
 MAX_TOKENS_LIMIT = 2**31 - 1

@@ -13,7 +13,7 @@ import typer
 from agentcache.errors import AgentCacheError
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import DATA
-from agentcache.request import SamplingParams
+from agentcache.sampling import SamplingParams
 from agentcache.training.decoder import CACHE_LIMIT, Progress
 from training.corpus import Corpus
 from training.dialogue import Dialogue

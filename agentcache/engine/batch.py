@@ -124,16 +124,7 @@ class BatchBuilder:
 
     def prepare(self, generation: Generation) -> None:
         """Get ready to choose tokens for a generation."""
-        sampling = generation.request.sampling
-        generation.sampler = Sampler(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            logit_bias=sampling.logit_bias,
-            seed=sampling.seed,
-        )
+        generation.sampler = Sampler(generation.request.sampling)
 
     def build(self, rows: Sequence[Generation], num_tokens: int, before: Batch | None, *, contended: bool) -> Batch:
         """The batch that computes `num_tokens` tokens of each row, whose blocks are reserved; not yet started.

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from agentcache.sampling import SamplingParams
+
 REPETITION_CONTEXT = 64  # tokens a repetition penalty looks back
 _SMALLEST_TEMPERATURE = 1e-5  # below it, scaled log probabilities leave float32
 _SMALLEST_TOP_P = 1e-6  # keeps the best token
@@ -21,35 +23,17 @@ _NO_TOP_P = 2.0  # sums of probabilities may pass 1 by a rounding
 
 
 class Sampler:
-    """A request's way of choosing tokens.
+    """A request's way of choosing tokens."""
 
-    Args:
-        temperature: 0 means greedy.
-        top_p, top_k, min_p: 1.0, 0 and 0.0 switch the truncations off.
-        repetition_penalty: divides positive and multiplies negative logits of the last 64 tokens; 1.0 is off.
-        logit_bias: added to the logits, by token id; ids that the model has no logit for are passed over.
-        seed: a sampler with the same seed and the same logits draws the same tokens. Any integer.
-    """
-
-    def __init__(
-        self,
-        *,
-        temperature: float,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        logit_bias: dict[int, float] | None = None,
-        seed: int | None = None,
-    ) -> None:
-        self.temperature = temperature
-        self.top_p = max(top_p, _SMALLEST_TOP_P) if top_p < 1 else _NO_TOP_P
-        self.top_k = top_k
-        self.log_min_p = math.log(min_p) if min_p > 0 else -math.inf
-        self.penalty = repetition_penalty
-        self._bias = logit_bias or {}
+    def __init__(self, params: SamplingParams) -> None:
+        self.temperature = params.temperature
+        self.top_p = max(params.top_p, _SMALLEST_TOP_P) if params.top_p < 1 else _NO_TOP_P
+        self.top_k = params.top_k
+        self.log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        self.penalty = params.repetition_penalty
+        self._bias = params.logit_bias
         self._bias_arrays: tuple[mx.array, mx.array] | None = None
-        written = str(secrets.randbits(64) if seed is None else seed).encode()
+        written = str(secrets.randbits(64) if params.seed is None else params.seed).encode()
         digest = hashlib.blake2b(written, digest_size=8).digest()
         self._key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import DATA, WEIGHTS_FILE, embedded_model_path
-from agentcache.request import SamplingParams
+from agentcache.sampling import SamplingParams
 from training.corpus import Corpus
 from training.dialogue import Dialogue
 from training.model import CONFIG

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.models.sampler import Row, Sampler, Scores, choose, log_softmax
+from agentcache.sampling import SamplingParams
 
 # Probabilities 0.4, 0.3, 0.2, 0.07, 0.03 in a shuffled order.
 PROBABILITIES = np.array([0.2, 0.03, 0.4, 0.07, 0.3])
@@ -27,7 +28,7 @@ def choose_one(sampler: Sampler, logits: mx.array, tokens: Sequence[int], positi
 
 def draw(count: int = 400, logits: mx.array = LOGITS, **options: Any) -> list[int]:
     """What one sampler draws at `count` places in a row."""
-    sampler = Sampler(**{"temperature": 1.0, "seed": 3} | options)
+    sampler = Sampler(SamplingParams(**{"temperature": 1.0, "seed": 3} | options))
     rows = [Row(sampler, (), position) for position in range(count)]
     chosen = choose(rows, mx.broadcast_to(logits, (count, *logits.shape)), mx.zeros(count, mx.int32))
     return [int(token) for token in chosen.tolist()]
@@ -90,7 +91,7 @@ def test_what_is_left_keeps_its_proportions() -> None:
 
 
 def greedy(logits: list[float], tokens: list[int], **options: Any) -> int:
-    return choose_one(Sampler(temperature=0.0, **options), mx.array(logits), tokens)
+    return choose_one(Sampler(SamplingParams(temperature=0.0, **options)), mx.array(logits), tokens)
 
 
 def test_repetition_is_penalised_whatever_the_sign() -> None:
@@ -112,7 +113,7 @@ def test_biases_of_tokens_without_logit_change_nothing() -> None:
 
 def test_the_logits_given_are_left_alone() -> None:
     logits = mx.array([1.0, 2.0, 3.0])
-    choose_one(Sampler(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 9.0}), logits, [2])
+    choose_one(Sampler(SamplingParams(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 9.0})), logits, [2])
     assert logits.tolist() == [1.0, 2.0, 3.0]
 
 
@@ -164,7 +165,7 @@ SETTINGS = st.fixed_dictionaries(
 @settings(max_examples=40)
 @given(st.lists(st.tuples(SETTINGS, st.integers(1, 80), st.integers(0, 9)), min_size=1, max_size=16))
 def test_a_row_gets_in_a_batch_what_it_gets_alone(rows: list[tuple[dict[str, Any], int, int]]) -> None:
-    samplers = [Sampler(**options) for options, _, _ in rows]
+    samplers = [Sampler(SamplingParams(**options)) for options, _, _ in rows]
     texts = [[(7 * i + 3 * n) % 40 for n in range(length)] for i, (_, length, _) in enumerate(rows)]
     logits = mx.random.normal((len(rows), 40), key=mx.random.key(1)) * 3
     batch = [Row(s, text[:-1], at) for s, text, (_, _, at) in zip(samplers, texts, rows, strict=True)]
@@ -175,7 +176,7 @@ def test_a_row_gets_in_a_batch_what_it_gets_alone(rows: list[tuple[dict[str, Any
 
 def test_what_was_drawn_in_vain_changes_nothing() -> None:
     """A place in the text is drawn for again after a preemption, or when a lookahead was for nothing."""
-    sampler = Sampler(temperature=1.0, seed=5)
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=5))
     first = [choose_one(sampler, LOGITS, [0], position) for position in range(20)]
     assert [choose_one(sampler, LOGITS, [0], position) for position in range(20)] == first
     assert len(set(first)) > 1
@@ -185,5 +186,5 @@ def test_the_last_token_may_be_unknown_yet() -> None:
     """A penalty applies to a token that the device is still choosing."""
     logits = mx.array([[3.0, 2.0, 1.0]])
     pending = mx.argmax(logits, axis=-1).astype(mx.int32)
-    row = Row(Sampler(temperature=0.0, repetition_penalty=4.0), (2,), 1)
+    row = Row(Sampler(SamplingParams(temperature=0.0, repetition_penalty=4.0)), (2,), 1)
     assert choose([row], logits, pending).tolist() == [1]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from agentcache.request import ChatPrompt, SamplingParams, TextPrompt, TokenPrompt
+from agentcache.request import ChatPrompt, TextPrompt, TokenPrompt
+from agentcache.sampling import SamplingParams
 from tests.server.driver import chat, complete
 from tests.server.fake_engine import MODEL, FakeEngine
 

@@ -19,7 +19,8 @@ from agentcache.engine.open import open_engine
 from agentcache.engine.output import Output
 from agentcache.gateway.prepare import choose_lineage, held_by, match, read_prompt
 from agentcache.report import Report, Update
-from agentcache.request import Request, SamplingParams, TokenPrompt
+from agentcache.request import Request, TokenPrompt
+from agentcache.sampling import SamplingParams
 from agentcache.store.verify import verify_folder
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, proving_once

@@ -15,7 +15,8 @@ from agentcache.adapters.table import ServedAdapter
 from agentcache.blocks.keys import Producer
 from agentcache.errors import InvalidRequest
 from agentcache.models.adapters import Adapter
-from agentcache.request import Request, SamplingParams, TokenPrompt
+from agentcache.request import Request, TokenPrompt
+from agentcache.sampling import SamplingParams
 
 A, B = 11, 12
 SOURCE = Adapter("digest", Path("/poet"), "peft", {}, 0, 0, 1, (A, B), 0)

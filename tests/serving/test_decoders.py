@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from agentcache.errors import RequestError
-from agentcache.request import Request, SamplingParams, TokenPrompt
+from agentcache.request import Request, TokenPrompt
+from agentcache.sampling import SamplingParams
 from tests.conftest import ModelFolder
 from tests.serving.adapter_cases import (
     all_ids,

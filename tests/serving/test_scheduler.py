@@ -11,7 +11,8 @@ from agentcache.engine.generation import Generation, State
 from agentcache.engine.pace import SMALLEST_CHUNK, Pace
 from agentcache.engine.requests import Requests
 from agentcache.engine.scheduler import Scheduler
-from agentcache.request import Priority, Request, SamplingParams, TokenPrompt
+from agentcache.request import Priority, Request, TokenPrompt
+from agentcache.sampling import SamplingParams
 from tests.serving.simulation import MAX_STALL, make_generation
 
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND

@@ -20,7 +20,7 @@ from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.loader import load
 from agentcache.models.lora import RowAdapter
-from agentcache.request import SamplingParams
+from agentcache.sampling import SamplingParams
 from agentcache.training.__main__ import app
 from agentcache.training.decoder import DecoderRecipe, DecoderTrainer, Progress
 from agentcache.training.decoder_data import Example, make_examples, stack_examples

@@ -8,7 +8,7 @@ from typing import Any
 from agentcache.blocks.prefix_match import Match
 from agentcache.errors import NotFound
 from agentcache.report import CachedTokens, CacheState, Report, RestoreReport
-from agentcache.request import SamplingParams
+from agentcache.sampling import SamplingParams
 from agentcache.workflow.chat import LLMChat, Message, Question, Restored
 
 REPORT = Report("s.ann", CacheState.WARM, Match.EXTEND, 30, 2, CachedTokens(20, 5), 5, 1.5, 0.5, 10, written_bytes=7)
