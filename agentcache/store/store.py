@@ -261,7 +261,7 @@ class Store:
 
     def _is_current(self, agent: SavedAgent) -> bool:
         """Whether its blocks can be read with this spec; with another one they are never asked for."""
-        return agent.manifest.model == self._model and agent.manifest.cache == self._spec.digest
+        return agent.manifest.model == self._model and agent.fits(self._spec.digest)
 
     # --- numbers ---
 

@@ -70,7 +70,7 @@ def test_any_safetensors_reader_opens_the_file(tmp_path: Any) -> None:
     assert (metadata["model_type"], metadata["num_layers"], metadata["num_attention_heads"]) == ("tiny", "2", "4")
     assert (metadata["num_kv_heads"], metadata["head_dim"]) == ("2", "64")
     assert (metadata["quantization"], metadata["producer"]) == ("affine-4bit-g64", "base")
-    assert metadata["format_version"] == "1"
+    assert metadata["format_version"] == "2"
     assert set(loaded) == {
         f"cache.layers.0.{cache}.3.{part}"
         for cache in ("key_cache", "value_cache")
@@ -217,10 +217,10 @@ def test_another_model_or_quantisation_is_rejected(spec: CacheSpec) -> None:
 
 
 def test_an_older_format_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_file, "FORMAT_VERSION", 0)
+    monkeypatch.setattr(block_file, "FORMAT_VERSION", 1)
     old = encode_block(SPEC, BLOCK.header, BLOCK.arrays)
     monkeypatch.undo()
-    with pytest.raises(BlockRejected, match="format_version is '0', expected '1'"):
+    with pytest.raises(BlockRejected, match="format_version is '1', expected '2'"):
         decode_block(SPEC, BLOCK.header, old)
 
 
