@@ -29,6 +29,7 @@ from agentcache.kv.spec import (
     tensor_name,
 )
 
+_ALL = slice(None)
 _DTYPES = {"F32": mx.float32, "U32": mx.uint32, "I32": mx.int32, "F16": mx.float16, "U8": mx.uint8}
 # Quantised values within this limit can be unpacked in float16: q * scale is at most 15/7 of the largest value.
 _LARGEST_VALUE = 30000.0
@@ -108,8 +109,9 @@ class TensorArena:
 
     def tokens(self, block_id: int, num_tokens: int) -> mx.array:
         """A block's first `num_tokens` tokens; lazy."""
-        block, axis = self.array[block_id], self.spec.token_axis
-        return block if axis is None else block[(slice(None),) * axis + (slice(num_tokens),)]
+        axis = self.spec.token_axis
+        # With one index for all: a block taken out first would be copied.
+        return self.array[block_id] if axis is None else self.array[block_id, *(_ALL,) * axis, :num_tokens]
 
     def put(self, block_ids: Sequence[int], blocks: Array) -> None:
         """Write whole blocks, [n, ...]; what they lack of 256 tokens becomes zeros."""
