@@ -102,7 +102,11 @@ def block_key(chain: str, group: str) -> str:
 
 
 class BlockName(NamedTuple):
-    """One cache group's layers of the block at `chain`, where the group is known by its index."""
+    """One cache group's layers of the block at `chain`.
+
+    Only of this process: the group is its index in the spec of the cache that the chain belongs to. Of what is durable
+    the group has its name (`block_key`), so that neither another cache nor another order of groups renumbers it.
+    """
 
     chain: str
     group: int
