@@ -128,7 +128,7 @@ class Restorer:
 
     def _read_one(self, header: BlockHeader) -> Array | None:
         try:
-            return self._store.read_block(header)
+            return self._store.read_block(header).data
         except (BlockMissing, BlockRejected, StoreError):
             return None  # the store has logged and counted it
 

@@ -15,8 +15,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 BLOCK_SIZE = 256
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BASE_PRODUCER = "base"
+BASE_CACHE = "base"
 _DIGEST_BYTES = 20
 
 
@@ -40,19 +41,27 @@ class Namespace:
 
     Args:
         model: fingerprint of weights, config and tokenizer.
-        cache: digest of the cache spec (quantisation, groups, rope).
+        spec: digest of the cache spec (tensors, quantisation, groups, rope).
         salt: the request's salt; requests with different salts never share a block.
+        cache: `base` for the model's own keys and values; of what is kept beside them, a text that covers what it
+            belongs to by its content (an adapter's digest, say). Each cache has roots and chains of its own.
     """
 
     model: str
-    cache: str
+    spec: str
     salt: str = ""
+    cache: str = BASE_CACHE
 
     @cached_property
     def root(self) -> str:
         """The chain key in front of the first block."""
-        version = str(FORMAT_VERSION).encode()
-        return _digest("agentcache.root", version, self.model.encode(), self.cache.encode(), self.salt.encode())
+        parts = (str(FORMAT_VERSION), self.model, self.spec, self.salt, self.cache)
+        return _digest("agentcache.root", *(part.encode() for part in parts))
+
+
+def root_of_version_1(model: str, spec: str, salt: str) -> str:
+    """The root in files of format version 1, which knew one cache only; for who verifies such files."""
+    return _digest("agentcache.root", b"1", model.encode(), spec.encode(), salt.encode())
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,8 @@ class Producer:
     Args:
         key: names what computes by its content, an adapter's digest over weights and effective scale.
         start: first position it acts on; 0 for a plain LoRA, the invocation of an activated one.
-        groups: indices of the cache groups that hold a layer whose keys or values can differ from base's.
+        groups: the cache groups that hold a layer whose keys or values can differ from base's, by their index in the
+            spec of the cache that this process runs with; files name them.
     """
 
     key: str
@@ -92,7 +102,11 @@ def block_key(chain: str, group: str) -> str:
 
 
 class BlockName(NamedTuple):
-    """One cache group's layers of the block at `chain`, where the group is known by its index."""
+    """One cache group's layers of the block at `chain`.
+
+    Only of this process: the group is its index in the spec of the cache that the chain belongs to. Of what is durable
+    the group has its name (`block_key`), so that neither another cache nor another order of groups renumbers it.
+    """
 
     chain: str
     group: int

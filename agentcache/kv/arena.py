@@ -1,6 +1,6 @@
-"""Q4 arenas: the RAM in which all cached blocks lie, one set of arrays per layer.
+"""Arenas: the RAM in which all cached blocks lie, one array for each tensor of a group's blocks.
 
-Per layer and side (keys, values): `data` uint32 [num_blocks, H_kv, 256, D*bits/32], `scales` and `biases` float16
+Of keys and values, per layer and side: `data` uint32 [num_blocks, H_kv, 256, D*bits/32], `scales` and `biases` float16
 [num_blocks, H_kv, 256, D/group_size], as `mx.quantize` packs them: value = q * scale + bias, low nibble first.
 Slice and scatter assignments run in place as long as nothing else holds the arrays, so nothing here hands them out
 except inside one step's graph.
@@ -8,17 +8,29 @@ except inside one step's graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.block_layout import PARTS, Array, block_tensors, tensor_name
-from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation
+from agentcache.kv.block_layout import Array, block_tensors
+from agentcache.kv.spec import (
+    PARTS,
+    POSITION,
+    CacheSpec,
+    GroupSpec,
+    LayerSpec,
+    Quantisation,
+    TensorSpec,
+    packed_tensor,
+    sides,
+    tensor_name,
+)
 
-_PARTS = tuple(PARTS)
+_ALL = slice(None)
+_DTYPES = {"F32": mx.float32, "U32": mx.uint32, "I32": mx.int32, "F16": mx.float16, "U8": mx.uint8}
 # Quantised values within this limit can be unpacked in float16: q * scale is at most 15/7 of the largest value.
 _LARGEST_VALUE = 30000.0
 
@@ -69,83 +81,132 @@ class Slot:
     stop: int
 
 
-class SideArena:
-    """Keys or values of one layer."""
+class TensorArena:
+    """One tensor of a group's blocks: `array` [num_blocks, *its shape in a block of 256 tokens].
 
-    def __init__(self, num_heads: int, dim: int, quantisation: Quantisation) -> None:
-        self.num_heads = num_heads
-        self.dim = dim
-        self.quantisation = quantisation
-        widths = (dim * quantisation.bits // 32, dim // quantisation.group_size, dim // quantisation.group_size)
-        dtypes = (mx.uint32, mx.float16, mx.float16)
-        self._arrays = [mx.zeros((0, num_heads, BLOCK_SIZE, w), d) for w, d in zip(widths, dtypes, strict=True)]
+    Do not keep `array`: a held reference turns every write into a copy.
+    """
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.spec = spec
+        self.array = mx.zeros((0, *spec.block_shape(BLOCK_SIZE)), _DTYPES[spec.dtype])
 
     @property
     def capacity(self) -> int:
-        return int(self._arrays[0].shape[0])
+        return int(self.array.shape[0])
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` blocks. Copies this side's arrays once; evaluated at once to free the old ones."""
-        added = capacity - self.capacity
-        for i, old in enumerate(self._arrays):
-            self._arrays[i] = mx.concatenate([old, mx.zeros((added, *old.shape[1:]), old.dtype)])
-            del old
-            mx.eval(self._arrays[i])
+        """Make room for `capacity` blocks; the new slots hold zeros. Evaluated at once to free the old array."""
+        old = self.array
+        self.array = mx.concatenate([old, mx.zeros((capacity - old.shape[0], *old.shape[1:]), old.dtype)])
+        del old
+        mx.eval(self.array)
 
     def shrink(self, capacity: int) -> None:
         """Keep the first `capacity` blocks and give the rest of the memory back."""
-        for i, old in enumerate(self._arrays):
-            self._arrays[i] = mx.contiguous(old[:capacity])
-            del old
-            mx.eval(self._arrays[i])
+        self.array = mx.contiguous(self.array[:capacity])
+        mx.eval(self.array)
 
-    def write_slots(self, packed: Packed, slots: Sequence[Slot]) -> None:
-        """Write one row's tokens, [1, H, n, ·], run by run (slice assignment: the fastest way for long runs)."""
-        for i, new in enumerate(packed):
-            for slot in slots:
-                end = slot.offset + slot.stop - slot.start
-                self._arrays[i][slot.block_id, :, slot.offset : end] = new[0, :, slot.start : slot.stop]
+    def tokens(self, block_id: int, num_tokens: int) -> mx.array:
+        """A block's first `num_tokens` tokens; lazy."""
+        axis = self.spec.token_axis
+        # With one index for all: a block taken out first would be copied.
+        return self.array[block_id] if axis is None else self.array[block_id, *(_ALL,) * axis, :num_tokens]
 
-    def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array) -> None:
-        """Write tokens [B, H, n, ·] to slots `block_ids`, places `offsets`, both [B*n]."""
-        for i, new in enumerate(packed):
-            self._arrays[i][block_ids, :, offsets] = new.swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
-
-    def gather(self, block_ids: mx.array) -> Packed:
-        """The blocks [..., H, 256, ·] for `block_ids` [...]."""
-        return Packed(*(array[block_ids] for array in self._arrays))
-
-    def copy(self, source: int, target: int) -> None:
-        for i, array in enumerate(self._arrays):
-            self._arrays[i][target] = array[source]
-
-    def put(self, block_ids: Sequence[int], part: str, blocks: Array) -> None:
-        """Write one part of whole blocks [n, H, 256, ·]."""
+    def put(self, block_ids: Sequence[int], blocks: Array) -> None:
+        """Write whole blocks, [n, ...]; what they lack of 256 tokens becomes zeros."""
         first, last = block_ids[0], block_ids[-1]
         # Neighbouring slots, as a restore usually gets them, are one slice: some times faster than a scatter.
         neighbours = list(block_ids) == list(range(first, last + 1))
         place = slice(first, last + 1) if neighbours else mx.array(block_ids)
-        self._arrays[_PARTS.index(part)][place] = mx.array(blocks)
+        # MLX copies a strided array with all that lies between: here, the other tensors.
+        self.array[place] = mx.array(np.ascontiguousarray(self._padded(blocks)))
+
+    def _padded(self, blocks: Array) -> Array:
+        axis = self.spec.token_axis
+        if axis is None or blocks.shape[axis + 1] == BLOCK_SIZE:
+            return blocks
+        missing = BLOCK_SIZE - blocks.shape[axis + 1]
+        return np.pad(blocks, [(0, missing if place == axis + 1 else 0) for place in range(blocks.ndim)])
+
+
+class SideArena:
+    """Keys or values of one layer.
+
+    Args:
+        parts: their tensors by `PARTS`.
+    """
+
+    def __init__(self, num_heads: int, dim: int, quantisation: Quantisation, parts: Mapping[str, TensorArena]) -> None:
+        self.num_heads = num_heads
+        self.dim = dim
+        self.quantisation = quantisation
+        self.parts = parts
+        self._arenas = tuple(parts[part] for part in PARTS)
+
+    @property
+    def capacity(self) -> int:
+        return self._arenas[0].capacity
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` blocks."""
+        for part in self._arenas:
+            part.grow(capacity)
+
+    def write_slots(self, packed: Packed, slots: Sequence[Slot]) -> None:
+        """Write one row's tokens, [1, H, n, ·], run by run (slice assignment: the fastest way for long runs)."""
+        for part, new in zip(self._arenas, packed, strict=True):
+            for slot in slots:
+                end = slot.offset + slot.stop - slot.start
+                part.array[slot.block_id, :, slot.offset : end] = new[0, :, slot.start : slot.stop]
+
+    def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array) -> None:
+        """Write tokens [B, H, n, ·] to slots `block_ids`, places `offsets`, both [B*n]."""
+        for part, new in zip(self._arenas, packed, strict=True):
+            part.array[block_ids, :, offsets] = new.swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
+
+    def gather(self, block_ids: mx.array) -> Packed:
+        """The blocks [..., H, 256, ·] for `block_ids` [...]."""
+        return Packed(*(part.array[block_ids] for part in self._arenas))
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block. Lazy."""
+        for part in self._arenas:
+            part.array[target] = part.array[source]
 
     def arrays(self) -> list[mx.array]:
         """The arrays themselves, to evaluate them. Do not keep them: a held reference turns every write into a copy."""
-        return list(self._arrays)
+        return [part.array for part in self._arenas]
 
 
 class LayerArena:
-    """Keys and, except for MLA, values of one layer."""
+    """Keys and, except for MLA, values of one layer.
 
-    def __init__(self, layer: LayerSpec, quantisation: Quantisation) -> None:
+    Args:
+        tensors: of the layer's group, by name; without them the layer stands alone and has its own.
+    """
+
+    def __init__(
+        self, layer: LayerSpec, quantisation: Quantisation, tensors: Mapping[str, TensorArena] | None = None
+    ) -> None:
         self.layer = layer
         self.quantisation = quantisation
-        self.keys = SideArena(layer.num_kv_heads, layer.key_dim, quantisation)
-        self.values = SideArena(layer.num_kv_heads, layer.value_dim, quantisation) if layer.value_dim else None
+        made = {
+            side: SideArena(layer.num_kv_heads, dim, quantisation, self._parts(side, dim, tensors))
+            for side, dim in sides(layer)
+        }
+        self.keys, self.values = made["key_cache"], made.get("value_cache")
+
+    def _parts(self, side: str, dim: int, tensors: Mapping[str, TensorArena] | None) -> dict[str, TensorArena]:
+        if tensors is None:
+            return {part: TensorArena(packed_tensor(self.layer, side, part, dim, self.quantisation)) for part in PARTS}
+        return {part: tensors[tensor_name(self.layer.index, side, part)] for part in PARTS}
 
     @property
     def sides(self) -> list[tuple[str, SideArena]]:
         """(name in files, arena) of what this layer stores."""
-        sides = [("key_cache", self.keys)]
-        return sides if self.values is None else [*sides, ("value_cache", self.values)]
+        keys = [("key_cache", self.keys)]
+        return keys if self.values is None else [*keys, ("value_cache", self.values)]
 
     def grow(self, capacity: int) -> None:
         for _, side in self.sides:
@@ -154,41 +215,46 @@ class LayerArena:
 
 
 class GroupArena:
-    """All layers of one cache group."""
+    """All tensors of one cache group.
+
+    Attributes:
+        layers: attention's view of them; empty in a group of other tensors.
+    """
 
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
-        self.layers = [LayerArena(layer, spec.quantisation) for layer in spec.layers]
+        self._tensors = {tensor.name: TensorArena(tensor) for tensor in spec.tensors}
+        quantisation = spec.quantisation
+        self.layers = (
+            [] if quantisation is None else [LayerArena(layer, quantisation, self._tensors) for layer in spec.layers]
+        )
 
     @property
     def capacity(self) -> int:
-        return self.layers[0].keys.capacity
+        return next(iter(self._tensors.values())).capacity
 
     def grow(self, capacity: int) -> None:
         """Follow the block pool's capacity upwards; the new slots hold zeros."""
-        for layer in self.layers:
-            layer.grow(capacity)
+        for tensor in self._tensors.values():
+            if tensor.capacity < capacity:
+                tensor.grow(capacity)
 
     def shrink(self, capacity: int) -> None:
         """Follow the block pool's capacity downwards."""
-        for layer in self.layers:
-            for _, side in layer.sides:
-                if side.capacity > capacity:
-                    side.shrink(capacity)
+        for tensor in self._tensors.values():
+            if tensor.capacity > capacity:
+                tensor.shrink(capacity)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a block (copy-on-write). Lazy."""
-        for layer in self.layers:
-            for _, side in layer.sides:
-                side.copy(source, target)
+        for tensor in self._tensors.values():
+            tensor.array[target] = tensor.array[source]
 
     def snapshot(self, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
         """Bytes of a block's first `num_tokens` tokens as numpy copies, named as in its file."""
         lazy = {
-            tensor_name(layer.layer.index, name, position, part): array[block_id, :, :num_tokens]
-            for layer in self.layers
-            for name, side in layer.sides
-            for part, array in zip(PARTS, side.arrays(), strict=True)
+            name.replace(POSITION, str(position)): tensor.tokens(block_id, num_tokens)
+            for name, tensor in self._tensors.items()
         }
         mx.eval(lazy)
         return {name: np.array(array) for name, array in lazy.items()}
@@ -206,22 +272,13 @@ class GroupArena:
 
     def _put_equal(self, block_ids: Sequence[int], blocks: Array) -> None:
         """Write blocks [count, bytes] of the same length."""
-        num_tokens = blocks.shape[1] // self.spec.bytes_per_token
-        sides = {(layer.layer.index, name): side for layer in self.layers for name, side in layer.sides}
+        num_tokens = self.spec.tokens_in(blocks.shape[1])
         for tensor in block_tensors(self.spec):
-            # MLX copies a strided array with all that lies between: here, the other tensors.
-            array = np.ascontiguousarray(_padded(tensor.view(blocks, num_tokens)))
-            sides[tensor.layer, tensor.side].put(block_ids, tensor.part, array)
+            self._tensors[tensor.spec.name].put(block_ids, tensor.view(blocks, num_tokens))
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to evaluate pending writes."""
-        return [array for layer in self.layers for _, side in layer.sides for array in side.arrays()]
-
-
-def _padded(blocks: Array) -> Array:
-    """Blocks [count, H, k, ·] with zeros behind the k tokens, up to 256."""
-    missing = BLOCK_SIZE - blocks.shape[2]
-    return np.pad(blocks, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else blocks
+        return [tensor.array for tensor in self._tensors.values()]
 
 
 def make_arenas(spec: CacheSpec) -> list[GroupArena]:

@@ -7,13 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.errors import UnsupportedModel
+from agentcache.errors import BrokenInvariant, UnsupportedModel
 
-SCALE_BYTES = 2  # float16 scale and bias, whatever the model's dtype
+POSITION = "@"
+# As safetensors names them.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "F16": np.dtype("<f2"),
+    "U8": np.dtype("u1"),
+}
+PARTS = {"data": "U32", "scales": "F16", "biases": "F16"}  # of what `mx.quantize` packs; whatever the model's dtype
 
 
 @dataclass(frozen=True)
@@ -59,27 +73,92 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class GroupSpec:
-    """The layers of one attention kind in one span of depth. A block holds 256 tokens of one group."""
+class TensorSpec:
+    """One tensor of a group's blocks, as data: all that arenas and files know of it.
+
+    Args:
+        name: its name in files, where `POSITION` stands for the block's number in its sequence.
+        dtype: one of `DTYPES`.
+        shape: of one token; of the whole block where `token_axis` is None.
+        token_axis: the axis that a block's tokens make beside those of `shape`; None for a tensor that is there once a
+            block, however many tokens the block has.
+    """
 
     name: str
-    layers: tuple[LayerSpec, ...]
-    quantisation: Quantisation
+    dtype: str
+    shape: tuple[int, ...]
+    token_axis: int | None = 0
 
     @property
-    def window(self) -> int | None:
-        return self.layers[0].window
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return DTYPES[self.dtype]
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of one token or, where `token_axis` is None, of the block."""
+        return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+    def block_shape(self, num_tokens: int) -> tuple[int, ...]:
+        """Its shape in a block of so many tokens."""
+        if self.token_axis is None:
+            return self.shape
+        return self.shape[: self.token_axis] + (num_tokens,) + self.shape[self.token_axis :]
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What is cached in blocks of its own: usually for the layers of one attention kind in one span of depth.
+
+    Args:
+        name: unique in its `CacheSpec`; addresses and files name the group by it.
+        tensors: of a block, in the order of its bytes; wide dtypes first, so that all are aligned.
+        window: number of most recent tokens that are read; None for all.
+        layers: the attention layers whose keys and values these are; none in a group of other tensors.
+        quantisation: how keys and values are packed; None in a group of other tensors.
+    """
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    window: int | None = None
+    layers: tuple[LayerSpec, ...] = ()
+    quantisation: Quantisation | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [tensor.numpy_dtype.itemsize for tensor in self.tensors]
+        if sizes != sorted(sizes, reverse=True):
+            raise BrokenInvariant(f"the tensors of group {self.name} do not begin with the widest dtypes")
+        if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
+            raise BrokenInvariant(f"two tensors of group {self.name} have one name")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Once: what is known of blocks is looked up by their group, for every file."""
+        return hash((self.name, self.tensors))
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of packed data, scales and biases for one token of all the group's layers."""
-        q = self.quantisation
-        values = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
-        return values * q.bits // 8 + values // q.group_size * 2 * SCALE_BYTES
+        """Bytes that each token adds to a block."""
+        return sum(tensor.own_bytes for tensor in self.tensors if tensor.token_axis is not None)
+
+    def bytes_of(self, num_tokens: int) -> int:
+        """Bytes of a block of so many tokens."""
+        return self._bytes_once + num_tokens * self.bytes_per_token
+
+    def tokens_in(self, num_bytes: int) -> int:
+        """The tokens of a block that has so many bytes; those of a full one where tokens do not matter."""
+        return (num_bytes - self._bytes_once) // self.bytes_per_token if self.bytes_per_token else BLOCK_SIZE
+
+    @cached_property
+    def _bytes_once(self) -> int:
+        return sum(tensor.own_bytes for tensor in self.tensors if tensor.token_axis is None)
 
     @cached_property
     def bytes_per_block(self) -> int:
-        return self.bytes_per_token * BLOCK_SIZE
+        """Bytes of a full block."""
+        return self.bytes_of(BLOCK_SIZE)
 
     def first_block_needed(self, num_tokens: int) -> int:
         """Index of the first block that the token at position `num_tokens` still attends to."""
@@ -90,7 +169,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """All of a model's cache groups.
+    """A cache: all that a model keeps, or what is kept beside that, with blocks and addresses of its own.
 
     Args:
         model_type: mlx-lm's name of the architecture.
@@ -112,6 +191,7 @@ class CacheSpec:
 
     @property
     def num_layers(self) -> int:
+        """Layers whose keys and values it holds."""
         return sum(len(group.layers) for group in self.groups)
 
     @property
@@ -120,7 +200,41 @@ class CacheSpec:
 
     def group(self, name: str) -> GroupSpec:
         """The group of that name; KeyError if there is none."""
-        return {group.name: group for group in self.groups}[name]
+        return self._groups_by_name[name]
+
+    @cached_property
+    def _groups_by_name(self) -> dict[str, GroupSpec]:
+        return {group.name: group for group in self.groups}
+
+
+def tensor_name(layer: int, side: str, part: str) -> str:
+    """Name in files of one of `PARTS` of a layer's `key_cache` or `value_cache`."""
+    return f"cache.layers.{layer}.{side}.{POSITION}.{part}"
+
+
+def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:
+    """(name in files, dimension) of what a layer caches. One without values of its own (MLA) has a key cache only."""
+    yield "key_cache", layer.key_dim
+    if layer.value_dim:
+        yield "value_cache", layer.value_dim
+
+
+def packed_tensor(layer: LayerSpec, side: str, part: str, dim: int, quantisation: Quantisation) -> TensorSpec:
+    """In blocks of k tokens: data uint32 [H_kv, k, D * bits / 32], scales, biases float16 [H_kv, k, D / group_size]."""
+    width = dim * quantisation.bits // 32 if part == "data" else dim // quantisation.group_size
+    name = tensor_name(layer.index, side, part)
+    return TensorSpec(name, PARTS[part], (layer.num_kv_heads, width), token_axis=1)
+
+
+def attention_group(name: str, layers: Sequence[LayerSpec], quantisation: Quantisation) -> GroupSpec:
+    """The group of these layers' quantised keys and values."""
+    tensors = tuple(
+        packed_tensor(layer, side, part, dim, quantisation)
+        for part in PARTS
+        for layer in layers
+        for side, dim in sides(layer)
+    )
+    return GroupSpec(name, tensors, layers[0].window, tuple(layers), quantisation)
 
 
 def make_groups(layers: list[LayerSpec], quantisation: Quantisation) -> tuple[GroupSpec, ...]:
@@ -131,4 +245,4 @@ def make_groups(layers: list[LayerSpec], quantisation: Quantisation) -> tuple[Gr
         kind = "full" if layer.window is None else f"window{layer.window}"
         span = position * num_spans // len(layers)
         groups.setdefault(f"{kind}.{span}", []).append(layer)
-    return tuple(GroupSpec(name, tuple(members), quantisation) for name, members in groups.items())
+    return tuple(attention_group(name, members, quantisation) for name, members in groups.items())

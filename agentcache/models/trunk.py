@@ -17,7 +17,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.trunk import Piece, TrunkPlan
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena
+from agentcache.kv.arena import make_arenas
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.spec import CacheSpec
 
@@ -85,9 +85,9 @@ class ModelTrunk:
         """Size of a block, from the shape that hidden states have; computes nothing."""
         plan, last = TrunkPlan(writes={self._spec.num_layers - 1: [Piece(-1, 0, 0, 1)]}), HiddenBlocks()
         caches = {
-            layer.index: BatchQuantizedKVCache.standalone(LayerArena(layer, group.quantisation), BlockPool())
-            for group in self._spec.groups
-            for layer in group.layers
+            layer.layer.index: BatchQuantizedKVCache.standalone(layer, BlockPool())
+            for arena in make_arenas(self._spec)
+            for layer in arena.layers
         }
         kept, self.blocks = self.blocks, last
         try:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentcache.blocks.keys import block_key
+from agentcache.blocks.keys import BASE_CACHE, FORMAT_VERSION
 from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest
 from agentcache.names import is_name
@@ -20,6 +20,7 @@ from agentcache.store.manifest import (
     MAX_MANIFEST_BYTES,
     AgentRecord,
     Manifest,
+    SavedCache,
     agent_of,
     decode_manifest,
     encode_manifest,
@@ -40,16 +41,24 @@ class SavedAgent:
     content: Content
     extendable: bool = True
 
-    def block_keys(self) -> Iterator[str]:
-        """The keys of the block files that the lineage names."""
-        for block in name_blocks(self.content.chains, self.manifest.spans()):
-            for name in block.names:
-                yield block_key(name.chain, self.manifest.groups[name.group])
+    @property
+    def is_current(self) -> bool:
+        """Whether its files are of this format version; of those of an older one only the transcript is of use."""
+        return self.manifest.format_version == FORMAT_VERSION
 
-    def record(self, cache: str) -> AgentRecord:
-        """The lineage as it was saved; only its transcript if the cache spec, with digest `cache`, is another now."""
-        manifest, content = self.manifest, self.content
-        fits = manifest.cache == cache
+    def block_keys(self) -> Iterator[str]:
+        """The keys of the block files that the lineage names, of all caches; of an older format nobody needs any."""
+        for cache in self.manifest.caches if self.is_current else ():
+            yield from cache.block_keys(self.content.chains.get(cache.name, ()))
+
+    def fits(self, spec: str) -> bool:
+        """Whether its blocks of base can be read with the cache spec that has this digest."""
+        return self.is_current and self.manifest.base.spec == spec
+
+    def record(self, spec: str) -> AgentRecord:
+        """The lineage as it was saved; only its transcript if its blocks do not fit the cache spec with this digest."""
+        manifest, content, base = self.manifest, self.content, self.manifest.base
+        fits = self.fits(spec)
         return AgentRecord(
             id=manifest.id,
             model=manifest.model,
@@ -59,10 +68,10 @@ class SavedAgent:
             adapter=manifest.adapter,
             policy=manifest.policy,
             system=content.system,
-            producer=manifest.named_producer() if fits else None,
+            producer=base.named_producer() if fits else None,
             transcript=content.transcript,
-            num_saved=manifest.num_saved if fits else 0,
-            blocks=name_blocks(content.chains, manifest.spans()) if fits else (),
+            num_saved=base.num_saved if fits else 0,
+            blocks=name_blocks(content.chains.get(BASE_CACHE, ()), base.spans()) if fits else (),
             lineage=manifest.lineage,
         )
 
@@ -130,11 +139,8 @@ class AgentFolder:
         if manifest.name != name or not _valid(manifest) or manifest.model[:16] != self._folder.name:
             raise BlockRejected(f"the manifest is of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
         log = self._read_whole(self._log_path(name, manifest.log.generation), _MAX_LOG_BYTES)
-        content = parse_log(log, name, manifest.model, manifest.log)
-        if not 0 <= manifest.num_saved <= len(content.transcript.ids):
-            raise BlockRejected(f"{manifest.num_saved} of {len(content.transcript.ids)} tokens are named as saved")
-        if len(content.chains) != len(manifest.spans()):
-            raise BlockRejected(f"{len(content.chains)} blocks are named for {manifest.num_saved} tokens")
+        content = parse_log(log, name, manifest.model, manifest.log, manifest.format_version)
+        _check_caches(manifest, content)
         return SavedAgent(manifest, content)
 
     def _read_whole(self, path: Path, max_bytes: int) -> bytes:
@@ -150,7 +156,7 @@ class AgentFolder:
 
     # --- writing ---
 
-    def save(self, record: AgentRecord, cache: str, groups: tuple[str, ...]) -> int:
+    def save(self, record: AgentRecord, spec: str, groups: tuple[str, ...]) -> int:
         """Make `record` durable; returns the bytes written: what is new since the last save, and the manifest.
 
         Raises:
@@ -160,9 +166,10 @@ class AgentFolder:
             OSError: the disk is full, say; what is on disk is the lineage as before or, whole, as in `record`.
         """
         self._check(record, len(groups))
-        content = Content(record.transcript, record.chains, record.system)
+        chains = {BASE_CACHE: record.chains} if record.chains else {}
+        content = Content(record.transcript, chains, record.system)
         log = self._plan(record, content)
-        manifest = _manifest_of(record, cache, groups, log.end)
+        manifest = _manifest_of(record, spec, groups, log.end)
         encoded = encode_manifest(manifest)
         self._usage.require(len(log.data) + len(encoded))
         self._write_log(record.name, log)
@@ -221,7 +228,7 @@ class AgentFolder:
             size = self._files.status(self._log_path(saved.manifest.name, end.generation)).st_size
         except FileNotFoundError:
             return False
-        return saved.extendable and saved.manifest.model == model and size >= end.num_bytes
+        return saved.extendable and saved.is_current and saved.manifest.model == model and size >= end.num_bytes
 
     def _new_log(self, record: AgentRecord, content: Content) -> _LogWrite:
         generation = max(self._generations.get(record.name, ()), default=0) + 1
@@ -282,22 +289,33 @@ class AgentFolder:
         return self._folder / f"{name}.{generation}.log"
 
 
-def _manifest_of(record: AgentRecord, cache: str, groups: tuple[str, ...], end: LogEnd) -> Manifest:
+def _manifest_of(record: AgentRecord, spec: str, groups: tuple[str, ...], end: LogEnd) -> Manifest:
+    base = SavedCache(BASE_CACHE, spec, groups, record.num_saved, save_producer(record.producer, groups))
     return Manifest(
         id=record.id,
         model=record.model,
-        cache=cache,
-        groups=groups,
         salt=record.salt,
         created=record.created,
         last_used=record.last_used,
         adapter=record.adapter,
         policy=record.policy,
-        num_saved=record.num_saved,
+        caches=(base,),
         log=end,
-        producer=save_producer(record.producer, groups),
         lineage=record.lineage,
     )
+
+
+def _check_caches(manifest: Manifest, content: Content) -> None:
+    """Raise BlockRejected unless the log has a chain for each block that the manifest names, and no others."""
+    num_tokens = len(content.transcript.ids)
+    for cache in manifest.caches:
+        if not 0 <= cache.num_saved <= num_tokens:
+            raise BlockRejected(f"{cache.num_saved} of {num_tokens} tokens are named as saved")
+        num_blocks = len(content.chains.get(cache.name, ()))
+        if num_blocks != len(cache.spans()):
+            raise BlockRejected(f"{num_blocks} blocks are named for {cache.num_saved} tokens")
+    if strange := content.chains.keys() - {cache.name for cache in manifest.caches}:
+        raise BlockRejected(f"the log has blocks of caches that the manifest does not name: {sorted(strange)!r:.100}")
 
 
 def _valid(manifest: Manifest) -> bool:

@@ -2,7 +2,8 @@
 
 The reader knows what the file must hold before it opens it. It rebuilds the header that a writer would have written for
 that block and compares it byte for byte, so a file is either exactly right or rejected; only the compressed token ids
-(another zlib may pack them otherwise) and the checksum are taken from the file, and the checksum covers the rest.
+(another zlib may pack them otherwise), the extras, which each block has of its own, and the checksum are taken from the
+file, and the checksum covers the rest.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -12,8 +13,9 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,15 +23,18 @@ import xxhash
 
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, FORMAT_VERSION, block_key, chain_key, pack_token_ids
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
-from agentcache.kv.block_layout import SCALE, Array, block_tensors, header_entries, tensor_name
-from agentcache.kv.spec import CacheSpec
+from agentcache.kv.block_layout import Array, block_tensors, float_ranges, header_entries
+from agentcache.kv.spec import CacheSpec, GroupSpec
+from agentcache.store.block_extras import Extras, decode_extras, encode_extras
 
 TensorLayout = dict[str, tuple[tuple[int, ...], "np.dtype[Any]"]]
 
 MAX_HEADER_BYTES = 1 << 20
+NO_EXTRAS: Extras = MappingProxyType({})
 _NO_CHECKSUM = "0" * 32
 _CHECKSUM_FIELD = b'"checksum":"'
-_FLOAT16_EXPONENT = 0x7C00  # all ones: infinity or NaN
+# By bytes: as unsigned integer, and the bits of its exponent. All of them ones: infinity or NaN.
+_FLOAT_EXPONENTS = {2: (np.uint16, 0x7C00), 4: (np.uint32, 0x7F800000)}
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,19 @@ class BlockHeader:
         return self.position * BLOCK_SIZE + len(self.token_ids)
 
 
+@dataclass(frozen=True)
+class StoredBlock:
+    """What a block's file holds.
+
+    Args:
+        data: the bytes of its tensors, one after the other: uint8 [n], read-only (`block_layout.block_tensors`).
+        extras: what its writer has added.
+    """
+
+    data: Array
+    extras: Extras = field(default_factory=dict)
+
+
 def make_header(
     parent: str, group: str, position: int, token_ids: Sequence[int], producer: str = BASE_PRODUCER
 ) -> BlockHeader:
@@ -76,15 +94,15 @@ def tensor_layout(spec: CacheSpec, header: BlockHeader) -> TensorLayout:
     """Name, shape and dtype of each tensor of the block, in the order of the file (`block_layout.block_tensors`)."""
     num_tokens = len(header.token_ids)
     return {
-        tensor_name(t.layer, t.side, header.position, t.part): (t.shape(num_tokens), t.dtype)
+        t.name(header.position): (t.spec.block_shape(num_tokens), t.spec.numpy_dtype)
         for t in block_tensors(spec.group(header.group))
     }
 
 
-def encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
+def encoded_size(spec: CacheSpec, header: BlockHeader, extras: Extras = NO_EXTRAS) -> int:
     """Bytes of the block's file."""
-    head = _head(spec, header, _metadata(spec, header, _pack(header.token_ids), _NO_CHECKSUM))
-    return len(head) + _data_bytes(spec, header)
+    metadata = _metadata(spec, header, _pack(header.token_ids), _NO_CHECKSUM, encode_extras(extras))
+    return len(_head(spec, header, metadata)) + _data_bytes(spec, header)
 
 
 def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
@@ -92,20 +110,24 @@ def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
     return MAX_HEADER_BYTES + spec.group(header.group).bytes_per_block
 
 
-def encode_block(spec: CacheSpec, header: BlockHeader, arrays: Mapping[str, Array]) -> bytes:
+def encode_block(
+    spec: CacheSpec, header: BlockHeader, arrays: Mapping[str, Array], extras: Extras = NO_EXTRAS
+) -> bytes:
     """The block as the bytes of a safetensors file.
 
     Raises:
-        StoreError: a tensor is missing, superfluous, of another shape or dtype, or a scale or bias is not finite.
+        StoreError: a tensor is missing, superfluous, of another shape or dtype, or a float is not finite; or an extra
+            cannot be written.
     """
     tensors = _checked_tensors(tensor_layout(spec, header), arrays)
-    packed = _pack(header.token_ids)
-    checksum = _checksum(_head(spec, header, _metadata(spec, header, packed, _NO_CHECKSUM)), *tensors)
-    return b"".join([_head(spec, header, _metadata(spec, header, packed, checksum)), *tensors])
+    packed, extras_text = _pack(header.token_ids), encode_extras(extras)
+    unsigned = _head(spec, header, _metadata(spec, header, packed, _NO_CHECKSUM, extras_text))
+    checksum = _checksum(unsigned, *tensors)
+    return b"".join([_head(spec, header, _metadata(spec, header, packed, checksum, extras_text)), *tensors])
 
 
-def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes) -> Array:
-    """The bytes of the block's tensors, one after the other: a read-only view of `buffer`, uint8 [n].
+def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes) -> StoredBlock:
+    """The block in a file's bytes; its data is a view of `buffer`.
 
     Everything about the file has been verified then; `tensor_views` and `BlockTensor.view` find the tensors.
 
@@ -114,23 +136,20 @@ def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes) -> Array:
     """
     head_size = _check_length(_data_bytes(spec, header), buffer)
     unsigned = _head(spec, header, _metadata(spec, header, _pack(header.token_ids), _NO_CHECKSUM))
-    checksum = _only_difference(unsigned, buffer[:head_size])
+    checksum, extras = _only_difference(unsigned, buffer[:head_size]), ""
     if checksum is None:
-        unsigned, checksum = _examine_head(spec, header, buffer[:head_size])
+        unsigned, checksum, extras = _examine_head(spec, header, buffer[:head_size])
     data = np.frombuffer(buffer, np.uint8, offset=head_size)
     if _checksum(unsigned, data.data) != checksum:
         raise BlockRejected("the checksum does not match the content")
     _check_finite(spec, header, data)
-    return data
+    return StoredBlock(data, decode_extras(extras) if extras else NO_EXTRAS)
 
 
 def tensor_views(spec: CacheSpec, header: BlockHeader, data: Array) -> dict[str, Array]:
     """The tensors by name, as views of the block's bytes."""
     num_tokens = len(header.token_ids)
-    return {
-        tensor_name(t.layer, t.side, header.position, t.part): t.view(data, num_tokens)
-        for t in block_tensors(spec.group(header.group))
-    }
+    return {t.name(header.position): t.view(data, num_tokens) for t in block_tensors(spec.group(header.group))}
 
 
 def _only_difference(unsigned: bytes, head: bytes) -> str | None:
@@ -142,36 +161,35 @@ def _only_difference(unsigned: bytes, head: bytes) -> str | None:
     return None
 
 
-def _examine_head(spec: CacheSpec, header: BlockHeader, head: bytes) -> tuple[bytes, str]:
-    """The header without its checksum, and the checksum, if only the token ids are packed otherwise.
+def _examine_head(spec: CacheSpec, header: BlockHeader, head: bytes) -> tuple[bytes, str, str]:
+    """The header without its checksum, the checksum and the extras' text.
 
     Raises:
-        BlockRejected: it differs in more; the message says in what.
+        BlockRejected: it differs in more than these and how the token ids are packed; the message says in what.
     """
     stated = _stated_metadata(head[8:])
-    packed, checksum = stated.get("token_ids", ""), stated.get("checksum", "")
-    _check_metadata(_metadata(spec, header, packed, checksum), stated)
+    packed, checksum, extras = (stated.get(name, "") for name in ("token_ids", "checksum", "extras"))
+    _check_metadata(_metadata(spec, header, packed, checksum, extras), stated)
     _check_token_ids(header.token_ids, packed)
-    if _head(spec, header, _metadata(spec, header, packed, checksum)) != head:
+    if _head(spec, header, _metadata(spec, header, packed, checksum, extras)) != head:
         raise BlockRejected("the header is not the one that was written")
-    return _head(spec, header, _metadata(spec, header, packed, _NO_CHECKSUM)), checksum
+    return _head(spec, header, _metadata(spec, header, packed, _NO_CHECKSUM, extras)), checksum, extras
 
 
 # --- the header ---
 
 
-def _metadata(spec: CacheSpec, header: BlockHeader, packed_ids: str, checksum: str) -> dict[str, str]:
+def _metadata(spec: CacheSpec, header: BlockHeader, packed_ids: str, checksum: str, extras: str = "") -> dict[str, str]:
     group = spec.group(header.group)
-    return {
+    metadata = {
         "format_version": str(FORMAT_VERSION),
         "model_type": spec.model_type,
         "num_layers": str(spec.num_layers),
         "num_attention_heads": str(spec.num_attention_heads),
-        "num_kv_heads": str(group.layers[0].num_kv_heads),
-        "head_dim": str(group.layers[0].key_dim),
+        **_attention_metadata(group),
         "total_tokens": str(header.total_tokens),
         "num_blocks": str(header.position + 1),
-        "quantization": str(group.quantisation),
+        "quantization": str(group.quantisation or "none"),
         "block_key": header.block_key,
         "parent": header.parent,
         "group": header.group,
@@ -179,6 +197,13 @@ def _metadata(spec: CacheSpec, header: BlockHeader, packed_ids: str, checksum: s
         "token_ids": packed_ids,
         "checksum": checksum,
     }
+    return {**metadata, "extras": extras} if extras else metadata
+
+
+def _attention_metadata(group: GroupSpec) -> dict[str, str]:
+    if not group.layers:
+        return {}
+    return {"num_kv_heads": str(group.layers[0].num_kv_heads), "head_dim": str(group.layers[0].key_dim)}
 
 
 def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str]) -> bytes:
@@ -190,7 +215,7 @@ def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str]) -> 
 
 
 def _data_bytes(spec: CacheSpec, header: BlockHeader) -> int:
-    return spec.group(header.group).bytes_per_token * len(header.token_ids)
+    return spec.group(header.group).bytes_of(len(header.token_ids))
 
 
 def _checksum(unsigned_head: bytes, *data: bytes | memoryview) -> str:
@@ -226,10 +251,11 @@ def _checked_tensor(name: str, array: Array, shape: tuple[int, ...], dtype: np.d
 
 
 def _all_finite(array: Array) -> bool:
-    """Whether no float16 is infinite or NaN; integers always are finite."""
-    if array.dtype != SCALE:
+    """Whether no float is infinite or NaN; integers always are finite."""
+    if array.dtype.kind != "f":
         return True
-    return not bool(np.any(array.view(np.uint16) & _FLOAT16_EXPONENT == _FLOAT16_EXPONENT))
+    unsigned, exponent = _FLOAT_EXPONENTS[array.itemsize]
+    return not bool(np.any(array.view(unsigned) & exponent == exponent))
 
 
 # --- reading ---
@@ -272,10 +298,8 @@ def _check_token_ids(expected: Sequence[int], packed: str) -> None:
 
 
 def _check_finite(spec: CacheSpec, header: BlockHeader, data: Array) -> None:
-    # Scales and biases are the end of the file: one look at all of them.
-    num_tokens = len(header.token_ids)
-    scales = next(t for t in block_tensors(spec.group(header.group)) if t.dtype == SCALE)
-    if not _all_finite(data[num_tokens * scales.offset :].view(SCALE)):
+    ranges = float_ranges(spec.group(header.group), len(header.token_ids))
+    if not all(_all_finite(data[begin:end].view(dtype)) for begin, end, dtype in ranges):
         views = tensor_views(spec, header, data)
         name = next(name for name, view in views.items() if not _all_finite(view))
         raise BlockRejected(f"{name} has values that are not finite")

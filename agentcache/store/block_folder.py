@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,10 @@ from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec
 from agentcache.store.atomic import Fault, Replacement
+from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import (
     BlockHeader,
+    StoredBlock,
     decode_block,
     encode_block,
     encoded_size,
@@ -31,10 +33,11 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class BlockWrite:
-    """A block to write: what it is, and its tensors by name as `block_file.tensor_layout` lists them."""
+    """A block to write: what it is, its tensors by name as `block_file.tensor_layout` lists them, and its extras."""
 
     header: BlockHeader
     arrays: Mapping[str, Array]
+    extras: Extras = field(default_factory=dict)
 
 
 class BlockFolder:
@@ -71,8 +74,8 @@ class BlockFolder:
         """
         return self._files.all_there(self._folder, [f"{key[:2]}/{key}{_SUFFIX}" for key in keys])
 
-    def read(self, header: BlockHeader) -> Array:
-        """The bytes of the block's tensors, verified: uint8 [n].
+    def read(self, header: BlockHeader) -> StoredBlock:
+        """The block, verified.
 
         Raises:
             BlockMissing: there is no such file.
@@ -95,7 +98,7 @@ class BlockFolder:
         """What `count` reads of a block of zeros would give; no file is touched."""
         arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in tensor_layout(self._spec, header).items()}
         encoded = memoryview(encode_block(self._spec, header, arrays))  # of bytes, bytes() makes no copy
-        return [decode_block(self._spec, header, bytes(encoded)) for _ in range(count)]
+        return [decode_block(self._spec, header, bytes(encoded)).data for _ in range(count)]
 
     def write(self, blocks: Sequence[BlockWrite]) -> int:
         """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
@@ -106,7 +109,7 @@ class BlockFolder:
             OSError: the disk is full, say; none of the blocks is there.
         """
         new = {block.header.block_key: block for block in blocks if not self.has(block.header.block_key)}
-        self._usage.require(sum(encoded_size(self._spec, block.header) for block in new.values()))
+        self._usage.require(sum(encoded_size(self._spec, block.header, block.extras) for block in new.values()))
         files = {key: Replacement(self._files, self._path(key), "block", self._fault) for key in new}
         try:
             sizes = {key: self._write_temp(files[key], new[key]) for key in new}
@@ -131,7 +134,7 @@ class BlockFolder:
         return len(others)
 
     def _write_temp(self, file: Replacement, block: BlockWrite) -> int:
-        data = encode_block(self._spec, block.header, block.arrays)
+        data = encode_block(self._spec, block.header, block.arrays, block.extras)
         self._files.make_folder(file.path.parent)
         file.write(data)
         return len(data)

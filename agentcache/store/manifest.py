@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
-from agentcache.blocks.keys import FORMAT_VERSION, BlockName, Producer
-from agentcache.blocks.lanes import BlockSpan, NamedBlock, spans
+from agentcache.blocks.keys import BASE_CACHE, FORMAT_VERSION, BlockName, Producer, block_key
+from agentcache.blocks.lanes import BlockSpan, NamedBlock, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected
 from agentcache.store.transcript_log import LogEnd
@@ -82,34 +82,22 @@ class SavedProducer:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The manifest's fields: those of `AgentRecord` that do not grow, and where the rest is.
+class SavedCache:
+    """What of a lineage is on disk in one cache; its chains are in the log.
 
     Args:
-        cache: digest of the cache spec that the chains were made with.
-        groups: names of the cache groups; with the chains they name the agent's block files.
-        log: valid end of the transcript log.
-        producer: who computed the blocks; None for base.
+        name: `base`, or what a further cache belongs to, as it stands in its roots (`Namespace.cache`).
+        spec: digest of the cache spec that the chains were made with.
+        groups: names of its cache groups; with the chains they name the block files.
+        num_saved: tokens whose blocks these are.
+        producer: who computed them; None for base.
     """
 
-    id: str
-    model: str
-    cache: str
+    name: str
+    spec: str
     groups: tuple[str, ...]
-    salt: str
-    created: float
-    last_used: float
-    adapter: str | None
-    policy: str
     num_saved: int
-    log: LogEnd
     producer: SavedProducer | None = None
-    lineage: str = FIRST_LINEAGE
-
-    @property
-    def name(self) -> str:
-        """Names the lineage's files."""
-        return lineage_name(self.id, self.lineage)
 
     def named_producer(self) -> Producer | None:
         """The producer with its groups by index."""
@@ -121,6 +109,50 @@ class Manifest:
     def spans(self) -> list[BlockSpan]:
         """The blocks that it names, in the order of the log's chains."""
         return spans(self.num_saved, self.named_producer(), len(self.groups))
+
+    def block_keys(self, chains: Iterable[str]) -> Iterator[str]:
+        """The keys of the block files of the blocks with these chains."""
+        for block in name_blocks(chains, self.spans()):
+            for name in block.names:
+                yield block_key(name.chain, self.groups[name.group])
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest's fields: those of `AgentRecord` that do not grow, and where the rest is.
+
+    Args:
+        caches: what is on disk of each cache, base's first.
+        log: valid end of the transcript log.
+        format_version: of the manifest and of all that it names.
+    """
+
+    id: str
+    model: str
+    salt: str
+    created: float
+    last_used: float
+    adapter: str | None
+    policy: str
+    caches: tuple[SavedCache, ...]
+    log: LogEnd
+    lineage: str = FIRST_LINEAGE
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        names = [cache.name for cache in self.caches]
+        if names[:1] != [BASE_CACHE] or len(set(names)) != len(names):
+            raise ValueError(f"base is not the first of the caches {names!r:.100}, or one is there twice")
+
+    @property
+    def name(self) -> str:
+        """Names the lineage's files."""
+        return lineage_name(self.id, self.lineage)
+
+    @property
+    def base(self) -> SavedCache:
+        """The model's own keys and values."""
+        return self.caches[0]
 
 
 def save_producer(producer: Producer | None, groups: tuple[str, ...]) -> SavedProducer | None:
@@ -146,58 +178,86 @@ def agent_of(name: str) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as JSON, with a checksum over all other fields.
+    """The manifest as JSON, with a checksum over all other fields; of this format version, whichever it is read from.
 
     Base as the producer and the first lineage go without saying.
     """
-    fields = {**vars(manifest), "log": vars(manifest.log), "format_version": str(FORMAT_VERSION)}
-    del fields["producer"]
-    if manifest.producer is not None:
-        fields["producer"] = vars(manifest.producer)
+    fields = {
+        **vars(manifest),
+        "caches": list(map(_cache_fields, manifest.caches)),
+        "log": vars(manifest.log),
+        "format_version": str(FORMAT_VERSION),
+    }
     if manifest.lineage == FIRST_LINEAGE:
         del fields["lineage"]
-    return _dump({"checksum": _checksum(fields), **fields})
+    return _signed(fields)
+
+
+def _cache_fields(cache: SavedCache) -> dict[str, Any]:
+    fields = dict(vars(cache))
+    del fields["producer"]
+    return fields if cache.producer is None else {**fields, "producer": vars(cache.producer)}
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """The manifest in `data`.
+    """The manifest in `data`, of this format version or of version 1.
 
     Raises:
-        BlockRejected: it is not byte for byte what `encode_manifest` wrote, or is of another format version.
+        BlockRejected: it is not byte for byte what was written, or is of another format version.
     """
     try:
         fields = json.loads(data)
-        if fields["format_version"] != str(FORMAT_VERSION):
-            raise BlockRejected(f"the manifest has format version {fields['format_version']!r:.40}")
-        manifest = _from_fields(fields)
+        version = fields["format_version"]
+        if version not in ("1", str(FORMAT_VERSION)):
+            raise BlockRejected(f"the manifest has format version {version!r:.40}")
+        if _signed(fields) != data:
+            raise BlockRejected("the manifest's checksum does not match its content")
+        del fields["checksum"]
+        manifest = _from_fields(_upgraded(fields) if version == "1" else fields)
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise BlockRejected(f"the manifest is unreadable: {error!r:.100}") from None
-    if encode_manifest(manifest) != data:
-        raise BlockRejected("the manifest's checksum does not match its content")
+    if manifest.format_version == FORMAT_VERSION and encode_manifest(manifest) != data:
+        raise BlockRejected("the manifest is not the one that was written")
     return manifest
+
+
+def _upgraded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a manifest of version 1, which knew base's cache only."""
+    base = {"name": BASE_CACHE, "spec": fields["cache"], "groups": fields["groups"], "num_saved": fields["num_saved"]}
+    if "producer" in fields:
+        base["producer"] = fields["producer"]
+    rest = fields.keys() - {"cache", "groups", "num_saved", "producer"}
+    return {**{name: fields[name] for name in rest}, "caches": [base]}
 
 
 def _from_fields(fields: Mapping[str, Any]) -> Manifest:
-    names = Manifest.__dataclass_fields__.keys() - {"log", "groups", "producer", "lineage"}
-    plain = {name: fields[name] for name in names}
-    producer = _producer_from(fields["producer"]) if "producer" in fields else None
-    groups, log, lineage = tuple(fields["groups"]), LogEnd(**fields["log"]), fields.get("lineage", FIRST_LINEAGE)
-    manifest = Manifest(**plain, groups=groups, log=log, producer=producer, lineage=lineage)
-    if any(type(number) is not int for number in (manifest.num_saved, manifest.log.generation, manifest.log.num_bytes)):
+    caches, log = tuple(map(_cache_from, fields["caches"])), LogEnd(**fields["log"])
+    if any(type(number) is not int for number in (log.generation, log.num_bytes)):
         raise TypeError("a number is not an integer")
-    manifest.named_producer()  # a ValueError if a group is unknown
-    return manifest
+    version = int(fields["format_version"])
+    return Manifest(**{**fields, "caches": caches, "log": log, "format_version": version})
+
+
+def _cache_from(fields: Mapping[str, Any]) -> SavedCache:
+    producer = _producer_from(fields["producer"]) if "producer" in fields else None
+    cache = SavedCache(**{**fields, "groups": tuple(fields["groups"]), "producer": producer})
+    if type(cache.num_saved) is not int or type(cache.name) is not str or type(cache.spec) is not str:
+        raise TypeError("the cache is none")
+    cache.named_producer()  # a ValueError if a group is unknown
+    return cache
 
 
 def _producer_from(fields: Mapping[str, Any]) -> SavedProducer:
-    producer = SavedProducer(fields["key"], fields["start"], tuple(fields["groups"]))
+    producer = SavedProducer(**{**fields, "groups": tuple(fields["groups"])})
     if type(producer.key) is not str or type(producer.start) is not int or producer.start < 0:
         raise TypeError("the producer is none")
     return producer
 
 
-def _checksum(fields: Mapping[str, Any]) -> str:
-    return str(xxhash.xxh3_128_hexdigest(_dump(fields)))
+def _signed(fields: Mapping[str, Any]) -> bytes:
+    """The fields with the checksum of all but that in front."""
+    unsigned = {name: value for name, value in fields.items() if name != "checksum"}
+    return _dump({"checksum": str(xxhash.xxh3_128_hexdigest(_dump(unsigned))), **unsigned})
 
 
 def _dump(fields: Mapping[str, Any]) -> bytes:

@@ -25,7 +25,7 @@ from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.names import is_name
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.atomic import Fault, as_store_error
-from agentcache.store.block_file import BlockHeader
+from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockFolder, BlockWrite
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
@@ -184,8 +184,8 @@ class Store:
         """Whether there is a file for the block; whether it is sound shows when it is read."""
         return self._blocks.has(block_key)
 
-    def read_block(self, header: BlockHeader) -> Array:
-        """The bytes of the block's tensors, verified: uint8 [n], read-only (`block_layout.block_tensors`).
+    def read_block(self, header: BlockHeader) -> StoredBlock:
+        """The block, verified.
 
         Raises:
             BlockMissing: there is no such file.
@@ -273,7 +273,7 @@ class Store:
 
     def _is_current(self, agent: SavedAgent) -> bool:
         """Whether its blocks can be read with this spec; with another one they are never asked for."""
-        return agent.manifest.model == self._model and agent.manifest.cache == self._spec.digest
+        return agent.manifest.model == self._model and agent.fits(self._spec.digest)
 
     # --- numbers ---
 

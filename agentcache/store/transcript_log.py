@@ -10,14 +10,15 @@ from __future__ import annotations
 import base64
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from agentcache.blocks.keys import FORMAT_VERSION
+from agentcache.blocks.keys import BASE_CACHE, FORMAT_VERSION
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected
 
@@ -31,16 +32,17 @@ class Content:
 
     Args:
         transcript: text, token ids, ends and spans.
-        chains: chain key of each of its blocks, lane by lane (`blocks.lanes.spans`).
+        chains: by the name of the cache, the chain key of each of its blocks, lane by lane (`blocks.lanes.spans`);
+            caches without any are not in it.
         system: the agent's system text.
     """
 
     transcript: Transcript
-    chains: tuple[str, ...]
+    chains: Mapping[str, tuple[str, ...]]
     system: str | None
 
 
-EMPTY = Content(_EMPTY, (), None)
+EMPTY = Content(_EMPTY, {}, None)
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,7 @@ def least_bytes(content: Content) -> int:
 
 def start_log(agent_id: str, model: str, generation: int, content: Content) -> tuple[bytes, LogEnd]:
     """A whole log that holds `content` and nothing else, and its end."""
-    first = {"format_version": str(FORMAT_VERSION), "agent": agent_id, "model": model, "generation": generation}
-    head = _line("", first)
+    head = _line("", _first_record(agent_id, model, generation, FORMAT_VERSION))
     end = LogEnd(generation, len(head), _checksum_of(head))
     tail, end = extend_log(end, EMPTY, content)
     return head + tail, end
@@ -78,8 +79,8 @@ def extend_log(end: LogEnd, old: Content, new: Content) -> tuple[bytes, LogEnd]:
     return line, LogEnd(end.generation, end.num_bytes + len(line), _checksum_of(line))
 
 
-def parse_log(data: bytes, agent_id: str, model: str, end: LogEnd) -> Content:
-    """The content that the valid part of a log describes.
+def parse_log(data: bytes, agent_id: str, model: str, end: LogEnd, format_version: int = FORMAT_VERSION) -> Content:
+    """The content that the valid part of a log describes. The manifest says of which format version it is.
 
     Raises:
         BlockRejected: it is not the log that ends at `end`, of that agent and model.
@@ -88,8 +89,10 @@ def parse_log(data: bytes, agent_id: str, model: str, end: LogEnd) -> Content:
         raise BlockRejected(f"the log has {len(data)} bytes, the manifest names {end.num_bytes}")
     try:
         records = _records(data[: end.num_bytes], end.checksum)
-        _check_first(records[0], agent_id, model, end.generation)
-        return _replay(records[1:])
+        expected = _first_record(agent_id, model, end.generation, format_version)
+        if records[0] != expected:
+            raise BlockRejected(f"the log begins with {records[0]!r:.200}, expected {expected!r:.200}")
+        return _replay(records[1:] if format_version > 1 else [_upgraded(record) for record in records[1:]])
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise BlockRejected(f"the log is unreadable: {error!r:.100}") from None
 
@@ -124,31 +127,41 @@ def _records(data: bytes, last_checksum: str) -> list[Any]:
     return records
 
 
-def _check_first(record: Mapping[str, Any], agent_id: str, model: str, generation: int) -> None:
-    expected = {"format_version": str(FORMAT_VERSION), "agent": agent_id, "model": model, "generation": generation}
-    if record != expected:
-        raise BlockRejected(f"the log begins with {record!r:.200}, expected {expected!r:.200}")
+def _first_record(agent_id: str, model: str, generation: int, format_version: int) -> dict[str, Any]:
+    return {"format_version": str(format_version), "agent": agent_id, "model": model, "generation": generation}
 
 
 # --- records ---
 
 
 def _changes(old: Content, new: Content) -> dict[str, Any]:
-    """What turns `old` into `new`. `keep` counts the tokens, characters, spans and chains that stay."""
+    """What turns `old` into `new`. `keep` counts the tokens, characters and spans that stay.
+
+    Of each cache whose chains differ: how many stay, and those that follow.
+    """
     before, after = old.transcript, new.transcript
     tokens = min(_common_tokens(before.ids, after.ids), _common_tokens(before.ends, after.ends))
     characters = _common_characters(before.text, after.text)
     spans = _common_items(before.spans, after.spans)
-    chains = _common_items(old.chains, new.chains)
     record: dict[str, Any] = {
-        "keep": [tokens, characters, spans, chains],
+        "keep": [tokens, characters, spans],
         "ids": _pack(after.ids[tokens:]),
         "ends": _pack(after.ends[tokens:]),
         "text": after.text[characters:],
         "spans": after.spans[spans:],
-        "chains": new.chains[chains:],
+        "chains": dict(_changed_chains(old.chains, new.chains)),
     }
     return record if new.system == old.system else {**record, "system": new.system}
+
+
+def _changed_chains(
+    old: Mapping[str, tuple[str, ...]], new: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, list[Any]]]:
+    for cache in sorted(old.keys() | new.keys()):
+        before, after = old.get(cache, ()), new.get(cache, ())
+        if before != after:
+            kept = _common_items(before, after)
+            yield cache, [kept, after[kept:]]
 
 
 def _common_tokens(a: array[int], b: array[int]) -> int:
@@ -186,18 +199,26 @@ def _unpack(packed: str) -> array[int]:
     return array("I", base64.b64decode(packed, validate=True))
 
 
+def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of version 1, which had one list of chains, base's."""
+    *keep, num_chains = record["keep"]
+    return {**record, "keep": keep, "chains": {BASE_CACHE: [num_chains, record["chains"]]}}
+
+
 def _replay(records: Sequence[Mapping[str, Any]]) -> Content:
     ids, ends, text, system = array("I"), array("I"), "", None
     spans: list[tuple[str, int]] = []
-    chains: list[str] = []
+    chains: defaultdict[str, list[str]] = defaultdict(list)
     for record in records:
-        tokens, characters, num_spans, num_chains = record["keep"]
+        tokens, characters, num_spans = record["keep"]
         ids[tokens:] = _unpack(record["ids"])
         ends[tokens:] = _unpack(record["ends"])
         text = text[:characters] + record["text"]
         spans[num_spans:] = [(kind, count) for kind, count in record["spans"]]
-        chains[num_chains:] = record["chains"]
+        for cache, (num_chains, added) in record["chains"].items():
+            chains[cache][num_chains:] = added
         system = record.get("system", system)
     if len(ids) != len(ends):
         raise BlockRejected(f"the log has {len(ids)} token ids but {len(ends)} ends")
-    return Content(Transcript(text, ids, ends, tuple(spans)), tuple(chains), system)
+    named = {cache: tuple(keys) for cache, keys in chains.items() if keys}
+    return Content(Transcript(text, ids, ends, tuple(spans)), named, system)

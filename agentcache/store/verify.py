@@ -1,28 +1,31 @@
 """Whether everything in a cache folder is what it says it is. Only reads, needs no model, and may run beside a server.
 
-A second reader on purpose: it recomputes every key and checksum from the content, whichever model wrote the file.
+A second reader on purpose: it recomputes every key and checksum from the content, whichever model wrote the file, and
+finds the tensors by what the file says of them. Files of format version 1 are sound too; the next start removes their
+blocks.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 
-from agentcache.blocks.keys import Namespace, block_key, chain_key
-from agentcache.blocks.lanes import chain_keys, name_blocks
+from agentcache.blocks.keys import Namespace, block_key, chain_key, root_of_version_1
+from agentcache.blocks.lanes import chain_keys
 from agentcache.errors import BlockRejected
 from agentcache.store.cache_files import CacheFiles
-from agentcache.store.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
-from agentcache.store.transcript_log import Content, parse_log
+from agentcache.store.manifest import MAX_MANIFEST_BYTES, Manifest, SavedCache, decode_manifest
+from agentcache.store.transcript_log import parse_log
 
 T = TypeVar("T")
 
@@ -30,6 +33,8 @@ MAX_BLOCK_BYTES = 1 << 30
 MAX_LOG_BYTES = 1 << 32
 
 _CHECKSUM = '"checksum":"{}"'
+_VERSIONS = ("1", "2")
+_ITEM_BYTES = {"F32": 4, "U32": 4, "I32": 4, "F16": 2, "U8": 1}
 
 
 @dataclass(frozen=True)
@@ -94,18 +99,50 @@ def _examine_block(files: CacheFiles, path: Path) -> str:
     head_size = 8 + int.from_bytes(data[:8], "little")
     head, tensors = data[:head_size], data[head_size:]
     try:
-        metadata = json.loads(head[8:])["__metadata__"]
-        token_ids = _unpack(metadata["token_ids"])
+        entries = json.loads(head[8:])
+        metadata = entries.pop("__metadata__")
+        version, token_ids = metadata["format_version"], _unpack(metadata["token_ids"])
         chain = chain_key(metadata["parent"], token_ids, metadata["producer"])
         key, stated = block_key(chain, metadata["group"]), metadata["checksum"]
+        num_bytes = _check_entries(entries.values())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise BlockRejected(f"the header is unreadable: {error!r:.100}") from None
     unsigned = head.replace(_CHECKSUM.format(stated).encode(), _CHECKSUM.format("0" * 32).encode())
     if xxhash.xxh3_128_hexdigest(unsigned + tensors) != stated:
         raise BlockRejected("the checksum does not match the content")
+    if num_bytes != len(tensors):
+        raise BlockRejected(f"its tensors take {num_bytes} bytes, but there are {len(tensors)}")
+    if version not in _VERSIONS or ("extras" in metadata and version == "1"):
+        raise BlockRejected(f"it has format version {version!r:.40}")
+    _check_extras(metadata.get("extras"))
     if key != path.stem:
         raise BlockRejected(f"it holds the block {key}")
     return key
+
+
+def _check_entries(entries: Iterable[Mapping[str, Any]]) -> int:
+    """Bytes of all tensors; each has to begin where the one before it ends, and to be as long as its shape says."""
+    end = 0
+    for entry in entries:
+        num_bytes = math.prod(entry["shape"]) * _ITEM_BYTES[entry["dtype"]]
+        if entry["data_offsets"] != [end, end + num_bytes]:
+            raise ValueError(f"a tensor of {num_bytes} bytes lies at {entry['data_offsets']!r:.40}")
+        end += num_bytes
+    return end
+
+
+def _check_extras(text: str | None) -> None:
+    if text is None:
+        return
+    try:
+        for extra in json.loads(text).values():
+            if isinstance(extra, str):
+                continue
+            num_bytes = math.prod(extra["shape"]) * _ITEM_BYTES[extra["dtype"]]
+            if len(base64.b64decode(extra["data"], validate=True)) != num_bytes:
+                raise ValueError(f"{num_bytes} bytes were to be expected")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise BlockRejected(f"its extras are unreadable: {error!r:.100}") from None
 
 
 def _unpack(packed: str) -> array[int]:
@@ -118,16 +155,26 @@ def _examine_lineage(files: CacheFiles, path: Path) -> _Lineage:
     if (manifest.name, manifest.model[:16]) != (path.stem, path.parent.name):
         raise BlockRejected(f"it is the manifest of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
     log = path.with_name(f"{manifest.name}.{manifest.log.generation}.log")
-    content = parse_log(files.read(log, MAX_LOG_BYTES), manifest.name, manifest.model, manifest.log)
-    _check_chains(manifest, content)
-    names = [name for block in name_blocks(content.chains, manifest.spans()) for name in block.names]
-    keys = frozenset(block_key(name.chain, manifest.groups[name.group]) for name in names)
-    return _Lineage((manifest.model, manifest.id), keys)
+    data = files.read(log, MAX_LOG_BYTES)
+    content = parse_log(data, manifest.name, manifest.model, manifest.log, manifest.format_version)
+    keys: set[str] = set()
+    for cache in manifest.caches:
+        chains = content.chains.get(cache.name, ())
+        _check_chains(manifest, cache, content.transcript.ids, chains)
+        keys.update(cache.block_keys(chains))
+    if strange := content.chains.keys() - {cache.name for cache in manifest.caches}:
+        raise BlockRejected(f"its log has blocks of other caches: {sorted(strange)!r:.100}")
+    return _Lineage((manifest.model, manifest.id), frozenset(keys))
 
 
-def _check_chains(manifest: Manifest, content: Content) -> None:
-    if not 0 <= manifest.num_saved <= len(content.transcript.ids):
-        raise BlockRejected(f"{manifest.num_saved} of {len(content.transcript.ids)} tokens are named as saved")
-    root = Namespace(manifest.model, manifest.cache, manifest.salt).root
-    if tuple(chain_keys(root, content.transcript.ids, manifest.spans())) != content.chains:
+def _check_chains(manifest: Manifest, cache: SavedCache, token_ids: Sequence[int], chains: Sequence[str]) -> None:
+    if not 0 <= cache.num_saved <= len(token_ids):
+        raise BlockRejected(f"{cache.num_saved} of {len(token_ids)} tokens are named as saved")
+    if tuple(chain_keys(_root(manifest, cache), token_ids, cache.spans())) != chains:
         raise BlockRejected("its blocks are not those of its tokens")
+
+
+def _root(manifest: Manifest, cache: SavedCache) -> str:
+    if manifest.format_version == 1:
+        return root_of_version_1(manifest.model, cache.spec, manifest.salt)
+    return Namespace(manifest.model, cache.spec, manifest.salt, cache.name).root

@@ -93,6 +93,7 @@ def _put_back(layer: Any, children: dict[str, Any]) -> Any:
 
 def _round(module: Any, spec: CacheSpec) -> Rounding:
     quantisation = spec.groups[0].quantisation
+    assert quantisation is not None  # these are the model's keys and values
     if not is_latent(module):
         return Rounding(quantisation)
     module.kv_a_layernorm = RoundedNorm(module.kv_a_layernorm, Rounding(quantisation))

@@ -31,7 +31,7 @@ def recompute(cache_dir: Path, quiet: Client) -> int:
     count = 0
     for path in sorted((cache_dir / "agents").glob("*/*.json")):
         manifest = decode_manifest(path.read_bytes())
-        if manifest.num_saved:
+        if manifest.base.num_saved:
             # An agent each: none of them may be given up there.
             quiet.cache_prompt(_saved_tokens(path, manifest), agent=path.stem.replace("~", "."))
             count += 1
@@ -41,7 +41,7 @@ def recompute(cache_dir: Path, quiet: Client) -> int:
 def _saved_tokens(path: Path, manifest: Manifest) -> list[int]:
     log = path.with_name(f"{manifest.name}.{manifest.log.generation}.log").read_bytes()
     content = parse_log(log, manifest.name, manifest.model, manifest.log)
-    return list(content.transcript.ids[: manifest.num_saved])
+    return list(content.transcript.ids[: manifest.base.num_saved])
 
 
 def differences(cache_dir: Path, quiet_dir: Path) -> dict[str, float]:

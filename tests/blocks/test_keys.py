@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.blocks.keys import BASE_PRODUCER, Namespace, Producer, block_key, chain_key, pack_token_ids
+from agentcache.blocks.keys import (
+    BASE_PRODUCER,
+    Namespace,
+    Producer,
+    block_key,
+    chain_key,
+    pack_token_ids,
+    root_of_version_1,
+)
 
 ROOT = Namespace("model", "cache").root
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=8)
@@ -14,15 +22,21 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=8)
 def test_addresses_are_what_files_on_disk_are_named_by() -> None:
     """Whoever changes these has to change FORMAT_VERSION, or old files are served under new names."""
     chain = chain_key(ROOT, [1, 2, 3])
-    assert ROOT == "2a354897469aae21db9e50fd25499ccf6c934d23"
-    assert chain == "8ad632574b7e7f6b376108cec8c2e288891e26f6"
-    assert block_key(chain, "full.0") == "d7e63e9d333ca3d423ce229e6fc2cb8cb5708b0c"
+    assert ROOT == "2ee2f042b27e705b3ad2ee96b409294a29a91081"
+    assert chain == "5ae88f3efa93a83c5f6413ffd87c22a3cea565eb"
+    assert block_key(chain, "full.0") == "cad76ad043853a4da4963abf31018eddb7eee2d0"
+
+
+def test_roots_of_version_1_are_what_they_were() -> None:
+    assert root_of_version_1("model", "cache", "") == "2a354897469aae21db9e50fd25499ccf6c934d23"
+    assert root_of_version_1("model", "cache", "") != ROOT
 
 
 def test_every_part_of_a_namespace_counts() -> None:
     parts = [("a", "b", "c"), ("ab", "", "c"), ("a", "bc", ""), ("a", "b", ""), ("", "a", "b")]
     assert len({Namespace(*part).root for part in parts}) == len(parts)
-    assert Namespace("a", "b").root == Namespace("a", "b", "").root
+    assert Namespace("a", "b").root == Namespace("a", "b", "").root == Namespace("a", "b", "", "base").root
+    assert Namespace("a", "b", "", "residual@c").root != Namespace("a", "b").root
 
 
 @given(st.text(max_size=4), TOKENS, st.text(max_size=4), st.text(max_size=4), TOKENS, st.text(max_size=4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import numpy as np
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Namespace, Producer
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
-from agentcache.kv.block_layout import block_tensors, tensor_name
-from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation, make_groups
+from agentcache.kv.block_layout import block_tensors
+from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation, attention_group, make_groups
 from agentcache.store.atomic import Fault
 from agentcache.store.block_file import BlockHeader, make_header, tensor_layout
 from agentcache.store.store import AgentRecord, BlockWrite, Store, no_fault
@@ -23,6 +24,11 @@ MODEL = "0123456789abcdef0123456789abcdef"
 SPEC = CacheSpec("tiny", 4, make_groups([LayerSpec(layer, 2, 64, 64) for layer in range(2)], Quantisation()))
 ROOT = Namespace(MODEL, SPEC.digest).root
 BUDGET = 1 << 30
+
+
+def quantised(spec: CacheSpec, quantisation: Quantisation) -> CacheSpec:
+    """The same cache with keys and values packed otherwise."""
+    return replace(spec, groups=tuple(attention_group(group.name, group.layers, quantisation) for group in spec.groups))
 
 
 def make_arrays(spec: CacheSpec, header: BlockHeader, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
@@ -39,8 +45,8 @@ def make_arrays(spec: CacheSpec, header: BlockHeader, seed: int = 0) -> dict[str
 
 def block_bytes(group: GroupSpec, arrays: Mapping[str, np.ndarray[Any, Any]], position: int) -> np.ndarray[Any, Any]:
     """A block's tensors one after the other, as a file holds them: uint8 [n]."""
-    names = [tensor_name(t.layer, t.side, position, t.part) for t in block_tensors(group)]
-    return np.concatenate([np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in names])
+    named = [arrays[tensor.name(position)] for tensor in block_tensors(group)]
+    return np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in named])
 
 
 def make_block(

@@ -223,11 +223,11 @@ def test_agents_renamed_or_swapped_on_disk_are_rejected(tmp_path: Path) -> None:
         assert store.quarantined == 3
 
 
-def test_a_manifest_of_an_older_format_is_rejected(tmp_path: Path) -> None:
+def test_a_manifest_of_an_unknown_format_is_rejected(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         store.save_agent(make_record("a", make_transcript(5)))
     manifest = agents_folder(tmp_path) / "a.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'"format_version": "1"', b'"format_version": "0"'))
+    manifest.write_bytes(manifest.read_bytes().replace(b'"format_version": "2"', b'"format_version": "0"'))
     with open_store(tmp_path) as store:
         assert store.load_agents() == [] and store.quarantined == 1
 

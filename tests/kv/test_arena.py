@@ -19,8 +19,15 @@ from agentcache.kv.arena import (
     make_arenas,
     quantise,
 )
-from agentcache.kv.block_layout import tensor_name
-from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation, make_groups
+from agentcache.kv.spec import (
+    POSITION,
+    CacheSpec,
+    LayerSpec,
+    Quantisation,
+    attention_group,
+    make_groups,
+    tensor_name,
+)
 from tests.kv.store_cases import block_bytes
 
 Q64, Q32 = Quantisation(4, 64), Quantisation(4, 32)
@@ -32,7 +39,7 @@ def random(shape: tuple[int, ...], seed: int = 0, dtype: mx.Dtype = mx.float32, 
 
 
 def filled_side(num_blocks: int, seed: int = 1) -> SideArena:
-    side = SideArena(HEADS, DIM, Q64)
+    side = LayerArena(LayerSpec(0, HEADS, DIM, 0), Q64).keys
     side.grow(num_blocks)
     for block_id in range(num_blocks):
         packed = quantise(random((1, HEADS, BLOCK_SIZE, DIM), seed + block_id), Q64)
@@ -202,7 +209,7 @@ def peak_of_write(side: SideArena, *, scattered: bool) -> int:
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_writing_a_token_does_not_copy_the_arena(scattered: bool) -> None:
-    side = SideArena(HEADS, DIM, Q64)
+    side = LayerArena(LayerSpec(0, HEADS, DIM, 0), Q64).keys
     side.grow(256)
     size = sum(array.nbytes for array in side.arrays())
     assert peak_of_write(side, scattered=scattered) < size / 50
@@ -213,7 +220,7 @@ def test_writing_a_token_does_not_copy_the_arena(scattered: bool) -> None:
 
 
 def group_of(*layers: LayerSpec, quantisation: Quantisation = Q64) -> GroupArena:
-    arena = GroupArena(GroupSpec("full.0", layers, quantisation))
+    arena = GroupArena(attention_group("full.0", layers, quantisation))
     arena.grow(6)
     return arena
 
@@ -235,7 +242,7 @@ def test_snapshot_and_put_are_bit_exact(num_tokens: int, value_dim: int) -> None
     fill(other, 5, seed=9)
     saved = [arena.snapshot(2, 7, num_tokens), arena.snapshot(4, 8, BLOCK_SIZE)]
     assert set(saved[0]) == {
-        tensor_name(layer, side, 7, part)
+        tensor_name(layer, side, part).replace(POSITION, "7")
         for layer in (3, 5)
         for side in ("key_cache", "value_cache")[: 2 if value_dim else 1]
         for part in ("data", "scales", "biases")
@@ -280,7 +287,7 @@ def test_one_arena_a_group() -> None:
 
 
 def test_bytes_are_those_of_the_spec() -> None:
-    spec = GroupSpec("full.0", (LayerSpec(0, 2, 128, 64), LayerSpec(1, 1, 64, 0)), Q64)
+    spec = attention_group("full.0", [LayerSpec(0, 2, 128, 64), LayerSpec(1, 1, 64, 0)], Q64)
     arena = GroupArena(spec)
     arena.grow(3)
     assert sum(array.nbytes for array in arena.arrays()) == 3 * spec.bytes_per_block

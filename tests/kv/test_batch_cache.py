@@ -12,7 +12,7 @@ from mlx_lm.models.base import create_causal_mask
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
-from agentcache.kv.block_layout import PARTS
+from agentcache.kv.spec import PARTS
 from agentcache.kv.step_plan import RowBatch, StepPlan
 from tests.kv.cache_cases import DIM, HEADS, Desk, History, assert_rows, batch_of, step
 
@@ -165,7 +165,7 @@ def read_back(desk: Desk, row: BatchQuantizedKVCache) -> BatchQuantizedKVCache:
     desk.arena.grow(desk.pool.capacity)
     for _, side in desk.arena.sides:
         for name, part in zip(PARTS, side.gather(mx.array(table.block_ids)), strict=True):
-            side.put(target, name, np.array(part))
+            side.parts[name].put(target, np.array(part))
     rows = RowBatch([BlockTable(target, table.first_block)], desk.window, desk.pool)
     return BatchQuantizedKVCache(desk.arena, rows, list(row.lengths))
 

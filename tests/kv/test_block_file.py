@@ -14,7 +14,7 @@ from safetensors.numpy import load
 
 from agentcache.blocks.keys import Namespace
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
-from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation
+from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, attention_group
 from agentcache.store import block_file
 from agentcache.store.block_file import (
     BlockHeader,
@@ -26,7 +26,7 @@ from agentcache.store.block_file import (
     tensor_layout,
     tensor_views,
 )
-from tests.kv.store_cases import ROOT, SPEC, make_arrays, make_block
+from tests.kv.store_cases import ROOT, SPEC, make_arrays, make_block, quantised
 
 BLOCK = make_block((5, 6, 7, 151_000, 5), position=3)
 FILE = encode_block(SPEC, BLOCK.header, BLOCK.arrays)
@@ -40,7 +40,7 @@ REGIONS = {"length": (0, 8), "header": (8, HEADER_END)} | {
 
 
 def decoded(spec: CacheSpec, header: BlockHeader, file: bytes) -> dict[str, Any]:
-    return tensor_views(spec, header, decode_block(spec, header, file))
+    return tensor_views(spec, header, decode_block(spec, header, file).data)
 
 
 def test_a_block_comes_back_as_it_was_written() -> None:
@@ -70,7 +70,7 @@ def test_any_safetensors_reader_opens_the_file(tmp_path: Any) -> None:
     assert (metadata["model_type"], metadata["num_layers"], metadata["num_attention_heads"]) == ("tiny", "2", "4")
     assert (metadata["num_kv_heads"], metadata["head_dim"]) == ("2", "64")
     assert (metadata["quantization"], metadata["producer"]) == ("affine-4bit-g64", "base")
-    assert metadata["format_version"] == "1"
+    assert metadata["format_version"] == "2"
     assert set(loaded) == {
         f"cache.layers.0.{cache}.3.{part}"
         for cache in ("key_cache", "value_cache")
@@ -79,7 +79,7 @@ def test_any_safetensors_reader_opens_the_file(tmp_path: Any) -> None:
 
 
 def test_a_full_block_takes_at_most_29_percent_of_float16() -> None:
-    group = GroupSpec("full.0", tuple(LayerSpec(layer, 2, 128, 128) for layer in range(2)), Quantisation())
+    group = attention_group("full.0", [LayerSpec(layer, 2, 128, 128) for layer in range(2)], Quantisation())
     spec = CacheSpec("qwen3", 16, (group,))
     tokens = np.random.default_rng(1).integers(0, 152_000, 256).tolist()
     header = make_header(ROOT, "full.0", 120, tokens)
@@ -92,7 +92,7 @@ def test_the_size_is_known_before_encoding() -> None:
 
 
 def test_a_layer_without_values_has_a_key_cache_only() -> None:
-    spec = CacheSpec("deepseek_v2", 16, (GroupSpec("full.0", (LayerSpec(4, 1, 576, 0),), Quantisation()),))
+    spec = CacheSpec("deepseek_v2", 16, (attention_group("full.0", [LayerSpec(4, 1, 576, 0)], Quantisation()),))
     header = make_header(ROOT, "full.0", 0, (1, 2))
     layout = tensor_layout(spec, header)
     assert {name: shape for name, (shape, _) in layout.items()} == {
@@ -104,7 +104,7 @@ def test_a_layer_without_values_has_a_key_cache_only() -> None:
 
 
 def test_groups_of_32_and_odd_lengths_round_trip() -> None:
-    spec = CacheSpec("tiny", 3, (GroupSpec("g", (LayerSpec(0, 3, 96, 32),), Quantisation(4, 32)),))
+    spec = CacheSpec("tiny", 3, (attention_group("g", [LayerSpec(0, 3, 96, 32)], Quantisation(4, 32)),))
     header = make_header(ROOT, "g", 0, (9,))
     tensors = decoded(spec, header, encode_block(spec, header, make_arrays(spec, header)))
     assert tensors["cache.layers.0.key_cache.0.scales"].shape == (3, 1, 3)
@@ -203,9 +203,11 @@ def test_a_reader_that_expects_something_else_rejects(field: str, value: object)
     [
         replace(SPEC, model_type="other"),
         replace(SPEC, num_attention_heads=8),
-        replace(SPEC, groups=tuple(replace(group, quantisation=Quantisation(8)) for group in SPEC.groups)),
-        replace(SPEC, groups=tuple(replace(group, quantisation=Quantisation(4, 32)) for group in SPEC.groups)),
-        replace(SPEC, groups=(GroupSpec("full.0", (LayerSpec(0, 4, 32, 32),), Quantisation(4, 32)), SPEC.groups[1])),
+        quantised(SPEC, Quantisation(8)),
+        quantised(SPEC, Quantisation(4, 32)),
+        replace(
+            SPEC, groups=(attention_group("full.0", [LayerSpec(0, 4, 32, 32)], Quantisation(4, 32)), SPEC.groups[1])
+        ),
     ],
     ids=["model_type", "heads", "bits", "group_size", "shape"],
 )
@@ -215,10 +217,10 @@ def test_another_model_or_quantisation_is_rejected(spec: CacheSpec) -> None:
 
 
 def test_an_older_format_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_file, "FORMAT_VERSION", 0)
+    monkeypatch.setattr(block_file, "FORMAT_VERSION", 1)
     old = encode_block(SPEC, BLOCK.header, BLOCK.arrays)
     monkeypatch.undo()
-    with pytest.raises(BlockRejected, match="format_version is '0', expected '1'"):
+    with pytest.raises(BlockRejected, match="format_version is '1', expected '2'"):
         decode_block(SPEC, BLOCK.header, old)
 
 

@@ -35,7 +35,7 @@ def test_blocks_survive_a_restart(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         for block in blocks:
             assert store.has(block.header.block_key)
-            for name, array in tensor_views(SPEC, block.header, store.read_block(block.header)).items():
+            for name, array in tensor_views(SPEC, block.header, store.read_block(block.header).data).items():
                 np.testing.assert_array_equal(array, block.arrays[name])
         assert store.read_bytes == store.disk_bytes == written
 
@@ -63,7 +63,7 @@ def test_a_block_removed_behind_our_back_is_missing_and_can_be_written_again(tmp
             store.read_block(block.header)
         assert store.disk_bytes == 0
         assert store.write_blocks([block]) > 0
-        assert store.read_block(block.header).any()
+        assert store.read_block(block.header).data.any()
 
 
 def test_deleting_blocks_frees_their_bytes(tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_a_damaged_block_is_quarantined_and_counted_once(
         assert [name.rpartition(".")[0] for name in quarantined(tmp_path)] == [f"{block.header.block_key}.safetensors"]
         if not restart:
             assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
-        assert store.read_block(sound.header).any()
+        assert store.read_block(sound.header).data.any()
         assert store.write_blocks([block]) > 0
-        assert store.read_block(block.header).any()
+        assert store.read_block(block.header).data.any()
         store.close()
 
 
@@ -179,7 +179,7 @@ def test_a_linked_folder_of_blocks_is_not_followed(tmp_path: Path) -> None:
     with open_store(cache_dir) as store:
         assert not store.has(block.header.block_key)
         store.write_blocks([block])
-        assert store.read_block(block.header).any()
+        assert store.read_block(block.header).data.any()
     assert not shard.is_symlink()
 
 

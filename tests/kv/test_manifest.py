@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,49 +11,51 @@ import pytest
 
 from agentcache.blocks.keys import Producer
 from agentcache.errors import BlockRejected
-from agentcache.store.manifest import Manifest, _checksum, _dump, decode_manifest, encode_manifest, save_producer
+from agentcache.store.manifest import Manifest, SavedCache, _signed, decode_manifest, encode_manifest, save_producer
 from agentcache.store.transcript_log import LogEnd
 
 GROUPS = ("full.0", "window512.0", "full.1")
 PRODUCER = Producer("aa", 300, frozenset([2, 1]))
+BASE_CACHE = SavedCache("base", "c", GROUPS, 600)
+ADAPTED_CACHE = replace(BASE_CACHE, producer=save_producer(PRODUCER, GROUPS))
+RESIDUAL = SavedCache("residual@aa", "d", ("full.0", "full.1"), 512)
 BASE = Manifest(
     id="a",
     model="m",
-    cache="c",
-    groups=GROUPS,
     salt="",
     created=1.5,
     last_used=2.5,
     adapter=None,
     policy="exact",
-    num_saved=600,
+    caches=(BASE_CACHE,),
     log=LogEnd(1, 10, "0" * 32),
 )
-ADAPTED = replace(BASE, adapter="math", producer=save_producer(PRODUCER, GROUPS))
+ADAPTED = replace(BASE, adapter="math", caches=(ADAPTED_CACHE,))
+SHARED = replace(BASE, adapter="math", caches=(BASE_CACHE, RESIDUAL))
 
 
-def sign(fields: dict[str, Any]) -> bytes:
-    """The manifest that a writer of these fields would have written."""
-    unsigned = {name: value for name, value in fields.items() if name != "checksum"}
-    return _dump({"checksum": _checksum(unsigned), **unsigned})
-
-
-@pytest.mark.parametrize("manifest", [BASE, ADAPTED, replace(ADAPTED, lineage="5e")])
+@pytest.mark.parametrize("manifest", [BASE, ADAPTED, replace(ADAPTED, lineage="5e"), SHARED])
 def test_what_is_written_is_read(manifest: Manifest) -> None:
     assert decode_manifest(encode_manifest(manifest)) == manifest
 
 
 def test_the_producer_keeps_its_groups_by_name() -> None:
-    fields = json.loads(encode_manifest(ADAPTED))
+    fields = json.loads(encode_manifest(ADAPTED))["caches"][0]
     assert fields["producer"] == {"key": "aa", "start": 300, "groups": ["window512.0", "full.1"]}
-    assert decode_manifest(encode_manifest(ADAPTED)).named_producer() == PRODUCER
-    assert len(ADAPTED.spans()) == 3 + 3 + 1
+    assert decode_manifest(encode_manifest(ADAPTED)).base.named_producer() == PRODUCER
+    assert len(ADAPTED_CACHE.spans()) == 3 + 3 + 1
 
 
 def test_a_manifest_of_base_does_not_mention_producers() -> None:
-    """So it is byte for byte what it was before there were any."""
     assert b"producer" not in encode_manifest(BASE)
-    assert len(BASE.spans()) == 3
+    assert len(BASE_CACHE.spans()) == 3
+
+
+def test_each_cache_names_its_own_tokens_and_groups() -> None:
+    assert [(cache.name, len(cache.spans())) for cache in SHARED.caches] == [("base", 3), ("residual@aa", 2)]
+    assert len(set(BASE_CACHE.block_keys("xyz"))) == 9
+    assert len(set(RESIDUAL.block_keys("xy")) - set(BASE_CACHE.block_keys("xyz"))) == 0
+    assert set(RESIDUAL.block_keys("uv")).isdisjoint(BASE_CACHE.block_keys("xyz"))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +74,39 @@ def test_a_manifest_of_base_does_not_mention_producers() -> None:
     ],
 )
 def test_a_producer_that_is_none_is_rejected(producer: object) -> None:
-    fields = json.loads(encode_manifest(ADAPTED)) | {"producer": producer}
+    fields = json.loads(encode_manifest(ADAPTED))
+    assert decode_manifest(_signed(fields)) == ADAPTED
+    fields["caches"][0]["producer"] = producer
     with pytest.raises(BlockRejected):
-        decode_manifest(sign(fields))
-    assert decode_manifest(sign(json.loads(encode_manifest(ADAPTED)))) == ADAPTED
+        decode_manifest(_signed(fields))
+
+
+def _set(fields: dict[str, Any], **changes: object) -> None:
+    fields["caches"][1].update(changes)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda fields: fields.update(caches=[]),
+        lambda fields: fields.update(caches=None),
+        lambda fields: fields["caches"].reverse(),
+        lambda fields: fields["caches"].append(fields["caches"][1]),
+        lambda fields: fields["caches"].append("base"),
+        lambda fields: fields.update(another="field"),
+        lambda fields: fields.update(lineage="first"),
+        lambda fields: fields.pop("model"),
+        lambda fields: _set(fields, name="base"),
+        lambda fields: _set(fields, name=7),
+        lambda fields: _set(fields, num_saved="512"),
+        lambda fields: _set(fields, num_saved=True),
+        lambda fields: _set(fields, spec=None),
+        lambda fields: _set(fields, groups="ab"),
+        lambda fields: _set(fields, another="field"),
+    ],
+)
+def test_caches_that_are_none_are_rejected(spoil: Callable[[dict[str, Any]], None]) -> None:
+    fields = json.loads(encode_manifest(SHARED))
+    spoil(fields)
+    with pytest.raises(BlockRejected):
+        decode_manifest(_signed(fields))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation, make_groups, quantisation_for
+from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, attention_group, make_groups, quantisation_for
 
 LAYER = LayerSpec(0, num_kv_heads=2, key_dim=128, value_dim=64)
 WINDOWS = st.integers(1, 2000)
@@ -30,17 +30,17 @@ def test_head_dimensions_without_a_quantisation_group() -> None:
 
 def test_bytes_of_a_token() -> None:
     """192 values a head: half a byte each, and four bytes of scale and bias for every 64."""
-    group = GroupSpec("full.0", (LAYER, replace(LAYER, index=1)), Quantisation())
+    group = attention_group("full.0", [LAYER, replace(LAYER, index=1)], Quantisation())
     assert group.bytes_per_token == 2 * 2 * (192 // 2 + 192 // 64 * 4)
     assert group.bytes_per_block == group.bytes_per_token * BLOCK_SIZE
 
 
 @given(WINDOWS, st.integers(0, 5000))
 def test_the_first_block_needed_is_that_of_the_first_token_attended_to(window: int, num_tokens: int) -> None:
-    group = GroupSpec("window.0", (replace(LAYER, window=window),), Quantisation())
+    group = attention_group("window.0", [replace(LAYER, window=window)], Quantisation())
     attended = [key for key in range(num_tokens + 1) if key > num_tokens - window]
     assert group.first_block_needed(num_tokens) == attended[0] // BLOCK_SIZE
-    assert GroupSpec("full.0", (LAYER,), Quantisation()).first_block_needed(num_tokens) == 0
+    assert attention_group("full.0", [LAYER], Quantisation()).first_block_needed(num_tokens) == 0
 
 
 @given(st.lists(st.sampled_from([None, 512, 1024]), min_size=1, max_size=40))

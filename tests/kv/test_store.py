@@ -28,6 +28,7 @@ from tests.kv.store_cases import (
     make_transcript,
     make_turn,
     open_store,
+    quantised,
     size_on_disk,
 )
 
@@ -55,7 +56,7 @@ def test_a_model_whose_fingerprint_begins_alike_is_another_model(tmp_path: Path)
 
 def test_with_another_quantisation_only_the_transcript_is_left(tmp_path: Path) -> None:
     record = make_record("a", make_transcript(300))
-    eight_bits = replace(SPEC, groups=tuple(replace(group, quantisation=Quantisation(8)) for group in SPEC.groups))
+    eight_bits = quantised(SPEC, Quantisation(8))
     with open_store(tmp_path) as store:
         store.write_blocks(make_turn(record))
         store.save_agent(record)
@@ -76,7 +77,7 @@ def test_orphans_are_collected_and_named_blocks_stay(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert store.collect_orphans() == 1  # also without load_agents
         assert not store.has(orphan.header.block_key)
-        assert all(store.read_block(block.header).any() for block in make_turn(record))
+        assert all(store.read_block(block.header).data.any() for block in make_turn(record))
         assert store.disk_bytes == size_on_disk(tmp_path)
 
 
@@ -91,7 +92,7 @@ def test_of_a_shared_block_only_the_groups_that_are_named_stay(tmp_path: Path) -
         store.delete_agent("base")
     with open_store(tmp_path) as store:
         assert store.collect_orphans() == 2
-        assert all(store.read_block(block.header).any() for block in make_turn(own))
+        assert all(store.read_block(block.header).data.any() for block in make_turn(own))
         gone = [block.header for block in make_turn(base) if not store.has(block.header.block_key)]
         assert [(header.group, header.position) for header in gone] == [("full.1", 1), ("full.1", 2)]
 

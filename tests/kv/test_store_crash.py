@@ -59,7 +59,7 @@ def check_files(cache_dir: Path, store: Store, found: State) -> None:
     """Every block that an agent names is readable, and no other file is left."""
     blocks = {block.header.block_key: block for record in found.values() for block in make_turn(record)}
     for block in blocks.values():
-        tensors = tensor_views(SPEC, block.header, store.read_block(block.header))
+        tensors = tensor_views(SPEC, block.header, store.read_block(block.header).data)
         assert all(np.array_equal(tensors[name], array) for name, array in block.arrays.items())
     names = tree(cache_dir)
     assert sorted(Path(name).stem for name in names if name.startswith("blocks")) == sorted(blocks)

@@ -91,7 +91,7 @@ def test_a_folder_replaced_by_a_link_is_not_written_through(tmp_path: Path, name
         assert store.disk_bytes == size_on_disk(cache_dir)
     with open_store(cache_dir) as store:
         assert store.load_agents() == [AFTER]
-        assert all(store.read_block(block.header).any() for block in make_turn(AFTER))
+        assert all(store.read_block(block.header).data.any() for block in make_turn(AFTER))
     assert contents(outside) == before
 
 
@@ -138,7 +138,7 @@ def test_a_quarantine_that_is_a_link_or_gone(tmp_path: Path, there: bool) -> Non
         assert there or len(list((cache_dir / "quarantine").iterdir())) == 1
         assert not store.has(block.header.block_key)
         store.write_blocks([block])
-        assert store.read_block(block.header).any()
+        assert store.read_block(block.header).data.any()
 
 
 REMOVED = ["", "blocks", "agents", f"agents/{MODEL[:16]}", str(SHARD), "lock"]
@@ -162,7 +162,7 @@ def test_what_is_removed_is_made_again(tmp_path: Path, name: str) -> None:
             turn(store, AFTER)
         assert len(told) == 1
         assert store.disk_bytes == size_on_disk(cache_dir)
-        assert all(store.read_block(block.header).any() for block in make_turn(AFTER))
+        assert all(store.read_block(block.header).data.any() for block in make_turn(AFTER))
         missing = [block for block in make_turn(other) if not store.has(block.header.block_key)]
         assert (len(missing) == len(make_turn(other))) == (name in ("", "blocks"))
         with pytest.raises(CacheFolderInUse):
@@ -170,7 +170,7 @@ def test_what_is_removed_is_made_again(tmp_path: Path, name: str) -> None:
     with open_store(cache_dir) as store:
         listed = [AFTER] if name == "" or name.startswith("agents") else [AFTER, other]
         assert store.load_agents() == listed
-        assert all(store.read_block(block.header).any() for block in make_turn(AFTER))
+        assert all(store.read_block(block.header).data.any() for block in make_turn(AFTER))
 
 
 def test_one_block_that_is_removed_is_noticed(tmp_path: Path) -> None:

@@ -16,13 +16,16 @@ from tests.kv.store_cases import make_transcript
 any_text = st.text(st.characters(), max_size=40)  # surrogates and line separators too
 spans = st.lists(st.tuples(st.sampled_from(["prompt", "generated"]), st.integers(0, 9)), max_size=4).map(tuple)
 
+caches = st.sampled_from(["base", "residual@ab"])
+
 
 @st.composite
 def contents(draw: st.DrawFn) -> Content:
     ids = draw(st.lists(st.integers(0, 3), max_size=12))
     ends = draw(st.lists(st.integers(0, 3), min_size=len(ids), max_size=len(ids)))
     transcript = Transcript(draw(any_text), array("I", ids), array("I", ends), draw(spans))
-    return Content(transcript, tuple(draw(st.lists(st.sampled_from("ab"), max_size=3))), draw(st.none() | any_text))
+    chains = st.lists(st.sampled_from("ab"), min_size=1, max_size=3).map(tuple)
+    return Content(transcript, draw(st.dictionaries(caches, chains)), draw(st.none() | any_text))
 
 
 def _log_of(history: list[Content], generation: int = 1) -> tuple[bytes, LogEnd]:
@@ -33,7 +36,13 @@ def _log_of(history: list[Content], generation: int = 1) -> tuple[bytes, LogEnd]
     return data, end
 
 
-LOG, END = _log_of([EMPTY, Content(make_transcript(3), ("c",), "be brief"), Content(make_transcript(5), ("d",), None)])
+LOG, END = _log_of(
+    [
+        EMPTY,
+        Content(make_transcript(3), {"base": ("c",)}, "be brief"),
+        Content(make_transcript(5), {"base": ("d",)}, None),
+    ]
+)
 
 
 @settings(deadline=None)
@@ -79,7 +88,7 @@ def test_the_log_of_another_agent_model_or_generation_is_rejected(agent: str, mo
 
 def test_a_log_with_another_end_is_rejected() -> None:
     """Another agent's history under the same first line."""
-    data, _ = _log_of([EMPTY, Content(make_transcript(3, seed=1), (), None)])
+    data, _ = _log_of([EMPTY, Content(make_transcript(3, seed=1), {}, None)])
     with pytest.raises(BlockRejected):
         parse_log(data + LOG, "a", "model", END)
 
@@ -88,15 +97,15 @@ def test_a_turn_appends_what_it_adds() -> None:
     sizes = []
     for num_tokens in (1_000, 32_000):
         longer = make_transcript(num_tokens + 50)
-        old = Content(longer.cut(num_tokens), (), None)
+        old = Content(longer.cut(num_tokens), {}, None)
         _, end = start_log("a", "model", 1, old)
-        sizes.append(len(extend_log(end, old, Content(longer, (), None))[0]))
+        sizes.append(len(extend_log(end, old, Content(longer, {}, None))[0]))
     assert max(sizes) < 1000 and max(sizes) - min(sizes) < 20
 
 
 def test_a_log_of_32k_tokens_and_a_thousand_turns_loads_quickly() -> None:
     full = make_transcript(32_000)
-    data, end = _log_of([Content(full.cut(length), (), None) for length in range(0, 32_001, 32)])
+    data, end = _log_of([Content(full.cut(length), {}, None) for length in range(0, 32_001, 32)])
     begin = time.perf_counter()
     content = parse_log(data, "a", "model", end)
     assert time.perf_counter() - begin < 1.0  # 0.05 s on an idle core
