@@ -106,9 +106,10 @@ class Disk:
 
     def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
         """Bytes on disk with that lineage and all transcripts, which stay. A little more than there will be."""
-        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        full, rest = divmod(num_tokens, BLOCK_SIZE)
+        num_blocks = full + bool(rest)
         blocks = sum(
-            group.bytes_per_block * num_tokens // BLOCK_SIZE + num_blocks * _BLOCK_HEADER_BYTES
+            full * group.bytes_per_block + bool(rest) * group.bytes_of(rest) + num_blocks * _BLOCK_HEADER_BYTES
             for group in self._store.groups
         )
         known = self._lineages.find(record.name)
