@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from agentcache.blocks.ledger import Ledger
 from agentcache.engine import guard as guard_module
 from agentcache.engine.guard import MemoryGuard
 from agentcache.errors import Overloaded
@@ -25,7 +26,7 @@ from tests.serving.simulation import make_generation
 def guard(model: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryGuard:
     monkeypatch.setattr(guard_module, "_SMALL_STEP", 0)
     loaded = loader.load(str(model))
-    return MemoryGuard(Footprint.of(loaded.spec, loaded.config))
+    return MemoryGuard(Footprint.of(loaded.spec, loaded.config), Ledger(0))
 
 
 @pytest.fixture(scope="module")
