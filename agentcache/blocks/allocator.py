@@ -67,12 +67,12 @@ class BlockAllocator:
 
         Raises OutOfBlocks.
         """
-        if not self._pools[index].num_free and not self._free_a_slot(index):
-            raise OutOfBlocks(f"the RAM budget of {self._ledger.left_for(BASE)} bytes is in use by running requests")
+        if not self._pools[index].num_free:
+            freed = self._grow(index) or self._eviction.free_one(index) or self._grow_at_others_expense(index)
+            if not freed:
+                budget = self._ledger.left_for(BASE)
+                raise OutOfBlocks(f"the RAM budget of {budget} bytes is in use by running requests")
         return self._pools[index].allocate()
-
-    def _free_a_slot(self, index: int) -> bool:
-        return self._grow(index) or self._eviction.free_one(index) or self._grow_at_others_expense(index)
 
     def preallocate(self, num_bytes: int) -> None:
         """Grow every attention kind in turn up to `num_bytes` in all, so that the first requests need not."""

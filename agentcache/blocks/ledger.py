@@ -38,6 +38,7 @@ class RamUse:
     floor_bytes: int = 0
 
 
+@dataclass(eq=False)
 class Account:
     """Bytes of one kind. Made by `Ledger.open`.
 
@@ -46,38 +47,28 @@ class Account:
         floor: bytes that are kept for it.
         apart: bytes of a budget that is its own; None where it shares the ledger's.
         on_loan: all of it comes back when another account asks.
-        used: tells how many of the claimed bytes hold something; None where all do.
+        measure: tells how many of the claimed bytes hold something; None where all do.
         give_way: called as `give_way(num_bytes, asker)`: releases so many bytes or as many as it can. It must neither
             claim nor ask.
-
-    Attributes:
         claimed: bytes that it has taken.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        kind: str,
-        *,
-        floor: int = 0,
-        apart: int | None = None,
-        on_loan: bool = False,
-        used: Callable[[], int] | None = None,
-        give_way: Callable[[int, Account], None] | None = None,
-    ) -> None:
-        self.kind = kind
-        self.family = kind.partition(".")[0]
-        self.floor = floor
-        self.apart = apart
-        self.on_loan = on_loan
-        self.give_way = give_way
-        self.claimed = 0
-        self._ledger = ledger
-        self._used = used
+    ledger: Ledger
+    kind: str
+    floor: int
+    apart: int | None
+    on_loan: bool
+    measure: Callable[[], int] | None
+    give_way: Callable[[int, Account], None] | None
+    claimed: int = 0
+
+    @property
+    def family(self) -> str:
+        return self.kind.partition(".")[0]
 
     @property
     def used(self) -> int:
-        return self.claimed if self._used is None else self._used()
+        return self.claimed if self.measure is None else self.measure()
 
     @property
     def held(self) -> int:
@@ -86,15 +77,15 @@ class Account:
 
     @property
     def room(self) -> int:
-        """Bytes that it can claim with nobody giving way; negative where its own floor is not free."""
+        """Bytes that it can claim with nobody giving way."""
         if self.apart is not None:
             return self.apart - self.claimed
-        return self._ledger.budget - self.claimed - sum(each.held for each in self._ledger.sharing if each is not self)
+        return self.ledger.budget - self.claimed - sum(each.held for each in self.ledger.sharing if each is not self)
 
     @property
     def room_without_loans(self) -> int:
         """The same, if all that is on loan came back."""
-        loans = (each for each in self._ledger.sharing if each.on_loan and each is not self)
+        loans = (each for each in self.ledger.sharing if each.on_loan and each is not self)
         return self.room + (0 if self.apart is not None else sum(each.claimed for each in loans))
 
     def claim(self, num_bytes: int) -> None:
@@ -126,7 +117,7 @@ class Account:
     def ask(self, num_bytes: int) -> bool:
         """Have others give way until there is room for so many bytes; False where what they can spare is not enough."""
         for family in GIVES_WAY.get(self.family, ()):
-            for other in self._ledger.accounts:
+            for other in self.ledger.accounts:
                 short = num_bytes - self.room
                 if short <= 0:
                     return True
@@ -159,7 +150,7 @@ class Ledger:
         """A new account, with nothing claimed; the arguments are those of `Account`."""
         if any(account.kind == kind for account in self.accounts):
             raise BrokenInvariant(f"there are two accounts {kind}")
-        account = Account(self, kind, floor=floor, apart=apart, on_loan=on_loan, used=used, give_way=give_way)
+        account = Account(self, kind, floor, apart, on_loan, used, give_way)
         self.accounts.append(account)
         return account
 

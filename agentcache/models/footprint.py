@@ -92,15 +92,16 @@ class Footprint:
         """Attention on gathered blocks: keys are gathered while the values before them are still being read."""
         blocks = [_num_blocks(layer, context, num_tokens) for context in contexts]
         num_blocks, padded = sum(blocks), len(blocks) * max(blocks) if len(blocks) > 1 else 0
-        value_dim = layer.value_dim or layer.key_dim
         per_value = num_blocks * BLOCK_SIZE * layer.num_kv_heads
         keys = per_value * _packed_size(layer.key_dim, quantisation, transpose=True)
-        values = per_value * _packed_size(value_dim, quantisation, transpose=False)
+        value_dim = layer.value_dim or layer.key_dim  # MLA's values are in its keys
+        values = per_value * _packed_size(value_dim, quantisation, transpose=False) if layer.value_dim else keys
         queries = self.spec.num_attention_heads * num_tokens * _FLOAT
         scores = num_blocks * BLOCK_SIZE * queries
         # Each block has its row's queries, and sums of its own; those of a row are put in order to be added up.
         sums = queries * (num_blocks * (layer.key_dim + value_dim) + 2 * padded * value_dim)
-        ahead = keys + values if self.fused else keys  # a GPU runs further behind
+        # A GPU gives back what a command buffer held when that is done, and several are under way. Not measured.
+        ahead = 2 * (keys + values) if self.fused else keys
         return int(keys + values + max(ahead + 2 * scores, 3 * scores + sums))
 
     def _unpacked_bytes(

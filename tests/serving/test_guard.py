@@ -80,6 +80,7 @@ def large_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     return Driver(loader.load(str(folder)))
 
 
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="how much lives at a time was measured on the CPU back end")
 @pytest.mark.parametrize(
     ("contexts", "num_tokens"),
     [([8000], 1), ([4000] * 8, 1), ([4000] * 16, 1), ([8000, *[300] * 7], 1), ([8000], 8)]
@@ -95,9 +96,8 @@ def test_the_estimate_is_at_most_twice_what_a_step_takes(
         row.length = context  # of zeros
     estimate = Footprint.of(large_driver.loaded.spec, large_driver.loaded.config).step_bytes(contexts, num_tokens)
     _measure(large_driver, rows, num_tokens)  # the arena has to grow
-    before, peak = zip(
-        *(_measure(large_driver, rows, num_tokens) for _ in range(6 if num_tokens == 1 else 2)), strict=True
-    )
+    tries = 6 if num_tokens == 1 else 2
+    before, peak = zip(*(_measure(large_driver, rows, num_tokens) for _ in range(tries)), strict=True)
     taken = max(peak) - min(before)
     for row in rows:
         for table, pool in zip(row.tables, large_driver.pools, strict=True):
