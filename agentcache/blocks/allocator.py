@@ -49,6 +49,8 @@ class BlockAllocator:
         windows = [group.window for group in slots.groups]
         kinds = {window: self._open(window) for window in dict.fromkeys(windows)}
         self._kinds = [kinds[window] for window in windows]  # of each group
+        self._windows_bytes = sum(kind.account.floor for window, kind in kinds.items() if window is not None)
+        self._unbounded_bytes = sum(group.bytes_per_block for group in slots.groups if group.window is None)
 
     def _open(self, window: int | None) -> _Kind:
         members = tuple(i for i, group in enumerate(self.slots.groups) if group.window == window)
@@ -148,10 +150,9 @@ class BlockAllocator:
 
     def max_tokens(self) -> int:
         """Tokens that a single sequence can hold within the budget (all groups unbounded by windows taken together)."""
-        groups = self.slots.groups
-        fixed = sum(min_blocks(group) * group.bytes_per_block for group in groups if group.window is not None)
-        growing = sum(group.bytes_per_block for group in groups if group.window is None)
-        return _UNBOUNDED if not growing else max(0, (self._ledger.left_for(BASE) - fixed) // growing) * BLOCK_SIZE
+        if not self._unbounded_bytes:
+            return _UNBOUNDED
+        return max(0, (self._ledger.left_for(BASE) - self._windows_bytes) // self._unbounded_bytes) * BLOCK_SIZE
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless the slots are what the ledger says."""

@@ -62,9 +62,8 @@ class Account:
     give_way: Callable[[int, Account], None] | None
     claimed: int = 0
 
-    @property
-    def family(self) -> str:
-        return self.kind.partition(".")[0]
+    def __post_init__(self) -> None:
+        self.family = self.kind.partition(".")[0]
 
     @property
     def used(self) -> int:
@@ -131,11 +130,15 @@ class Ledger:
 
     Args:
         budget: bytes that all accounts without a budget of their own may take together.
+
+    Attributes:
+        sharing: the accounts of the one budget.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.accounts: list[Account] = []
+        self.sharing: list[Account] = []
 
     def open(
         self,
@@ -152,12 +155,9 @@ class Ledger:
             raise BrokenInvariant(f"there are two accounts {kind}")
         account = Account(self, kind, floor, apart, on_loan, used, give_way)
         self.accounts.append(account)
+        if apart is None:
+            self.sharing.append(account)
         return account
-
-    @property
-    def sharing(self) -> list[Account]:
-        """Accounts of the one budget."""
-        return [account for account in self.accounts if account.apart is None]
 
     @property
     def floors(self) -> int:

@@ -4,7 +4,7 @@ ends the process, so a step that would not fit must not be started."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -79,47 +79,69 @@ class Footprint:
         logits = rows * (num_tokens if all_logits else 1) * self.vocab * _LOGIT_COPIES * _FLOAT
         packed = reads_packed(num_tokens, rows, self.softcap)
         attention = self._packed_bytes if packed else self._unpacked_bytes
-        return activations + logits + max(attention(*kind, contexts, num_tokens) for kind in self._kinds)
+        return activations + logits + max(attention(kind, contexts, num_tokens) for kind in self._kinds)
 
     @cached_property
-    def _kinds(self) -> set[tuple[LayerSpec, Quantisation]]:
+    def _kinds(self) -> set[_LayerKind]:
         """The layers, those that differ in nothing but their place taken as one."""
-        return {(replace(layer, index=0), group.quantisation) for group in self.spec.groups for layer in group.layers}
+        return {_LayerKind.of(layer, group.quantisation) for group in self.spec.groups for layer in group.layers}
 
-    def _packed_bytes(
-        self, layer: LayerSpec, quantisation: Quantisation, contexts: Sequence[int], num_tokens: int
-    ) -> int:
+    def _packed_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
         """Attention on gathered blocks: keys are gathered while the values before them are still being read."""
-        blocks = [_num_blocks(layer, context, num_tokens) for context in contexts]
+        blocks = kind.num_blocks(contexts, num_tokens)
         num_blocks, padded = sum(blocks), len(blocks) * max(blocks) if len(blocks) > 1 else 0
-        per_value = num_blocks * BLOCK_SIZE * layer.num_kv_heads
-        keys = per_value * _packed_size(layer.key_dim, quantisation, transpose=True)
-        value_dim = layer.value_dim or layer.key_dim  # MLA's values are in its keys
-        values = per_value * _packed_size(value_dim, quantisation, transpose=False) if layer.value_dim else keys
+        keys, values = num_blocks * kind.key_bytes, num_blocks * kind.value_bytes
         queries = self.spec.num_attention_heads * num_tokens * _FLOAT
         scores = num_blocks * BLOCK_SIZE * queries
         # Each block has its row's queries, and sums of its own; those of a row are put in order to be added up.
-        sums = queries * (num_blocks * (layer.key_dim + value_dim) + 2 * padded * value_dim)
+        sums = queries * (num_blocks * (kind.key_dim + kind.value_dim) + 2 * padded * kind.value_dim)
         # A GPU gives back what a command buffer held when that is done, and several are under way. Not measured.
         ahead = 2 * (keys + values) if self.fused else keys
-        return int(keys + values + max(ahead + 2 * scores, 3 * scores + sums))
+        return keys + values + max(ahead + 2 * scores, 3 * scores + sums)
 
-    def _unpacked_bytes(
-        self, layer: LayerSpec, quantisation: Quantisation, contexts: Sequence[int], num_tokens: int
-    ) -> int:
+    def _unpacked_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
         """Attention of one row on its unpacked keys and values."""
-        keys = sum(_num_blocks(layer, context, num_tokens) for context in contexts) * BLOCK_SIZE
-        dims = self.unpacked_dim + layer.num_kv_heads * (layer.key_dim + layer.value_dim)
-        unpacked = keys * dims * _UNPACKED_COPIES * _FLOAT
+        keys = sum(kind.num_blocks(contexts, num_tokens)) * BLOCK_SIZE
+        unpacked = keys * (self.unpacked_dim + kind.cached_dim) * _UNPACKED_COPIES * _FLOAT
         scores = self.spec.num_attention_heads * num_tokens * keys * _FLOAT
         copies = _FLASH_SCORES_WITH_SINKS if self.spec.model_type in _HAVE_SINKS else _FLASH_SCORES
         return unpacked + (0 if self.fused else int(copies * scores))
 
 
-def _num_blocks(layer: LayerSpec, context: int, num_tokens: int) -> int:
-    """Blocks that a step reads of a row."""
-    first = 0 if layer.window is None else max(0, context - layer.window + 1) // BLOCK_SIZE
-    return -(-(context + num_tokens) // BLOCK_SIZE) - first
+@dataclass(frozen=True)
+class _LayerKind:
+    """What steps read of a layer.
+
+    Args:
+        key_bytes, value_bytes: of a gathered block.
+        key_dim, value_dim: values per head; MLA's values are in its keys.
+        cached_dim: values per token over all heads.
+    """
+
+    window: int | None
+    key_bytes: int
+    value_bytes: int
+    key_dim: int
+    value_dim: int
+    cached_dim: int
+
+    @classmethod
+    def of(cls, layer: LayerSpec, quantisation: Quantisation) -> _LayerKind:
+        per_block = BLOCK_SIZE * layer.num_kv_heads
+        keys = int(per_block * _packed_size(layer.key_dim, quantisation, transpose=True))
+        values = (
+            int(per_block * _packed_size(layer.value_dim, quantisation, transpose=False)) if layer.value_dim else keys
+        )
+        cached = layer.num_kv_heads * (layer.key_dim + layer.value_dim)
+        return cls(layer.window, keys, values, layer.key_dim, layer.value_dim or layer.key_dim, cached)
+
+    def num_blocks(self, contexts: Sequence[int], num_tokens: int) -> list[int]:
+        """Blocks that a step of `num_tokens` tokens reads of each row."""
+        ends = [-(-(context + num_tokens) // BLOCK_SIZE) for context in contexts]
+        if self.window is None:
+            return ends
+        rows = zip(ends, contexts, strict=True)
+        return [end - max(0, context - self.window + 1) // BLOCK_SIZE for end, context in rows]
 
 
 def _packed_size(dim: int, quantisation: Quantisation, *, transpose: bool) -> float:
