@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from agentcache.adapter_settings import Policy
+from agentcache.blocks.ledger import ADAPTERS, BASE, STACKS, TRUNK, RamUse
 from agentcache.blocks.prefix_match import Match
 
 
@@ -159,7 +160,8 @@ class CacheStats:
 
     `decode_rows` is the sum over decode steps of their rows: divided by `decode_steps`, the average batch. Seconds are
     the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together;
-    `trunk_ram_bytes` have their own. `computed_layer_tokens` counts each of `computed_tokens` once a layer.
+    `trunk_ram_bytes` have their own. These are capacity, in use or not; `ram_accounts` tells the two apart, by kind
+    (`blocks/ledger.py`). `computed_layer_tokens` counts each of `computed_tokens` once a layer.
     """
 
     ram_bytes: int
@@ -191,6 +193,30 @@ class CacheStats:
     prefill_seconds: float = 0.0
     copied_blocks: int = 0
     computed_layer_tokens: int = 0
+    ram_accounts: tuple[RamUse, ...] = ()
+
+    @property
+    def ram_capacity(self) -> dict[str, int | None]:
+        """Bytes taken, in use or not, by kind of cache; None where there is no such cache."""
+        return {
+            "base": self.ram_bytes,
+            "residual": self.residual_ram_bytes,
+            "adapters": self.adapter_ram_bytes,
+            "trunk": self.trunk_ram_bytes,
+        }
+
+    @property
+    def ram_used(self) -> dict[str, int | None]:
+        """What of them holds something."""
+        return {
+            "base": self._used_by(BASE),
+            "residual": None,
+            "adapters": self._used_by(ADAPTERS, STACKS),
+            "trunk": self._used_by(TRUNK),
+        }
+
+    def _used_by(self, *families: str) -> int:
+        return sum(each.used_bytes for each in self.ram_accounts if each.kind.partition(".")[0] in families)
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,11 @@ async def clear_cache(request: Request) -> Response:
 
 
 def stats_object(stats: CacheStats) -> dict[str, Any]:
-    """All numbers; RAM by kind of cache and blocks by state in objects of their own."""
+    """All numbers; RAM by kind of cache and by account, and blocks by state, in objects of their own."""
     described = dataclasses.asdict(stats)
-    ram = {
-        "base": described.pop("ram_bytes"),
-        "residual": described.pop("residual_ram_bytes"),
-        "adapters": described.pop("adapter_ram_bytes"),
-        "trunk": described.pop("trunk_ram_bytes"),
-    }
+    for name in ("ram_bytes", "residual_ram_bytes", "adapter_ram_bytes", "trunk_ram_bytes"):
+        del described[name]
+    accounts = {account.pop("kind"): account for account in described.pop("ram_accounts")}
     blocks = {state: described.pop(f"blocks_{state}") for state in ("free", "live", "cached")}
-    return {"ram_bytes": ram, "blocks": blocks} | described
+    ram = {"ram_bytes": stats.ram_capacity, "ram_used_bytes": stats.ram_used, "ram_accounts": accounts}
+    return ram | {"blocks": blocks} | described

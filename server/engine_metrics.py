@@ -56,20 +56,27 @@ def _metrics_of(stats: CacheStats) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"agentcache_{name}", what, value=getattr(stats, field))
     for field, (name, what) in _COUNTERS.items():
         yield CounterMetricFamily(f"agentcache_{name}", what, value=getattr(stats, field))
-    ram = {
-        "base": stats.ram_bytes,
-        "residual": stats.residual_ram_bytes,
-        "adapters": stats.adapter_ram_bytes,
-        "trunk": stats.trunk_ram_bytes,
-    }
-    there_is = {kind: value for kind, value in ram.items() if value is not None}
-    yield _labelled("ram_bytes", "RAM the cache takes", "cache", there_is)
+    yield _labelled("ram_bytes", "RAM the cache takes, in use or not", "cache", stats.ram_capacity)
+    yield _labelled("ram_used_bytes", "What of it holds something", "cache", stats.ram_used)
+    yield _ram_accounts(stats)
     blocks = {"free": stats.blocks_free, "live": stats.blocks_live, "cached": stats.blocks_cached}
     yield _labelled("kv_blocks", "Blocks in RAM", "state", blocks)
 
 
-def _labelled(name: str, what: str, label: str, values: Mapping[str, int]) -> Metric:
+def _ram_accounts(stats: CacheStats) -> Metric:
+    what = "RAM by account: taken, what of it holds something, what is kept for it"
+    gauge = GaugeMetricFamily("agentcache_ram_account_bytes", what, labels=("account", "state"))
+    for each in stats.ram_accounts:
+        gauge.add_metric((each.kind, "capacity"), each.capacity_bytes)
+        gauge.add_metric((each.kind, "used"), each.used_bytes)
+        gauge.add_metric((each.kind, "floor"), each.floor_bytes)
+    return gauge
+
+
+def _labelled(name: str, what: str, label: str, values: Mapping[str, int | None]) -> Metric:
+    """One sample for each value that there is."""
     gauge = GaugeMetricFamily(f"agentcache_{name}", what, labels=(label,))
     for value, number in values.items():
-        gauge.add_metric((value,), number)
+        if number is not None:
+            gauge.add_metric((value,), number)
     return gauge

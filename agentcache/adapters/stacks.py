@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentcache.blocks.slots import Slots
+from agentcache.blocks.ledger import BASE, STACKS, Account, Ledger
 from agentcache.models.lora import AdapterWeights, RowAdapter, Stacks, stacked_bytes
 
 _SHARE = 0.5  # of what the cache can spare beside weights
@@ -22,9 +22,10 @@ class StackLoan:
     Where the cache had not enough to lend, what it gave is kept so long, and the rest is asked for again.
     """
 
-    def __init__(self, stacks: Stacks, slots: Slots) -> None:
+    def __init__(self, stacks: Stacks, ledger: Ledger) -> None:
         self._stacks = stacks
-        self._slots = slots
+        self._ledger = ledger
+        self._account = ledger.open(STACKS, on_loan=True, used=lambda: stacks.nbytes, give_way=self._give_way)
         self._steps = 0
         self._used: set[AdapterWeights] = set()  # by steps that mixed, since the last review
         self._refused: frozenset[AdapterWeights] = frozenset()
@@ -46,7 +47,7 @@ class StackLoan:
         if not self._used.issuperset(self._stacks.adapters):
             self._stacks.clear()
         if not self._refused:
-            self._slots.lend(self._stacks.nbytes, self._called_in)
+            self._account.borrow(self._stacks.nbytes)
         self._steps, self._used, self._refused = 0, set(), frozenset()
 
     def _is_refused(self, adapters: frozenset[AdapterWeights]) -> bool:
@@ -59,14 +60,16 @@ class StackLoan:
             self._refused = adapters
 
     def _has_room(self, nbytes: int) -> bool:
-        most = (self._slots.ram_budget - self._slots.min_ram_budget) * _SHARE
-        if self._slots.lent < nbytes <= most:
-            self._slots.lend(nbytes, self._called_in)
-        return self._slots.lent >= nbytes
+        most = (self._ledger.left_for(BASE) - self._ledger.floors) * _SHARE
+        if self._account.claimed < nbytes <= most:
+            self._account.borrow(nbytes)
+        return self._account.claimed >= nbytes
 
-    def _called_in(self) -> None:
+    def _give_way(self, num_bytes: int, asker: Account) -> None:
+        """All of it: a part of the stacks is of no use."""
         self._refused = self._stacks.adapters or self._refused
         self._stacks.clear()
+        self._account.settle(0)
 
     def forget(self, weights: AdapterWeights) -> None:
         """Hold nothing of an adapter any more. The loan stays until the next review: others may be stacked soon."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.adapters.stacks import StackLoan
-from agentcache.blocks.slots import Slots
+from agentcache.blocks.ledger import ADAPTERS, Ledger
 from agentcache.errors import OutOfBlocks
 from agentcache.models.adapters import AdapterContent, trunk_cut
 from agentcache.models.decoder import Decoder, DecoderWeights, load_decoder
@@ -34,16 +34,16 @@ class AdapterWeightSet:
     """By digest. Belongs to the engine thread; `AdapterTable` knows what may be dropped.
 
     Args:
-        slots: the cache's, which gives up what weights take, and lends what copies of them take.
+        ledger: has the cache give way to weights, and lend what copies of them take.
     """
 
-    def __init__(self, loaded: LoadedModel, runner: ModelRunner, slots: Slots) -> None:
+    def __init__(self, loaded: LoadedModel, runner: ModelRunner, ledger: Ledger) -> None:
         self._loaded = loaded
         self._adapters = loaded.adapters
         self._runner = runner
-        self._slots = slots
-        self._loan = StackLoan(loaded.adapters.stacks, slots)
-        self._ram_budget = slots.ram_budget
+        self._ledger = ledger
+        self._account = ledger.open(ADAPTERS, used=lambda: self._weight_bytes)
+        self._loan = StackLoan(loaded.adapters.stacks, ledger)
         self._weights: dict[str, AdapterWeights] = {}
         self._decoders: dict[str, DecoderWeights] = {}
         self._arrivals: dict[str, _Arrival] = {}
@@ -51,7 +51,7 @@ class AdapterWeightSet:
     @property
     def budget(self) -> int:
         """Bytes that all weights together may take."""
-        return int((self._ram_budget - self._slots.min_ram_budget) * _SHARE)
+        return int((self._ledger.budget - self._ledger.floors) * _SHARE)
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +73,7 @@ class AdapterWeightSet:
         try:
             return self._load_piece(content) if isinstance(content, Decoder) else self._load(content)
         finally:
-            self._resize()
+            self._account.settle(self._weight_bytes)
 
     def _load(self, content: AdapterContent) -> bool:
         digest = content.adapter.digest
@@ -98,8 +98,11 @@ class AdapterWeightSet:
         return weights is not None
 
     def _make_room(self, nbytes: int) -> None:
-        if not self._resize(nbytes):
-            raise OutOfBlocks(f"running requests take the RAM budget of {self._ram_budget} bytes")
+        fits = self._account.ask(nbytes)
+        self._runner.fit()  # the cache's memory goes before the weights come
+        if not fits:
+            raise OutOfBlocks(f"running requests take the RAM budget of {self._ledger.budget} bytes")
+        self._account.claim(nbytes)
 
     def drop(self, digest: str) -> None:
         """Give an adapter's memory back to the cache. No request may use it any more."""
@@ -107,14 +110,7 @@ class AdapterWeightSet:
             self._loan.forget(self._weights.pop(digest))
         else:
             del self._decoders[digest]
-        self._resize()
-
-    def _resize(self, added: int = 0) -> bool:
-        """Leave the cache what weights do not take; False if it cannot make do with that now."""
-        left = self._ram_budget - self._weight_bytes - added
-        fits = self._slots.resize(max(left, self._slots.min_ram_budget))
-        self._runner.fit()
-        return fits
+        self._account.settle(self._weight_bytes)
 
     def rows(self, uses: Sequence[AdapterUse | None]) -> list[RowAdapter | None]:
         """The LoRA of each row of the next step, which stacks them if it mixes several and there is room."""

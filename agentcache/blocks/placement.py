@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.lane_search import CachedPrefix, LanePrefix
 from agentcache.blocks.radix_tree import Node
@@ -19,11 +20,12 @@ class _Source:
     block_id: int
 
 
-def place(sequence: Sequence, prefix: CachedPrefix, slots: Slots) -> None:
+def place(sequence: Sequence, prefix: CachedPrefix, allocator: BlockAllocator) -> None:
     """Fill the sequence's empty tables with the slots of `prefix`; its `loads` and `copies` are then due.
 
     Raises OutOfBlocks; then the tables hold a part, and idle blocks may have been evicted.
     """
+    slots = allocator.slots
     # Everything that is there is retained before anything is allocated: allocation may evict.
     for lane in prefix.lanes:
         _share(sequence, lane, slots)
@@ -33,9 +35,9 @@ def place(sequence: Sequence, prefix: CachedPrefix, slots: Slots) -> None:
     try:
         for lane in prefix.lanes:
             for index in lane.groups:
-                _allocate_absent(sequence, lane, index, slots)
+                _allocate_absent(sequence, lane, index, allocator)
                 if lane.tail is not None:
-                    _allocate_tail(sequence, lane, lane.tail, index, slots)
+                    _allocate_tail(sequence, lane, lane.tail, index, allocator)
     finally:
         # The engine copies before it allocates again, so the sources need no reference until then.
         for source in sources:
@@ -59,22 +61,22 @@ def _sources(lane: LanePrefix) -> list[_Source]:
     return [_Source(index, block_ids[index]) for index in lane.groups if index in block_ids]
 
 
-def _allocate_absent(sequence: Sequence, lane: LanePrefix, index: int, slots: Slots) -> None:
+def _allocate_absent(sequence: Sequence, lane: LanePrefix, index: int, allocator: BlockAllocator) -> None:
     table = sequence.tables[index]
     for node in lane.nodes[table.first_block :]:
         if table.block_id(node.position) < 0:
-            table.replace(node.position, slots.allocate(index))
+            table.replace(node.position, allocator.allocate(index))
             sequence.loads.append(Load(node, index, table.block_id(node.position), BLOCK_SIZE))
 
 
-def _allocate_tail(sequence: Sequence, lane: LanePrefix, tail: Node, index: int, slots: Slots) -> None:
+def _allocate_tail(sequence: Sequence, lane: LanePrefix, tail: Node, index: int, allocator: BlockAllocator) -> None:
     table, source = sequence.tables[index], tail.block_ids.get(index)
-    if source is not None and lane.ends_with_a_block and _is_read_by_nobody_else(slots, index, source):
+    if source is not None and lane.ends_with_a_block and _is_read_by_nobody_else(allocator.slots, index, source):
         # The node covers only the tokens before, which stay as they are.
-        slots.pools[index].retain(source)
+        allocator.slots.pools[index].retain(source)
         table.block_ids.append(source)
         return
-    target = slots.allocate(index)
+    target = allocator.allocate(index)
     table.block_ids.append(target)
     if source is None:
         sequence.loads.append(Load(tail, index, target, lane.tail_tokens))

@@ -22,9 +22,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 
 from agentcache.blocks import lane_search
+from agentcache.blocks.allocator import BlockAllocator
+from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, has_base_tail
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.placement import place
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.radix_tree import Node, RadixTree
@@ -39,13 +42,15 @@ class PrefixCache:
 
     Args:
         groups: the model's cache groups.
-        ram_budget: bytes that all slots together may take.
+        ledger: grants the bytes that all slots together take.
     """
 
-    def __init__(self, groups: TokenIds[Group], ram_budget: int) -> None:
+    def __init__(self, groups: TokenIds[Group], ledger: Ledger) -> None:
         self.groups = tuple(groups)
+        self.ledger = ledger
         self.tree = RadixTree()
-        self.slots = Slots(self.groups, self.tree, ram_budget)
+        self.slots = Slots(self.groups, self.tree)
+        self.allocator = BlockAllocator(self.slots, EvictionOrder(self.slots, self.tree), ledger)
         self._sequences: set[Sequence] = set()
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
 
@@ -76,7 +81,7 @@ class PrefixCache:
         """
         sequence = self._enter(root, prefix)
         try:
-            place(sequence, prefix, self.slots)
+            place(sequence, prefix, self.allocator)
         except OutOfBlocks:
             self._discard(sequence)
             raise
@@ -113,7 +118,7 @@ class PrefixCache:
             return  # in the block that is begun
         for index, table in enumerate(sequence.tables):
             while table.end_block < end:
-                table.block_ids.append(self.slots.allocate(index))
+                table.block_ids.append(self.allocator.allocate(index))
 
     def advance(self, sequence: Sequence, token_ids: TokenIds[int]) -> list[LaneBlock]:
         """`token_ids` have been computed: publish the blocks they filled and return these, lane by lane, in order.
@@ -277,8 +282,8 @@ class PrefixCache:
         for index in range(len(self.groups)):
             tables = (sequence.tables[index] for sequence in self._sequences)
             self.slots.check_integrity(index, Counter(block_id for table in tables for block_id in table.block_ids))
-        if self.slots.capacity_bytes + self.slots.lent > self.slots.ram_budget:
-            raise BrokenInvariant("the RAM budget is exceeded")
+        self.allocator.check_integrity()
+        self.ledger.check_integrity()
 
     def _check_readers(self) -> None:
         lanes = (lane for sequence in self._sequences for lane in sequence.lanes)

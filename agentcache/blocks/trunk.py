@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE
+from agentcache.blocks.ledger import TRUNK, Ledger
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.radix_tree import Node
 from agentcache.errors import BrokenInvariant
@@ -55,19 +56,23 @@ class TrunkPlan:
 
 
 class TrunkCache:
-    """Slots for blocks of hidden states under a budget, emptied least recently used first.
+    """Slots for blocks of hidden states under a budget of their own, emptied least recently used first.
 
     Args:
-        num_slots: how many the budget allows.
+        num_slots: how many there may be; memory is claimed for one when it is first needed, and kept.
+        block_bytes: of each.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self._pool = BlockPool(num_slots)
+    def __init__(self, num_slots: int, block_bytes: int, ledger: Ledger) -> None:
+        self.num_slots = num_slots
+        self._pool = BlockPool()
+        self._block_bytes = block_bytes
+        self._account = ledger.open(
+            TRUNK,
+            apart=num_slots * block_bytes,
+            used=lambda: (self._pool.capacity - self._pool.num_free) * block_bytes,
+        )
         self._slots: dict[TrunkName, int] = {}  # least recently used first
-
-    @property
-    def capacity(self) -> int:
-        return self._pool.capacity
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -106,9 +111,16 @@ class TrunkCache:
         Args:
             spare: the blocks in front, without which the new one would be of no use.
         """
-        if not self._pool.num_free and not self._evict(spare):
+        if not self._pool.num_free and not self._grow() and not self._evict(spare):
             return None
         return self._pool.allocate()
+
+    def _grow(self) -> bool:
+        if self._pool.capacity == self.num_slots:
+            return False
+        self._account.claim(self._block_bytes)
+        self._pool.grow(self._pool.capacity + 1)
+        return True
 
     def _evict(self, spare: Collection[TrunkName] = ()) -> bool:
         idle = (name for name, slot in self._slots.items() if self._pool.ref_cnt(slot) == 1)
@@ -133,8 +145,10 @@ class TrunkCache:
         """Raise BrokenInvariant unless all references are the trunk's own and those of `held`."""
         self._pool.check_integrity()
         expected = Counter(self._slots.values()) + Counter(held)
-        if Counter({slot: self._pool.ref_cnt(slot) for slot in range(self.capacity)}) != expected:
+        if Counter({slot: self._pool.ref_cnt(slot) for slot in range(self._pool.capacity)}) != expected:
             raise BrokenInvariant("reference counts of the trunk are wrong")
+        if self._pool.capacity * self._block_bytes != self._account.claimed:
+            raise BrokenInvariant("the trunk has other slots than it has claimed")
 
 
 class TrunkReader:

@@ -64,7 +64,7 @@ class Admission:
         """Give a waiting request its place in the cache; starts its restore where blocks are on disk only."""
         root = self._namespace(generation.request.salt).root
         if not busy:
-            self._cache.slots.make_room(len(generation.token_ids) + 1)
+            self._cache.allocator.make_room(len(generation.token_ids) + 1)
         prefix = self._usable_prefix(generation, root)
         ahead = self._trunk.match(generation, root, prefix)
         if ahead is not None:
@@ -94,7 +94,7 @@ class Admission:
         """Raise OutOfBlocks if the known tokens of all who are admitted would not fit: one would preempt another."""
         admitted = (*self._requests.running, *self._requests.loading)
         running = [Growth(other.place.tables, len(other.token_ids) + 1) for other in admitted]
-        if not has_room(self._cache.slots, running, prefix, len(generation.token_ids) + 1):
+        if not has_room(self._cache.allocator, running, prefix, len(generation.token_ids) + 1):
             raise OutOfBlocks("running requests need all the blocks there are")
 
     def _restored(self, generation: Generation, sequence: Sequence, restored: Restored) -> None:

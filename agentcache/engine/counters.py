@@ -48,9 +48,9 @@ def cache_stats(
     """Everything that can be counted."""
     counts, store = cache.count_blocks(), persistence.store
     return CacheStats(
-        ram_bytes=cache.slots.capacity_bytes,
+        ram_bytes=cache.allocator.capacity_bytes,
         disk_bytes=store.disk_bytes,
-        ram_budget=cache.slots.ram_budget,
+        ram_budget=cache.ledger.budget,
         disk_budget=store.disk_budget,
         blocks_free=counts.free,
         blocks_live=counts.live,
@@ -73,4 +73,5 @@ def cache_stats(
         prefill_tokens=counters.prefill_tokens,
         prefill_seconds=counters.prefill_seconds,
         copied_blocks=device.copied_blocks,
+        ram_accounts=cache.ledger.statement(),
     )

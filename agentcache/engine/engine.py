@@ -61,7 +61,6 @@ class Parts:
     adapters: AdapterWeightSet
     trunk: Trunk
     served: ServedModel
-    ram_budget: int
 
 
 class Engine:
@@ -82,7 +81,6 @@ class Engine:
         self.trunk = parts.trunk
         self.counters = Counters()
         self._served = parts.served
-        self._ram_budget = parts.ram_budget
         self._under_way: Step | None = None
         self._admission = Admission(
             parts.requests,
@@ -110,7 +108,7 @@ class Engine:
 
     def view(self) -> EngineView:
         """What other threads may know of it; changes between two steps only."""
-        return EngineView(self._served, self.agents.view(), self.cache.slots.max_tokens())
+        return EngineView(self._served, self.agents.view(), self.cache.allocator.max_tokens())
 
     def handle(self, message: Message, reply: Reply) -> None:
         """Do what another thread asks for. `reply` gets what the message says, some time; it may be called at once."""
@@ -325,7 +323,6 @@ class Engine:
         )
         return replace(
             stats,
-            ram_budget=self._ram_budget,
             adapter_ram_bytes=self.adapters.nbytes,
             trunk_ram_bytes=self.loaded.trunk.blocks.nbytes,
             computed_layer_tokens=self.loaded.trunk.layer_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from agentcache.blocks.ledger import TEMPORARIES, Ledger
 from agentcache.engine.generation import Generation
 from agentcache.models.footprint import Footprint, free_memory
 
@@ -12,31 +13,40 @@ _SMALL_STEP = 64 << 20
 _SHARE = 0.9  # of what is free; the rest is for what the estimate does not know of
 
 
+_UNBOUNDED = 2**62
+
+
 class MemoryGuard:
     """Knows what steps take and what there is.
 
     Args:
+        ledger: gets the estimate of the step that was let through last, as `temporaries`.
         free: bytes that can be allocated now.
     """
 
-    def __init__(self, footprint: Footprint, free: Callable[[], int] = free_memory) -> None:
+    def __init__(self, footprint: Footprint, ledger: Ledger, free: Callable[[], int] = free_memory) -> None:
         self._footprint = footprint
+        self._account = ledger.open(TEMPORARIES, apart=_UNBOUNDED)  # the machine says what fits, step by step
         self.free = free
 
     def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:
         """As much of a plan as fits: fewer rows of a decode step, fewer tokens of a chunk; empty if nothing does."""
-        while plan and not self._fits(plan):
+        while plan and not self._fits(needed := self._bytes(plan)):
             last, num_tokens = next(reversed(plan.items()))
             plan = dict(plan)
             if num_tokens > 1:
                 plan[last] = num_tokens // 2
             else:
                 del plan[last]
+        if plan:
+            self._account.settle(needed)
         return plan
 
-    def _fits(self, plan: dict[Generation, int]) -> bool:
+    def _bytes(self, plan: dict[Generation, int]) -> int:
         first, num_tokens = next(iter(plan.items()))
         all_logits = num_tokens > 1 and first.wants_prompt_logprobs
         contexts = [generation.num_launched for generation in plan]
-        needed = self._footprint.step_bytes(contexts, num_tokens, all_logits=all_logits)
-        return needed < _SMALL_STEP or needed <= _SHARE * self.free()
+        return self._footprint.step_bytes(contexts, num_tokens, all_logits=all_logits)
+
+    def _fits(self, num_bytes: int) -> bool:
+        return num_bytes < _SMALL_STEP or num_bytes <= _SHARE * self.free()

@@ -13,6 +13,7 @@ from agentcache.agents.memory import AgentMemory
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.config import Config
 from agentcache.engine.batch import BatchBuilder
@@ -55,9 +56,10 @@ def open_engine(
     keep_freed_memory()
     memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
     loaded = load(model_path, memo=memo, max_context=config.max_context)
-    cache = PrefixCache(loaded.spec.groups, config.ram_budget)
-    if config.ram_budget < cache.slots.min_ram_budget:
-        raise ConfigError(f"ram_budget must be at least {cache.slots.min_ram_budget} bytes for this model")
+    ledger = Ledger(config.ram_budget)
+    cache = PrefixCache(loaded.spec.groups, ledger)
+    if config.ram_budget < ledger.floors:
+        raise ConfigError(f"ram_budget must be at least {ledger.floors} bytes for this model")
     runner = ModelRunner(loaded, cache.slots.pools)
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
     in_use = InUse()
@@ -65,13 +67,14 @@ def open_engine(
     persistence = Persistence(cache, runner, store, agents, in_use, loaded.namespace, post, config.max_lineages)
     restorer = Restorer(cache, runner, store, post)
     persistence.index()
-    cache.slots.preallocate(min(config.ram_budget // 8, _PREALLOCATED_BYTES))
+    cache.allocator.preallocate(min(config.ram_budget // 8, _PREALLOCATED_BYTES))
     runner.fit()
-    adapters = AdapterWeightSet(loaded, runner, cache.slots)
-    trunk = Trunk(cache, adapters, config.trunk_budget // loaded.trunk.block_bytes() if config.trunk_budget else 0)
+    adapters = AdapterWeightSet(loaded, runner, ledger)
+    block_bytes = loaded.trunk.block_bytes() if config.trunk_budget else 0
+    trunk = Trunk(cache, adapters, config.trunk_budget // max(1, block_bytes), block_bytes)
     if warm:
         warm_up(cache, runner, restorer, loaded.max_context)
-    guard = MemoryGuard(Footprint.of(loaded.spec, loaded.config))
+    guard = MemoryGuard(Footprint.of(loaded.spec, loaded.config), ledger)
     requests = Requests()
     return Engine(
         Parts(
@@ -96,7 +99,6 @@ def open_engine(
                 modules=loaded.adapters.modules,
                 adapter_budget=adapters.budget,
             ),
-            ram_budget=config.ram_budget,
         )
     )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from agentcache.blocks.allocator import BlockAllocator, min_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.pool import BlockTable
-from agentcache.blocks.slots import Group, Slots
+from agentcache.blocks.slots import Group
 
 
 @dataclass(frozen=True)
@@ -19,25 +20,28 @@ class Growth:
     num_tokens: int
 
 
-def has_room(slots: Slots, running: Sequence[Growth], prefix: CachedPrefix, num_tokens: int) -> bool:
+def has_room(allocator: BlockAllocator, running: Sequence[Growth], prefix: CachedPrefix, num_tokens: int) -> bool:
     """Whether all of `running` and a request of `num_tokens` tokens that starts with `prefix` fit side by side.
 
     Slots that only caches hold count as room, and so does what the budget still lets the pools grow by.
     """
-    return all(_fits(slots, index, running, prefix, num_tokens) for index in range(len(slots.groups)))
+    return all(_fits(allocator, index, running, prefix, num_tokens) for index in range(len(allocator.slots.groups)))
 
 
-def _fits(slots: Slots, index: int, running: Sequence[Growth], prefix: CachedPrefix, num_tokens: int) -> bool:
+def _fits(
+    allocator: BlockAllocator, index: int, running: Sequence[Growth], prefix: CachedPrefix, num_tokens: int
+) -> bool:
+    slots = allocator.slots
     group, read = slots.groups[index], {slot for growth in running for slot in growth.tables[index].block_ids}
     promised = sum(max(0, _most_blocks(group, g.num_tokens) - len(g.tables[index].block_ids)) for g in running)
     # What others read already costs the newcomer nothing.
     shared = sum(node.block_ids.get(index) in read for node in prefix.lane(index).nodes)
     needed = max(0, _most_blocks(group, num_tokens) - shared)
-    room = slots.pools[index].capacity - len(read) + slots.affordable_growth(index)
+    room = slots.pools[index].capacity - len(read) + allocator.affordable_growth(index)
     return promised + needed <= room
 
 
 def _most_blocks(group: Group, num_tokens: int) -> int:
     """Blocks that a sequence holds at a time on its way to `num_tokens` tokens."""
     blocks = -(-num_tokens // BLOCK_SIZE)
-    return blocks if group.window is None else min(blocks, Slots.min_blocks(group))
+    return blocks if group.window is None else min(blocks, min_blocks(group))

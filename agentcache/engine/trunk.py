@@ -42,10 +42,13 @@ class Trunk:
     Args:
         adapters: those on the device say which layers the trunk is kept for.
         num_slots: what the trunk's budget allows; 0 to have none.
+        block_bytes: of each slot.
     """
 
-    def __init__(self, cache: PrefixCache, adapters: AdapterWeightSet, num_slots: int) -> None:
-        self.blocks = TrunkCache(num_slots)
+    def __init__(
+        self, cache: PrefixCache, adapters: AdapterWeightSet, num_slots: int = 0, block_bytes: int = 0
+    ) -> None:
+        self.blocks = TrunkCache(num_slots, block_bytes, cache.ledger)
         self._cache = cache
         self._adapters = adapters
         self._runs: dict[Sequence, _Run] = {}
@@ -58,7 +61,7 @@ class Trunk:
         One token at least is left to a whole step, so that all before it are those of chunks.
         """
         cut = self._adapters.cut(generation.adapter)
-        if not cut or not self.blocks.capacity:
+        if not cut or not self.blocks.num_slots:
             return None
         durable, known = generation.request.agent is not None, generation.token_ids[:-1]
         return match_trunk(self._cache, self.blocks, root, known, prefix, cut, durable=durable)
@@ -81,7 +84,7 @@ class Trunk:
         generation, run = rows[0], self._runs.get(rows[0].place)
         reader = None if run is None else run.reader
         cut = 0 if reader is None else reader.cut
-        cuts = [each for each in self._adapters.cuts if each > cut] if self.blocks.capacity and num_tokens > 1 else []
+        cuts = [each for each in self._adapters.cuts if each > cut] if self.blocks.num_slots and num_tokens > 1 else []
         if reader is None and not cuts:
             return None
         start = generation.num_launched

@@ -42,6 +42,11 @@ class AttentionOptions:
     sinks: mx.array | None = None
 
 
+def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None) -> bool:
+    """Whether a step of so many tokens a row reads packed blocks; else they are unpacked first."""
+    return num_tokens <= MAX_PACKED_QUERIES or batch_size > 1 or softcap is not None
+
+
 def paged_attention(queries: mx.array, step: Step, options: AttentionOptions) -> mx.array:
     """Attention of `queries` [B, H_q, n, D_k] over the paged rows of `step`; returns [B, H_q, n, D_v].
 
@@ -50,7 +55,7 @@ def paged_attention(queries: mx.array, step: Step, options: AttentionOptions) ->
     """
     keys, values = step.arena.keys, step.arena.values
     assert values is not None  # MLA reads its latent itself
-    if queries.shape[2] <= MAX_PACKED_QUERIES or options.softcap is not None or step.plan.batch_size > 1:
+    if reads_packed(queries.shape[2], step.plan.batch_size, options.softcap):
         ids = step.plan.blocks.ids
         return packed_attention(queries, keys.gather(ids), values.gather(ids), step.plan, options, keys)
     k = unpack_row(keys, step.plan, queries.dtype)

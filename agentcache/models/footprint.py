@@ -4,7 +4,7 @@ ends the process, so a step that would not fit must not be started."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,31 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.spec import CacheSpec, LayerSpec
+from agentcache.kv.spec import SCALE_BYTES, CacheSpec, LayerSpec, Quantisation
+from agentcache.models.attention import reads_packed
+from agentcache.models.packed_product import kernel_is_right
 from agentcache.sizes import total_ram
 
 _FLOAT = 4  # bytes; half-precision models take less
-_HIDDEN_COPIES = 8  # of the hidden state alive at a time: residual, norm, projections
+# Copies alive at a time, as measured on the CPU back end, which computes up to ten operations behind what it allocates.
+_HIDDEN_COPIES = 8  # of the hidden state: residual, norm, projections
+_QUERY_COPIES = 4  # projected, normed, rotated, attended
+_INNER_COPIES = 4  # of the feed-forward's width: gate, its sigmoid, up, product
 _LOGIT_COPIES = 3  # as given, in float32, normalised
-_SCORE_COPIES = 4  # raw, masked, with sinks, normalised
+_UNPACKED_COPIES = 3  # of keys and values: dequantised, in order, and what they are dequantised from
+_FLASH_SCORES = 1.25  # softmax takes the place of the scores
+_FLASH_SCORES_WITH_SINKS = 3.25  # a sink's logit is put beside them, and taken away again
+_HAVE_SINKS = ("gpt_oss",)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Upper estimate of a step's temporaries, those of the largest layer at a time.
+    """Upper estimate of a step's temporaries, those of the largest layer at a time, by the way that attention reads.
 
     Args:
+        query_dim: values per head in the queries of a chunk.
+        unpacked_dim: values per token in a layer's keys and values as a chunk reads them; 0 for what the cache holds.
+        softcap: whether scores are capped.
         fused: scores of a chunk are never all in memory (flash attention).
     """
 
@@ -33,6 +44,9 @@ class Footprint:
     hidden: int
     intermediate: int
     vocab: int
+    query_dim: int
+    unpacked_dim: int
+    softcap: float | None
     fused: bool
 
     @classmethod
@@ -41,26 +55,100 @@ class Footprint:
         sizes = config | (config.get("text_config") or {})
         wide = max(sizes.get(name) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
         experts = max(sizes.get(name) or 1 for name in ("num_experts_per_tok", "num_experts_per_token"))
-        return cls(spec, sizes["hidden_size"], wide * experts, sizes["vocab_size"], mx.default_device() == mx.gpu)
+        query_dim, unpacked_dim = max(layer.key_dim for group in spec.groups for layer in group.layers), 0
+        if sizes.get("kv_lora_rank"):  # a chunk reads the latent decompressed, for each head
+            query_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+            unpacked_dim = spec.num_attention_heads * (query_dim + sizes["v_head_dim"])
+        return cls(
+            spec=spec,
+            hidden=sizes["hidden_size"],
+            intermediate=wide * experts,
+            vocab=sizes["vocab_size"],
+            query_dim=query_dim,
+            unpacked_dim=unpacked_dim,
+            softcap=sizes.get("attn_logit_softcapping"),
+            fused=mx.default_device() == mx.gpu,
+        )
 
     def step_bytes(self, contexts: Sequence[int], num_tokens: int, *, all_logits: bool = False) -> int:
         """Bytes for a step of `num_tokens` tokens in rows that hold `contexts` tokens."""
         rows = len(contexts)
-        activations = rows * num_tokens * (_HIDDEN_COPIES * self.hidden + 3 * self.intermediate) * _FLOAT
+        queries = self.spec.num_attention_heads * self.query_dim
+        width = _HIDDEN_COPIES * self.hidden + _QUERY_COPIES * queries + _INNER_COPIES * self.intermediate
+        activations = rows * num_tokens * width * _FLOAT
         logits = rows * (num_tokens if all_logits else 1) * self.vocab * _LOGIT_COPIES * _FLOAT
-        return activations + logits + max(self._attention_bytes(layer, contexts, num_tokens) for layer in self._kinds)
+        packed = reads_packed(num_tokens, rows, self.softcap)
+        attention = self._packed_bytes if packed else self._unpacked_bytes
+        return activations + logits + max(attention(kind, contexts, num_tokens) for kind in self._kinds)
 
     @cached_property
-    def _kinds(self) -> set[LayerSpec]:
+    def _kinds(self) -> set[_LayerKind]:
         """The layers, those that differ in nothing but their place taken as one."""
-        return {replace(layer, index=0) for group in self.spec.groups for layer in group.layers}
+        return {_LayerKind.of(layer, group.quantisation) for group in self.spec.groups for layer in group.layers}
 
-    def _attention_bytes(self, layer: LayerSpec, contexts: Sequence[int], num_tokens: int) -> int:
-        keys = sum(context if layer.window is None else min(context, layer.window) for context in contexts)
-        keys += len(contexts) * (num_tokens + BLOCK_SIZE)
-        unpacked = keys * layer.num_kv_heads * (layer.key_dim + layer.value_dim) * 2 * _FLOAT
-        scores = self.spec.num_attention_heads * num_tokens * keys * _SCORE_COPIES * _FLOAT
-        return unpacked + (0 if self.fused and num_tokens > 1 else scores)
+    def _packed_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
+        """Attention on gathered blocks: keys are gathered while the values before them are still being read."""
+        blocks = kind.num_blocks(contexts, num_tokens)
+        num_blocks, padded = sum(blocks), len(blocks) * max(blocks) if len(blocks) > 1 else 0
+        keys, values = num_blocks * kind.key_bytes, num_blocks * kind.value_bytes
+        queries = self.spec.num_attention_heads * num_tokens * _FLOAT
+        scores = num_blocks * BLOCK_SIZE * queries
+        # Each block has its row's queries, and sums of its own; those of a row are put in order to be added up.
+        sums = queries * (num_blocks * (kind.key_dim + kind.value_dim) + 2 * padded * kind.value_dim)
+        # A GPU gives back what a command buffer held when that is done, and several are under way. Not measured.
+        ahead = 2 * (keys + values) if self.fused else keys
+        return keys + values + max(ahead + 2 * scores, 3 * scores + sums)
+
+    def _unpacked_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
+        """Attention of one row on its unpacked keys and values."""
+        keys = sum(kind.num_blocks(contexts, num_tokens)) * BLOCK_SIZE
+        unpacked = keys * (self.unpacked_dim + kind.cached_dim) * _UNPACKED_COPIES * _FLOAT
+        scores = self.spec.num_attention_heads * num_tokens * keys * _FLOAT
+        copies = _FLASH_SCORES_WITH_SINKS if self.spec.model_type in _HAVE_SINKS else _FLASH_SCORES
+        return unpacked + (0 if self.fused else int(copies * scores))
+
+
+@dataclass(frozen=True)
+class _LayerKind:
+    """What steps read of a layer.
+
+    Args:
+        key_bytes, value_bytes: of a gathered block.
+        key_dim, value_dim: values per head; MLA's values are in its keys.
+        cached_dim: values per token over all heads.
+    """
+
+    window: int | None
+    key_bytes: int
+    value_bytes: int
+    key_dim: int
+    value_dim: int
+    cached_dim: int
+
+    @classmethod
+    def of(cls, layer: LayerSpec, quantisation: Quantisation) -> _LayerKind:
+        per_block = BLOCK_SIZE * layer.num_kv_heads
+        keys = int(per_block * _packed_size(layer.key_dim, quantisation, transpose=True))
+        values = (
+            int(per_block * _packed_size(layer.value_dim, quantisation, transpose=False)) if layer.value_dim else keys
+        )
+        cached = layer.num_kv_heads * (layer.key_dim + layer.value_dim)
+        return cls(layer.window, keys, values, layer.key_dim, layer.value_dim or layer.key_dim, cached)
+
+    def num_blocks(self, contexts: Sequence[int], num_tokens: int) -> list[int]:
+        """Blocks that a step of `num_tokens` tokens reads of each row."""
+        ends = [-(-(context + num_tokens) // BLOCK_SIZE) for context in contexts]
+        if self.window is None:
+            return ends
+        rows = zip(ends, contexts, strict=True)
+        return [end - max(0, context - self.window + 1) // BLOCK_SIZE for end, context in rows]
+
+
+def _packed_size(dim: int, quantisation: Quantisation, *, transpose: bool) -> float:
+    """Bytes of a head's `dim` values in a gathered block, and unpacked too where MLX's kernel is wrong."""
+    packed = dim * (quantisation.bits / 8 + 2 * SCALE_BYTES / quantisation.group_size)
+    right = kernel_is_right(dim, quantisation, transpose, mx.default_device().type)
+    return packed if right else packed + dim * _FLOAT
 
 
 def free_memory() -> int:

@@ -17,12 +17,12 @@ from agentcache.kv.arena import Packed
 from agentcache.kv.batch_cache import BatchQuantizedKVCache, Step
 from agentcache.kv.spec import LayerSpec
 from agentcache.models.attention import (
-    MAX_PACKED_QUERIES,
     AttentionOptions,
     attention_scale,
     flash_attention,
     num_query_heads,
     packed_attention,
+    reads_packed,
     unpack_row,
 )
 
@@ -78,8 +78,8 @@ class LatentAttention(nn.Module):
         )
         q_rope = self.rope(q_rope, offset=cache.offset)
         step = cache.update(keys, None)
-        absorbed = num_tokens <= MAX_PACKED_QUERIES or batch > 1
-        out = self._absorbed(q_nope, q_rope, step) if absorbed else self._decompressed(q_nope, q_rope, step)
+        attend = self._absorbed if reads_packed(num_tokens, batch) else self._decompressed
+        out = attend(q_nope, q_rope, step)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, num_tokens, -1))
 
     def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:

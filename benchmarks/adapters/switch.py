@@ -147,7 +147,7 @@ class OurSide:
             ttft_ms=done.ttft_ms,
             prompt_tokens=done.report["prompt_tokens"],
             computed_tokens=done.report["computed_tokens"],
-            ram_bytes=_held_bytes(after) - _held_bytes(before),
+            ram_bytes=after["ram_used_bytes"]["base"] - before["ram_used_bytes"]["base"],
             disk_bytes=after["disk_bytes"] - before["disk_bytes"],
             computed_layer_tokens=after["computed_layer_tokens"] - before["computed_layer_tokens"],
             trunk_bytes=after["ram_bytes"]["trunk"] - before["ram_bytes"]["trunk"],
@@ -157,13 +157,6 @@ class OurSide:
     def _stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = self._server.client.request("GET", "/v1/cache/stats")
         return stats
-
-
-def _held_bytes(stats: dict[str, Any]) -> int:
-    """RAM of blocks that hold something: their share of all, which are about equal in size."""
-    blocks = stats["blocks"]
-    share: float = (blocks["live"] + blocks["cached"]) / max(1, sum(blocks.values()))
-    return round(share * int(stats["ram_bytes"]["base"]))
 
 
 class PeerSide:

@@ -14,6 +14,7 @@ from agentcache.agents.lineages import PlainPrompt, choose
 from agentcache.agents.table import AgentTable
 from agentcache.bench.ttft import WORDS
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import PromptMatch, match_text
 from agentcache.blocks.slots import Group
@@ -68,7 +69,7 @@ class MatchCost:
 
 def measure_match(plan: MatchPlan, tokenizer: Tokenizer, groups: Sequence[Group]) -> MatchCost:
     """Medians over the repeats, for a model with this tokenizer and these cache groups."""
-    return _MatchBench(plan, tokenizer, PrefixCache(groups, ram_budget=1 << 50)).run()
+    return _MatchBench(plan, tokenizer, PrefixCache(groups, Ledger(1 << 50))).run()
 
 
 class _MatchBench:

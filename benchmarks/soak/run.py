@@ -218,6 +218,7 @@ class Soak:
                 return
             self._report.numbers.append(numbers)
             self._report.require(numbers.ram <= numbers.ram_budget, f"RAM over budget: {numbers}")
+            self._report.require(not numbers.overdrawn, f"RAM ledger: {numbers.overdrawn}: {numbers}")
             self._report.require(numbers.disk <= numbers.disk_budget, f"disk over budget: {numbers}")
             await asyncio.sleep(SAMPLE_EVERY)
 

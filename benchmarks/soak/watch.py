@@ -23,6 +23,7 @@ HEALTH_EVERY = 0.05  # seconds
 IO_SECONDS = 30.0
 MAX_SAMPLES = 400
 MAX_COMPLAINTS = 50
+APART = ("trunk", "temporaries")  # accounts that are not of the RAM budget
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -139,7 +140,8 @@ def _sleep_again_and_again(late: list[float]) -> None:
 class Numbers:
     """The server's numbers at one moment. Bytes and counts; `at` by `time.monotonic`.
 
-    Of `open_files`, as many as it has `children` are its ends of what they talk through.
+    Of `open_files`, as many as it has `children` are its ends of what they talk through. `accounts` are those of the
+    RAM ledger, by name and state: `capacity`, `used`, `floor`.
     """
 
     at: float
@@ -153,6 +155,15 @@ class Numbers:
     ram_budget: float
     disk: float
     disk_budget: float
+    accounts: dict[tuple[str, ...], float]
+
+    @property
+    def overdrawn(self) -> list[str]:
+        """What of the ledger cannot be."""
+        capacity = {name: num_bytes for (name, state), num_bytes in self.accounts.items() if state == "capacity"}
+        wrong = [f"{name} uses more than it has" for name in capacity if self.accounts[name, "used"] > capacity[name]]
+        shared = sum(num_bytes for name, num_bytes in capacity.items() if name not in APART)
+        return wrong if shared <= self.ram_budget else [*wrong, "all together have more than the budget"]
 
 
 async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
@@ -174,6 +185,7 @@ async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
         ram_budget=plain["agentcache_ram_budget_bytes"],
         disk=plain["agentcache_disk_bytes"],
         disk_budget=plain["agentcache_disk_budget_bytes"],
+        accounts={key[1:]: value for key, value in by_label.items() if key[0] == "agentcache_ram_account_bytes"},
     )
 
 

@@ -7,6 +7,7 @@ from hypothesis.stateful import precondition, rule
 
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import LaneBlock
+from tests.blocks.borrower import Borrower
 from tests.blocks.sequence_machine import PICK, SequenceMachine
 
 
@@ -81,4 +82,4 @@ class CacheMachine(SequenceMachine):
     @rule(part=st.sampled_from([0.0, 0.3, 1.0]))
     def lend(self, part: float) -> None:
         """All who read keep what they read; the machine's checks do not know that anything is lent."""
-        self.cache.slots.lend(int(part * self.cache.slots.ram_budget), lambda: None)
+        Borrower(self.cache.ledger).borrow(int(part * self.cache.ledger.budget))

@@ -6,25 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Sequence
 from agentcache.engine.room import has_room
 from agentcache.errors import OutOfBlocks
+from tests.blocks.borrower import Borrower, leave
 from tests.blocks.cache_model import FakeGroup
 from tests.blocks.test_resize import GROUPS, ROOT, run
 
 BUDGET = 4000
 
 
-class Loan:
-    """Borrows, and counts how often it was ended."""
-
-    def __init__(self, cache: PrefixCache, num_bytes: int) -> None:
-        self.ended = 0
-        cache.slots.lend(num_bytes, self._end)
-
-    def _end(self) -> None:
-        self.ended += 1
+def lend(cache: PrefixCache, num_bytes: int) -> Borrower:
+    """Somebody who borrows so many bytes, in place of what is lent now."""
+    borrower = Borrower(cache.ledger)
+    borrower.borrow(num_bytes)
+    return borrower
 
 
 def tables(sequence: Sequence) -> list[list[int]]:
@@ -33,72 +31,72 @@ def tables(sequence: Sequence) -> list[list[int]]:
 
 @given(st.lists(st.integers(0, 6), max_size=4), st.integers(0, 4), st.integers(0, BUDGET), st.integers(0, 12))
 def test_any_loan(idle: list[int], running: int, num_bytes: int, later: int) -> None:
-    cache = PrefixCache(GROUPS, BUDGET)
+    cache = PrefixCache(GROUPS, Ledger(BUDGET))
     for seed, num_blocks in enumerate(idle):
         cache.close(run(cache, num_blocks, seed))
     sequence = run(cache, running, seed=9)
     read = tables(sequence)
-    loan = Loan(cache, num_bytes)
+    loan = lend(cache, num_bytes)
     cache.check_integrity()
-    lent = cache.slots.lent
+    lent = loan.lent
     assert tables(sequence) == read, "nobody loses what he reads"
-    assert lent == num_bytes or cache.slots.capacity_bytes + lent == BUDGET
+    assert lent == num_bytes or sum(each.held for each in cache.ledger.sharing) == BUDGET
     cache.close(sequence)
     try:
         cache.close(run(cache, later, seed=10))
     except OutOfBlocks:
-        assert cache.slots.lent == 0, "first of all the loan ends"
+        assert loan.lent == 0, "first of all the loan ends"
     cache.check_integrity()
-    assert loan.ended == (cache.slots.lent == 0 < lent)
+    assert loan.ended == (loan.lent == 0 < lent)
 
 
 @given(st.lists(st.integers(0, 6), max_size=4), st.integers(0, 8), st.integers(0, BUDGET))
 def test_as_much_as_can_be_given_up(idle: list[int], running: int, num_bytes: int) -> None:
-    lending, shrinking = PrefixCache(GROUPS, BUDGET), PrefixCache(GROUPS, BUDGET)
+    lending, shrinking = PrefixCache(GROUPS, Ledger(BUDGET)), PrefixCache(GROUPS, Ledger(BUDGET))
     for cache in (lending, shrinking):
         for seed, num_blocks in enumerate(idle):
             cache.close(run(cache, num_blocks, seed))
         run(cache, running, seed=9)
-    Loan(lending, num_bytes)
-    assert (lending.slots.lent == num_bytes) == shrinking.slots.resize(BUDGET - num_bytes)
-    assert lending.slots.capacity_bytes == shrinking.slots.capacity_bytes
+    loan = lend(lending, num_bytes)
+    assert (loan.lent == num_bytes) == leave(shrinking, BUDGET - num_bytes)
+    assert lending.allocator.capacity_bytes == shrinking.allocator.capacity_bytes
 
 
 def test_who_runs_gets_it_back() -> None:
     """As if nothing had been lent: the same number of tokens fits, and admission counts on it."""
-    plain, lending = PrefixCache(GROUPS, BUDGET), PrefixCache(GROUPS, BUDGET)
-    loan = Loan(lending, 2000)
-    assert lending.slots.lent == 2000
-    assert lending.slots.max_tokens() == plain.slots.max_tokens()
-    blocks = plain.slots.max_tokens() // BLOCK_SIZE
+    plain, lending = PrefixCache(GROUPS, Ledger(BUDGET)), PrefixCache(GROUPS, Ledger(BUDGET))
+    loan = lend(lending, 2000)
+    assert loan.lent == 2000
+    assert lending.allocator.max_tokens() == plain.allocator.max_tokens()
+    blocks = plain.allocator.max_tokens() // BLOCK_SIZE
     nothing = lending.match_prefix(ROOT, [], 0)
-    assert has_room(lending.slots, [], nothing, blocks * BLOCK_SIZE) == has_room(
-        plain.slots, [], nothing, blocks * BLOCK_SIZE
+    assert has_room(lending.allocator, [], nothing, blocks * BLOCK_SIZE) == has_room(
+        plain.allocator, [], nothing, blocks * BLOCK_SIZE
     )
     sequences = [run(cache, blocks, seed=1) for cache in (plain, lending)]
     assert tables(sequences[0]) == tables(sequences[1])
-    assert (loan.ended, lending.slots.lent) == (1, 0)
+    assert (loan.ended, loan.lent) == (1, 0)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, BUDGET))
 def test_uneven_shrinking_is_made_up_for(idle: list[int], kept: int, num_bytes: int) -> None:
     """Groups of one kind give up what they can, and are equal again when the loan has ended."""
     groups = tuple(FakeGroup(f"full{i}", None, 70) for i in range(3))
-    cache = PrefixCache(groups, BUDGET)
+    cache = PrefixCache(groups, Ledger(BUDGET))
     for seed, num_blocks in enumerate(idle):
         cache.close(run(cache, num_blocks, seed))
     for node in list(cache.tree.residents)[: kept + 1]:
         cache.slots.evict(node, [kept % 3])
     sequence = run(cache, kept, seed=9)
-    Loan(cache, num_bytes)
+    lend(cache, num_bytes)
     cache.close(sequence)
-    cache.close(run(cache, cache.slots.max_tokens() // BLOCK_SIZE, seed=10))
+    cache.close(run(cache, cache.allocator.max_tokens() // BLOCK_SIZE, seed=10))
     cache.check_integrity()
 
 
 def test_what_is_only_cached_goes_first() -> None:
-    cache = PrefixCache(GROUPS, BUDGET)
-    loan = Loan(cache, 1500)
+    cache = PrefixCache(GROUPS, Ledger(BUDGET))
+    loan = lend(cache, 1500)
     for seed in range(6):
         cache.close(run(cache, 5, seed))
         cache.check_integrity()
@@ -106,38 +104,38 @@ def test_what_is_only_cached_goes_first() -> None:
 
 
 def test_make_room_ends_a_loan() -> None:
-    cache = PrefixCache(GROUPS, BUDGET)
-    loan = Loan(cache, 2500)
-    cache.slots.make_room(cache.slots.max_tokens())
-    assert loan.ended == 1 and cache.slots.pools[0].capacity == cache.slots.max_tokens() // BLOCK_SIZE
+    cache = PrefixCache(GROUPS, Ledger(BUDGET))
+    loan = lend(cache, 2500)
+    cache.allocator.make_room(cache.allocator.max_tokens())
+    assert loan.ended == 1 and cache.slots.pools[0].capacity == cache.allocator.max_tokens() // BLOCK_SIZE
 
 
 def test_a_lower_budget_ends_a_loan_only_if_it_must() -> None:
-    cache = PrefixCache(GROUPS, BUDGET)
-    loan = Loan(cache, 1000)
+    cache = PrefixCache(GROUPS, Ledger(BUDGET))
+    loan = lend(cache, 1000)
     cache.close(run(cache, 8, seed=1))
-    assert cache.slots.resize(2000)
-    assert loan.ended == 0 and cache.slots.capacity_bytes + 1000 <= 2000
-    assert cache.slots.resize(cache.slots.min_ram_budget + 500)
-    assert loan.ended == 1 and cache.slots.lent == 0
+    assert leave(cache, 2000)
+    assert loan.ended == 0 and cache.allocator.capacity_bytes + 1000 <= 2000
+    assert leave(cache, cache.ledger.floors + 500)
+    assert loan.ended == 1 and loan.lent == 0
 
 
 @given(st.integers(0, BUDGET), st.integers(0, BUDGET), st.integers(0, 8))
 def test_another_loan_in_place_of_one(first: int, second: int, running: int) -> None:
-    cache = PrefixCache(GROUPS, BUDGET)
-    one = Loan(cache, first)
-    lent = cache.slots.lent
+    cache = PrefixCache(GROUPS, Ledger(BUDGET))
+    one = lend(cache, first)
+    lent = one.lent
     run(cache, running, seed=1)
-    assert one.ended == (cache.slots.lent == 0 < lent)
-    before = cache.slots.lent
-    Loan(cache, second)
+    assert one.ended == (one.lent == 0 < lent)
+    before = one.lent
+    other = lend(cache, second)
     cache.check_integrity()
-    assert min(before, second) <= cache.slots.lent <= second
+    assert min(before, second) <= other.lent <= second
 
 
 def test_repaid_is_the_caches_again() -> None:
-    cache = PrefixCache(GROUPS, BUDGET)
-    loan = Loan(cache, 3000)
-    Loan(cache, 0)
-    run(cache, cache.slots.max_tokens() // BLOCK_SIZE, seed=1)
+    cache = PrefixCache(GROUPS, Ledger(BUDGET))
+    loan = lend(cache, 3000)
+    lend(cache, 0)
+    run(cache, cache.allocator.max_tokens() // BLOCK_SIZE, seed=1)
     assert loan.ended == 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
+from agentcache.blocks.allocator import min_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Sequence
 from agentcache.errors import BrokenInvariant, OutOfBlocks
@@ -76,7 +78,7 @@ def run(cache: PrefixCache, token_ids: list[int]) -> Sequence:
 
 def test_slots_that_a_sequence_leaves_are_used_in_the_same_order_again() -> None:
     """Those of a warm-up, say: blocks from files are put into ascending slots at once."""
-    cache, used = PrefixCache([FULL, WINDOW], 40), []
+    cache, used = PrefixCache([FULL, WINDOW], Ledger(40)), []
     for _ in range(3):
         sequence = start(cache, [])
         cache.reserve(sequence, 4 * BLOCK_SIZE)
@@ -86,7 +88,7 @@ def test_slots_that_a_sequence_leaves_are_used_in_the_same_order_again() -> None
 
 
 def test_a_tail_that_nobody_goes_on_from_is_continued_in_place() -> None:
-    cache = PrefixCache([FULL], 20)
+    cache = PrefixCache([FULL], Ledger(20))
     cache.close(run(cache, [1] * 300))
     first = start(cache, [1] * 300 + [2])
     second = start(cache, [1] * 300 + [3])
@@ -97,21 +99,21 @@ def test_a_tail_that_nobody_goes_on_from_is_continued_in_place() -> None:
 
 
 def test_part_of_a_tail_is_copied() -> None:
-    cache = PrefixCache([FULL], 20)
+    cache = PrefixCache([FULL], Ledger(20))
     cache.close(run(cache, [1] * 300))
     assert len(start(cache, [1] * 290 + [2] * 10).copies) == 1
 
 
 @pytest.mark.parametrize(("shared", "used"), [(MIN_TAIL_TOKENS - 1, 0), (MIN_TAIL_TOKENS, MIN_TAIL_TOKENS)])
 def test_a_few_shared_tokens_are_not_worth_a_copy(shared: int, used: int) -> None:
-    cache = PrefixCache([FULL], 20)
+    cache = PrefixCache([FULL], Ledger(20))
     cache.close(run(cache, [1] * 200))
     assert cache.match_prefix(ROOT, [1] * shared + [2] * 50, 1000).num_tokens == used
 
 
 def test_a_chat_without_agent_leaves_nothing_that_cannot_be_evicted() -> None:
     """Each turn goes on in the slot of the tail before, so several tails share it."""
-    cache = PrefixCache([FULL], 8)
+    cache = PrefixCache([FULL], Ledger(8))
     history: list[int] = []
     for turn in range(40):
         history += [turn] * 40
@@ -123,7 +125,7 @@ def test_a_chat_without_agent_leaves_nothing_that_cannot_be_evicted() -> None:
 
 
 def test_tokens_that_end_inside_a_published_block_are_found_again() -> None:
-    cache = PrefixCache([FULL], 20)
+    cache = PrefixCache([FULL], Ledger(20))
     sequence = run(cache, [1] * 256 + [2] * 10)
     [tail] = cache.close(sequence, keep=250)
     assert tail.node.block_ids == sequence.lanes[0].nodes[0].block_ids
@@ -131,7 +133,7 @@ def test_tokens_that_end_inside_a_published_block_are_found_again() -> None:
 
 
 def test_only_the_end_of_a_prefix_is_needed_behind_a_window() -> None:
-    cache = PrefixCache([WINDOW], 20)
+    cache = PrefixCache([WINDOW], Ledger(20))
     sequence = run(cache, [1] * 2000)
     assert len(sequence.tables[0].block_ids) == 3
     cache.close(sequence)
@@ -141,14 +143,14 @@ def test_only_the_end_of_a_prefix_is_needed_behind_a_window() -> None:
 
 def test_blocks_lost_from_the_window_shorten_a_prefix() -> None:
     """The first 1024 tokens are all there in the full group; the window's blocks of their end are gone."""
-    cache = PrefixCache([FULL, WINDOW], 40)
+    cache = PrefixCache([FULL, WINDOW], Ledger(40))
     cache.close(run(cache, [1] * 2048))
     assert cache.match_prefix(ROOT, [1] * 2048, 2048).num_tokens == 2048
     assert cache.match_prefix(ROOT, [1] * 1024, 1024).num_tokens == 0
 
 
 def test_a_failed_load_of_one_reader_does_not_pull_the_node_from_under_another() -> None:
-    cache = PrefixCache([FULL], 20)
+    cache = PrefixCache([FULL], Ledger(20))
     node = cache.tree.insert(cache.tree.root(ROOT), [1] * 256)
     cache.mark_stored(node, 0)
     first, second = start(cache, [1] * 256), start(cache, [1] * 256)
@@ -165,7 +167,7 @@ def test_a_failed_load_of_one_reader_does_not_pull_the_node_from_under_another()
 
 def test_a_load_that_comes_after_the_end_is_not_believed() -> None:
     """The slot may hold another's tokens by then."""
-    cache = PrefixCache([FULL], 20)
+    cache = PrefixCache([FULL], Ledger(20))
     node = cache.tree.insert(cache.tree.root(ROOT), [1] * 256)
     cache.mark_stored(node, 0)
     sequence = start(cache, [1] * 256)
@@ -176,7 +178,7 @@ def test_a_load_that_comes_after_the_end_is_not_believed() -> None:
 
 
 def test_a_window_moves_on_without_taking_blocks_from_another_reader() -> None:
-    cache = PrefixCache([WINDOW], 20)
+    cache = PrefixCache([WINDOW], Ledger(20))
     slow = run(cache, [1] * 512)
     fast = start(cache, [1] * 512)
     grow(cache, fast, [2] * 256)
@@ -189,18 +191,18 @@ def test_a_window_moves_on_without_taking_blocks_from_another_reader() -> None:
 
 def test_every_attention_kind_has_room_for_one_sequence() -> None:
     """However much the others have taken before."""
-    cache = PrefixCache([FULL, WINDOW], 30)
+    cache = PrefixCache([FULL, WINDOW], Ledger(30))
     greedy = start(cache, [1])
     with pytest.raises(OutOfBlocks):
         while True:
-            greedy.tables[0].block_ids.append(cache.slots.allocate(0))
-    for _ in range(cache.slots.min_blocks(WINDOW)):
-        greedy.tables[1].block_ids.append(cache.slots.allocate(1))
+            greedy.tables[0].block_ids.append(cache.allocator.allocate(0))
+    for _ in range(min_blocks(WINDOW)):
+        greedy.tables[1].block_ids.append(cache.allocator.allocate(1))
     cache.check_integrity()
 
 
 def test_a_block_stays_known_to_be_on_disk_when_it_is_computed_again() -> None:
-    cache = PrefixCache([FULL], 20)
+    cache = PrefixCache([FULL], Ledger(20))
     node = cache.tree.insert(cache.tree.root(ROOT), [1] * 256)
     cache.mark_stored(node, 0)
     sequence = cache.open(ROOT, cache.match_prefix(ROOT, [1] * 256, 0))
@@ -212,7 +214,7 @@ def test_a_block_stays_known_to_be_on_disk_when_it_is_computed_again() -> None:
 
 def test_a_block_being_written_is_not_listed_when_it_is_computed_again() -> None:
     """What is in RAM is what the file will hold, bit for bit."""
-    cache = PrefixCache([FULL], 20)
+    cache = PrefixCache([FULL], Ledger(20))
     node = cache.tree.insert(cache.tree.root(ROOT), [1] * 256)
     node.pending.add(0)
     sequence = start(cache, [1] * 256)
@@ -225,7 +227,7 @@ def test_a_block_being_written_is_not_listed_when_it_is_computed_again() -> None
 
 
 def test_blocks_being_written_are_evicted_last() -> None:
-    cache = PrefixCache([FULL], 4)
+    cache = PrefixCache([FULL], Ledger(4))
     for token in (1, 2, 3, 4):
         cache.close(run(cache, [token] * 256))
     oldest, second, *_ = cache.tree.residents
@@ -243,7 +245,7 @@ def test_blocks_being_written_are_evicted_last() -> None:
 
 
 def test_want_of_one_group_does_not_cost_the_blocks_of_another() -> None:
-    cache = PrefixCache([FULL, WINDOW], PrefixCache([FULL, WINDOW], 0).slots.min_ram_budget)
+    cache = PrefixCache([FULL, WINDOW], Ledger(4 + min_blocks(WINDOW)))
     sequence = run(cache, [1] * 512)
     cache.close(sequence)
     for node in sequence.lanes[0].nodes:
@@ -251,14 +253,14 @@ def test_want_of_one_group_does_not_cost_the_blocks_of_another() -> None:
     greedy = start(cache, [2])
     with pytest.raises(OutOfBlocks):
         while True:
-            greedy.tables[1].block_ids.append(cache.slots.allocate(1))
+            greedy.tables[1].block_ids.append(cache.allocator.allocate(1))
     assert cache.match_prefix(ROOT, [1] * 512, 512).num_tokens == 0
     assert [node.block_ids.keys() for node in sequence.lanes[0].nodes] == [{0}, {0}]
     cache.check_integrity()
 
 
 def test_least_recently_used_leaves_first() -> None:
-    cache = PrefixCache([FULL], 4)
+    cache = PrefixCache([FULL], Ledger(4))
     for token in (1, 2, 3, 4):
         cache.close(run(cache, [token] * 256))
     cache.close(start(cache, [1] * 256))
@@ -268,14 +270,14 @@ def test_least_recently_used_leaves_first() -> None:
 
 
 def test_a_single_sequence_can_use_the_whole_budget() -> None:
-    cache = PrefixCache([FULL, WINDOW], 30)
-    tokens = [1] * cache.slots.max_tokens()
+    cache = PrefixCache([FULL, WINDOW], Ledger(30))
+    tokens = [1] * cache.allocator.max_tokens()
     assert len(run(cache, tokens).tables[0].block_ids) * BLOCK_SIZE == len(tokens)
-    assert cache.slots.capacity_bytes <= cache.slots.ram_budget
+    assert cache.allocator.capacity_bytes <= cache.ledger.budget
 
 
 def test_out_of_blocks_when_everything_is_read() -> None:
-    cache = PrefixCache([FULL], 4)
+    cache = PrefixCache([FULL], Ledger(4))
     sequence = run(cache, [1] * 4 * BLOCK_SIZE)
     with pytest.raises(OutOfBlocks):
         cache.reserve(sequence, 1)
@@ -286,7 +288,7 @@ def test_out_of_blocks_when_everything_is_read() -> None:
 
 
 def test_salts_leave_no_trace() -> None:
-    cache = PrefixCache([FULL], 20)
+    cache = PrefixCache([FULL], Ledger(20))
     cache.match_prefix("salt", [1] * 256, 256)
     sequence = cache.open("salt", cache.match_prefix("salt", [1] * 256, 256))
     grow(cache, sequence, [1] * 256)
@@ -296,7 +298,7 @@ def test_salts_leave_no_trace() -> None:
 
 
 def test_integrity_notices_what_is_wrong() -> None:
-    cache = PrefixCache([FULL], 20)
+    cache = PrefixCache([FULL], Ledger(20))
     sequence = run(cache, [1] * 300)
     sequence.lanes[0].nodes[0].readers += 1
     with pytest.raises(BrokenInvariant, match="readers"):

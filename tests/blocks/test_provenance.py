@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Producer
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import LaneBlock, Sequence
 from agentcache.errors import BrokenInvariant
@@ -27,7 +28,7 @@ class Desk:
 
     def __post_init__(self) -> None:
         groups = [FakeGroup(name, window, 1) for name, window in zip(("lower", "upper"), self.windows, strict=True)]
-        self.cache = PrefixCache(groups, 1000)
+        self.cache = PrefixCache(groups, Ledger(1000))
 
     def begin(self, tokens: list[int], producer: Producer | None = None) -> Sequence:
         prefix = self.cache.match_prefix(ROOT, tokens, len(tokens) - 1, producer)
@@ -231,7 +232,7 @@ def test_tokens_kept_in_front_of_the_start_are_base() -> None:
 
 
 def test_base_does_not_go_on_behind_an_adapter() -> None:
-    tree = PrefixCache([FakeGroup("full", None, 1)], 10).tree
+    tree = PrefixCache([FakeGroup("full", None, 1)], Ledger(10)).tree
     own = tree.insert(tree.root(ROOT), [1] * BLOCK_SIZE, "a@0")
     with pytest.raises(BrokenInvariant, match="cannot go on"):
         tree.insert(own, [2])
@@ -242,7 +243,7 @@ def test_base_does_not_go_on_behind_an_adapter() -> None:
 def test_what_an_adapter_alone_needs_leaves_ram_for_others() -> None:
     """Upper slots of base blocks that an adapter reads in the lower group only can be taken from them."""
     desk = Desk()
-    desk.cache.slots.ram_budget = 16
+    desk.cache.ledger.budget = 16
     desk.request([1] * 4 * BLOCK_SIZE)
     running = desk.begin([1] * 4 * BLOCK_SIZE + [2], upper("a", 4 * BLOCK_SIZE))
     other = desk.begin([1] * 4 * BLOCK_SIZE + [2], upper("b", 0))

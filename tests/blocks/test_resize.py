@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.ledger import BASE, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Sequence
+from tests.blocks.borrower import leave
 from tests.blocks.cache_model import FakeGroup
 
 ROOT = "root"
@@ -30,27 +31,28 @@ def run(cache: PrefixCache, num_blocks: int, seed: int) -> Sequence:
 
 @given(st.lists(st.integers(0, 6), max_size=4), st.integers(0, 4), st.integers(0, 4000))
 def test_any_budget(idle: list[int], running: int, budget: int) -> None:
-    cache = PrefixCache(GROUPS, ram_budget=4000)
+    cache = PrefixCache(GROUPS, Ledger(4000))
     for seed, num_blocks in enumerate(idle):
         cache.close(run(cache, num_blocks, seed))
     sequence = run(cache, running, seed=9)
     read = [list(table.block_ids) for table in sequence.tables]
-    fits = cache.slots.resize(budget)
+    fits = leave(cache, budget)
     cache.check_integrity()
-    assert fits == (cache.slots.ram_budget == budget)
-    assert cache.slots.capacity_bytes <= cache.slots.ram_budget <= max(budget, 4000)
+    assert cache.ledger.left_for(BASE) == (budget if fits else 4000)
+    assert fits or read != [[], []] or budget < cache.ledger.floors
+    assert cache.allocator.capacity_bytes <= cache.ledger.left_for(BASE)
     assert [list(table.block_ids) for table in sequence.tables] == read, "nobody loses what he reads"
     cache.close(sequence)
-    cache.slots.resize(4000)
+    assert leave(cache, 4000)
     cache.close(run(cache, 6, seed=1))
     cache.check_integrity()
 
 
 def test_nothing_is_given_up_for_a_budget_that_suffices() -> None:
-    cache = PrefixCache(GROUPS, ram_budget=4000)
+    cache = PrefixCache(GROUPS, Ledger(4000))
     cache.close(run(cache, 5, seed=1))
-    before, cached = cache.slots.capacity_bytes, cache.count_blocks().cached
-    assert cache.slots.resize(before)
-    assert (cache.slots.capacity_bytes, cache.count_blocks().cached) == (before, cached)
-    assert cache.slots.resize(cache.slots.min_ram_budget)
-    assert cache.slots.capacity_bytes == pytest.approx(cache.slots.min_ram_budget)
+    before, cached = cache.allocator.capacity_bytes, cache.count_blocks().cached
+    assert leave(cache, before)
+    assert (cache.allocator.capacity_bytes, cache.count_blocks().cached) == (before, cached)
+    assert leave(cache, cache.ledger.floors)
+    assert cache.allocator.capacity_bytes == cache.ledger.floors

@@ -14,6 +14,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
 from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import Sequence
 from agentcache.blocks.trunk import Piece, TrunkCache, TrunkFiller, TrunkName, TrunkReader
@@ -53,7 +54,7 @@ class TrunkMachine(CacheMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = TrunkCache(self.num_slots)
+        self.trunk = TrunkCache(self.num_slots, 1, self.cache.ledger)
         self.contents = Contents()
         self.uses: dict[Sequence, Use] = {}
         self.ahead: TrunkMatch | None = None
@@ -186,7 +187,7 @@ A, B, C, D = (TrunkName(letter, CUT) for letter in "abcd")
 
 
 def test_the_least_recently_used_goes_first_and_the_end_of_a_path_before_its_beginning() -> None:
-    cache = TrunkCache(3)
+    cache = TrunkCache(3, 1, Ledger(0))
     fill(cache, A, B, C)
     cache.touch([A, B])
     fill(cache, D)
@@ -197,7 +198,7 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_path_before_its_beg
 
 
 def test_what_is_read_or_needed_by_the_new_one_stays() -> None:
-    cache = TrunkCache(2)
+    cache = TrunkCache(2, 1, Ledger(0))
     fill(cache, A, B)
     locked = cache.lock([A])
     assert cache.allocate(spare=[B]) is None
@@ -215,7 +216,7 @@ def test_what_is_read_or_needed_by_the_new_one_stays() -> None:
 
 
 def test_a_block_that_is_there_already_is_not_kept_twice() -> None:
-    cache = TrunkCache(2)
+    cache = TrunkCache(2, 1, Ledger(0))
     fill(cache, A)
     fill(cache, A)
     cache.check_integrity([])
@@ -225,7 +226,7 @@ def test_a_block_that_is_there_already_is_not_kept_twice() -> None:
 
 def test_a_filler_keeps_whole_blocks_only() -> None:
     """What it has no beginning of, or no continuation, goes nowhere."""
-    cache = TrunkCache(9)
+    cache = TrunkCache(9, 1, Ledger(0))
     filler = TrunkFiller(cache, CUT)
     assert filler.pieces(300, 400) == []
     assert [(p.offset, p.start, p.stop) for p in filler.pieces(400, 600)] == [(0, 112, 200)]

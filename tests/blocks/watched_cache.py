@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import Load, Sequence
@@ -38,8 +39,8 @@ class WatchedCache(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        budget = PrefixCache(self.groups, 0).slots.min_ram_budget + self.spare_bytes
-        self.cache = PrefixCache(self.groups, budget)
+        budget = PrefixCache(self.groups, Ledger(0)).ledger.floors + self.spare_bytes
+        self.cache = PrefixCache(self.groups, Ledger(budget))
         self.arena = Arena()
         self.running: list[Running] = []
         self.writes: list[Write] = []

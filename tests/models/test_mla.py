@@ -11,6 +11,7 @@ from mlx_lm.utils import load_model
 from agentcache.blocks.pool import BlockPool
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
+from agentcache.models import attention as attention_module
 from agentcache.models import loader, mla
 from agentcache.models.rehost import rehost
 from tests.conftest import ModelFolder
@@ -46,7 +47,7 @@ def test_absorbed_and_decompressed_agree(
     x = mx.random.normal((1, 300, 128), key=mx.random.key(0))
     outputs = []
     for most in (0, 1000):  # all queries decompress, all are absorbed
-        monkeypatch.setattr(mla, "MAX_PACKED_QUERIES", most)
+        monkeypatch.setattr(attention_module, "MAX_PACKED_QUERIES", most)
         cache = BatchQuantizedKVCache.standalone(arena, BlockPool())
         outputs.append(mx.concatenate([attention(x[:, :290], None, cache), attention(x[:, 290:], None, cache)], axis=1))
     np.testing.assert_allclose(*map(np.array, outputs), rtol=1e-3, atol=1e-4)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentcache.adapter_settings import AdapterFolder, Policy
+from agentcache.blocks.ledger import RamUse
 from agentcache.blocks.prefix_match import Match
 from agentcache.errors import Conflict, NotFound, UnsupportedAdapter
 from agentcache.report import (
@@ -49,6 +50,13 @@ POET = AdapterInfo(
     first_layer=2,
     invocation_tokens=(7, 8),
     created=1700000001,
+)
+
+ACCOUNTS = (
+    RamUse("base.full", 60, 55, 20),
+    RamUse("base.window512", 40, 35, 10),
+    RamUse("adapters", 5, 5),
+    RamUse("stacks", 4, 2),
 )
 
 REPORT = Report(
@@ -204,7 +212,7 @@ class FakeEngine:
         self.model = replace(self.model, adapters=tuple(each for each in self.model.adapters if each is not gone))
 
     async def stats(self) -> CacheStats:
-        return CacheStats(100, 200, 300, 400, 1, 2, 3, len(self.known), 4, 5, 6, 7, 8, 9)
+        return CacheStats(100, 200, 300, 400, 1, 2, 3, len(self.known), 4, 5, 6, 7, 8, 9, ram_accounts=ACCOUNTS)
 
     async def clear_cache(self) -> None:
         self.cleared += 1

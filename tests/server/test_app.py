@@ -89,6 +89,13 @@ def test_cache_routes() -> None:
     engine = FakeEngine()
     assert ask(engine, "GET", "/v1/cache/stats").json() == {
         "ram_bytes": {"base": 100, "residual": None, "adapters": 0, "trunk": 0},
+        "ram_used_bytes": {"base": 90, "residual": None, "adapters": 7, "trunk": 0},
+        "ram_accounts": {
+            "base.full": {"capacity_bytes": 60, "used_bytes": 55, "floor_bytes": 20},
+            "base.window512": {"capacity_bytes": 40, "used_bytes": 35, "floor_bytes": 10},
+            "adapters": {"capacity_bytes": 5, "used_bytes": 5, "floor_bytes": 0},
+            "stacks": {"capacity_bytes": 4, "used_bytes": 2, "floor_bytes": 0},
+        },
         "disk_bytes": 200,
         "ram_budget": 300,
         "disk_budget": 400,

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from agentcache.blocks.ledger import RamUse
 from agentcache.config import Config
 from agentcache.errors import InvalidRequest
 from agentcache.report import CacheStats, FinishReason, Update
@@ -22,7 +23,8 @@ class Numbered(FakeEngine):
     """Statistics in which every field has a value of its own."""
 
     async def stats(self) -> CacheStats:
-        return CacheStats(**{field.name: 1000 + index for index, field in enumerate(fields(CacheStats))})
+        numbers: dict[str, Any] = {field.name: 1000 + index for index, field in enumerate(fields(CacheStats))}
+        return CacheStats(**numbers | {"ram_accounts": (RamUse("trunk", numbers["ram_accounts"], 2000, 2001),)})
 
 
 def scrape(engine: FakeEngine, *calls: tuple[str, str, Any], config: Config | None = None) -> dict[str, float]:
@@ -50,13 +52,18 @@ def label_text(labels: dict[str, str]) -> str:
 
 def test_every_statistic_of_the_engine_is_there() -> None:
     values = set(scrape(Numbered()).values())
-    assert {1000.0 + index for index in range(len(fields(CacheStats)))} <= values
+    assert {1000.0 + index for index in range(len(fields(CacheStats)))} | {2000.0, 2001.0} <= values
 
 
 def test_names_of_the_engines_numbers() -> None:
     samples = scrape(FakeEngine())
     assert samples["agentcache_up"] == 1
     assert samples["agentcache_ram_bytes{cache=base}"] == 100
+    assert samples["agentcache_ram_used_bytes{cache=base}"] == 90
+    assert samples["agentcache_ram_used_bytes{cache=adapters}"] == 7
+    assert samples["agentcache_ram_account_bytes{account=base.full,state=capacity}"] == 60
+    assert samples["agentcache_ram_account_bytes{account=base.window512,state=used}"] == 35
+    assert "agentcache_ram_used_bytes{cache=residual}" not in samples
     assert samples["agentcache_kv_blocks{state=live}"] == 2
     assert samples["agentcache_disk_written_bytes_total"] == 5
     assert samples["agentcache_num_requests_running"] == 0

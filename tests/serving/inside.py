@@ -21,6 +21,7 @@ from agentcache.agents.disk import Committed
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName
+from agentcache.blocks.ledger import BASE, STACKS
 from agentcache.blocks.radix_tree import Node
 from agentcache.engine.batch import Batch
 from agentcache.engine.device import MlxDevice
@@ -215,22 +216,22 @@ def evict_node(engine: Engine, node: Node) -> int:
 
 def min_ram_budget(engine: Engine) -> int:
     """Bytes without which the cache cannot be."""
-    return engine.cache.slots.min_ram_budget
+    return engine.cache.ledger.floors
 
 
 def cache_budget(engine: Engine) -> int:
     """Bytes that the cache may take now: what adapters take is not among them."""
-    return engine.cache.slots.ram_budget
+    return engine.cache.ledger.left_for(BASE)
 
 
 def lent_bytes(engine: Engine) -> int:
     """Bytes of the cache's budget that are lent to adapters' copies."""
-    return engine.cache.slots.lent
+    return next(each.claimed for each in engine.cache.ledger.accounts if each.kind == STACKS)
 
 
 def max_cached_tokens(engine: Engine) -> int:
     """The longest context that the cache can hold now."""
-    return engine.cache.slots.max_tokens()
+    return engine.cache.allocator.max_tokens()
 
 
 def evicted_blocks(engine: Engine) -> int:

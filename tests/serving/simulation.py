@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from agentcache.agents.in_use import InUse
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import Match, PromptMatch
 from agentcache.blocks.sequence import Copy
@@ -186,9 +187,8 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         persistence=persistence,
         restorer=SimpleNamespace(restore=_restore),  # type: ignore[arg-type]
         adapters=adapters,
-        trunk=Trunk(cache, adapters, 0),
+        trunk=Trunk(cache, adapters),
         served=none,
-        ram_budget=0,
     )
 
 
@@ -216,7 +216,7 @@ class Simulation:
         check_integrity: bool = False,
     ) -> None:
         self.costs = costs or Costs()
-        self.cache = PrefixCache([FullGroup()], num_blocks)
+        self.cache = PrefixCache([FullGroup()], Ledger(num_blocks))
         idle = idle_chunk(256, max_stall=MAX_STALL, token_seconds=self.costs.chunk_token)
         usual = Pace(max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0)
         self.engine = Engine(_parts(FormulaDevice(self), self.cache, max_running, pace or usual))

@@ -16,6 +16,7 @@ import pytest
 from agentcache.adapters import stacks as adapter_stacks
 from agentcache.adapters.stacks import StackLoan
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.ledger import STACKS, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.llm import LLM, Completion
 from agentcache.models.adapter_files import LowRank, ModuleName
@@ -218,19 +219,23 @@ def weights(rank: int) -> AdapterWeights:
 class Borrower:
     """Two adapters whose copies take 12.8 blocks of a cache of 40."""
 
-    cache: PrefixCache = field(default_factory=lambda: PrefixCache((FakeGroup("full", None, BLOCK),), BUDGET))
+    cache: PrefixCache = field(default_factory=lambda: PrefixCache((FakeGroup("full", None, BLOCK),), Ledger(BUDGET)))
     stacks: Stacks = field(default_factory=Stacks)
 
     def __post_init__(self) -> None:
-        self.loan = StackLoan(self.stacks, self.cache.slots)
+        self.loan = StackLoan(self.stacks, self.cache.ledger)
         self.rows = [RowAdapter(weights(16)), RowAdapter(weights(11)), None]
 
     def steps(self, count: int = 1) -> int:
         """Steps that mix both; the bytes lent then."""
         for _ in range(count):
             self.loan.prepare(self.rows)
-        assert self.stacks.nbytes in (0, 1280) and self.stacks.nbytes <= self.cache.slots.lent
-        return self.cache.slots.lent
+        assert self.stacks.nbytes in (0, 1280) and self.stacks.nbytes <= self.lent
+        return self.lent
+
+    @property
+    def lent(self) -> int:
+        return next(each.claimed for each in self.cache.ledger.accounts if each.kind == STACKS)
 
 
 def test_the_rest_is_asked_for_at_the_next_review() -> None:
@@ -253,7 +258,7 @@ def test_what_was_called_in_is_not_asked_for_at_once() -> None:
         it.cache.close(run(it.cache, 7 - running, seed=3))
         assert it.steps() == lent
         second = run(it.cache, 40 - running, seed=4)
-        assert it.stacks.nbytes == it.cache.slots.lent == 0
+        assert it.stacks.nbytes == it.lent == 0
         it.cache.close(first)
         it.cache.close(second)
         assert it.steps(254) == 0

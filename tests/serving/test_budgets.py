@@ -340,3 +340,20 @@ def test_what_a_new_lineage_shares_with_the_one_that_makes_room_for_it_stays(mod
         turn = edited.turn(llm, 680)
         assert (turn.report.cache_state, turn.report.computed_tokens) == ("warm", 38)
         assert turn.token_ids == cold_ids(llm, turn.prompt_token_ids, 3)
+
+
+def test_ram_is_told_by_kind_as_taken_and_as_used(model_folder: ModelFolder, tmp_path: Path) -> None:
+    with open_llm(model_folder("gemma3"), tmp_path) as llm:
+        TokenTalk().turn(llm, 700)
+        stats = llm.stats()
+        accounts = {each.kind: each for each in stats.ram_accounts}
+        base = [each for kind, each in accounts.items() if kind.startswith("base.")]
+        assert sorted(kind.partition(".")[2][:4] for kind in accounts if kind.startswith("base.")) == ["full", "wind"]
+        assert sum(each.capacity_bytes for each in base) == stats.ram_capacity["base"]
+        assert all(each.floor_bytes > 0 and 0 < each.used_bytes < each.capacity_bytes for each in base)
+        assert stats.ram_used["base"] == sum(each.used_bytes for each in base)
+        assert accounts["temporaries"].used_bytes > 0
+        inside.on_loop(llm, inside.async_engine(llm).clear_cache())
+        after = llm.stats()
+        assert after.ram_used == {"base": 0, "residual": None, "adapters": 0, "trunk": 0}
+        assert after.ram_capacity == stats.ram_capacity, "memory is kept for what comes"

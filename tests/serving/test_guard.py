@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from agentcache.blocks.ledger import Ledger
 from agentcache.engine import guard as guard_module
 from agentcache.engine.guard import MemoryGuard
 from agentcache.errors import Overloaded
 from agentcache.models import loader
+from agentcache.models.builtin.random_model import random_model_path
 from agentcache.models.footprint import Footprint, free_memory
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver, Row, random_ids
@@ -25,7 +27,7 @@ from tests.serving.simulation import make_generation
 def guard(model: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryGuard:
     monkeypatch.setattr(guard_module, "_SMALL_STEP", 0)
     loaded = loader.load(str(model))
-    return MemoryGuard(Footprint.of(loaded.spec, loaded.config))
+    return MemoryGuard(Footprint.of(loaded.spec, loaded.config), Ledger(0))
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +52,58 @@ def test_the_estimate_is_above_what_a_step_takes(
 ) -> None:
     driver, row = driver_at(architecture, context)
     estimate = Footprint.of(driver.loaded.spec, driver.loaded.config)
-    _measure(driver, row, num_tokens)  # the arena may have to grow
+    _measure(driver, [row], num_tokens)  # the arena may have to grow
     tries = 50 if num_tokens == 1 else 5  # the shorter a step, the more its peak depends on who is quicker
-    before, peak = zip(*(_measure(driver, row, num_tokens) for _ in range(tries)), strict=True)
+    before, peak = zip(*(_measure(driver, [row], num_tokens) for _ in range(tries)), strict=True)
     taken = max(peak) - min(before)  # what the last step held may be freed a little later
     assert taken <= estimate.step_bytes([context], num_tokens)
     # What lives at a time depends on how fast the device frees: a coarse bound, so that nothing is cut needlessly.
     assert estimate.step_bytes([context], num_tokens) < 12 * taken + (1 << 20)
 
 
-def _measure(driver: Driver, row: Row, num_tokens: int) -> tuple[int, int]:
-    """The bytes before a step, and the most there were in it; after it the row is as before."""
+def _measure(driver: Driver, rows: Sequence[Row], num_tokens: int) -> tuple[int, int]:
+    """The bytes before a step, and the most there were in it; after it the rows are as before."""
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    driver.step([row], random_ids(driver.loaded, (1, num_tokens)), all_logits=False)
-    row.length -= num_tokens
+    driver.step(rows, random_ids(driver.loaded, (len(rows), num_tokens)), all_logits=False)
+    for row in rows:
+        row.length -= num_tokens
     return before, mx.get_peak_memory()
+
+
+@pytest.fixture(scope="module")
+def large_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    """Two layers with a large model's proportions, so that what a step takes is not what everything takes."""
+    shape = {"hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2}
+    folder = random_model_path(tmp_path_factory.mktemp("large"), num_hidden_layers=2, head_dim=128, **shape)
+    return Driver(loader.load(str(folder)))
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="how much lives at a time was measured on the CPU back end")
+@pytest.mark.parametrize(
+    ("contexts", "num_tokens"),
+    [([8000], 1), ([4000] * 8, 1), ([4000] * 16, 1), ([8000, *[300] * 7], 1), ([8000], 8)]
+    + [([0], 256), ([3000], 256)],
+    ids=str,
+)
+def test_the_estimate_is_at_most_twice_what_a_step_takes(
+    contexts: list[int], num_tokens: int, large_driver: Driver
+) -> None:
+    """Decode steps, few and many rows, and chunks, each by the way that attention reads the cache."""
+    rows = [large_driver.row() for _ in contexts]
+    for row, context in zip(rows, contexts, strict=True):
+        row.length = context  # of zeros
+    estimate = Footprint.of(large_driver.loaded.spec, large_driver.loaded.config).step_bytes(contexts, num_tokens)
+    _measure(large_driver, rows, num_tokens)  # the arena has to grow
+    tries = 6 if num_tokens == 1 else 2
+    before, peak = zip(*(_measure(large_driver, rows, num_tokens) for _ in range(tries)), strict=True)
+    taken = max(peak) - min(before)
+    for row in rows:
+        for table, pool in zip(row.tables, large_driver.pools, strict=True):
+            for block_id in table.block_ids:
+                pool.release(block_id)
+    assert taken <= estimate <= 2 * taken, (taken, estimate)
 
 
 def test_more_of_anything_takes_more(guard: MemoryGuard) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Sequence
 from agentcache.engine.room import Growth, has_room
@@ -36,18 +37,18 @@ def begin(cache: PrefixCache, token: int, num_blocks: int) -> Sequence:
 def fits(cache: PrefixCache, running: list[tuple[Sequence, int]], token: int, num_blocks: int) -> bool:
     ids = [token] * (num_blocks * BLOCK_SIZE)
     growth = [Growth(sequence.tables, blocks * BLOCK_SIZE) for sequence, blocks in running]
-    return has_room(cache.slots, growth, cache.match_prefix("root", ids, len(ids)), len(ids))
+    return has_room(cache.allocator, growth, cache.match_prefix("root", ids, len(ids)), len(ids))
 
 
 @pytest.mark.parametrize(("blocks", "expected"), [(5, True), (6, False)])
 def test_running_requests_keep_what_they_are_known_to_need(blocks: int, expected: bool) -> None:
-    cache = PrefixCache([Group()], 12)
+    cache = PrefixCache([Group()], Ledger(12))
     running = begin(cache, 1, 3)
     assert fits(cache, [(running, 7)], 2, blocks) is expected
 
 
 def test_what_only_caches_hold_is_room_and_what_is_shared_costs_nothing() -> None:
-    cache = PrefixCache([Group()], 12)
+    cache = PrefixCache([Group()], Ledger(12))
     cache.close(begin(cache, 1, 8))
     assert fits(cache, [], 2, 12)
     running = begin(cache, 1, 8)
@@ -57,7 +58,7 @@ def test_what_only_caches_hold_is_room_and_what_is_shared_costs_nothing() -> Non
 
 
 def test_a_window_takes_no_more_than_its_blocks() -> None:
-    cache = PrefixCache([Group(window=300)], 12)
+    cache = PrefixCache([Group(window=300)], Ledger(12))
     running = begin(cache, 1, 3)
     assert fits(cache, [(running, 100)], 2, 100)
-    assert not fits(PrefixCache([Group()], 12), [], 2, 100)
+    assert not fits(PrefixCache([Group()], Ledger(12)), [], 2, 100)

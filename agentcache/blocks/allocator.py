@@ -1,0 +1,162 @@
+"""How many slots there are: they are allocated, and grow and shrink with what the ledger grants each attention kind.
+
+Groups of one attention kind fill together and grow together; they have one account, whose floor is what a single short
+sequence needs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from agentcache.blocks.eviction import EvictionOrder
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.ledger import BASE, Account, Ledger
+from agentcache.blocks.slots import Group, Slots
+from agentcache.errors import BrokenInvariant, OutOfBlocks
+
+_GROWTH = 0.5
+_MIN_GROWTH_BLOCKS = 4
+_UNBOUNDED = 2**62
+
+
+def min_blocks(group: Group) -> int:
+    """Slots without which a group cannot serve a single sequence."""
+    return 4 if group.window is None else -(-group.window // BLOCK_SIZE) + 2
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The groups of one attention kind, by index, and their account."""
+
+    members: tuple[int, ...]
+    account: Account
+
+
+class BlockAllocator:
+    """Slots for who asks, within the ledger's budget.
+
+    Attributes:
+        slots: those that there are.
+    """
+
+    def __init__(self, slots: Slots, eviction: EvictionOrder, ledger: Ledger) -> None:
+        self.slots = slots
+        self._pools = slots.pools
+        self._bytes = [group.bytes_per_block for group in slots.groups]
+        self._eviction = eviction
+        self._ledger = ledger
+        windows = [group.window for group in slots.groups]
+        kinds = {window: self._open(window) for window in dict.fromkeys(windows)}
+        self._kinds = [kinds[window] for window in windows]  # of each group
+        self._windows_bytes = sum(kind.account.floor for window, kind in kinds.items() if window is not None)
+        self._unbounded_bytes = sum(group.bytes_per_block for group in slots.groups if group.window is None)
+
+    def _open(self, window: int | None) -> _Kind:
+        members = tuple(i for i, group in enumerate(self.slots.groups) if group.window == window)
+        account = self._ledger.open(
+            f"{BASE}.full" if window is None else f"{BASE}.window{window}",
+            floor=sum(min_blocks(self.slots.groups[i]) * self._bytes[i] for i in members),
+            used=lambda: sum((self._pools[i].capacity - self._pools[i].num_free) * self._bytes[i] for i in members),
+            give_way=self._give_way,
+        )
+        return _Kind(members, account)
+
+    # -- allocation ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, index: int) -> int:
+        """A slot of group `index`: a free one, a new one within the budget, or the least recently used one.
+
+        Raises OutOfBlocks.
+        """
+        if not self._pools[index].num_free:
+            freed = self._grow(index) or self._eviction.free_one(index) or self._grow_at_others_expense(index)
+            if not freed:
+                budget = self._ledger.left_for(BASE)
+                raise OutOfBlocks(f"the RAM budget of {budget} bytes is in use by running requests")
+        return self._pools[index].allocate()
+
+    def preallocate(self, num_bytes: int) -> None:
+        """Grow every attention kind in turn up to `num_bytes` in all, so that the first requests need not."""
+        last_of_kind = {kind: index for index, kind in enumerate(self._kinds)}.values()
+        while self.capacity_bytes < num_bytes and sum(self._grow(index) for index in last_of_kind):
+            continue
+
+    def make_room(self, num_tokens: int) -> None:
+        """See to it that a sequence of `num_tokens` tokens fits, as far as the budget and those who read allow.
+
+        For when nobody else runs: what one attention kind has taken for many short contexts then serves a long one.
+        """
+        for index, group in enumerate(self.slots.groups):
+            needed = -(-num_tokens // BLOCK_SIZE)
+            if group.window is not None:
+                needed = min(needed, min_blocks(group))
+            while self._pools[index].capacity < needed and (self._grow(index) or self._grow_at_others_expense(index)):
+                continue
+
+    # -- growth -------------------------------------------------------------------------------------------------------
+
+    def _grow(self, index: int) -> bool:
+        """Grow all groups of one attention kind to one size, as they fill together; False if there is no room."""
+        kind, capacity = self._kinds[index], self._pools[index].capacity
+        wanted = max(_MIN_GROWTH_BLOCKS, int(capacity * _GROWTH))
+        added = min(wanted, self._growth_within(kind.account.room, index))
+        if added < 1:
+            return False
+        kind.account.claim(self._cost(index, added))
+        for i in kind.members:
+            self._pools[i].grow(max(capacity + added, self._pools[i].capacity))
+        return True
+
+    def _grow_at_others_expense(self, index: int) -> bool:
+        return self._kinds[index].account.ask(self._cost(index, 1)) and self._grow(index)
+
+    def _cost(self, index: int, added: int) -> int:
+        """Bytes by which the attention kind of group `index` grows if that group gets so many slots more."""
+        capacity = self._pools[index].capacity + added
+        return sum(max(0, capacity - self._pools[i].capacity) * self._bytes[i] for i in self._kinds[index].members)
+
+    def _growth_within(self, num_bytes: int, index: int) -> int:
+        most = max(0, num_bytes // self._bytes[index])
+        return bisect_right(range(1, most + 1), num_bytes, key=lambda added: self._cost(index, added))
+
+    def affordable_growth(self, index: int) -> int:
+        """Slots by which group `index` may grow within the budget, on loan or not, if its attention kind follows."""
+        return self._growth_within(self._kinds[index].account.room_without_loans, index)
+
+    def _give_way(self, num_bytes: int, asker: Account) -> None:
+        """Release slots beyond the floors that nobody reads: of the other attention kinds, for one of them."""
+        freed = 0
+        while freed < num_bytes:
+            donors = [i for i, kind in enumerate(self._kinds) if kind.account is not asker and self._can_shrink(i)]
+            if not donors:
+                return
+            # A kind needs room for one slot. For adapters, which need more, the groups stay as even as they can.
+            donor = donors[0] if asker.family == BASE else max(donors, key=lambda i: self._pools[i].capacity)
+            self.slots.drop_last(donor)
+            self._kinds[donor].account.release(self._bytes[donor])
+            freed += self._bytes[donor]
+
+    def _can_shrink(self, index: int) -> bool:
+        last = self._pools[index].capacity - 1
+        return last >= min_blocks(self.slots.groups[index]) and not self.slots.is_read(index, last)
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all slots, used or not."""
+        return sum(pool.capacity * size for pool, size in zip(self._pools, self._bytes, strict=True))
+
+    def max_tokens(self) -> int:
+        """Tokens that a single sequence can hold within the budget (all groups unbounded by windows taken together)."""
+        if not self._unbounded_bytes:
+            return _UNBOUNDED
+        return max(0, (self._ledger.left_for(BASE) - self._windows_bytes) // self._unbounded_bytes) * BLOCK_SIZE
+
+    def check_integrity(self) -> None:
+        """Raise BrokenInvariant unless the slots are what the ledger says."""
+        for kind in self._kinds:
+            held = sum(self._pools[i].capacity * self._bytes[i] for i in kind.members)
+            if held != kind.account.claimed:
+                raise BrokenInvariant(f"{kind.account.kind} has claimed {kind.account.claimed} bytes and holds {held}")

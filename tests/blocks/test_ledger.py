@@ -1,0 +1,179 @@
+"""The ledger against a plain model: budgets and floors hold, whoever asks whom in whatever order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from agentcache.blocks.ledger import ADAPTERS, BASE, STACKS, TRUNK, Account, Ledger, RamUse
+from agentcache.errors import BrokenInvariant
+
+BUDGET, OWN = 100, 30
+FLOORS = {"base.full": 15, "base.window": 10}
+KINDS = (*FLOORS, ADAPTERS, STACKS)
+ASKS = {  # who is asked by whom, in order
+    "base.full": ["base.window", STACKS],
+    "base.window": ["base.full", STACKS],
+    ADAPTERS: ["base.full", "base.window", STACKS],
+    STACKS: ["base.full", "base.window"],
+}
+BYTES = st.integers(0, BUDGET)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Accounts that claim, release and ask, and what each must have by then.
+
+    Of what a cache kind has claimed, a part is `read` and stays; beyond that and its floor it gives what is asked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(BUDGET)
+        self.accounts = {kind: self.open(kind) for kind in KINDS}
+        self.trunk = self.ledger.open(TRUNK, apart=OWN)
+        self.claimed = dict.fromkeys(KINDS, 0)
+        self.read = dict.fromkeys(KINDS, 0)
+
+    def open(self, kind: str) -> Account:
+        return self.ledger.open(
+            kind,
+            floor=FLOORS.get(kind, 0),
+            on_loan=kind == STACKS,
+            used=lambda: self.read[kind],
+            give_way=None if kind == ADAPTERS else lambda num_bytes, asker: self.give_way(kind, num_bytes, asker),
+        )
+
+    def give_way(self, kind: str, num_bytes: int, asker: Account) -> None:
+        assert kind in ASKS[asker.kind]
+        given = self.would_give(kind, num_bytes)
+        self.accounts[kind].release(given)
+        self.claimed[kind] -= given
+        self.read[kind] = min(self.read[kind], self.claimed[kind])
+
+    def would_give(self, kind: str, num_bytes: int) -> int:
+        if kind == STACKS:
+            return self.claimed[kind]
+        return min(num_bytes, max(0, self.claimed[kind] - max(FLOORS[kind], self.read[kind])))
+
+    def room(self, kind: str) -> int:
+        others = sum(max(self.claimed[other], FLOORS.get(other, 0)) for other in KINDS if other != kind)
+        return BUDGET - others - self.claimed[kind]
+
+    def after_asking(self, kind: str, num_bytes: int) -> dict[str, int]:
+        """What everybody has when `kind` has asked for room: nobody gives more than is missing then, but for loans."""
+        before, left = dict(self.claimed), dict(self.claimed)
+        for other in ASKS[kind]:
+            if (short := num_bytes - self.room(kind)) > 0:
+                self.claimed[other] -= self.would_give(other, short)
+            left = dict(self.claimed)
+        self.claimed = before
+        return left
+
+    # -- rules --------------------------------------------------------------------------------------------------------
+
+    @rule(kind=st.sampled_from(KINDS), num_bytes=BYTES)
+    def claim(self, kind: str, num_bytes: int) -> None:
+        if num_bytes > self.room(kind):
+            with pytest.raises(BrokenInvariant):
+                self.accounts[kind].claim(num_bytes)
+        else:
+            self.accounts[kind].claim(num_bytes)
+            self.claimed[kind] += num_bytes
+
+    @rule(kind=st.sampled_from(KINDS), num_bytes=BYTES)
+    def release(self, kind: str, num_bytes: int) -> None:
+        if num_bytes > self.claimed[kind] - self.read[kind]:
+            return
+        self.accounts[kind].release(num_bytes)
+        self.claimed[kind] -= num_bytes
+
+    @rule(kind=st.sampled_from(KINDS), num_bytes=BYTES)
+    def ask(self, kind: str, num_bytes: int) -> None:
+        left = self.after_asking(kind, num_bytes)
+        granted = self.accounts[kind].ask(num_bytes)
+        assert self.claimed == left
+        assert granted == (self.room(kind) >= num_bytes)
+
+    @rule(num_bytes=BYTES)
+    def borrow(self, num_bytes: int) -> None:
+        before = self.claimed[STACKS]
+        self.accounts[STACKS].borrow(num_bytes)
+        lent = self.claimed[STACKS] = self.accounts[STACKS].claimed
+        self.read[STACKS] = min(self.read[STACKS], lent)
+        assert min(before, num_bytes) <= lent <= num_bytes
+        spare = [self.would_give(kind, BUDGET) for kind in FLOORS]
+        assert lent == num_bytes or (self.room(STACKS), *spare) == (0, 0, 0), "as much as there is"
+
+    @rule(kind=st.sampled_from(KINDS), part=st.floats(0, 1))
+    def use(self, kind: str, part: float) -> None:
+        self.read[kind] = int(part * self.claimed[kind])
+
+    @rule(num_bytes=BYTES)
+    def fill_trunk(self, num_bytes: int) -> None:
+        """Its budget is nobody else's, and the other way round."""
+        if num_bytes > OWN - self.trunk.claimed:
+            with pytest.raises(BrokenInvariant):
+                self.trunk.claim(num_bytes)
+        else:
+            self.trunk.claim(num_bytes)
+
+    # -- what has to hold ---------------------------------------------------------------------------------------------
+
+    @invariant()
+    def accounts_are_as_they_should_be(self) -> None:
+        self.ledger.check_integrity()
+        assert {kind: account.claimed for kind, account in self.accounts.items()} == self.claimed
+        for kind, account in self.accounts.items():
+            assert account.room == self.room(kind)
+            back = 0 if kind == STACKS else self.claimed[STACKS]
+            assert account.room_without_loans == self.room(kind) + back
+        for kind, floor in FLOORS.items():
+            assert self.room(kind) + self.claimed[kind] >= floor, "nobody takes what is kept for it"
+        assert self.ledger.left_for(BASE) == BUDGET - self.claimed[ADAPTERS]
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_a_statement_tells_what_is_used_from_what_is_claimed() -> None:
+    ledger = Ledger(BUDGET)
+    ledger.open("base.full", floor=20, used=lambda: 5).claim(30)
+    ledger.open(ADAPTERS).claim(10)
+    assert ledger.statement() == (RamUse("base.full", 30, 5, 20), RamUse(ADAPTERS, 10, 10))
+    assert ledger.floors == 20
+
+
+def test_integrity_notices_what_is_wrong() -> None:
+    ledger = Ledger(BUDGET)
+    used = 0
+    account = ledger.open("base.full", used=lambda: used)
+    ledger.open("base.window", floor=10)
+    trunk = ledger.open(TRUNK, apart=OWN)
+    account.claim(90)
+    ledger.check_integrity()
+    used = 91
+    with pytest.raises(BrokenInvariant, match="uses 91 of 90"):
+        ledger.check_integrity()
+    used, account.claimed = 0, 91
+    with pytest.raises(BrokenInvariant, match="kept for somebody"):
+        ledger.check_integrity()
+    account.claimed = 101
+    with pytest.raises(BrokenInvariant, match="budget is exceeded"):
+        ledger.check_integrity()
+    account.claimed, trunk.claimed = 90, OWN + 1
+    with pytest.raises(BrokenInvariant, match="trunk has claimed"):
+        ledger.check_integrity()
+
+
+def test_what_cannot_be() -> None:
+    ledger = Ledger(BUDGET)
+    account = ledger.open(ADAPTERS)
+    with pytest.raises(BrokenInvariant, match="two accounts"):
+        ledger.open(ADAPTERS)
+    with pytest.raises(BrokenInvariant, match="releases"):
+        account.release(1)
+    with pytest.raises(BrokenInvariant, match="room for 100"):
+        account.claim(BUDGET + 1)
