@@ -35,10 +35,10 @@ class BatchRow:
     is_complete: bool
 
     @classmethod
-    def of(cls, generation: Generation, num_tokens: int) -> BatchRow:
-        """The row that computes the next `num_tokens` tokens of a generation."""
+    def of(cls, generation: Generation, left: int, num_tokens: int) -> BatchRow:
+        """The row that computes the next `num_tokens` tokens of a generation that has `left` to launch."""
         work = generation.current
-        return cls(generation, work, work.end is None and generation.num_to_launch <= num_tokens)
+        return cls(generation, work, work.end is None and left <= num_tokens)
 
     @property
     def is_void(self) -> bool:
@@ -157,7 +157,7 @@ class BatchBuilder:
         left = [generation.num_to_launch for generation in rows]
         inputs = self._inputs(rows, left, num_tokens, before)
         score_prompt = left[0] > 1 and rows[0].wants_prompt_logprobs
-        made = [BatchRow.of(generation, num_tokens) for generation in rows]
+        made = [BatchRow.of(generation, count, num_tokens) for generation, count in zip(rows, left, strict=True)]
         decoder = self._adapters.decoder(made[0].work.decoder)
         step = StepInputs(
             inputs,

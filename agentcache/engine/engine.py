@@ -300,6 +300,7 @@ class Engine:
     def _advance(self, generation: Generation, work: Pass, token_ids: list[int]) -> None:
         sequence = work.writes
         published = self.cache.advance(sequence, token_ids)
+        generation.drop_passes()
         self.trunk.advance(sequence)
         record = generation.record
         if published and record is not None and self.persistence.fits(record, generation.num_prompt_tokens):

@@ -68,7 +68,7 @@ class Generation:
         token_ids: prompt, then what was generated.
         sequence: its place in the cache; None while waiting.
         in_flight: tokens of it that the device is at work on.
-        passes: how it is computed, in order; none while it has no place.
+        passes: that compute what is not computed yet, in order, the first of them at work; none without a place.
         background: it lets others go first; the scheduler ends that when it has waited enough.
         passed_over: how often others went before it.
         decoded_at: number of the last step that it decoded in.
@@ -112,7 +112,7 @@ class Generation:
     producer: Producer | None = None
     adapter: AdapterUse | None = None
     in_flight: int = 0
-    passes: tuple[Pass, ...] = ()
+    passes: list[Pass] = field(default_factory=list)
     passed_over: int = 0
     decoded_at: int = 0
 
@@ -130,16 +130,13 @@ class Generation:
 
     @property
     def current(self) -> Pass:
-        """The pass at work: the first that is not done, with what is under way counted as still to do."""
-        for each in self.passes:
-            if not each.is_done:
-                return each
-        raise BrokenInvariant(f"request {self.request.request_id} has nothing left to compute")
+        """The pass at work; what is under way is not done."""
+        return self.passes[0]
 
     @property
     def num_computed(self) -> int:
         """Tokens behind the current pass."""
-        return self.current.writes.num_tokens if self.passes else 0
+        return self.passes[0].writes.num_tokens if self.passes else 0
 
     @property
     def num_launched(self) -> int:
@@ -180,12 +177,18 @@ class Generation:
         """Its place in the cache, and the passes that compute what is not there yet, given what the trunk has."""
         self.sequence = sequence
         self.passes = plan_passes(self.adapter, sequence, ahead)
+        self.drop_passes()
+
+    def drop_passes(self) -> None:
+        """Those that are done are over, and the next one is at work."""
+        while len(self.passes) > 1 and self.passes[0].is_done:
+            del self.passes[0]
 
     def lose_place(self) -> None:
         """Its sequence has been given up; what the device computes for it has no meaning any more."""
         self.sequence = None
         self.in_flight = 0
-        self.passes = ()
+        self.passes = []
 
     @property
     def num_generated(self) -> int:

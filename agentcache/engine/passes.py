@@ -42,7 +42,7 @@ class Pass:
         return self.end is not None and self.writes.num_tokens >= self.end
 
 
-def plan_passes(use: AdapterUse | None, sequence: Sequence, ahead: TrunkMatch | None) -> tuple[Pass, ...]:
+def plan_passes(use: AdapterUse | None, sequence: Sequence, ahead: TrunkMatch | None) -> list[Pass]:
     """The passes of a request that uses an adapter so, or None, and has its place in the cache.
 
     Args:
@@ -54,4 +54,4 @@ def plan_passes(use: AdapterUse | None, sequence: Sequence, ahead: TrunkMatch | 
         passes.append(Pass(acts, ahead.end, sequence, ahead.cut))
     if acts is not None and acts.is_decoder:
         passes.append(Pass(None, acts.start, sequence))
-    return (*passes, Pass(acts, None, sequence))
+    return [*passes, Pass(acts, None, sequence)]

@@ -80,13 +80,17 @@ class Reads:
         self.num_tokens = num_tokens
         self.window = window
         self._lengths = lengths
-        self._firsts: list[int] = []
-        self._ids: list[list[int]] = []
-        for table, length in zip(tables, lengths, strict=True):
-            needed = 0 if window is None else max(0, length - window + 1) // BLOCK_SIZE
-            first, last = max(needed, table.first_block), _num_blocks(length + num_tokens)
-            self._firsts.append(first)
-            self._ids.append(table.block_ids[first - table.first_block : last - table.first_block])
+        # In lists of plain arithmetic: this is done anew for every row of every step.
+        firsts = [table.first_block for table in tables]
+        ends = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
+        self._firsts = firsts
+        if window is not None:
+            needed = [max(0, length - window + 1) // BLOCK_SIZE for length in lengths]
+            self._firsts = [max(pair) for pair in zip(needed, firsts, strict=True)]
+        self._ids = [
+            table.block_ids[begin - first : end - first]
+            for table, first, begin, end in zip(tables, firsts, self._firsts, ends, strict=True)
+        ]
 
     @property
     def batch_size(self) -> int:
@@ -154,12 +158,15 @@ class Writes:
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self._offsets = [length % BLOCK_SIZE for length in lengths]  # of each row's first token in its first slot
-        self._ids: list[list[int]] = []
-        for table, length in zip(tables, lengths, strict=True):
-            last = _num_blocks(length + num_tokens)
-            if table.end_block < last:
+        firsts = [length // BLOCK_SIZE for length in lengths]
+        ends = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
+        self._ids = [
+            table.block_ids[first - table.first_block : end - table.first_block]
+            for table, first, end in zip(tables, firsts, ends, strict=True)
+        ]
+        for ids, offset in zip(self._ids, self._offsets, strict=True):
+            if len(ids) * BLOCK_SIZE < offset + num_tokens:
                 raise BrokenInvariant("a step was run without reserving its blocks")
-            self._ids.append(table.block_ids[length // BLOCK_SIZE - table.first_block : last - table.first_block])
 
     @cached_property
     def runs(self) -> list[Slot]:
@@ -191,7 +198,3 @@ class Writes:
                 side.write_slots(packed, self.runs)
             else:
                 side.write_scattered(packed, *self.places)
-
-
-def _num_blocks(num_tokens: int) -> int:
-    return -(-num_tokens // BLOCK_SIZE)
