@@ -159,11 +159,12 @@ class BatchBuilder:
         score_prompt = left[0] > 1 and rows[0].wants_prompt_logprobs
         made = [BatchRow.of(generation, count, num_tokens) for generation, count in zip(rows, left, strict=True)]
         decoder = self._adapters.decoder(made[0].work.decoder)
+        cut = made[0].work.cut
         step = StepInputs(
             inputs,
             starts,
-            reads=self._runner.reads([generation.place.tables for generation in rows], starts, num_tokens),
-            writes=self._runner.writes([row.work.writes.tables for row in made], starts, num_tokens),
+            reads=self._runner.reads([generation.place.tables for generation in rows], starts, num_tokens, cut),
+            writes=self._runner.writes([row.work.writes.tables for row in made], starts, num_tokens, cut),
             model=None if decoder is None else decoder.model,
             adapters=self._adapters.rows([row.work.computes for row in made]),
             trunk=self._trunk.plan(rows, num_tokens),

@@ -39,11 +39,11 @@ class StepCache:
     """One layer's cache in one step.
 
     Args:
-        reads, writes: of the layer's group.
+        reads, writes: of the layer's group; None where the step passes the layer by.
         offset: position of each row's first token in the step: an int for one row, else int32 [B].
     """
 
-    def __init__(self, arena: LayerArena, reads: Reads, writes: Writes, offset: int | mx.array) -> None:
+    def __init__(self, arena: LayerArena, reads: Reads | None, writes: Writes | None, offset: int | mx.array) -> None:
         self.arena = arena
         self.offset = offset
         self._reads = reads
@@ -51,6 +51,8 @@ class StepCache:
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
         """As in `PagedCache`."""
+        if self._reads is None or self._writes is None:
+            raise BrokenInvariant(f"layer {self.arena.layer.index} is computed in a step that passes it by")
         self._writes.put(self.arena, keys, values)
         return PagedKV(self.arena, self._reads)
 

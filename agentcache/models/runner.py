@@ -29,24 +29,29 @@ class ModelRunner:
         self._loaded = loaded
         self._pools = pools
         self.arenas: list[GroupArena] = make_arenas(loaded.spec)
+        self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
         self._is_busy = False
         self.forward_tokens = 0
         self.copied_blocks = 0
 
-    def reads(self, tables: Tables, lengths: Sequence[int], num_tokens: int) -> list[Reads]:
+    def reads(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Reads | None]:
         """What rows of `lengths` tokens read in a step of `num_tokens` a row, group by group.
 
         Args:
             tables: with room for the step.
+            cut: first layer that is computed; groups below it are not touched, and their tables may begin anywhere.
         """
         return [
-            Reads([row[index] for row in tables], lengths, num_tokens, arena.spec.window)
-            for index, arena in enumerate(self.arenas)
+            Reads([row[index] for row in tables], lengths, num_tokens, arena.spec.window) if end > cut else None
+            for index, (arena, end) in enumerate(zip(self.arenas, self._layer_ends, strict=True))
         ]
 
-    def writes(self, tables: Tables, lengths: Sequence[int], num_tokens: int) -> list[Writes]:
+    def writes(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Writes | None]:
         """Where the same step's new keys and values go; the tables need not be those that are read."""
-        return [Writes([row[index] for row in tables], lengths, num_tokens) for index in range(len(self.arenas))]
+        return [
+            Writes([row[index] for row in tables], lengths, num_tokens) if end > cut else None
+            for index, end in enumerate(self._layer_ends)
+        ]
 
     def forward(self, step: StepInputs) -> mx.array:
         """Compute a step and write its keys and values; nothing is evaluated yet.

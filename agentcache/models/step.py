@@ -23,7 +23,8 @@ class StepInputs:
     Args:
         token_ids: int32 [B, n]; may be what a step under way is about to choose.
         lengths: tokens each row holds before the step.
-        reads, writes: one per cache group; none where the model runs on caches of another kind.
+        reads, writes: one per cache group, None for groups below the trunk's cut; nothing where the model runs on
+            caches of another kind.
         model: computes the step in place of the base model, on the same cache.
         adapters: per row the adapter it is computed with, or None; nothing for base alone.
         trunk: hidden states to go on from and to keep, for a step of one row by the base model. The cache holds keys
@@ -33,8 +34,8 @@ class StepInputs:
 
     token_ids: mx.array
     lengths: Sequence[int]
-    reads: Sequence[Reads] = ()
-    writes: Sequence[Writes] = ()
+    reads: Sequence[Reads | None] = ()
+    writes: Sequence[Writes | None] = ()
     model: nn.Module | None = None
     adapters: Sequence[RowAdapter | None] = ()
     trunk: TrunkPlan = TrunkPlan()

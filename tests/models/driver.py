@@ -50,8 +50,8 @@ class Driver:
         step = StepInputs(
             mx.array(token_ids.astype(np.int32)),
             lengths := [row.length for row in rows],
-            reads=self.runner.reads(tables := [row.tables for row in rows], lengths, token_ids.shape[1]),
-            writes=self.runner.writes(tables, lengths, token_ids.shape[1]),
+            reads=self.runner.reads(tables := [row.tables for row in rows], lengths, token_ids.shape[1], trunk.cut),
+            writes=self.runner.writes(tables, lengths, token_ids.shape[1], trunk.cut),
             adapters=adapters,
             trunk=trunk,
             all_logits=all_logits,
