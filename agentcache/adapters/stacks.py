@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentcache.blocks.ledger import BASE, STACKS, Account, Ledger
-from agentcache.models.lora import AdapterWeights, RowAdapter, Stacks, stacked_bytes
+from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
+from agentcache.models.lora import Stacks, stacked_bytes
 
 _SHARE = 0.5  # of what the cache can spare beside weights
 _REVIEW_STEPS = 256  # by then every row has needed a block, so that the cache is another

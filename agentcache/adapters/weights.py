@@ -9,10 +9,10 @@ from agentcache.adapters.activation import AdapterUse
 from agentcache.adapters.stacks import StackLoan
 from agentcache.blocks.ledger import ADAPTERS, Ledger
 from agentcache.errors import OutOfBlocks
+from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import AdapterContent, trunk_cut
 from agentcache.models.decoder import Decoder, DecoderWeights, load_decoder
 from agentcache.models.loader import LoadedModel
-from agentcache.models.lora import AdapterWeights, RowAdapter
 from agentcache.models.runner import ModelRunner
 
 _SHARE = 0.5  # of what the cache can spare

@@ -152,15 +152,14 @@ class TrunkCache:
 
 
 class TrunkReader:
-    """A sequence's blocks of the trunk: its tokens before `end` need computing from layer `cut` on only.
+    """A sequence's blocks of the trunk: its tokens before `end` need computing from the blocks' layer on only.
 
     Args:
         first: number of the first block.
         slots: locked ones of the blocks from there on.
     """
 
-    def __init__(self, cut: int, first: int, slots: Sequence[int]) -> None:
-        self.cut = cut
+    def __init__(self, first: int, slots: Sequence[int]) -> None:
         self.end = (first + len(slots)) * BLOCK_SIZE
         self.slots = list(slots)
         self._first = first

@@ -29,6 +29,15 @@ class TrunkMatch:
     first: int
     names: tuple[TrunkName, ...]
 
+    @property
+    def cut(self) -> int:
+        return self.names[0].cut
+
+    @property
+    def end(self) -> int:
+        """The first token behind the trunk's blocks."""
+        return (self.first + len(self.names)) * BLOCK_SIZE
+
 
 def match_trunk(
     cache: PrefixCache,

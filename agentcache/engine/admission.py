@@ -72,7 +72,8 @@ class Admission:
         if busy:
             self._check_room(generation, prefix)
         in_ram = self._cache.in_ram(prefix)
-        generation.sequence = sequence = self._cache.open(root, prefix)
+        sequence = self._cache.open(root, prefix)
+        generation.take_place(sequence, ahead)
         self._device.copy_blocks(sequence.copies)
         if ahead is not None:
             self._trunk.begin(generation, ahead)

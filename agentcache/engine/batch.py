@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from agentcache.adapters.weights import AdapterWeightSet
-from agentcache.blocks.sequence import Sequence as CacheSequence
 from agentcache.engine.generation import Generation
+from agentcache.engine.passes import Pass
 from agentcache.engine.trunk import Trunk
 from agentcache.models.runner import ModelRunner
 from agentcache.models.sampler import REPETITION_CONTEXT, Row, Sampler, Scores, TokenScore, choose
+from agentcache.models.step import StepInputs
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,24 @@ class BatchRow:
     """One row of a batch.
 
     Args:
-        sequence: its generation's place in the cache at the start; closed once what is computed here is of no use.
+        work: the pass that it is a part of.
         is_complete: all known tokens are computed with this batch, so a next one is chosen.
     """
 
     generation: Generation
-    sequence: CacheSequence
+    work: Pass
     is_complete: bool
+
+    @classmethod
+    def of(cls, generation: Generation, left: int, num_tokens: int) -> BatchRow:
+        """The row that computes the next `num_tokens` tokens of a generation that has `left` to launch."""
+        work = generation.current
+        return cls(generation, work, work.end is None and left <= num_tokens)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether what is computed here is of no use any more: its generation has ended, or lost its place."""
+        return self.work.writes.closed
 
 
 @dataclass(frozen=True)
@@ -110,7 +122,7 @@ class Batch:
         scores = dict(zip(self._scored, self._scores.read(), strict=True)) if self._scores else {}
         prompt_scores = self._prompt_scores.read() if self._prompt_scores else []
         for i, row in enumerate(self.rows):
-            if not row.sequence.closed:
+            if not row.is_void:
                 yield Result(row, tokens[i] if row.is_complete else None, scores.get(i), prompt_scores)
 
 
@@ -136,25 +148,27 @@ class BatchBuilder:
         left = [generation.num_to_launch for generation in rows]
         inputs = self._inputs(rows, left, num_tokens, before)
         score_prompt = left[0] > 1 and rows[0].wants_prompt_logprobs
-        tables = [generation.place.tables for generation in rows]
-        adapters = self._adapters.rows([generation.adapter for generation in rows])
-        decoder = self._adapters.decoder(rows[0].decoder)
-        logits = self._runner.forward(
+        made = [BatchRow.of(generation, count, num_tokens) for generation, count in zip(rows, left, strict=True)]
+        decoder = self._adapters.decoder(made[0].work.decoder)
+        cut = made[0].work.cut
+        step = StepInputs(
             inputs,
-            tables,
             starts,
-            all_logits=score_prompt,
-            adapters=adapters,
-            decoder=decoder,
+            reads=self._runner.reads([generation.place.tables for generation in rows], starts, num_tokens, cut),
+            writes=self._runner.writes([row.work.writes.tables for row in made], starts, num_tokens, cut),
+            model=None if decoder is None else decoder.model,
+            adapters=self._adapters.rows([row.work.computes for row in made]),
             trunk=self._trunk.plan(rows, num_tokens),
+            all_logits=score_prompt,
         )
-        complete = [count <= num_tokens for count in left]
+        logits = self._runner.forward(step)
+        complete = [row.is_complete for row in made]
         ends = [start + num_tokens for start in starts]
         tokens = self._choose(rows, ends, logits[:, -1], inputs[:, -1]) if any(complete) else None
         scored = [i for i, g in enumerate(rows) if complete[i] and g.request.sampling.logprobs is not None]
         batch = Batch(
             self._runner,
-            [BatchRow(g, g.place, done) for g, done in zip(rows, complete, strict=True)],
+            made,
             num_tokens=num_tokens,
             context=starts[0],
             tokens=tokens,

@@ -34,6 +34,7 @@ from agentcache.engine.messages import (
     Submit,
 )
 from agentcache.engine.output import Output
+from agentcache.engine.passes import Pass
 from agentcache.engine.requests import Requests
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
@@ -270,7 +271,7 @@ class Engine:
         self.counters.note(batch)
         if batch.is_chunk:
             self.device.release_buffers()
-            whole = batch.context >= batch.rows[0].generation.trunk_end
+            whole = batch.rows[0].work.cut == 0
             self.scheduler.pace.chunk_took(
                 batch.seconds, batch.num_tokens, batch.context, contended=batch.contended, whole=whole
             )
@@ -285,7 +286,7 @@ class Engine:
             if generation.wants_prompt_logprobs:
                 self.turns.note_prompt_scores(generation, result.prompt_scores)
             start = generation.num_computed
-            self._advance(generation, generation.token_ids[start : start + batch.num_tokens])
+            self._advance(generation, result.row.work, generation.token_ids[start : start + batch.num_tokens])
             if result.token is not None:
                 before = generation.num_generated
                 reason = self.turns.take(generation, result.token, result.score)
@@ -293,9 +294,10 @@ class Engine:
                 if reason is not None:
                     self.end(generation, reason)
 
-    def _advance(self, generation: Generation, token_ids: list[int]) -> None:
-        sequence = generation.place
+    def _advance(self, generation: Generation, work: Pass, token_ids: list[int]) -> None:
+        sequence = work.writes
         published = self.cache.advance(sequence, token_ids)
+        generation.drop_passes()
         self.trunk.advance(sequence)
         record = generation.record
         if published and record is not None and self.persistence.fits(record, generation.num_prompt_tokens):

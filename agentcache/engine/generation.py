@@ -14,7 +14,9 @@ from agentcache.agents.saved import Saved
 from agentcache.blocks.keys import Producer
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.sequence import LaneBlock, Sequence
+from agentcache.blocks.trunk_match import TrunkMatch
 from agentcache.engine.output import Output
+from agentcache.engine.passes import Pass, plan_passes
 from agentcache.errors import AgentCacheError, BrokenInvariant
 from agentcache.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
 from agentcache.request import Request
@@ -66,7 +68,7 @@ class Generation:
         token_ids: prompt, then what was generated.
         sequence: its place in the cache; None while waiting.
         in_flight: tokens of it that the device is at work on.
-        trunk_end: its tokens before this one are computed from the trunk on; 0 for none.
+        passes: that compute what is not computed yet, in order, the first of them at work; none without a place.
         background: it lets others go first; the scheduler ends that when it has waited enough.
         passed_over: how often others went before it.
         decoded_at: number of the last step that it decoded in.
@@ -110,7 +112,7 @@ class Generation:
     producer: Producer | None = None
     adapter: AdapterUse | None = None
     in_flight: int = 0
-    trunk_end: int = 0
+    passes: list[Pass] = field(default_factory=list)
     passed_over: int = 0
     decoded_at: int = 0
 
@@ -127,8 +129,14 @@ class Generation:
         return self.sequence
 
     @property
+    def current(self) -> Pass:
+        """The pass at work; what is under way is not done."""
+        return self.passes[0]
+
+    @property
     def num_computed(self) -> int:
-        return 0 if self.sequence is None else self.sequence.num_tokens
+        """Tokens behind the current pass."""
+        return self.passes[0].writes.num_tokens if self.passes else 0
 
     @property
     def num_launched(self) -> int:
@@ -140,25 +148,10 @@ class Generation:
         return len(self.token_ids) - self.num_computed - self.in_flight
 
     @property
-    def decoder(self) -> str | None:
-        """Digest of the model that computes its next tokens, where that is not base; base may work with a LoRA."""
-        use, start = self.adapter, self._decoder_start
-        return None if use is None or start is None or self.num_launched < start else use.digest
-
-    @property
     def num_to_prefill(self) -> int:
-        """Known tokens that the same layers of the same model are to compute, one after the other."""
-        start = self._decoder_start
-        if self.num_launched < self.trunk_end:
-            return self.trunk_end - self.num_launched
-        if start is None or self.num_launched >= start:
-            return self.num_to_launch
-        return min(self.num_to_launch, start - self.num_launched)
-
-    @property
-    def _decoder_start(self) -> int | None:
-        """First token that a model of its own computes, if one does."""
-        return self.adapter.start if self.adapter is not None and self.adapter.is_decoder else None
+        """Known tokens that the current pass is to compute, one after the other."""
+        end = self.current.end
+        return self.num_to_launch if end is None else min(self.num_to_launch, end - self.num_launched)
 
     @property
     def can_prefill(self) -> bool:
@@ -180,11 +173,22 @@ class Generation:
         """Whether it can decode once what is under way is done, which shows its first token, say."""
         return bool(self.in_flight) and self.num_to_launch == 0 and self.num_generated < self.max_tokens - 1
 
+    def take_place(self, sequence: Sequence, ahead: TrunkMatch | None = None) -> None:
+        """Its place in the cache, and the passes that compute what is not there yet, given what the trunk has."""
+        self.sequence = sequence
+        self.passes = plan_passes(self.adapter, sequence, ahead)
+        self.drop_passes()
+
+    def drop_passes(self) -> None:
+        """Those that are done are over, and the next one is at work."""
+        while len(self.passes) > 1 and self.passes[0].is_done:
+            del self.passes[0]
+
     def lose_place(self) -> None:
         """Its sequence has been given up; what the device computes for it has no meaning any more."""
         self.sequence = None
         self.in_flight = 0
-        self.trunk_end = 0
+        self.passes = []
 
     @property
     def num_generated(self) -> int:

@@ -153,8 +153,8 @@ class Scheduler:
         """Those that one model can decode together: the rows of the model for which one has waited longest."""
         if not decoding:
             return []
-        decoder = min(decoding, key=lambda generation: generation.decoded_at).decoder
-        together = [generation for generation in decoding if generation.decoder == decoder]
+        decoder = min(decoding, key=lambda generation: generation.decoded_at).current.decoder
+        together = [generation for generation in decoding if generation.current.decoder == decoder]
         self._decode_steps += 1
         for generation in together:
             generation.decoded_at = self._decode_steps

@@ -9,7 +9,6 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 from agentcache.adapters.weights import AdapterWeightSet
-from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Sequence
@@ -68,9 +67,8 @@ class Trunk:
 
     def begin(self, generation: Generation, match: TrunkMatch) -> None:
         """The request has its place, with the blocks of `match`."""
-        cut, slots = match.names[0].cut, self.blocks.lock(match.names)
-        self._runs[generation.place] = _Run(TrunkReader(cut, match.first, slots))
-        generation.trunk_end = (match.first + len(slots)) * BLOCK_SIZE
+        slots = self.blocks.lock(match.names)
+        self._runs[generation.place] = _Run(TrunkReader(match.first, slots))
 
     def sweep(self) -> None:
         """Let go of what sequences that have ended held."""
@@ -79,18 +77,18 @@ class Trunk:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def plan(self, rows: Rows[Generation], num_tokens: int) -> TrunkPlan | None:
-        """What the next step is to take and to give; None where nothing. Only chunks of prompts do either."""
-        generation, run = rows[0], self._runs.get(rows[0].place)
-        reader = None if run is None else run.reader
-        cut = 0 if reader is None else reader.cut
+    def plan(self, rows: Rows[Generation], num_tokens: int) -> TrunkPlan:
+        """What the next step is to take and to give. Only chunks of prompts do either."""
+        generation = rows[0]
+        cut, start = generation.current.cut, generation.num_launched
         cuts = [each for each in self._adapters.cuts if each > cut] if self.blocks.num_slots and num_tokens > 1 else []
-        if reader is None and not cuts:
-            return None
-        start = generation.num_launched
-        reads = () if reader is None else reader.pieces(start, start + num_tokens)
-        writes = self._writes(generation, num_tokens, cuts)
-        return TrunkPlan(cut, reads, writes) if reads or writes else None
+        reads = self._reads(generation.place, start, start + num_tokens) if cut else ()
+        return TrunkPlan(cut, reads, self._writes(generation, num_tokens, cuts) if cuts else {})
+
+    def _reads(self, sequence: Sequence, start: int, stop: int) -> Rows[Piece]:
+        reader = self._runs[sequence].reader
+        assert reader is not None  # it is there as long as the pass above the cut
+        return reader.pieces(start, stop)
 
     def _writes(self, generation: Generation, num_tokens: int, cuts: Rows[int]) -> dict[int, list[Piece]]:
         start, writes = generation.num_launched, {}

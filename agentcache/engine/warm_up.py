@@ -10,6 +10,7 @@ from agentcache.agents.restore import Restorer
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.models.runner import ModelRunner
+from agentcache.models.step import StepInputs
 
 _ROOT = "warm-up"
 _MOST_TOKENS = 16_384  # enough for the temporaries of long contexts, and done in a fraction of a second
@@ -33,7 +34,9 @@ def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_con
         for count in (min(step, num_tokens) for step in _STEPS):
             if time.perf_counter() - started > _MOST_SECONDS:
                 break
-            logits = runner.forward(mx.zeros((1, count), mx.int32), [sequence.tables], [num_tokens - count])
+            tables, lengths = [sequence.tables], [num_tokens - count]
+            reads, writes = runner.reads(tables, lengths, count), runner.writes(tables, lengths, count)
+            logits = runner.forward(StepInputs(mx.zeros((1, count), mx.int32), lengths, reads, writes))
             runner.start(mx.argmax(logits[:, -1], axis=-1))
             runner.wait()
     finally:

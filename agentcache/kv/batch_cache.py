@@ -1,99 +1,106 @@
-"""`BatchQuantizedKVCache`: any number of sequences, of any lengths, over the same Q4 arena.
+"""`BatchQuantizedKVCache`: mlx-lm's cache contract over a Q4 arena, for any number of sequences of any lengths.
 
 A batch is a table of slots, not a copy: rows join and leave by editing lists, there is no padding on the left, and no
-keys or values move. One object serves one layer; it keeps mlx-lm's duck-typed cache contract, so that unmodified mlx-lm
-models run on it (`update_and_fetch` then gathers), while re-hosted attention reads the blocks in place (`update`).
+keys or values move. One object serves one layer, and takes the slots it needs from a pool; unmodified mlx-lm models run
+on it (`update_and_fetch` then gathers), and so does re-hosted attention, which reads the blocks in place (`update`).
+The engine's rows are `StepCache`s: their blocks are reserved, counted and given up elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena, Packed, quantise
-from agentcache.kv.step_plan import RowBatch, StepPlan
-
-
-@dataclass(frozen=True)
-class Step:
-    """What attention needs after an update: the arena to read, and where."""
-
-    arena: LayerArena
-    plan: StepPlan
+from agentcache.kv.arena import LayerArena, Packed
+from agentcache.kv.step_cache import PagedKV, check_window
+from agentcache.kv.step_plan import Reads, Writes
 
 
 class BatchQuantizedKVCache:
     """One layer's cache of `len(lengths)` rows.
 
     Args:
-        arena: the layer's arena; rows of a batch share it.
-        rows: block tables of the layer's group.
+        arena: the layer's arena, which grows as the pool does; rows of a batch share it.
+        pool: counts the references to slots.
+        tables: one block table a row.
         lengths: tokens each row holds.
     """
 
-    def __init__(self, arena: LayerArena, rows: RowBatch, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, arena: LayerArena, pool: BlockPool, tables: Sequence[BlockTable], lengths: Sequence[int]
+    ) -> None:
         self.arena = arena
-        self.rows = rows
+        self.tables = list(tables)
         self.lengths = list(lengths)
+        self.pool = pool
+        self.window = arena.layer.window
         self._right_padding: list[int] | None = None
 
     @classmethod
-    def standalone(cls, arena: LayerArena, pool: BlockPool, batch_size: int = 1) -> BatchQuantizedKVCache:
-        """An empty cache that takes its slots from `pool` and grows the arena as needed."""
-        tables = [BlockTable() for _ in range(batch_size)]
-        return cls(arena, RowBatch(tables, arena.layer.window, pool), [0] * batch_size)
+    def empty_rows(cls, arena: LayerArena, pool: BlockPool, batch_size: int = 1) -> BatchQuantizedKVCache:
+        """Rows without tokens."""
+        return cls(arena, pool, [BlockTable() for _ in range(batch_size)], [0] * batch_size)
 
     # -- writing and reading ----------------------------------------------------------------------------------------
 
-    def update(self, keys: mx.array, values: mx.array | None) -> Step:
+    def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
         """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA) behind each row."""
-        self._copy_shared(keys.shape[2])
-        plan = self.rows.plan(self.lengths, keys.shape[2])
-        self._follow_pool()
-        for (_, side), new in zip(self.arena.sides, (keys, values), strict=False):
-            packed = quantise(new, self.arena.quantisation)
-            if plan.by_slices:
-                side.write_slots(packed, plan.slots)
-            else:
-                side.write_scattered(packed, *plan.scatter)
-        self.lengths = [length + plan.num_tokens for length in self.lengths]
-        return Step(self.arena, plan)
+        num_tokens = keys.shape[2]
+        self._copy_shared(num_tokens)
+        self._reserve(num_tokens)
+        self.arena.grow(self.pool.capacity)
+        reads = self._reads(num_tokens)
+        Writes(self.tables, self.lengths, num_tokens).put(self.arena, keys, values)
+        self.lengths = [length + num_tokens for length in self.lengths]
+        return PagedKV(self.arena, reads)
 
     def _copy_shared(self, num_tokens: int) -> None:
         """Copy-on-write of the blocks that the next tokens go to and another cache also holds."""
-        for table, position in self.rows.shared_blocks(self.lengths, num_tokens):
-            target = self.rows.allocate()
-            self._follow_pool()
-            for _, side in self.arena.sides:
-                side.copy(table.block_id(position), target)
-            self.rows.replace(table, position, target)
+        for table, length in zip(self.tables, self.lengths, strict=True):
+            end = min(-(-(length + num_tokens) // BLOCK_SIZE), table.end_block)
+            for position in range(length // BLOCK_SIZE, end):
+                source = table.block_id(position)
+                if self.pool.ref_cnt(source) > 1:
+                    target = self._allocate()
+                    self.arena.grow(self.pool.capacity)
+                    for _, side in self.arena.sides:
+                        side.copy(source, target)
+                    self.pool.release(source)
+                    table.replace(position, target)
 
-    def _follow_pool(self) -> None:
-        if self.rows.pool is not None:
-            self.arena.grow(self.rows.pool.capacity)
+    def _reserve(self, num_tokens: int) -> None:
+        for table, length in zip(self.tables, self.lengths, strict=True):
+            while table.end_block * BLOCK_SIZE < length + num_tokens:
+                table.block_ids.append(self._allocate())
+
+    def _allocate(self) -> int:
+        """A slot of the pool, which grows as needed."""
+        if not self.pool.num_free:
+            self.pool.grow(self.pool.capacity + max(4, self.pool.capacity // 2))
+        return self.pool.allocate()
+
+    def _reads(self, num_tokens: int) -> Reads:
+        return Reads(self.tables, self.lengths, num_tokens, self.window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[tuple[mx.array, ...], ...]:
         """mlx-lm's contract: update, then (data, scales, biases) of all keys and of all values, each [B, H_kv, T, ·].
 
         T covers whole blocks; `make_mask` masks what is beyond a row's length.
         """
-        step = self.update(keys, values)
-        return tuple(tuple(_rows(part) for part in side.gather(step.plan.block_ids)) for _, side in self.arena.sides)
+        return self._gather(self.update(keys, values).reads)
+
+    def _gather(self, reads: Reads) -> tuple[tuple[mx.array, ...], ...]:
+        return tuple(tuple(_rows(part) for part in side.gather(reads.block_ids)) for _, side in self.arena.sides)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """mlx-lm's contract: the mask for the next `N` tokens, bool [B, 1, N, T]."""
-        self.check_window(window_size)
-        return self.rows.plan(self.lengths, N).mask[:, None]
-
-    def check_window(self, window_size: int | None) -> None:
-        """Raises BrokenInvariant if a model thinks of another window than this cache's."""
-        if window_size not in (None, self.rows.window):
-            raise BrokenInvariant(f"this cache's window is {self.rows.window}, the model asks for {window_size}")
+        check_window(self.arena, window_size)
+        self._reserve(N)
+        return self._reads(N).mask[:, None]
 
     @property
     def offset(self) -> int | mx.array:
@@ -114,7 +121,7 @@ class BatchQuantizedKVCache:
     def merge(cls, caches: Sequence[BatchQuantizedKVCache]) -> BatchQuantizedKVCache:
         """One cache with all rows of `caches`, which lie in one arena and are not to be used any more. Copies no KV."""
         first = caches[0]
-        merged = cls(first.arena, RowBatch(list(first.rows.tables), first.rows.window, first.rows.pool), first.lengths)
+        merged = cls(first.arena, first.pool, first.tables, first.lengths)
         for cache in caches[1:]:
             merged.extend(cache)
         return merged
@@ -123,23 +130,24 @@ class BatchQuantizedKVCache:
         """Take over the rows of `other`, which is not to be used any more. Copies no KV."""
         if other.arena is not self.arena:
             raise BrokenInvariant("rows of different arenas cannot share a batch")
-        self.rows = RowBatch(self.rows.tables + other.rows.tables, self.rows.window, self.rows.pool)
+        self.tables = self.tables + other.tables
         self.lengths = self.lengths + other.lengths
 
     def extract(self, index: int) -> BatchQuantizedKVCache:
         """Row `index` as a cache of its own. Copies no KV: slots are shared until one of the two writes into them."""
-        table = self.rows.tables[index]
-        self.rows.retain(table.block_ids)
+        table = self.tables[index]
+        for block_id in table.block_ids:
+            self.pool.retain(block_id)
         fork = BlockTable(list(table.block_ids), table.first_block)
-        rows = RowBatch([fork], self.rows.window, self.rows.pool)
-        return BatchQuantizedKVCache(self.arena, rows, [self.lengths[index]])
+        return BatchQuantizedKVCache(self.arena, self.pool, [fork], [self.lengths[index]])
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep just these rows, in this order; the slots that only the others hold go back to the pool."""
         kept = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
         for index in set(range(len(self.lengths))) - set(kept):
-            self.rows.release(self.rows.tables[index].block_ids)
-        self.rows = RowBatch([self.rows.tables[i] for i in kept], self.rows.window, self.rows.pool)
+            for block_id in self.tables[index].block_ids:
+                self.pool.release(block_id)
+        self.tables = [self.tables[i] for i in kept]
         self.lengths = [self.lengths[i] for i in kept]
 
     def prepare(
@@ -163,14 +171,13 @@ class BatchQuantizedKVCache:
         """(data, scales, biases) of keys and of values, each [B, H_kv, T, ·]; to evaluate or to compare."""
         if self.empty():
             return ()
-        plan = StepPlan(self.rows.tables, self.lengths, 0, self.rows.window)
-        return tuple(tuple(_rows(part) for part in side.gather(plan.block_ids)) for _, side in self.arena.sides)
+        return self._gather(self._reads(0))
 
     def row(self, index: int) -> dict[str, Packed]:
         """Exact contents of a row, [H_kv, length, ·] per side; with a window, from the first block it still needs."""
-        plan = StepPlan([self.rows.tables[index]], [self.lengths[index]], 0, self.rows.window)
-        sides = [(name, side.gather(plan.block_ids)) for name, side in self.arena.sides]
-        return {name: Packed(*(_rows(part)[0, :, : plan.num_keys] for part in parts)) for name, parts in sides}
+        reads = Reads([self.tables[index]], [self.lengths[index]], 0, self.window)
+        sides = [(name, side.gather(reads.block_ids)) for name, side in self.arena.sides]
+        return {name: Packed(*(_rows(part)[0, :, : reads.num_keys] for part in parts)) for name, parts in sides}
 
     def is_trimmable(self) -> bool:
         return True
@@ -190,7 +197,7 @@ class BatchQuantizedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the slots in the rows' tables, shared ones once."""
-        slots = {block_id for table in self.rows.tables for block_id in table.block_ids}
+        slots = {block_id for table in self.tables for block_id in table.block_ids}
         per_token = sum(side.num_heads * side.dim for _, side in self.arena.sides)
         return len(slots) * BLOCK_SIZE * (per_token * self.bits // 8 + per_token // self.group_size * 4)
 

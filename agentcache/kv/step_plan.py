@@ -1,6 +1,8 @@
-"""Where one step writes and reads: block tables turned into slots, places and masks.
+"""What one step reads and what it writes: block tables turned into slots, places and masks.
 
-Computed once per step and shared by all layers of a cache group.
+Two things, of tables that may differ: a step may read blocks that it does not write to. Each is made once per step and
+shared by all layers of a cache group. Both keep what they need of the tables, which may change while the device is at
+work on the step.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from functools import cached_property
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import Slot
+from agentcache.kv.arena import LayerArena, Slot, quantise
 
 _MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assignments
 
@@ -62,8 +64,8 @@ class RaggedBlocks:
         return mx.where(real, x[self._places], 0).sum(axis=1)
 
 
-class StepPlan:
-    """Where one step of `num_tokens` tokens a row is written and read; the same for all layers of a group.
+class Reads:
+    """The blocks of one group that each row's queries read, those of the step's own tokens among them.
 
     Args:
         tables: the rows' block tables, already long enough.
@@ -78,68 +80,39 @@ class StepPlan:
         self.num_tokens = num_tokens
         self.window = window
         self._lengths = lengths
-        self._tables = tables
-        self._firsts = [self._first_block(table, length) for table, length in zip(tables, lengths, strict=True)]
-        self._lasts = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
-
-    def _first_block(self, table: BlockTable, length: int) -> int:
-        needed = 0 if self.window is None else max(0, length - self.window + 1) // BLOCK_SIZE
-        return max(needed, table.first_block)
+        # In lists of plain arithmetic: this is done anew for every row of every step.
+        firsts = [table.first_block for table in tables]
+        ends = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
+        self._firsts = firsts
+        if window is not None:
+            needed = [max(0, length - window + 1) // BLOCK_SIZE for length in lengths]
+            self._firsts = [max(pair) for pair in zip(needed, firsts, strict=True)]
+        self._ids = [
+            table.block_ids[begin - first : end - first]
+            for table, first, begin, end in zip(tables, firsts, self._firsts, ends, strict=True)
+        ]
 
     @property
     def batch_size(self) -> int:
-        return len(self._tables)
-
-    @cached_property
-    def slots(self) -> list[Slot]:
-        """Runs of tokens inside single blocks; for one row only."""
-        table, start, runs = self._tables[0], self._lengths[0], []
-        done = 0
-        while done < self.num_tokens:
-            block, offset = divmod(start + done, BLOCK_SIZE)
-            count = min(BLOCK_SIZE - offset, self.num_tokens - done)
-            runs.append(Slot(table.block_id(block), offset, done, done + count))
-            done += count
-        return runs
-
-    @cached_property
-    def scatter(self) -> tuple[mx.array, mx.array]:
-        """Slot and place of every token, both [B * num_tokens]."""
-        places = [
-            (table.block_id(position // BLOCK_SIZE), position % BLOCK_SIZE)
-            for table, length in zip(self._tables, self._lengths, strict=True)
-            for position in range(length, length + self.num_tokens)
-        ]
-        return mx.array([block for block, _ in places]), mx.array([offset for _, offset in places])
-
-    @property
-    def by_slices(self) -> bool:
-        return self.batch_size == 1 and self.num_tokens <= _MAX_SLICES * BLOCK_SIZE
+        return len(self._ids)
 
     @cached_property
     def num_blocks(self) -> int:
         """Blocks read per row; shorter rows read a masked block in place of the missing ones."""
-        return max(last - first for first, last in zip(self._firsts, self._lasts, strict=True))
+        return max(len(ids) for ids in self._ids)
 
     @cached_property
     def block_ids(self) -> mx.array:
         """Slots to read, int32 [B, num_blocks]."""
-        rows = []
-        for table, first, last in zip(self._tables, self._firsts, self._lasts, strict=True):
-            ids = table.block_ids[first - table.first_block : last - table.first_block]
-            filler = ids[0] if ids else 0  # a row without tokens has no block of its own
-            rows.append(ids + [filler] * (self.num_blocks - len(ids)))
+        # A row without tokens has no block of its own to fill up with.
+        rows = [ids + [ids[0] if ids else 0] * (self.num_blocks - len(ids)) for ids in self._ids]
         return mx.array(rows, dtype=mx.int32)
 
     @cached_property
     def blocks(self) -> RaggedBlocks:
         """The same blocks one row after the other, without fillers."""
-        tables = zip(self._tables, self._firsts, self._lasts, strict=True)
-        ids = [table.block_ids[first - table.first_block : last - table.first_block] for table, first, last in tables]
-        starts = [
-            (first + i) * BLOCK_SIZE for first, row in zip(self._firsts, ids, strict=True) for i in range(len(row))
-        ]
-        return RaggedBlocks(ids, starts)
+        firsts = zip(self._firsts, self._ids, strict=True)
+        return RaggedBlocks(self._ids, [(first + i) * BLOCK_SIZE for first, ids in firsts for i in range(len(ids))])
 
     @cached_property
     def block_mask(self) -> mx.array:
@@ -170,68 +143,58 @@ class StepPlan:
         return allowed if self.window is None else allowed & (keys > queries - self.window)
 
 
-class RowBatch:
-    """The rows of one group: block tables, and a plan per step that the group's layers share.
+class Writes:
+    """Where the keys and values of a step's own tokens go in one group.
 
     Args:
-        tables: one per row.
-        window: the group's window.
-        pool: where to take further slots; None where the caller reserves them beforehand.
+        tables: the rows' block tables; those of the step's tokens have been reserved.
+        lengths: tokens each row holds before the step.
+        num_tokens: tokens added to every row.
+
+    Raises:
+        BrokenInvariant: they have not.
     """
 
-    def __init__(self, tables: list[BlockTable], window: int | None, pool: BlockPool | None = None) -> None:
-        self.tables = tables
-        self.window = window
-        self.pool = pool
-        self._plan: StepPlan | None = None
-        self._planned_for: tuple[tuple[int, ...], int] | None = None
-
-    def plan(self, lengths: Sequence[int], num_tokens: int) -> StepPlan:
-        """The plan for adding `num_tokens` tokens to rows of these lengths."""
-        key = (tuple(lengths), num_tokens)
-        if self._plan is None or self._planned_for != key:
-            self._reserve(lengths, num_tokens)
-            self._plan, self._planned_for = StepPlan(self.tables, key[0], num_tokens, self.window), key
-        return self._plan
-
-    def _reserve(self, lengths: Sequence[int], num_tokens: int) -> None:
-        for table, length in zip(self.tables, lengths, strict=True):
-            while table.end_block * BLOCK_SIZE < length + num_tokens:
-                table.block_ids.append(self.allocate())
-
-    def shared_blocks(self, lengths: Sequence[int], num_tokens: int) -> list[tuple[BlockTable, int]]:
-        """Blocks (table, position) that the next `num_tokens` tokens of each row go to and others also refer to."""
-        if self.pool is None:
-            return []  # whoever reserved the blocks beforehand has seen to that
-        return [
-            (table, position)
-            for table, length in zip(self.tables, lengths, strict=True)
-            for position in range(length // BLOCK_SIZE, min(-(-(length + num_tokens) // BLOCK_SIZE), table.end_block))
-            if self.pool.ref_cnt(table.block_id(position)) > 1
+    def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._offsets = [length % BLOCK_SIZE for length in lengths]  # of each row's first token in its first slot
+        firsts = [length // BLOCK_SIZE for length in lengths]
+        ends = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
+        self._ids = [
+            table.block_ids[first - table.first_block : end - table.first_block]
+            for table, first, end in zip(tables, firsts, ends, strict=True)
         ]
+        for ids, offset in zip(self._ids, self._offsets, strict=True):
+            if len(ids) * BLOCK_SIZE < offset + num_tokens:
+                raise BrokenInvariant("a step was run without reserving its blocks")
 
-    def replace(self, table: BlockTable, position: int, block_id: int) -> None:
-        """Put slot `block_id` in the place of the table's block number `position`, and let go of the old one."""
-        self.release([table.block_id(position)])
-        table.replace(position, block_id)
-        self._plan = None
+    @cached_property
+    def runs(self) -> list[Slot]:
+        """Runs of tokens inside single blocks; of the first row."""
+        runs, done, offset = [], 0, self._offsets[0]
+        for block_id in self._ids[0]:
+            count = min(BLOCK_SIZE - offset, self.num_tokens - done)
+            runs.append(Slot(block_id, offset, done, done + count))
+            done, offset = done + count, 0
+        return runs
 
-    def retain(self, block_ids: Sequence[int]) -> None:
-        """One more reference to each, where the slots are this batch's to count."""
-        if self.pool is not None:
-            for block_id in block_ids:
-                self.pool.retain(block_id)
+    @cached_property
+    def places(self) -> tuple[mx.array, mx.array]:
+        """Slot and place in it of every token, both int32 [B * num_tokens], one row after the other."""
+        ends = [
+            (ids, range(offset, offset + self.num_tokens)) for ids, offset in zip(self._ids, self._offsets, strict=True)
+        ]
+        block_ids = [ids[place // BLOCK_SIZE] for ids, places in ends for place in places]
+        return mx.array(block_ids, mx.int32), mx.array(
+            [place % BLOCK_SIZE for _, places in ends for place in places], mx.int32
+        )
 
-    def release(self, block_ids: Sequence[int]) -> None:
-        """One reference less to each, where the slots are this batch's to count."""
-        if self.pool is not None:
-            for block_id in block_ids:
-                self.pool.release(block_id)
-
-    def allocate(self) -> int:
-        """A slot of the pool, which grows as needed."""
-        if self.pool is None:
-            raise BrokenInvariant("a step was run without reserving its blocks")
-        if not self.pool.num_free:
-            self.pool.grow(self.pool.capacity + max(4, self.pool.capacity // 2))
-        return self.pool.allocate()
+    def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
+        """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy."""
+        by_runs = len(self._ids) == 1 and self.num_tokens <= _MAX_SLICES * BLOCK_SIZE
+        for (_, side), new in zip(arena.sides, (keys, values), strict=False):
+            packed = quantise(new, arena.quantisation)
+            if by_runs:
+                side.write_slots(packed, self.runs)
+            else:
+                side.write_scattered(packed, *self.places)

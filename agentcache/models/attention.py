@@ -18,9 +18,9 @@ import mlx.nn as nn
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.arena import Packed, SideArena, dequantise
-from agentcache.kv.batch_cache import BatchQuantizedKVCache, Step
 from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_plan import StepPlan
+from agentcache.kv.step_cache import PagedCache, PagedKV
+from agentcache.kv.step_plan import Reads
 from agentcache.models.packed_product import packed_product
 
 # Up to this many query tokens, multiplying with the packed data is faster than unpacking it first (CPU and GPU alike).
@@ -47,42 +47,42 @@ def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None)
     return num_tokens <= MAX_PACKED_QUERIES or batch_size > 1 or softcap is not None
 
 
-def paged_attention(queries: mx.array, step: Step, options: AttentionOptions) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D_k] over the paged rows of `step`; returns [B, H_q, n, D_v].
+def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
+    """Attention of `queries` [B, H_q, n, D_k] over the paged rows of `kv`; returns [B, H_q, n, D_v].
 
     The specification of every kernel: few queries multiply with the packed blocks, many read one layer's unpacked
     blocks through flash attention. Both see the same values.
     """
-    keys, values = step.arena.keys, step.arena.values
+    keys, values, reads = kv.arena.keys, kv.arena.values, kv.reads
     assert values is not None  # MLA reads its latent itself
-    if reads_packed(queries.shape[2], step.plan.batch_size, options.softcap):
-        ids = step.plan.blocks.ids
-        return packed_attention(queries, keys.gather(ids), values.gather(ids), step.plan, options, keys)
-    k = unpack_row(keys, step.plan, queries.dtype)
-    v = unpack_row(values, step.plan, queries.dtype)
-    return flash_attention(queries, k, v, step.plan, options)
+    if reads_packed(queries.shape[2], reads.batch_size, options.softcap):
+        ids = reads.blocks.ids
+        return packed_attention(queries, keys.gather(ids), values.gather(ids), reads, options, keys)
+    k = unpack_row(keys, reads, queries.dtype)
+    v = unpack_row(values, reads, queries.dtype)
+    return flash_attention(queries, k, v, reads, options)
 
 
 def flash_attention(
-    queries: mx.array, keys: mx.array, values: mx.array, plan: StepPlan, options: AttentionOptions
+    queries: mx.array, keys: mx.array, values: mx.array, reads: Reads, options: AttentionOptions
 ) -> mx.array:
     """One row's queries [1, H_q, n, D] over unpacked keys and values [1, H_kv, T, D]."""
-    mask: str | mx.array = "causal" if plan.window is None else plan.mask[:, None, :, : keys.shape[2]]
+    mask: str | mx.array = "causal" if reads.window is None else reads.mask[:, None, :, : keys.shape[2]]
     sinks = None if options.sinks is None else options.sinks.astype(queries.dtype)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=options.scale, mask=mask, sinks=sinks)
 
 
-def unpack_row(side: SideArena, plan: StepPlan, dtype: mx.Dtype) -> mx.array:
+def unpack_row(side: SideArena, reads: Reads, dtype: mx.Dtype) -> mx.array:
     """Keys or values of a single row as [1, H_kv, T, D], T up to the end of the step."""
-    blocks = dequantise(side.gather(plan.block_ids[0]), side.quantisation, dtype)
+    blocks = dequantise(side.gather(reads.block_ids[0]), side.quantisation, dtype)
     heads, dim = blocks.shape[1], blocks.shape[3]
-    return blocks.swapaxes(0, 1).reshape(1, heads, -1, dim)[:, :, : plan.num_keys]
+    return blocks.swapaxes(0, 1).reshape(1, heads, -1, dim)[:, :, : reads.num_keys]
 
 
 def packed_attention(
-    queries: mx.array, keys: Packed, values: Packed, plan: StepPlan, options: AttentionOptions, side: SideArena
+    queries: mx.array, keys: Packed, values: Packed, reads: Reads, options: AttentionOptions, side: SideArena
 ) -> mx.array:
-    """Attention straight on the packed blocks of `plan.blocks`; returns [B, H_q, n, D_v] in the queries' type.
+    """Attention straight on the packed blocks of `reads.blocks`; returns [B, H_q, n, D_v] in the queries' type.
 
     Every row reads its own blocks and no more, however long the others are: scores are taken block by block, and the
     softmax is put together over each row's blocks (as in flash-decoding). Query heads that share a kv head are rows of
@@ -98,29 +98,29 @@ def packed_attention(
     kv_heads = keys.data.shape[1]
     grouped = (kv_heads, num_heads // kv_heads, num_tokens)
     merged = (kv_heads, grouped[1] * num_tokens)
-    blocks, quantisation = plan.blocks, side.quantisation
+    blocks, quantisation = reads.blocks, side.quantisation
 
     q = blocks.spread((queries.astype(mx.float32) * options.scale).reshape(batch, *merged, -1))
     scores = packed_product(q, keys, quantisation, transpose=True).reshape(-1, *grouped, BLOCK_SIZE)
-    weights, total = _softmax(scores, plan, options)
+    weights, total = _softmax(scores, reads, options)
     out = packed_product(weights.reshape(-1, *merged, BLOCK_SIZE), values, quantisation, transpose=False)
     out = blocks.sum(out).reshape(batch, *grouped, -1) / total[..., None]
     return out.reshape(batch, num_heads, num_tokens, -1).astype(queries.dtype)
 
 
-def _softmax(scores: mx.array, plan: StepPlan, options: AttentionOptions) -> tuple[mx.array, mx.array]:
+def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple[mx.array, mx.array]:
     """Weights [num_blocks, H_kv, repeats, n, 256] of float32 scores, and what each row's are to be divided by."""
     if options.softcap is not None:
         scores = options.softcap * mx.tanh(scores / options.softcap)
-    scores = mx.where(plan.block_mask[:, None, None], scores, -mx.inf)
-    peak = plan.blocks.max(scores.max(axis=-1))
+    scores = mx.where(reads.block_mask[:, None, None], scores, -mx.inf)
+    peak = reads.blocks.max(scores.max(axis=-1))
     if options.sinks is None:
-        weights = mx.exp(scores - plan.blocks.spread(peak)[..., None])
-        return weights, plan.blocks.sum(weights.sum(axis=-1))
+        weights = mx.exp(scores - reads.blocks.spread(peak)[..., None])
+        return weights, reads.blocks.sum(weights.sum(axis=-1))
     sinks = options.sinks.astype(mx.float32).reshape(1, *scores.shape[1:3], 1)
     peak = mx.maximum(peak, sinks)
-    weights = mx.exp(scores - plan.blocks.spread(peak)[..., None])
-    return weights, plan.blocks.sum(weights.sum(axis=-1)) + mx.exp(sinks - peak)
+    weights = mx.exp(scores - reads.blocks.spread(peak)[..., None])
+    return weights, reads.blocks.sum(weights.sum(axis=-1)) + mx.exp(sinks - peak)
 
 
 class Attention(nn.Module):
@@ -139,7 +139,7 @@ class Attention(nn.Module):
         self._num_heads = num_query_heads(original)
         self._options = AttentionOptions(attention_scale(original), softcap(original), getattr(original, "sinks", None))
 
-    def __call__(self, x: mx.array, mask: Any, cache: BatchQuantizedKVCache) -> mx.array:
+    def __call__(self, x: mx.array, mask: Any, cache: PagedCache) -> mx.array:
         """`x` [B, n, hidden] to [B, n, hidden]; the mask comes from the cache, the argument is mlx-lm's and unused."""
         batch, num_tokens, _ = x.shape
         queries, keys, values = self._project(x)

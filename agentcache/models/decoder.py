@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from agentcache.errors import UnsupportedAdapter, UnsupportedModel
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.fingerprint import file_identity, model_fingerprint
-from agentcache.models.loader import LoadedModel, WantedPositions, check_files, install_wanted_positions
+from agentcache.models.loader import LoadedModel, check_files, install_wanted_positions
 from agentcache.models.rehost import rehost_in_pieces
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -47,11 +47,10 @@ class Decoder:
 
 @dataclass(frozen=True, eq=False)
 class DecoderWeights:
-    """A decoder on the device. `last` is as in `LoadedModel`."""
+    """A decoder on the device. Its modules see the steps of the base model that it goes on from."""
 
     decoder: Decoder
     model: nn.Module
-    last: WantedPositions
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +142,7 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
         for part in (*model.layers, model):
             mx.eval(part.parameters())
             yield None
-        last = install_wanted_positions(model)
+        install_wanted_positions(model, base.current)
         for spec in rehost_in_pieces(model, config["model_type"], config):  # noqa: B007
             yield None
         changed = _identities(decoder.path) != decoder.files
@@ -153,4 +152,4 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
         raise UnsupportedAdapter(f"the model in {decoder.path} is being changed; load it anew")
     if spec != base.spec:
         raise UnsupportedAdapter(f"the model in {decoder.path} caches something else than base")
-    yield DecoderWeights(decoder, model, last)
+    yield DecoderWeights(decoder, model)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.spec import SCALE_BYTES, CacheSpec, LayerSpec, Quantisation
+from agentcache.kv.spec import DTYPES, PARTS, CacheSpec, LayerSpec, Quantisation
 from agentcache.models.attention import reads_packed
 from agentcache.models.packed_product import kernel_is_right
 from agentcache.sizes import total_ram
@@ -84,7 +84,12 @@ class Footprint:
     @cached_property
     def _kinds(self) -> set[_LayerKind]:
         """The layers, those that differ in nothing but their place taken as one."""
-        return {_LayerKind.of(layer, group.quantisation) for group in self.spec.groups for layer in group.layers}
+        return {
+            _LayerKind.of(layer, group.quantisation)
+            for group in self.spec.groups
+            if group.quantisation is not None
+            for layer in group.layers
+        }
 
     def _packed_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
         """Attention on gathered blocks: keys are gathered while the values before them are still being read."""
@@ -146,7 +151,8 @@ class _LayerKind:
 
 def _packed_size(dim: int, quantisation: Quantisation, *, transpose: bool) -> float:
     """Bytes of a head's `dim` values in a gathered block, and unpacked too where MLX's kernel is wrong."""
-    packed = dim * (quantisation.bits / 8 + 2 * SCALE_BYTES / quantisation.group_size)
+    per_group = sum(DTYPES[PARTS[part]].itemsize for part in ("scales", "biases"))
+    packed = dim * (quantisation.bits / 8 + per_group / quantisation.group_size)
     right = kernel_is_right(dim, quantisation, transpose, mx.default_device().type)
     return packed if right else packed + dim * _FLOAT
 

@@ -17,6 +17,7 @@ from agentcache.kv.spec import CacheSpec
 from agentcache.models.fingerprint import model_fingerprint
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.rehost import rehost
+from agentcache.models.step import CurrentStep
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.trunk import ModelTrunk
 
@@ -32,17 +33,17 @@ class LoadedModel:
     """A model ready to run on the paged cache.
 
     Args:
-        model: the mlx-lm model with re-hosted attention; its cache argument is one `BatchQuantizedKVCache` a layer.
-        last: selects the positions whose logits are computed.
-        adapters: selects the adapters that rows are computed with.
-        trunk: selects the layers that are computed, and keeps what goes in between them.
+        model: the mlx-lm model with re-hosted attention; its cache argument is one `PagedCache` a layer.
+        current: the step that it computes; how adapters, the trunk and the wanted positions get to its modules.
+        adapters: those that it can be computed with.
+        trunk: keeps what goes in between layers, for steps that compute the upper ones only.
         spec: what it caches.
         fingerprint: digest of weights, config and tokenizer.
         max_context: tokens the model was made for.
     """
 
     model: nn.Module
-    last: WantedPositions
+    current: CurrentStep
     adapters: ModelAdapters
     trunk: ModelTrunk
     tokenizer: Tokenizer
@@ -68,14 +69,15 @@ class WantedPositions(nn.Module):
     The head then multiplies one row instead of a whole chunk, whatever the architecture does after its final norm.
     """
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, current: CurrentStep) -> None:
         super().__init__()
         self.norm = norm
-        self.all_positions = False
+        self._current = current
 
     def __call__(self, x: mx.array) -> mx.array:
         """[B, n, hidden] to [B, 1 or n, hidden]."""
-        return self.norm(x if self.all_positions else x[:, -1:])
+        step = self._current.step
+        return self.norm(x if step is not None and step.all_logits else x[:, -1:])
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,14 @@ def load(path_or_hub_id: str, *, memo: Path | None = None, max_context: int | No
     read = read_model(path_or_hub_id)
     model, config, tokenizer = read.model, read.config, read.tokenizer
     maybe_set_recommended_wired_limit()  # on a Mac: weights stay resident; elsewhere nothing
-    last = install_wanted_positions(model)
+    current = CurrentStep()
+    install_wanted_positions(model, current)
     spec = rehost(model, config["model_type"], config)
     return LoadedModel(
         model=model,
-        last=last,
-        adapters=ModelAdapters(model),
-        trunk=ModelTrunk(model, spec),
+        current=current,
+        adapters=ModelAdapters(model, current),
+        trunk=ModelTrunk(model, spec, current),
         tokenizer=tokenizer,
         spec=spec,
         fingerprint=model_fingerprint(read.path, tokenizer.fingerprint, memo),
@@ -169,14 +172,14 @@ def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
         raise UnsupportedModel(f"the {what} in {folder} cannot be loaded: {error}") from error
 
 
-def install_wanted_positions(model: nn.Module) -> WantedPositions:
+def install_wanted_positions(model: nn.Module, current: CurrentStep) -> None:
     """Put `WantedPositions` in front of a model's final norm."""
     first_layer = model.layers[0]
     for _, module in model.named_modules():
         holds_layers = any(layer is first_layer for layer in module.get("layers") or ())
         if holds_layers and isinstance(module.get("norm"), nn.Module):
-            module.norm = WantedPositions(module.norm)
-            return module.norm
+            module.norm = WantedPositions(module.norm, current)
+            return
     raise UnsupportedModel(f"{type(model).__name__} has no final norm beside its layers")
 
 

@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from agentcache.kv.arena import Packed
-from agentcache.kv.batch_cache import BatchQuantizedKVCache, Step
 from agentcache.kv.spec import LayerSpec
+from agentcache.kv.step_cache import PagedCache, PagedKV
 from agentcache.models.attention import (
     AttentionOptions,
     attention_scale,
@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
         weight = dense_weight(original.kv_b_proj).reshape(self._num_heads, -1, self._rank)
         self._key_weight, self._value_weight = weight[:, : self._nope], weight[:, self._nope :]
 
-    def __call__(self, x: mx.array, mask: Any, cache: BatchQuantizedKVCache) -> mx.array:
+    def __call__(self, x: mx.array, mask: Any, cache: PagedCache) -> mx.array:
         """`x` [B, n, hidden] to [B, n, hidden]; the mask comes from the cache, the argument is mlx-lm's and unused."""
         batch, num_tokens, _ = x.shape
         q_nope, q_rope = self._queries(x)
@@ -77,9 +77,9 @@ class LatentAttention(nn.Module):
             [self.kv_a_layernorm(latent)[:, None], self.rope(k_rope[:, None], offset=cache.offset)], axis=-1
         )
         q_rope = self.rope(q_rope, offset=cache.offset)
-        step = cache.update(keys, None)
+        kv = cache.update(keys, None)
         attend = self._absorbed if reads_packed(num_tokens, batch) else self._decompressed
-        out = attend(q_nope, q_rope, step)
+        out = attend(q_nope, q_rope, kv)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, num_tokens, -1))
 
     def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -88,24 +88,24 @@ class LatentAttention(nn.Module):
         q = q.reshape(*x.shape[:2], self._num_heads, -1).transpose(0, 2, 1, 3)
         return tuple(mx.split(q, [self._nope], axis=-1))
 
-    def _absorbed(self, q_nope: mx.array, q_rope: mx.array, step: Step) -> mx.array:
+    def _absorbed(self, q_nope: mx.array, q_rope: mx.array, kv: PagedKV) -> mx.array:
         """Scores in the latent space: (q W_k) · latent; the values are the latent too, W_v comes last."""
         queries = mx.concatenate([q_nope @ self._key_weight, q_rope], axis=-1)
-        side = step.arena.keys
-        packed = side.gather(step.plan.blocks.ids)
-        out = packed_attention(queries, packed, self._latent(packed, step), step.plan, self._options, side)
+        side = kv.arena.keys
+        packed = side.gather(kv.reads.blocks.ids)
+        out = packed_attention(queries, packed, self._latent(packed, kv), kv.reads, self._options, side)
         return out @ self._value_weight.swapaxes(-1, -2)
 
-    def _latent(self, packed: Packed, step: Step) -> Packed:
+    def _latent(self, packed: Packed, kv: PagedKV) -> Packed:
         """The latent part of packed keys; whole quantisation groups, as the rank is a multiple of their size."""
-        quantisation = step.arena.quantisation
+        quantisation = kv.arena.quantisation
         words, groups = self._rank * quantisation.bits // 32, self._rank // quantisation.group_size
         return Packed(packed.data[..., :words], packed.scales[..., :groups], packed.biases[..., :groups])
 
-    def _decompressed(self, q_nope: mx.array, q_rope: mx.array, step: Step) -> mx.array:
-        cached = unpack_row(step.arena.keys, step.plan, q_nope.dtype)
+    def _decompressed(self, q_nope: mx.array, q_rope: mx.array, kv: PagedKV) -> mx.array:
+        cached = unpack_row(kv.arena.keys, kv.reads, q_nope.dtype)
         keys, values = self.decompress(cached)
-        return flash_attention(mx.concatenate([q_nope, q_rope], axis=-1), keys, values, step.plan, self._options)
+        return flash_attention(mx.concatenate([q_nope, q_rope], axis=-1), keys, values, kv.reads, self._options)
 
     def decompress(self, cached: mx.array) -> tuple[mx.array, mx.array]:
         """Keys [1, H, T, nope + rope] and values [1, H, T, v] of cached latents [1, 1, T, rank + rope]."""

@@ -15,11 +15,13 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
-from agentcache.blocks.pool import BlockPool
+from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.errors import BrokenInvariant, UnsupportedModel
 from agentcache.kv.arena import LayerArena, dequantise, quantise
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, make_groups, quantisation_for
+from agentcache.kv.step_cache import StepCache
+from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.attention import Attention, activation_dtype, can_rehost, num_kv_heads, num_query_heads
 from agentcache.models.mla import LatentAttention, is_latent, latent_dim
 
@@ -171,7 +173,7 @@ def _check_equal(site: Site, replacement: nn.Module, quantisation: Quantisation)
     dtype = activation_dtype(site.module.o_proj)
     window = site.spec.window and min(site.spec.window, _CHECK_WINDOW)
     arena = LayerArena(replace(site.spec, window=window), quantisation)
-    ours = BatchQuantizedKVCache.standalone(arena, BlockPool())
+    ours = BatchQuantizedKVCache.empty_rows(arena, BlockPool())
     latent = isinstance(replacement, LatentAttention)
     theirs = _LatentRoundTripCache(replacement, quantisation) if latent else _RoundTripCache(quantisation)
     generator = mx.random.key(site.spec.index)
@@ -198,7 +200,12 @@ def _compare(index: int, expected: mx.array, actual: mx.array) -> None:
 
 def _check_runs(model: nn.Module, sites: list[Site], quantisation: Quantisation) -> None:
     """Run the whole model on two tokens: it may want of its caches what they do not have, such as another window."""
-    caches = [BatchQuantizedKVCache.standalone(LayerArena(site.spec, quantisation), BlockPool()) for site in sites]
+    tables, lengths, caches = [BlockTable([0])], [0], []
+    for site in sites:
+        reads, writes = Reads(tables, lengths, 2, site.spec.window), Writes(tables, lengths, 2)
+        arena = LayerArena(site.spec, quantisation)
+        arena.grow(1)
+        caches.append(StepCache(arena, reads, writes, offset=0))
     try:
         mx.eval(model(mx.array([[0, 1]]), cache=caches))
     except (BrokenInvariant, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:

@@ -9,21 +9,14 @@ import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
-from agentcache.blocks.trunk import TrunkPlan
 from agentcache.kv.arena import GroupArena, make_arenas
-from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.block_layout import Array
-from agentcache.kv.step_plan import RowBatch
-from agentcache.models.decoder import DecoderWeights
+from agentcache.kv.step_cache import StepCache
+from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.loader import LoadedModel
-from agentcache.models.lora import RowAdapter
+from agentcache.models.step import StepInputs
 
-
-class RehostedCache(BatchQuantizedKVCache):
-    """One layer's cache for re-hosted attention, which masks by the step's plan: mlx-lm's model gets no mask."""
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        self.check_window(window_size)
+Tables = Sequence[Sequence[BlockTable]]  # per row one block table per group
 
 
 class ModelRunner:
@@ -36,57 +29,53 @@ class ModelRunner:
         self._loaded = loaded
         self._pools = pools
         self.arenas: list[GroupArena] = make_arenas(loaded.spec)
+        self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
         self._is_busy = False
         self.forward_tokens = 0
         self.copied_blocks = 0
 
-    def forward(
-        self,
-        token_ids: mx.array,
-        tables: Sequence[Sequence[BlockTable]],
-        lengths: Sequence[int],
-        *,
-        all_logits: bool = False,
-        adapters: Sequence[RowAdapter | None] = (),
-        decoder: DecoderWeights | None = None,
-        trunk: TrunkPlan | None = None,
-    ) -> mx.array:
-        """Compute a step and write its keys and values; nothing is evaluated yet.
+    def reads(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Reads | None]:
+        """What rows of `lengths` tokens read in a step of `num_tokens` a row, group by group.
 
         Args:
-            token_ids: int32 [B, n]; may be what a step under way is about to choose.
-            tables: per row one block table per group, with room for the step.
-            lengths: tokens each row holds already.
-            all_logits: logits of every position, not only of the last one.
-            adapters: per row the adapter it is computed with, or None; nothing for base alone.
-            decoder: computes the step in place of the base model, on the same cache.
-            trunk: for a step of one row without decoder, the hidden states to go on from and to keep. The cache holds
-                keys and values below its cut already.
+            tables: with room for the step.
+            cut: first layer that is computed; groups below it are not touched, and their tables may begin anywhere.
+        """
+        return [
+            Reads([row[index] for row in tables], lengths, num_tokens, arena.spec.window) if end > cut else None
+            for index, (arena, end) in enumerate(zip(self.arenas, self._layer_ends, strict=True))
+        ]
+
+    def writes(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Writes | None]:
+        """Where the same step's new keys and values go; the tables need not be those that are read."""
+        return [
+            Writes([row[index] for row in tables], lengths, num_tokens) if end > cut else None
+            for index, end in enumerate(self._layer_ends)
+        ]
+
+    def forward(self, step: StepInputs) -> mx.array:
+        """Compute a step and write its keys and values; nothing is evaluated yet.
 
         Returns:
             Logits [B, n or 1, vocabulary].
         """
         self.fit()
-        caches = self._layer_caches(tables, lengths)
-        computes: LoadedModel | DecoderWeights = self._loaded if decoder is None else decoder
-        computes.last.all_positions = all_logits
-        self.forward_tokens += token_ids.size
-        with (
-            self._loaded.adapters.step(adapters, lengths, token_ids.shape[1]),
-            self._loaded.trunk.step(trunk, token_ids.size),
-        ):
-            return computes.model(token_ids, cache=caches)
+        self.forward_tokens += step.token_ids.size
+        self._loaded.trunk.prepare(step)
+        model = self._loaded.model if step.model is None else step.model
+        with self._loaded.current.of(step):
+            return model(step.token_ids, cache=self._caches(step))
 
     def reset_counters(self) -> None:
         """What was computed until now does not count."""
         self.forward_tokens = self._loaded.trunk.layer_tokens = 0
 
-    def _layer_caches(self, tables: Sequence[Sequence[BlockTable]], lengths: Sequence[int]) -> list[RehostedCache]:
-        caches: dict[int, RehostedCache] = {}
-        for index, arena in enumerate(self.arenas):
-            rows = RowBatch([row[index] for row in tables], arena.spec.window)
+    def _caches(self, step: StepInputs) -> list[StepCache]:
+        """One a layer, in the model's order."""
+        caches: dict[int, StepCache] = {}
+        for arena, reads, writes in zip(self.arenas, step.reads, step.writes, strict=True):
             for layer in arena.layers:
-                caches[layer.layer.index] = RehostedCache(layer, rows, lengths)
+                caches[layer.layer.index] = StepCache(layer, reads, writes, step.offset)
         return [caches[index] for index in sorted(caches)]
 
     def fit(self) -> None:

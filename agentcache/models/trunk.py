@@ -6,8 +6,7 @@ are. What is put in was computed by the same layers from the same tokens, so not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +19,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import make_arenas
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.spec import CacheSpec
+from agentcache.models.step import CurrentStep, StepInputs
 
 
 class HiddenBlocks:
@@ -57,45 +57,28 @@ class HiddenBlocks:
 
 
 class ModelTrunk:
-    """The trunk of one model: owns the hidden states, and what the step under way does with them.
+    """The trunk of one model: owns the hidden states, and wraps the layers that steps take them from and go on at.
+
+    Args:
+        current: the step that the model computes.
 
     Counter: `layer_tokens` is the sum over steps of tokens times layers that they went through.
     """
 
-    def __init__(self, model: nn.Module, spec: CacheSpec) -> None:
+    def __init__(self, model: nn.Module, spec: CacheSpec, current: CurrentStep) -> None:
         self._model = model
         self._layers = layers_of(model)
         self._spec = spec
-        self._plan = TrunkPlan()
+        self._current = current
         self.blocks = HiddenBlocks()
         self.layer_tokens = 0
 
-    @contextmanager
-    def step(self, plan: TrunkPlan | None, num_tokens: int) -> Iterator[None]:
-        """Inside, the model runs by `plan`, with `num_tokens` tokens over all rows; None for as it is."""
-        self._plan = plan or TrunkPlan()
-        self._wrap(max([self._plan.cut, *self._plan.writes]) if plan is not None else -1)
-        self.layer_tokens += num_tokens * (self._spec.num_layers - self._plan.cut)
-        try:
-            yield
-        finally:
-            self._plan = TrunkPlan()
-
-    def block_bytes(self) -> int:
-        """Size of a block, from the shape that hidden states have; computes nothing."""
-        plan, last = TrunkPlan(writes={self._spec.num_layers - 1: [Piece(-1, 0, 0, 1)]}), HiddenBlocks()
-        caches = {
-            layer.layer.index: BatchQuantizedKVCache.standalone(layer, BlockPool())
-            for arena in make_arenas(self._spec)
-            for layer in arena.layers
-        }
-        kept, self.blocks = self.blocks, last
-        try:
-            with self.step(plan, 0):
-                self._model(mx.array([[0]]), cache=[caches[index] for index in sorted(caches)])
-        finally:
-            self.blocks = kept
-        return last.nbytes
+    def prepare(self, step: StepInputs) -> None:
+        """Get ready for a step that is about to be computed, and count it."""
+        plan = step.trunk
+        if plan.cut or plan.writes:
+            self._wrap(max([plan.cut, *plan.writes]))
+        self.layer_tokens += step.token_ids.size * (self._spec.num_layers - plan.cut)
 
     def _wrap(self, last: int) -> None:
         """See to it that the layers up to `last` can be passed by."""
@@ -103,15 +86,40 @@ class ModelTrunk:
             if not isinstance(self._layers[index], TrunkLayer):
                 self._layers[index] = TrunkLayer(self._layers[index], index, self)
 
+    def block_bytes(self) -> int:
+        """Size of a block, from the shape that hidden states have; computes nothing."""
+        last = self._spec.num_layers - 1
+        step = StepInputs(mx.array([[0]]), [0], trunk=TrunkPlan(writes={last: [Piece(-1, 0, 0, 1)]}))
+        caches = {
+            layer.layer.index: BatchQuantizedKVCache.empty_rows(layer, BlockPool())
+            for arena in make_arenas(self._spec)
+            for layer in arena.layers
+        }
+        self._wrap(last)
+        kept, self.blocks = self.blocks, HiddenBlocks()
+        try:
+            with self._current.of(step):
+                self._model(step.token_ids, cache=[caches[index] for index in sorted(caches)])
+            return self.blocks.nbytes
+        finally:
+            self.blocks = kept
+
+    @property
+    def _plan(self) -> TrunkPlan:
+        """Of the step under way."""
+        step = self._current.step
+        return TrunkPlan() if step is None else step.trunk
+
     def skips(self, index: int) -> bool:
         return index < self._plan.cut
 
     def enter(self, index: int, x: mx.array) -> mx.array:
         """The input of a layer that is computed, given what comes from below."""
-        if 0 < index == self._plan.cut:
-            x = self.blocks.read(self._plan.reads)
-        if index in self._plan.writes:
-            self.blocks.write(self._plan.writes[index], x)
+        plan = self._plan
+        if 0 < index == plan.cut:
+            x = self.blocks.read(plan.reads)
+        if index in plan.writes:
+            self.blocks.write(plan.writes[index], x)
         return x
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.kv.spec import CacheSpec
+from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.fingerprint import model_fingerprint
 from agentcache.models.loader import read_model
-from agentcache.models.lora import AdapterWeights, ModelAdapters, RowAdapter
+from agentcache.models.lora import ModelAdapters
 from agentcache.models.mla import is_latent
 from agentcache.models.rehost import rehost
+from agentcache.models.step import CurrentStep, StepInputs
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.training.decoder_cache import DecoderCache, PromptCache, RoundedNorm, Rounding
 
@@ -27,12 +29,14 @@ class FrozenBase:
 
     Args:
         model: mlx-lm's.
+        current: the step that it computes.
         adapters: act on its modules; what serving refuses to adapt, they do.
         roundings: one a layer.
         fingerprint: of weights, config and tokenizer.
     """
 
     model: Any
+    current: CurrentStep
     adapters: ModelAdapters
     roundings: tuple[Rounding, ...]
     tokenizer: Tokenizer
@@ -58,8 +62,8 @@ class FrozenBase:
             Logits float32 [B, A, vocabulary].
         """
         caches = [DecoderCache(layer, lengths) for layer in prompt]
-        rows, num_tokens = inputs.shape
-        with self.adapters.step([RowAdapter(decoder)] * rows, [0] * rows, num_tokens):
+        rows = inputs.shape[0]
+        with self.current.of(StepInputs(inputs, [0] * rows, adapters=[RowAdapter(decoder)] * rows)):
             logits: mx.array = self.model(inputs, cache=caches)
         return logits.astype(mx.float32)
 
@@ -73,10 +77,12 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
     read = read_model(path_or_hub_id)
     originals = [dict(layer.children()) for layer in read.model.layers]
     spec = rehost(read.model, read.config["model_type"], read.config)
-    adapters = ModelAdapters(read.model)
+    current = CurrentStep()
+    adapters = ModelAdapters(read.model, current)
     modules = [_put_back(*pair) for pair in zip(read.model.layers, originals, strict=True)]
     return FrozenBase(
         model=read.model,
+        current=current,
         adapters=adapters,
         roundings=tuple(_round(module, spec) for module in modules),
         tokenizer=read.tokenizer,

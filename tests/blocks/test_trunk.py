@@ -78,7 +78,7 @@ class TrunkMachine(CacheMachine):
         if running is not None:
             use = self.uses[running.sequence] = Use(tokens, TrunkFiller(self.trunk, CUT))
             if self.ahead is not None:
-                use.reader = TrunkReader(CUT, self.ahead.first, self.trunk.lock(self.ahead.names))
+                use.reader = TrunkReader(self.ahead.first, self.trunk.lock(self.ahead.names))
         return running
 
     def advance(self, running: Running, tokens: list[int], save: bool) -> bool:
@@ -240,7 +240,7 @@ def test_a_filler_keeps_whole_blocks_only() -> None:
 @given(st.integers(0, 600), st.integers(1, 600))
 def test_pieces_cover_a_step(start: int, count: int) -> None:
     first = start // BLOCK_SIZE
-    reader = TrunkReader(CUT, first, range(100, 106))
+    reader = TrunkReader(first, range(100, 106))
     assert reader.end == (first + 6) * BLOCK_SIZE
     covered = [
         (piece.slot - 100 + first) * BLOCK_SIZE + piece.offset + place

@@ -28,12 +28,12 @@ class Desk:
         self.arena = LayerArena(LayerSpec(0, HEADS, DIM, self.value_dim, self.window), QUANTISATION)
 
     def cache(self, batch_size: int = 1) -> BatchQuantizedKVCache:
-        return BatchQuantizedKVCache.standalone(self.arena, self.pool, batch_size)
+        return BatchQuantizedKVCache.empty_rows(self.arena, self.pool, batch_size)
 
     def check(self, *caches: BatchQuantizedKVCache) -> None:
         """Exactly the slots in the caches' tables are in use."""
         self.pool.check_integrity()
-        used = {block for cache in caches for table in cache.rows.tables for block in table.block_ids}
+        used = {block for cache in caches for table in cache.tables for block in table.block_ids}
         assert self.pool.capacity - self.pool.num_free == len(used)
 
 

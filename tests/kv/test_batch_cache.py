@@ -13,7 +13,7 @@ from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.spec import PARTS
-from agentcache.kv.step_plan import RowBatch, StepPlan
+from agentcache.kv.step_plan import Reads
 from tests.kv.cache_cases import DIM, HEADS, Desk, History, assert_rows, batch_of, step
 
 LENGTHS = [3, 256, 300, 511]
@@ -126,13 +126,13 @@ def test_a_fork_shares_slots_until_it_writes() -> None:
     desk = Desk()
     cache, histories = batch_of(desk, [300])
     twin = cache.extract(0)
-    assert twin.rows.tables[0].block_ids == cache.rows.tables[0].block_ids
+    assert twin.tables[0].block_ids == cache.tables[0].block_ids
     fork = histories[0].fork(9)
     step(twin, [fork], 2)
     step(cache, histories, 3)
     assert_rows(twin, [fork])
     assert_rows(cache, histories)
-    first, second = (c.rows.tables[0].block_ids for c in (cache, twin))
+    first, second = (c.tables[0].block_ids for c in (cache, twin))
     assert first[0] == second[0] and first[1] != second[1]
 
 
@@ -160,14 +160,14 @@ def test_rows_go_into_a_batch_and_come_out_bit_for_bit(window: int | None) -> No
 
 def read_back(desk: Desk, row: BatchQuantizedKVCache) -> BatchQuantizedKVCache:
     """The row's blocks as a file would hold them, put into other slots."""
-    table = row.rows.tables[0]
-    target = [row.rows.allocate() for _ in table.block_ids]
+    table = row.tables[0]
+    desk.pool.grow(desk.pool.capacity + len(table.block_ids))
+    target = [desk.pool.allocate() for _ in table.block_ids]
     desk.arena.grow(desk.pool.capacity)
     for _, side in desk.arena.sides:
         for name, part in zip(PARTS, side.gather(mx.array(table.block_ids)), strict=True):
             side.parts[name].put(target, np.array(part))
-    rows = RowBatch([BlockTable(target, table.first_block)], desk.window, desk.pool)
-    return BatchQuantizedKVCache(desk.arena, rows, list(row.lengths))
+    return BatchQuantizedKVCache(desk.arena, desk.pool, [BlockTable(target, table.first_block)], row.lengths)
 
 
 def contents(row: BatchQuantizedKVCache) -> list[bytes]:
@@ -186,25 +186,15 @@ def test_merging_copies_no_kv() -> None:
     caches = [desk.cache() for _ in range(2)]
     for seed, cache in enumerate(caches):
         step(cache, [History(seed)], 300)
-    tables = [cache.rows.tables[0].block_ids for cache in caches]
+    tables = [cache.tables[0].block_ids for cache in caches]
     merged = BatchQuantizedKVCache.merge(caches)
-    assert [table.block_ids for table in merged.rows.tables] == tables
+    assert [table.block_ids for table in merged.tables] == tables
     assert merged.nbytes == 4 * 256 * HEADS * 2 * (DIM // 2 + 4)
 
 
 def test_rows_of_different_arenas_do_not_merge() -> None:
     with pytest.raises(BrokenInvariant, match="different arenas"):
         BatchQuantizedKVCache.merge([Desk().cache(), Desk().cache()])
-
-
-def test_a_step_needs_reserved_blocks() -> None:
-    desk = Desk()
-    desk.pool.grow(4)
-    desk.arena.grow(4)
-    cache = BatchQuantizedKVCache(desk.arena, RowBatch([BlockTable([2])], None), [255])
-    step(cache, [History(0)], 1)
-    with pytest.raises(BrokenInvariant, match="without reserving"):
-        step(cache, [History(0)], 1)
 
 
 def test_empty_caches() -> None:
@@ -236,8 +226,8 @@ def test_masks(window: int | None, num_tokens: int) -> None:
     lengths = [0, 5, 255, 700]
     cache, _ = batch_of(Desk(window), lengths)
     mask = cache.make_mask(num_tokens, window_size=window)
-    plan = cache.rows.plan(cache.lengths, num_tokens)
-    assert mask.shape == (4, 1, num_tokens, plan.block_ids.shape[1] * 256)
+    reads = Reads(cache.tables, lengths, num_tokens, window)
+    assert mask.shape == (4, 1, num_tokens, reads.block_ids.shape[1] * 256)
     for index, length in enumerate(lengths):
         first = 0 if window is None else max(0, length - window + 1) // 256
         expected = np.zeros((num_tokens, first * 256 + mask.shape[3]), bool)
@@ -253,9 +243,9 @@ def test_another_window_is_refused() -> None:
 
 def test_a_window_reads_only_the_blocks_it_needs() -> None:
     table = BlockTable(list(range(40)))
-    plan = StepPlan([table], [9000], 1, 512)
-    assert plan.block_ids.tolist() == [[33, 34, 35]]
-    assert StepPlan([BlockTable([7, 8, 9], first_block=33)], [9000], 1, 512).block_ids.tolist() == [[7, 8, 9]]
+    reads = Reads([table], [9000], 1, 512)
+    assert reads.block_ids.tolist() == [[33, 34, 35]]
+    assert Reads([BlockTable([7, 8, 9], first_block=33)], [9000], 1, 512).block_ids.tolist() == [[7, 8, 9]]
 
 
 @pytest.mark.parametrize("length", [10, 300, 600])

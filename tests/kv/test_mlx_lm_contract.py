@@ -117,7 +117,7 @@ class HalfScales(QuantizedKVCache):
 
 def our_caches(windows: tuple[int | None, ...], num_heads: int) -> list[BatchQuantizedKVCache]:
     specs = [LayerSpec(index, num_heads, 64, 64, window) for index, window in enumerate(windows)]
-    return [BatchQuantizedKVCache.standalone(LayerArena(spec, Quantisation()), BlockPool()) for spec in specs]
+    return [BatchQuantizedKVCache.empty_rows(LayerArena(spec, Quantisation()), BlockPool()) for spec in specs]
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -149,7 +149,7 @@ def test_a_ragged_batch_runs_on_an_unmodified_model(model_folder: ModelFolder) -
     padding = [300 - prompt.shape[1] for prompt in prompts]
     padded = np.concatenate([np.pad(p, ((0, 0), (0, n))) for p, n in zip(prompts, padding, strict=True)])
     for cache in together:
-        cache.extend(BatchQuantizedKVCache.standalone(cache.arena, cache.rows.pool, 2))
+        cache.extend(BatchQuantizedKVCache.empty_rows(cache.arena, cache.pool, 2))
         cache.prepare(lengths=[prompt.shape[1] for prompt in prompts], right_padding=padding)
     model(mx.array(padded), cache=together)
     for cache in together:

@@ -1,4 +1,4 @@
-"""Which blocks a step reads: each row its own, however long the others are."""
+"""What a step reads: each row its own blocks, however long the others are; and where it writes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.blocks.pool import BlockTable
-from agentcache.kv.step_plan import RaggedBlocks, StepPlan
+from agentcache.errors import BrokenInvariant
+from agentcache.kv.step_plan import RaggedBlocks, Reads, Writes
 
 
-def plan(lengths: list[int], num_tokens: int = 1, window: int | None = None) -> StepPlan:
+def plan(lengths: list[int], num_tokens: int = 1, window: int | None = None) -> Reads:
     tables, taken = [], 0
     for length in lengths:
         count = -(-(length + num_tokens) // 256)
         tables.append(BlockTable(list(range(taken, taken + count))))
         taken += count
-    return StepPlan(tables, lengths, num_tokens, window)
+    return Reads(tables, lengths, num_tokens, window)
 
 
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=6), st.sampled_from([1, 3, 300]))
@@ -58,3 +59,39 @@ def test_sums_and_maxima_are_each_rows_own(counts: list[int], seed: int) -> None
     np.testing.assert_array_equal(np.array(blocks.max(mx.array(x))), [part.max(0) for part in parts])
     spread = np.array(blocks.spread(mx.arange(len(counts))[:, None]))[:, 0]
     assert spread.tolist() == [row for row, count in enumerate(counts) for _ in range(count)]
+
+
+LENGTHS = [(0, 1), (255, 2), (300, 600), (512, 256), (90, 1)]
+
+
+@pytest.mark.parametrize(("length", "num_tokens"), LENGTHS)
+def test_runs_and_places_are_the_same_tokens(length: int, num_tokens: int) -> None:
+    writes = Writes([BlockTable(list(range(40, 44)), first_block=0)], [length], num_tokens)
+    positions = range(length, length + num_tokens)
+    expected = [(40 + position // 256, position % 256) for position in positions]
+    block_ids, offsets = writes.places
+    assert block_ids.dtype == offsets.dtype == mx.int32
+    assert list(zip(block_ids.tolist(), offsets.tolist(), strict=True)) == expected
+    runs = [(run.block_id, run.offset + i) for run in writes.runs for i in range(run.stop - run.start)]
+    assert runs == expected
+    assert [run.start for run in writes.runs] == [0, *(run.stop for run in writes.runs[:-1])]
+
+
+def test_places_of_several_rows_lie_one_behind_the_other() -> None:
+    writes = Writes([BlockTable([7, 8]), BlockTable([3], first_block=2)], [254, 600], 3)
+    assert [array.tolist() for array in writes.places] == [[7, 7, 8, 3, 3, 3], [254, 255, 0, 88, 89, 90]]
+
+
+def test_a_step_needs_reserved_blocks() -> None:
+    Writes([BlockTable([2])], [255], 1)
+    with pytest.raises(BrokenInvariant, match="without reserving"):
+        Writes([BlockTable([2])], [255], 2)
+
+
+def test_what_becomes_of_a_table_later_changes_nothing() -> None:
+    """The device may be at work on the step when blocks fall out of the window, or are given up."""
+    table = BlockTable([5, 6, 7])
+    reads, writes = Reads([table], [600], 5, None), Writes([table], [600], 5)
+    table.block_ids.clear()
+    assert reads.block_ids.tolist() == [[5, 6, 7]] and reads.blocks.ids.tolist() == [5, 6, 7]
+    assert writes.places[0].tolist() == [7] * 5 and [run.block_id for run in writes.runs] == [7]

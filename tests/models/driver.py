@@ -10,9 +10,10 @@ import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.trunk import TrunkPlan
+from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.loader import LoadedModel
-from agentcache.models.lora import RowAdapter
 from agentcache.models.runner import ModelRunner
+from agentcache.models.step import StepInputs
 
 
 @dataclass
@@ -41,14 +42,21 @@ class Driver:
         *,
         all_logits: bool = True,
         adapters: Sequence[RowAdapter | None] = (),
-        trunk: TrunkPlan | None = None,
+        trunk: TrunkPlan = TrunkPlan(),  # noqa: B008
     ) -> mx.array:
         """Logits [B, n or 1, vocabulary] of the next tokens [B, n]."""
         for row in rows:
             self._reserve(row, token_ids.shape[1])
-        tables, lengths = [row.tables for row in rows], [row.length for row in rows]
-        ids = mx.array(token_ids.astype(np.int32))
-        logits = self.runner.forward(ids, tables, lengths, all_logits=all_logits, adapters=adapters, trunk=trunk)
+        step = StepInputs(
+            mx.array(token_ids.astype(np.int32)),
+            lengths := [row.length for row in rows],
+            reads=self.runner.reads(tables := [row.tables for row in rows], lengths, token_ids.shape[1], trunk.cut),
+            writes=self.runner.writes(tables, lengths, token_ids.shape[1], trunk.cut),
+            adapters=adapters,
+            trunk=trunk,
+            all_logits=all_logits,
+        )
+        logits = self.runner.forward(step)
         mx.eval(logits)
         self.runner.evaluate()
         for row in rows:

@@ -12,8 +12,9 @@ import pytest
 from agentcache.blocks.pool import BlockPool
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.arena import LayerArena, Packed, dequantise
-from agentcache.kv.batch_cache import BatchQuantizedKVCache, Step
+from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.spec import LayerSpec, Quantisation
+from agentcache.kv.step_cache import PagedKV
 from agentcache.models import attention
 from agentcache.models.attention import MAX_PACKED_QUERIES, AttentionOptions, paged_attention
 from tests.models.reference import naive_attention
@@ -42,7 +43,7 @@ class Case:
         return AttentionOptions(scale=0.3, softcap=self.softcap, sinks=sinks)
 
 
-def fill(case: Case, *, poison: bool) -> tuple[BatchQuantizedKVCache, Step, mx.array]:
+def fill(case: Case, *, poison: bool) -> tuple[BatchQuantizedKVCache, PagedKV, mx.array]:
     """The cache after the step, what the step gave, and queries [B, H_q, n, D]."""
     arena, pool = LayerArena(LayerSpec(0, case.heads[1], DIM, case.value_dim, case.window), Q4), BlockPool()
     pool.grow(2)
@@ -51,7 +52,7 @@ def fill(case: Case, *, poison: bool) -> tuple[BatchQuantizedKVCache, Step, mx.a
     key = mx.random.key(sum(case.lengths) + case.num_tokens)
     rows = []
     for index, length in enumerate(case.lengths):
-        cache = BatchQuantizedKVCache.standalone(arena, pool)
+        cache = BatchQuantizedKVCache.empty_rows(arena, pool)
         if length:
             cache.update(*draw(case, 1, length, index))
         rows.append(cache)
@@ -70,7 +71,7 @@ def draw(case: Case, batch: int, num_tokens: int, seed: int) -> tuple[mx.array, 
 def poison_arena(arena: LayerArena, pool: BlockPool) -> None:
     """Fill every slot with the largest values, then hand the slots back."""
     pool.grow(40)
-    cache = BatchQuantizedKVCache.standalone(arena, pool)
+    cache = BatchQuantizedKVCache.empty_rows(arena, pool)
     num_tokens = pool.capacity * 256
     sign = mx.where(mx.arange(DIM) % 3 == 0, -HUGE, HUGE)
     huge = mx.broadcast_to(sign, (1, arena.layer.num_kv_heads, num_tokens, DIM))
@@ -104,7 +105,7 @@ def check(case: Case, *, poison: bool = True) -> None:
 
 def expected_from_start(case: Case, cache: BatchQuantizedKVCache, queries: mx.array) -> np.ndarray:
     """`row` leaves out blocks behind the window after the step, so look at the row as if there were none."""
-    cache.rows.window = None
+    cache.window = None
     return expected(case, cache, queries)
 
 
@@ -153,7 +154,7 @@ def test_everything_at_once(num_tokens: int, softcap: float | None, dtype: mx.Dt
 def test_values_narrower_than_keys(num_tokens: int) -> None:
     case = Case((290,), num_tokens)
     arena = LayerArena(LayerSpec(0, 2, 128, 64), Q4)
-    cache = BatchQuantizedKVCache.standalone(arena, BlockPool())
+    cache = BatchQuantizedKVCache.empty_rows(arena, BlockPool())
     shapes = ((2, 300, 128), (2, 300, 64), (4, 300, 128))
     keys, values, queries = (mx.random.normal((1, *shape), key=mx.random.key(sum(shape))) for shape in shapes)
     queries = queries[:, :, :num_tokens]

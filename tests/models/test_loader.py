@@ -19,6 +19,7 @@ from mlx_lm.utils import load_model
 from agentcache.errors import UnsupportedModel
 from agentcache.models import loader
 from agentcache.models.loader import WantedPositions
+from agentcache.models.step import CurrentStep, StepInputs
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver, random_ids
 
@@ -184,15 +185,16 @@ def test_a_model_without_final_norm_is_refused() -> None:
     model = nn.Module()
     model.layers = [nn.Linear(2, 2)]
     with pytest.raises(UnsupportedModel, match="Module has no final norm beside its layers"):
-        loader.install_wanted_positions(model)
+        loader.install_wanted_positions(model, CurrentStep())
 
 
 def test_positions_are_dropped_before_the_norm() -> None:
-    last = WantedPositions(nn.RMSNorm(4))
+    last = WantedPositions(nn.RMSNorm(4), current := CurrentStep())
     x = mx.random.normal((2, 3, 4), key=mx.random.key(0))
     assert last(x).shape == (2, 1, 4)
-    last.all_positions = True
-    assert mx.array_equal(last(x)[:, -1], last.norm(x[:, -1]))
+    with current.of(StepInputs(mx.zeros((2, 3)), [0, 0], all_logits=True)):
+        assert mx.array_equal(last(x)[:, -1], last.norm(x[:, -1]))
+    assert last(x).shape == (2, 1, 4), "what one step wants, the next does not"
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,15 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from agentcache.models import loader
+from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.adapters import read_adapter
-from agentcache.models.lora import ModelAdapters, RowAdapter
+from agentcache.models.lora import ModelAdapters
 from agentcache.models.rehost import rehost
+from agentcache.models.step import CurrentStep
 from tests.adapters_factory import ATTENTION, MLP, SCALE, Pair, make_adapter, random_matrices, write_mlx_lm, write_peft
 from tests.conftest import ModelFolder
 from tests.models.driver import random_ids
-from tests.models.lora_driver import CHUNKS, EQUAL, VISIBLE, difference, put, run
+from tests.models.lora_driver import CHUNKS, EQUAL, VISIBLE, adapted_step, difference, put, run
 from tests.models.reference import Reference
 from tests.tiny import ARCHITECTURES
 
@@ -173,7 +175,7 @@ def test_one_module_is_mlx_lms_layer(model_folder: ModelFolder, tmp_path: Path, 
     pair = pairs["model.layers.2.self_attn.q_proj"]
     theirs.lora_a, theirs.lora_b = mx.array(pair.a), mx.array(pair.b)
     x = mx.random.normal((2, 3, 128), key=mx.random.key(0)).astype(dtype)
-    with loaded.adapters.step([RowAdapter(weights)] * 2, [0, 0], 3):
+    with loaded.current.of(adapted_step([RowAdapter(weights)] * 2, 3)):
         ours = wrapper(x)
     assert ours.dtype == dtype
     tolerance = 1e-6 if dtype == mx.float32 else 2e-2
@@ -186,12 +188,13 @@ def test_the_dtype_of_activations_stays_as_it_is(model_folder: ModelFolder, tmp_
     model, config = load_model(folder)
     rehost(model, "llama", config, check=False)
     nn.quantize(model, group_size=32, bits=4, mode="mxfp4")
-    adapters = ModelAdapters(model)
+    current = CurrentStep()
+    adapters = ModelAdapters(model, current)
     adapter = make_adapter(tmp_path, folder, targets=["self_attn.q_proj"])
     weights = adapters.load(read_adapter(adapter, adapters.modules))
     assert {pair.a.dtype for pair in weights.matrices.values()} == {mx.bfloat16}
     wrapper = model.layers[1].self_attn.q_proj
     x = mx.random.normal((1, 2, 128), key=mx.random.key(0)).astype(mx.float16)
-    with adapters.step([RowAdapter(weights)], [0], 2):
+    with current.of(adapted_step([RowAdapter(weights)], 2)):
         assert wrapper(x).dtype == wrapper.linear(x).dtype == mx.float16
         assert not mx.allclose(wrapper(x), wrapper.linear(x), atol=1e-2).item()

@@ -14,12 +14,13 @@ from mlx.utils import tree_flatten
 
 from agentcache.errors import BrokenInvariant
 from agentcache.models import loader
+from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.loader import LoadedModel
-from agentcache.models.lora import AdaptedLinear, AdapterWeights, RowAdapter, Stacks
+from agentcache.models.lora import AdaptedLinear, Stacks
 from tests.adapters_factory import ATTENTION, MLP, make_adapter
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver, Row, random_ids
-from tests.models.lora_driver import VISIBLE, difference, put, run
+from tests.models.lora_driver import VISIBLE, adapted_step, difference, put, run
 
 
 @pytest.fixture(scope="module")
@@ -280,9 +281,9 @@ def test_without_adapters_nothing_is_added(loaded: LoadedModel, several: list[Ad
         RowAdapter(several[0], 2),
         RowAdapter(several[2], 0),
     ):  # the last one is active, not on q of layer 6
-        with loaded.adapters.step([row], [0], 2):
+        with loaded.current.of(adapted_step([row], 2)):
             assert wrapper._adapt(x, y) is y
-    with loaded.adapters.step([RowAdapter(several[0])], [0], 2):
+    with loaded.current.of(adapted_step([RowAdapter(several[0])], 2)):
         assert wrapper._adapt(x, y) is not y
 
 
@@ -292,7 +293,7 @@ def test_a_failed_step_leaves_no_adapter_behind(loaded: LoadedModel, several: li
     y = wrapper.linear(x)
     with (
         pytest.raises(BrokenInvariant, match="not with the step's tokens"),
-        loaded.adapters.step([RowAdapter(several[0])], [0], 3),
+        loaded.current.of(adapted_step([RowAdapter(several[0])], 3)),
     ):
         wrapper(x)
     assert wrapper._adapt(x, y) is y

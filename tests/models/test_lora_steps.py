@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.models.adapter_files import LowRank, ModuleName
+from agentcache.models.adapter_rows import AdapterRows, AdapterWeights, RowAdapter
 from agentcache.models.adapters import Adapter
-from agentcache.models.lora import AdapterWeights, RowAdapter, Stack, Stacks, StepRows
+from agentcache.models.lora import Stack, Stacks
 
 NAME = ModuleName(0, "mlp.up_proj")
 
@@ -37,7 +38,7 @@ def test_masks_and_adapters(
 ) -> None:
     """`acting` are the adapters that have a module in question."""
     users, lengths = [user for user, _ in rows], [length for _, length in rows]
-    step = StepRows(users, lengths, num_tokens)
+    step = AdapterRows(users, lengths, num_tokens)
     adapted = np.array(
         [[user is not None and length + i >= user.start for i in range(num_tokens)] for user, length in rows]
     )
@@ -65,7 +66,7 @@ def test_masks_and_adapters(
 
 
 def test_what_is_made_for_a_step_is_made_once() -> None:
-    step = StepRows([RowAdapter(ALL[0], 1)], [0], 2)
+    step = AdapterRows([RowAdapter(ALL[0], 1)], [0], 2)
     assert step.mask((True,)) is step.mask((True,))
     assert step.index((3,)) is step.index((3,))
     assert step.parts((True,)) is step.parts((True,))
@@ -97,4 +98,4 @@ def test_one_set_at_a_time_is_stacked(sets: list[set[AdapterWeights]]) -> None:
 
 @pytest.mark.parametrize("start", [-5, 0])
 def test_a_start_before_everything_is_the_first_token(start: int) -> None:
-    assert StepRows([RowAdapter(ALL[0], start)], [3], 2).mask((True,)) is None
+    assert AdapterRows([RowAdapter(ALL[0], start)], [3], 2).mask((True,)) is None

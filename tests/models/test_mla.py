@@ -48,7 +48,7 @@ def test_absorbed_and_decompressed_agree(
     outputs = []
     for most in (0, 1000):  # all queries decompress, all are absorbed
         monkeypatch.setattr(attention_module, "MAX_PACKED_QUERIES", most)
-        cache = BatchQuantizedKVCache.standalone(arena, BlockPool())
+        cache = BatchQuantizedKVCache.empty_rows(arena, BlockPool())
         outputs.append(mx.concatenate([attention(x[:, :290], None, cache), attention(x[:, 290:], None, cache)], axis=1))
     np.testing.assert_allclose(*map(np.array, outputs), rtol=1e-3, atol=1e-4)
 
@@ -60,7 +60,7 @@ def test_rows_of_a_batch_are_what_they_are_alone(model_folder: ModelFolder) -> N
     alone, rows = [], []
     for index, length in enumerate((4, 290, 256)):
         for kept in (alone, rows):
-            cache = BatchQuantizedKVCache.standalone(arena, pool)
+            cache = BatchQuantizedKVCache.empty_rows(arena, pool)
             attention(x[index : index + 1, :length], None, cache)
             kept.append(cache)
     together = BatchQuantizedKVCache.merge(rows)

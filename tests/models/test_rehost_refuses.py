@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model
 
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
-from agentcache.kv.step_plan import StepPlan
+from agentcache.kv.step_plan import Reads
 from agentcache.models import attention
 from agentcache.models.attention import Attention
 from agentcache.models.mla import LatentAttention
@@ -64,13 +64,13 @@ def without_sinks(patch: pytest.MonkeyPatch) -> None:
 
 
 def longer_window(patch: pytest.MonkeyPatch) -> None:
-    original = StepPlan.mask.func
+    original = Reads.mask.func
 
-    def mask(plan: StepPlan) -> mx.array:
-        window = plan.window and plan.window + 1
-        return original(SimpleNamespace(**{**vars(plan), "window": window, "num_blocks": plan.num_blocks}))
+    def mask(reads: Reads) -> mx.array:
+        window = reads.window and reads.window + 1
+        return original(SimpleNamespace(**{**vars(reads), "window": window, "num_blocks": reads.num_blocks}))
 
-    patch.setattr(StepPlan, "mask", property(mask))
+    patch.setattr(Reads, "mask", property(mask))
 
 
 def without_bias(name: str) -> Mutation:

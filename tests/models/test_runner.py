@@ -8,7 +8,8 @@ import pytest
 
 from agentcache.blocks.sequence import Copy
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.step_plan import StepPlan
+from agentcache.kv.step_cache import StepCache
+from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models import loader
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner
@@ -124,18 +125,18 @@ def test_a_step_makes_no_mask_for_the_model(loaded: LoadedModel, monkeypatch: py
     rows = [driver.row(), driver.row()]
     driver.step(rows, random_ids(loaded, (2, 7)))
 
-    def made(plan: StepPlan) -> None:
+    def made(reads: Reads) -> None:
         raise AssertionError("a mask of rows by keys was made")
 
-    monkeypatch.setattr(StepPlan, "mask", property(made))
+    monkeypatch.setattr(Reads, "mask", property(made))
     driver.step(rows, random_ids(loaded, (2, 1)))
 
 
 def test_a_model_with_another_window_is_found_out(loaded: LoadedModel) -> None:
-    row = Driver(loaded).row()
-    caches = ModelRunner(loaded, Driver(loaded).pools)._layer_caches([row.tables], [0])
-    for cache in caches:
-        assert cache.make_mask(1, window_size=cache.rows.window) is None
+    arenas = ModelRunner(loaded, Driver(loaded).pools).arenas
+    for arena in (layer for group in arenas for layer in group.layers):
+        cache = StepCache(arena, Reads([], [], 1, arena.layer.window), Writes([], [], 1), 0)
+        assert cache.make_mask(1, window_size=arena.layer.window) is None
         with pytest.raises(BrokenInvariant):
             cache.make_mask(1, window_size=77)
 

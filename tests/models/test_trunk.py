@@ -15,9 +15,9 @@ from agentcache.blocks.trunk import Piece, TrunkPlan
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, make_groups
 from agentcache.models import loader
+from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.adapters import Adapter, producer_groups, trunk_cut
 from agentcache.models.loader import LoadedModel
-from agentcache.models.lora import RowAdapter
 from agentcache.models.trunk import HiddenBlocks, TrunkLayer
 from tests.adapters_factory import EVERYTHING, make_adapter
 from tests.conftest import ModelFolder
@@ -41,7 +41,7 @@ def run(
     logits, start = [], 0
     for count in CHUNKS:
         places = pieces(start, count)
-        plan = TrunkPlan(cut, places if cut else (), {write: places} if write else {}) if cut or write else None
+        plan = TrunkPlan(cut, places if cut else (), {write: places} if write else {})
         logits.append(driver.step([row], ids[None, start : start + count], adapters=[adapter], trunk=plan)[0])
         start += count
     return mx.concatenate(logits)

@@ -120,7 +120,7 @@ class Computed:
 
     def results(self) -> Iterator[Result]:
         for row in self.rows:
-            if not row.sequence.closed:
+            if not row.is_void:
                 self._simulation.note_progress(row.generation, self.num_tokens)
                 yield Result(row, row.generation.token_ids[0] if row.is_complete else None, None, [])
 
@@ -142,7 +142,7 @@ class FormulaDevice:
     def build(self, rows: Rows[Generation], num_tokens: int, before: object, *, contended: bool) -> Computed:
         assert num_tokens == 1 or len(rows) == 1
         self._simulation.lookahead_rows += sum(generation.in_flight for generation in rows)
-        made = [BatchRow(g, g.place, g.num_to_launch <= num_tokens) for g in rows]
+        made = [BatchRow.of(g, g.num_to_launch, num_tokens) for g in rows]
         step = Computed(self._simulation, made, num_tokens, contended=contended)
         for generation in rows:
             generation.in_flight += num_tokens

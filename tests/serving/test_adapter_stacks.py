@@ -20,8 +20,9 @@ from agentcache.blocks.ledger import STACKS, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.llm import LLM, Completion
 from agentcache.models.adapter_files import LowRank, ModuleName
+from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import Adapter
-from agentcache.models.lora import AdapterWeights, RowAdapter, Stacks
+from agentcache.models.lora import Stacks
 from agentcache.report import Update
 from agentcache.request import Request, TokenPrompt
 from tests.adapters_factory import ATTENTION, MLP, make_adapter

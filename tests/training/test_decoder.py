@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from agentcache.errors import ConfigError
 from agentcache.llm import LLM
+from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.loader import load
-from agentcache.models.lora import RowAdapter
 from agentcache.sampling import SamplingParams
 from agentcache.training.__main__ import app
 from agentcache.training.decoder import DecoderRecipe, DecoderTrainer, Progress

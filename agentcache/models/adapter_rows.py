@@ -1,0 +1,109 @@
+"""Which adapter each row of a step is computed with, and from which token on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from agentcache.models.adapter_files import LowRank, ModuleName
+from agentcache.models.adapters import Adapter
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterWeights:
+    """An adapter's matrices on the device, in the dtype that each module computes in."""
+
+    adapter: Adapter
+    matrices: Mapping[ModuleName, LowRank]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.matrices.values())
+
+
+@dataclass(frozen=True)
+class RowAdapter:
+    """A row's adapter: it acts on tokens at absolute positions from `start` on; 0 for plain LoRA."""
+
+    weights: AdapterWeights
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class RowParts:
+    """A step's rows, adapter by adapter.
+
+    Args:
+        rows: of each adapter, int32.
+        places: each row's place when the parts are put one behind the other, int32 [B]; 0 for rows that are masked
+            anyway.
+    """
+
+    rows: Sequence[mx.array]
+    places: mx.array
+
+
+class AdapterRows:
+    """Which adapter each row of a step uses, from which of the step's tokens on.
+
+    Args:
+        rows: one entry a row; None for base.
+        lengths: tokens each row holds before the step.
+        num_tokens: tokens a row in the step.
+
+    Attributes:
+        adapters: those that act on at least one token, each once.
+    """
+
+    def __init__(self, rows: Sequence[RowAdapter | None], lengths: Sequence[int], num_tokens: int) -> None:
+        self.shape = (len(lengths), num_tokens)
+        self.adapters: list[AdapterWeights] = []
+        self._users: list[int | None] = []  # each row's place in `adapters`
+        self._firsts: list[int] = []
+        self._masks: dict[tuple[bool, ...], mx.array | None] = {}
+        self._indices: dict[tuple[int, ...], mx.array] = {}
+        self._parts: dict[tuple[bool, ...], RowParts] = {}
+        for row, length in zip(rows, lengths, strict=True):
+            self._add(row, num_tokens if row is None else max(0, row.start - length))
+
+    def _add(self, row: RowAdapter | None, first: int) -> None:
+        self._firsts.append(first)
+        if row is None or first >= self.shape[1]:
+            self._users.append(None)
+            return
+        if row.weights not in self.adapters:
+            self.adapters.append(row.weights)
+        self._users.append(self.adapters.index(row.weights))
+
+    def mask(self, present: tuple[bool, ...]) -> mx.array | None:
+        """Tokens that the adapters marked in `present` act on, bool [B, n, 1]; None if they act on all."""
+        if present not in self._masks:
+            self._masks[present] = self._mask(present)
+        return self._masks[present]
+
+    def _mask(self, present: tuple[bool, ...]) -> mx.array | None:
+        num_tokens = self.shape[1]
+        users = zip(self._users, self._firsts, strict=True)
+        firsts = [first if user is not None and present[user] else num_tokens for user, first in users]
+        if not any(firsts):
+            return None
+        return (mx.arange(num_tokens)[None] >= mx.array(firsts)[:, None])[..., None]
+
+    def index(self, slots: tuple[int, ...]) -> mx.array:
+        """Each row's slot, int32 [B], given each adapter's; 0 for rows that are masked anyway."""
+        if slots not in self._indices:
+            rows = [0 if user is None else slots[user] for user in self._users]
+            self._indices[slots] = mx.array(rows, dtype=mx.int32)
+        return self._indices[slots]
+
+    def parts(self, present: tuple[bool, ...]) -> RowParts:
+        """The rows of the adapters marked in `present`."""
+        if present not in self._parts:
+            marked = [place for place, is_present in enumerate(present) if is_present]
+            rows = [[row for row, user in enumerate(self._users) if user == place] for place in marked]
+            order = [row for part in rows for row in part]
+            places = [order.index(row) if row in order else 0 for row in range(self.shape[0])]
+            self._parts[present] = RowParts([mx.array(part, mx.int32) for part in rows], mx.array(places, mx.int32))
+        return self._parts[present]

@@ -1,0 +1,111 @@
+"""The list of passes that computes a request, and what its current one says."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from agentcache.adapter_settings import Policy
+from agentcache.adapters.activation import AdapterUse
+from agentcache.blocks.keys import BASE_PRODUCER
+from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.trunk import TrunkName
+from agentcache.blocks.trunk_match import TrunkMatch
+from agentcache.engine.batch import BatchRow
+from agentcache.engine.generation import Generation
+from agentcache.engine.passes import Pass, plan_passes
+from tests.serving.simulation import make_generation
+
+LORA = AdapterUse("poet", "lora", Policy.EXACT, 0, frozenset([1]))
+ACTIVATED = AdapterUse("poet", "lora", Policy.ACTIVATED, 700, frozenset([1]))
+DECODER = AdapterUse("novelist", "decoder", Policy.PREFILL_SHARE, 999, frozenset([0, 1]), is_decoder=True)
+UNUSED = AdapterUse("novelist", "decoder", Policy.PREFILL_SHARE, None, frozenset(), is_decoder=True)
+AHEAD = TrunkMatch(CachedPrefix(BASE_PRODUCER, ()), 1, (TrunkName("b", 6), TrunkName("c", 6)))
+
+
+def sequence_of(num_tokens: int) -> Sequence:
+    return Sequence("root", None, array("I", [1] * num_tokens), [], [])
+
+
+@pytest.mark.parametrize(
+    ("use", "ahead", "expected"),
+    [
+        (None, None, [(None, None, 0)]),
+        (LORA, None, [(LORA, None, 0)]),
+        (LORA, AHEAD, [(LORA, 768, 6), (LORA, None, 0)]),
+        (ACTIVATED, None, [(ACTIVATED, None, 0)]),
+        (DECODER, None, [(None, 999, 0), (DECODER, None, 0)]),
+        (UNUSED, None, [(None, None, 0)]),
+    ],
+)
+def test_the_passes_of_a_request(
+    use: AdapterUse | None, ahead: TrunkMatch | None, expected: list[tuple[AdapterUse | None, int | None, int]]
+) -> None:
+    sequence = sequence_of(256)
+    passes = plan_passes(use, sequence, ahead)
+    assert [(each.computes, each.end, each.cut) for each in passes] == expected
+    assert {each.writes for each in passes} == {sequence}
+    assert [each.decoder for each in passes] == [
+        "decoder" if computes is DECODER else None for computes, _, _ in expected
+    ]
+
+
+def compute(generation: Generation, num_tokens: int) -> None:
+    """As the engine does: launch, then settle."""
+    generation.in_flight += num_tokens
+    generation.current.writes.token_ids.extend([1] * num_tokens)
+    generation.in_flight -= num_tokens
+    generation.drop_passes()
+
+
+def test_one_pass_after_the_other() -> None:
+    generation = make_generation(1000, wanted=2)
+    generation.adapter = DECODER
+    generation.take_place(sequence_of(256))
+    base, decoder = generation.passes
+    assert generation.current is base and generation.num_to_prefill == 999 - 256
+    assert not BatchRow.of(generation, generation.num_to_launch, 743).is_complete
+    generation.in_flight = 743
+    assert generation.current is base and generation.num_to_prefill == 0, "what is under way is not done"
+    generation.in_flight = 0
+    compute(generation, 743)
+    assert generation.current is decoder and generation.num_to_prefill == generation.num_to_launch == 1
+    assert BatchRow.of(generation, generation.num_to_launch, 1).is_complete
+    compute(generation, 1)
+    assert generation.current is decoder, "which goes on for as long as it generates"
+
+
+def test_passes_over_the_same_tokens_write_different_sequences() -> None:
+    """Base over what base lacks, then an adapter from further in front: one more list."""
+    generation = make_generation(1000, wanted=2)
+    shared, own = sequence_of(600), sequence_of(100)
+    generation.take_place(shared)
+    generation.passes = [Pass(None, 1000, shared), Pass(LORA, None, own)]
+    assert (generation.num_computed, generation.num_to_prefill) == (600, 400)
+    assert not BatchRow.of(generation, generation.num_to_launch, 400).is_complete, (
+        "no token is chosen from base's logits"
+    )
+    compute(generation, 400)
+    assert generation.current.computes is LORA
+    assert (generation.num_computed, generation.num_to_prefill, generation.can_prefill) == (100, 900, True)
+    assert BatchRow.of(generation, generation.num_to_launch, 900).is_complete
+    compute(generation, 900)
+    assert (shared.num_tokens, own.num_tokens) == (1000, 1000)
+
+
+def test_a_pass_that_the_cache_has_done_is_not_at_work() -> None:
+    generation = make_generation(1000, wanted=2)
+    generation.adapter = DECODER
+    generation.take_place(sequence_of(999))
+    assert generation.current.computes is DECODER
+
+
+def test_without_a_place_nothing_is_computed() -> None:
+    generation = make_generation(10)
+    assert generation.num_computed == 0
+    generation.take_place(sequence_of(4))
+    generation.in_flight = 2
+    generation.lose_place()
+    assert (generation.passes, generation.num_computed, generation.in_flight) == ([], 0, 0)
