@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.live.servers import (
     stats,
     wait_until_computing,
     wait_until_idle,
+    wait_until_in_flight,
 )
 
 NUM_AGENTS = 10
@@ -39,9 +39,9 @@ def test_one_agents_requests_run_in_order_of_arrival(live_server: ServerProcess,
     with http_of(live_server) as http, http.stream("POST", "/v1/completions", json=first) as answer:
         wait_until_computing(live_server, computed)
         followers = [threading.Thread(target=follow, args=(number,)) for number in (1, 2, 3)]
-        for follower in followers:
-            follower.start()
-            time.sleep(0.15)  # so that they arrive in this order
+        for number, follower in enumerate(followers, 1):
+            follower.start()  # one after the other, so that they arrive in this order
+            wait_until_in_flight(live_server, 1 + number)
         events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         assert answers == []  # nobody has overtaken
     for follower in followers:
