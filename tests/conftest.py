@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,15 @@ ModelFolder = Callable[..., Path]
 StyledTokenizer = Callable[[str], "Tokenizer"]
 
 # No deadlines: machines are shared and noisy. In CI the same examples every time, so that green stays green.
-settings.register_profile(
-    "agentcache", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
-)
+# `make test` takes two fifths of the examples of "thorough", which `make test-all` asks for (--hypothesis-profile).
+for _name, _examples in {"agentcache": 40, "thorough": 100}.items():
+    settings.register_profile(
+        _name,
+        max_examples=_examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize="CI" in os.environ,
+    )
 settings.load_profile("agentcache")
 
 
@@ -57,23 +63,28 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFolder]:
     """`model_folder(architecture, tokenizer="byte_bpe", seed=0, **config)`: a tiny model's folder, made once a session.
 
     The folder is shared: copy it before changing it.
     """
     made: dict[str, Path] = {}
+    patch = pytest.MonkeyPatch()
 
     def make(architecture: str, tokenizer: str = "byte_bpe", seed: int = 0, **overrides: Any) -> Path:
-        from tests.tiny import tiny_model  # imports mlx; plain-Python tests stay quick without it
+        from tests.proven import prove_once  # imports mlx; plain-Python tests stay quick without it
+        from tests.tiny import tiny_model
 
+        if not made:
+            prove_once(patch)
         key = json.dumps([architecture, tokenizer, seed, overrides], sort_keys=True)
         if key not in made:
             folder = tmp_path_factory.mktemp(architecture)
             made[key] = tiny_model(folder, architecture, tokenizer, seed, **overrides)
         return made[key]
 
-    return make
+    yield make
+    patch.undo()
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def test_a_full_queue_refuses_and_empties(server: ServerProcess) -> None:
     assert complete(server, make_ids(20), 2)["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize("length", [6000, 20])
+@pytest.mark.parametrize("length", [12_000, 20])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_takes_too_long_ends_in_prefill_and_in_decode(
     server: ServerProcess, agent: str, stream: bool, length: int
