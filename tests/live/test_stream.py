@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -122,8 +123,10 @@ def check_left(server: ServerProcess, agent: str, info: dict[str, Any]) -> None:
     assert after["disk_bytes"] == info["disk_bytes"]
 
 
-def test_leaving_while_waiting_for_ones_turn(live_server: ServerProcess, agent: str) -> None:
+@in_rounds
+def test_leaving_while_waiting_for_ones_turn(live_server: ServerProcess) -> None:
     """Of two requests for one agent, the second leaves before it begins: it never runs."""
+    agent = f"agent-{uuid.uuid4().hex[:12]}"
     complete(live_server, make_ids(30, seed=33), 3, agent=agent)
     computed = stats(live_server)["computed_tokens"]
     first = {"prompt": make_ids(40, seed=33), "agent": agent, **greedy(400), "stream": True}
@@ -132,6 +135,7 @@ def test_leaving_while_waiting_for_ones_turn(live_server: ServerProcess, agent: 
         wait_until_computing(live_server, computed)
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json=second, timeout=0.2)
+        check_bound(stats(live_server)["computed_tokens"] < computed + 400, "the first was over before the second left")
         *_, usage, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert done == "[DONE]" and json.loads(usage)["agentcache"]["saved"] is True
     assert agent_info(live_server, agent)["tokens"] == 440
