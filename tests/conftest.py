@@ -6,6 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,8 @@ def _schedule(item: pytest.Item | None) -> None:
     """
     if hasattr(os, "SCHED_BATCH"):
         ordinary = item is not None and item.path.parent.name in ("live", "benchmarks")
-        os.sched_setscheduler(0, os.SCHED_OTHER if ordinary else os.SCHED_BATCH, os.sched_param(0))
+        with suppress(OSError):  # some containers allow no choice
+            os.sched_setscheduler(0, os.SCHED_OTHER if ordinary else os.SCHED_BATCH, os.sched_param(0))
 
 
 _schedule(None)
