@@ -162,6 +162,11 @@ def tiny_model(folder: Path, architecture: str, tokenizer: str = "byte_bpe", see
     return folder
 
 
+def fewer_layers(architecture: str) -> dict[str, Any]:
+    """Overrides by which it has two spans of layers instead of four, where all are of one kind."""
+    return {"num_hidden_layers": 2} if architecture == "qwen3" else {}
+
+
 def _token_config(folder: Path) -> dict[str, Any]:
     """The config entries that depend on the tokenizer."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
