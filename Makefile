@@ -56,11 +56,12 @@ demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a r
 # Two processes with one BLAS thread each: most tests are short and single-threaded. The longest file goes first.
 PYTEST := OPENBLAS_NUM_THREADS=1 $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=12
 
+# Random tests try two fifths of their examples here, all of them in test-all.
 test: $(DEV_STAMP) ## run the tests, but for the long ones
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(DEV_STAMP) ## run all tests
-	$(PYTEST) $(ARGS)
+test-all: $(DEV_STAMP) ## run all tests, random ones with all examples
+	$(PYTEST) --hypothesis-profile=thorough $(ARGS)
 
 lint: $(DEV_STAMP) ## check style and that imports only go down the floors
 	$(BIN)/ruff check .

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,36 @@ ModelFolder = Callable[..., Path]
 StyledTokenizer = Callable[[str], "Tokenizer"]
 
 # No deadlines: machines are shared and noisy. In CI the same examples every time, so that green stays green.
-settings.register_profile(
-    "agentcache", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
-)
+# `make test` takes two fifths of the examples of "thorough", which `make test-all` asks for (--hypothesis-profile).
+for _name, _examples in {"agentcache": 40, "thorough": 100}.items():
+    settings.register_profile(
+        _name,
+        max_examples=_examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize="CI" in os.environ,
+    )
 settings.load_profile("agentcache")
+
+
+def _schedule(item: pytest.Item | None) -> None:
+    """On Linux, run as a batch job, which does not lose its core to each thread that it wakes.
+
+    MLX wakes its worker for every few operations; of the tests' CPU time that takes a quarter. Servers and those who
+    measure how quick they are run as users run them.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        ordinary = item is not None and item.path.parent.name in ("live", "benchmarks")
+        with suppress(OSError):  # some containers allow no choice
+            os.sched_setscheduler(0, os.SCHED_OTHER if ordinary else os.SCHED_BATCH, os.sched_param(0))
+
+
+_schedule(None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _schedule(item)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,23 +65,28 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFolder]:
     """`model_folder(architecture, tokenizer="byte_bpe", seed=0, **config)`: a tiny model's folder, made once a session.
 
     The folder is shared: copy it before changing it.
     """
     made: dict[str, Path] = {}
+    patch = pytest.MonkeyPatch()
 
     def make(architecture: str, tokenizer: str = "byte_bpe", seed: int = 0, **overrides: Any) -> Path:
-        from tests.tiny import tiny_model  # imports mlx; plain-Python tests stay quick without it
+        from tests.proven import prove_once  # imports mlx; plain-Python tests stay quick without it
+        from tests.tiny import tiny_model
 
+        if not made:
+            prove_once(patch)
         key = json.dumps([architecture, tokenizer, seed, overrides], sort_keys=True)
         if key not in made:
             folder = tmp_path_factory.mktemp(architecture)
             made[key] = tiny_model(folder, architecture, tokenizer, seed, **overrides)
         return made[key]
 
-    return make
+    yield make
+    patch.undo()
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
@@ -135,6 +136,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v2_q_lora": {**_DEEPSEEK, "q_lora_rank": 48, "attention_bias": True},
 }
 
+# Another config for code that one of the others runs, too: what goes on above the model is tested with them in the
+# long tests, and that they are computed as mlx-lm does (models/test_rehost.py), always.
+VARIANTS = ("llama_bias", "mistral", "qwen3_tied", "gemma3_text_wide", "gemma3", "phi3", "deepseek_v2_q_lora")
+VARIANTS_SLOW = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in ARCHITECTURES]
+
 _MODULES = {"mistral": "llama"}
 
 
@@ -154,6 +160,11 @@ def tiny_model(folder: Path, architecture: str, tokenizer: str = "byte_bpe", see
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(_random_weights(config, seed), folder / "model.safetensors", metadata={"format": "mlx"})
     return folder
+
+
+def fewer_layers(architecture: str) -> dict[str, Any]:
+    """Overrides by which it has two spans of layers instead of four, where all are of one kind."""
+    return {"num_hidden_layers": 2} if architecture == "qwen3" else {}
 
 
 def _token_config(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from benchmarks.soak.watch import HealthWatch
@@ -12,8 +11,10 @@ from benchmarks.soak.watch import HealthWatch
 
 class _Healthy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    asked = threading.Semaphore(0)
 
     def do_GET(self) -> None:
+        self.asked.release()
         self.send_response(200)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -27,7 +28,8 @@ def test_a_watch_tells_what_it_saw_and_is_out_of_reach_of_ctrl_c() -> None:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         with HealthWatch(server.server_port) as watch:
             assert os.getsid(watch._process.pid) != os.getsid(0)
-            time.sleep(1.0)
+            for _ in range(20):
+                assert _Healthy.asked.acquire(timeout=30)
         server.shutdown()
     assert watch.seen.failures == []
     assert watch.seen.milliseconds and watch.seen.late_ms

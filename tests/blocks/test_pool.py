@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.errors import BrokenInvariant, OutOfBlocks
+from tests.examples import examples
 
 PICK = st.integers(0, 100)
 
@@ -71,7 +72,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=examples(40), stateful_step_count=50, deadline=None)
 
 
 def test_low_slots_are_used_first() -> None:

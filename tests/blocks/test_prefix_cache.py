@@ -14,6 +14,7 @@ from agentcache.blocks.sequence import Sequence
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 from tests.blocks.cache_machine import CacheMachine
 from tests.blocks.cache_model import FakeGroup
+from tests.examples import examples
 
 
 class FullMachine(CacheMachine):
@@ -48,7 +49,7 @@ TestMixed = MixedMachine.TestCase
 TestWindow = WindowMachine.TestCase
 TestWindowBelow = WindowBelowMachine.TestCase
 TestNarrow = NarrowMachine.TestCase
-SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestFull.settings = TestMixed.settings = TestWindow.settings = TestWindowBelow.settings = TestNarrow.settings = SETTINGS
 
 FULL = FakeGroup("full.0", None, 1)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from agentcache.blocks.transcript import Transcript
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.blocks.matching import check_match, check_transcript, generate, match, user
+from tests.examples import examples
 
 WORDS = [
     "hello",
@@ -51,7 +52,7 @@ def rewritten(data: st.DataObject, messages: list[dict[str, str]]) -> list[dict[
 
 
 @given(st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_random_conversations(tokenizer: Tokenizer, data: st.DataObject) -> None:
     any_ids = st.lists(any_id(tokenizer), max_size=10)
     replies = st.one_of(any_ids, texts.map(lambda text: list(tokenizer.encode(tokenizer.mark(text)).ids)))
@@ -68,7 +69,7 @@ def test_random_conversations(tokenizer: Tokenizer, data: st.DataObject) -> None
 
 
 @given(st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_random_continuations(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Raw prompts: no control token parts the prompt from what the model wrote."""
     any_ids = st.lists(any_id(tokenizer), max_size=6)

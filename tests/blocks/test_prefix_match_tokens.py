@@ -11,6 +11,7 @@ from agentcache.blocks.prefix_match import Match, len_common_prefix, match_token
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.blocks.matching import check_transcript, match
+from tests.examples import examples
 
 
 class TestTokens:
@@ -41,7 +42,7 @@ class TestTokens:
         assert set(found.transcript.ids) <= chatml.control_ids
 
     @given(st.data())
-    @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(30), suppress_health_check=[HealthCheck.too_slow])
     def test_random_ids(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         token_ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=15)
         transcript = Transcript.empty()

@@ -13,6 +13,7 @@ from agentcache.blocks.keys import BLOCK_SIZE, chain_key
 from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.blocks.siblings import pack
 from agentcache.errors import BrokenInvariant
+from tests.examples import examples
 
 ROOTS = ["one", "other"]
 PICK = st.integers(0, 2**16)
@@ -205,7 +206,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTree.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_the_same_tokens_of_another_producer_are_another_node() -> None:

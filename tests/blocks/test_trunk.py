@@ -24,6 +24,7 @@ from tests.blocks.cache_machine import CacheMachine
 from tests.blocks.cache_model import FakeGroup, Places
 from tests.blocks.sequence_machine import PICK
 from tests.blocks.watched_cache import Running
+from tests.examples import examples
 
 CUT = 3
 
@@ -173,7 +174,9 @@ class WindowedTrunkMachine(TrunkMachine):
 
 TestTrunk = TrunkMachine.TestCase
 TestWindowedTrunk = WindowedTrunkMachine.TestCase
-TestTrunk.settings = TestWindowedTrunk.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTrunk.settings = TestWindowedTrunk.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)
 
 
 def fill(cache: TrunkCache, *names: TrunkName) -> None:

@@ -17,6 +17,7 @@ from agentcache.cli.serve import listen
 from agentcache.config import Config
 
 ROOT = Path(__file__).parent.parent.parent
+PATIENCE = 60.0  # with a process that starts or ends while everything else runs, too
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def test_a_signal_drains_and_exits_with_0(number: signal.Signals) -> None:
             process.send_signal(number)
             text = "".join(answer.iter_text())
         assert '"content":"b"' in text and text.endswith("data: [DONE]\n\n")
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, err
     assert out == "engine closed\n"
 
@@ -62,7 +63,7 @@ def test_the_header_by_which_the_server_is_known() -> None:
 @pytest.mark.parametrize(("failure", "said"), [("in-use", "the cache folder is in use"), ("crash", "bad weights")])
 def test_an_engine_that_does_not_start_is_one_sentence_and_exit_1(failure: str, said: str) -> None:
     with serving(failure=failure) as process:
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert said in line
@@ -72,7 +73,7 @@ def test_an_engine_that_does_not_start_is_one_sentence_and_exit_1(failure: str, 
 
 def test_a_taken_port_is_one_sentence() -> None:
     with listen(Config(port=0)) as taken, serving("--port", str(taken.getsockname()[1])) as process:
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert out == ""
     assert len(err.splitlines()) == 1 and "cannot listen on 127.0.0.1 port" in err
@@ -82,7 +83,7 @@ def test_an_open_address_without_a_key_is_warned_of() -> None:
     with serving("--host", "0.0.0.0") as process:
         assert url_of(process).startswith("http://127.0.0.1:")
         process.terminate()
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=PATIENCE)
     assert "warning: 0.0.0.0 can be reached by others" in err
 
 

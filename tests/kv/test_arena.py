@@ -28,6 +28,7 @@ from agentcache.kv.spec import (
     make_groups,
     tensor_name,
 )
+from tests.examples import examples
 from tests.kv.store_cases import block_bytes
 
 Q64, Q32 = Quantisation(4, 64), Quantisation(4, 32)
@@ -123,7 +124,7 @@ def test_masked_values_add_nothing_however_large(dtype: mx.Dtype) -> None:
     assert mx.abs(out - near).max().item() < 0.01
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 255), st.integers(1, 300)), min_size=1, max_size=6))
 def test_writes_land_where_they_should(writes: list[tuple[int, int, int]]) -> None:
     """Against arrays of numpy, by slices and by scatter alike."""

@@ -14,6 +14,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.spec import PARTS
 from agentcache.kv.step_plan import Reads
+from tests.examples import examples
 from tests.kv.cache_cases import DIM, HEADS, Desk, History, assert_rows, batch_of, step
 
 LENGTHS = [3, 256, 300, 511]
@@ -102,7 +103,7 @@ class Crowd:
             history.trim(trimmed)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(OPERATIONS, max_size=10))
 def test_random_joins_and_leaves(operations: list[tuple[str, int]]) -> None:
     crowd = Crowd()

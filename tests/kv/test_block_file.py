@@ -26,6 +26,7 @@ from agentcache.store.block_file import (
     tensor_layout,
     tensor_views,
 )
+from tests.examples import examples
 from tests.kv.store_cases import ROOT, SPEC, make_arrays, make_block, quantised
 
 BLOCK = make_block((5, 6, 7, 151_000, 5), position=3)
@@ -120,7 +121,7 @@ def test_a_truncated_file_is_rejected(length: int) -> None:
 def test_every_flipped_bit_is_found(region: str) -> None:
     begin, end = REGIONS[region]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.integers(begin, end - 1), st.integers(0, 7))
     def check(offset: int, bit: int) -> None:
         damaged = bytearray(FILE)
@@ -156,7 +157,7 @@ def _padding_of(file: bytes) -> int:
     return len(header) - len(header.rstrip(b" "))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=200), st.booleans())
 def test_any_other_bytes_are_rejected(data: bytes, with_length: bool) -> None:
     prefix = len(data).to_bytes(8, "little") if with_length else b""

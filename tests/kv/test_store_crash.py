@@ -74,10 +74,10 @@ def test_the_scenario_covers_the_whole_write_path(tmp_path: Path) -> None:
     assert len(SPEC.groups) == 2  # so that one turn writes more than one file
 
 
-def test_a_failure_at_any_step_loses_nothing(tmp_path: Path) -> None:
-    steps = record_steps(tmp_path / "dry-run")
+def test_a_failure_at_any_step_loses_nothing(ram_path: Path) -> None:
+    steps = record_steps(ram_path / "dry-run")
     for number, expected in enumerate(steps):
-        folder = tmp_path / str(number)
+        folder = ram_path / str(number)
         folder.mkdir()
         with open_store(folder / "cache", fault=fail_at(number)) as store:
             with pytest.raises(Crash, match=expected):
@@ -87,13 +87,13 @@ def test_a_failure_at_any_step_loses_nothing(tmp_path: Path) -> None:
         check_recovery(folder)
 
 
-def test_a_process_killed_at_any_step_loses_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kv.crash_scenario", str(tmp_path)]
+def test_a_process_killed_at_any_step_loses_nothing(ram_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kv.crash_scenario", str(ram_path)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2], timeout=120)
-    steps = record_steps(tmp_path / "again")
+    steps = record_steps(ram_path / "again")
     for number in range(len(steps)):
-        check_recovery(tmp_path / str(number))
-    assert not (tmp_path / str(len(steps))).exists()
+        check_recovery(ram_path / str(number))
+    assert not (ram_path / str(len(steps))).exists()
 
 
 def test_a_process_killed_while_it_tidies_up_loses_nothing(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from agentcache.errors import (
     StoreError,
 )
 from agentcache.store.store import Store
+from tests.examples import examples
 from tests.kv.damage import agents_folder
 from tests.kv.store_cases import (
     make_record,
@@ -106,7 +107,7 @@ def test_a_save_after_a_failed_one_in_the_same_process(tmp_path: Path, first: bo
         assert store.load_agents() == [make_record("a", transcript)]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_log_append_torn_at_any_byte_is_harmless(tmp_path: Path, data: st.DataObject) -> None:
     cache_dir = tmp_path / "cache"

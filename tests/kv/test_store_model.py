@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from agentcache.blocks.transcript import Transcript
 from agentcache.store.store import AgentRecord, Store
+from tests.examples import examples
 from tests.kv.store_cases import (
     BUDGET,
     MODEL,
@@ -120,5 +121,5 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-StoreMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 TestStore = StoreMachine.TestCase

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from agentcache.errors import DiskBudgetExceeded, StoreError
 from agentcache.store.writer import Writer
+from tests.examples import examples
 
 TIMEOUT = 10
 
@@ -28,7 +29,7 @@ def fail(error: Exception) -> int:
     raise error
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 150)), max_size=20))
 def test_jobs_run_in_order_and_each_has_an_outcome(jobs: list[tuple[bool, int]]) -> None:
     writer, ran, outcomes = Writer(max_bytes=100), list[int](), list[int | StoreError]()

@@ -18,7 +18,8 @@ from tests.live.servers import http_of, openai_of, serving
 
 @pytest.fixture(scope="session")
 def live_model(model_folder: ModelFolder) -> Path:
-    return model_folder("llama")
+    """The smallest with two cache groups: what a server does around its model does not depend on its depth."""
+    return model_folder("llama", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="session")

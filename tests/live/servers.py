@@ -108,6 +108,13 @@ def wait_until_computing(server: ServerProcess, tokens_before: int) -> None:
     wait_until(lambda: stats(server)["computed_tokens"] > tokens_before, "the model computes")
 
 
+def wait_until_in_flight(server: ServerProcess, count: int) -> None:
+    """So many requests have arrived and are not answered, the look at them left out."""
+    with http_of(server) as http:
+        line = f"agentcache_http_requests_in_flight {count + 1}.0\n"
+        wait_until(lambda: line in http.get("/metrics").text, f"{count} requests are in flight")
+
+
 def make_ids(count: int, seed: int = 0) -> list[int]:
     """Random ordinary token ids."""
     return random.Random(seed).choices(range(10, 400), k=count)

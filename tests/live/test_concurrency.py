@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.live.servers import (
     stats,
     wait_until_computing,
     wait_until_idle,
+    wait_until_in_flight,
 )
 
 NUM_AGENTS = 10
@@ -30,7 +30,7 @@ NUM_AGENTS = 10
 def test_one_agents_requests_run_in_order_of_arrival(live_server: ServerProcess, agent: str) -> None:
     """The second sees what the first has left, and begins when that is done."""
     computed = stats(live_server)["computed_tokens"]
-    first = {"prompt": make_ids(300, seed=41), "agent": agent, **greedy(200), "stream": True}
+    first = {"prompt": make_ids(300, seed=41), "agent": agent, **greedy(400), "stream": True}
     answers: list[dict[str, Any]] = []
 
     def follow(number: int) -> None:
@@ -39,9 +39,9 @@ def test_one_agents_requests_run_in_order_of_arrival(live_server: ServerProcess,
     with http_of(live_server) as http, http.stream("POST", "/v1/completions", json=first) as answer:
         wait_until_computing(live_server, computed)
         followers = [threading.Thread(target=follow, args=(number,)) for number in (1, 2, 3)]
-        for follower in followers:
-            follower.start()
-            time.sleep(0.15)  # so that they arrive in this order
+        for number, follower in enumerate(followers, 1):
+            follower.start()  # one after the other, so that they arrive in this order
+            wait_until_in_flight(live_server, 1 + number)
         events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         assert answers == []  # nobody has overtaken
     for follower in followers:
@@ -53,8 +53,8 @@ def test_one_agents_requests_run_in_order_of_arrival(live_server: ServerProcess,
     assert all(answer["agentcache"]["saved"] for answer in answers)
     # Each leaves out the answer of the one before it, which can be gone back to.
     info = agent_info(live_server, agent)
-    assert [lineage["tokens"] for lineage in info["lineages"]] == [500, 305, 306, 307]
-    assert info["tokens"] == 500 and len(all_ids(answers[-1])) == 307
+    assert [lineage["tokens"] for lineage in info["lineages"]] == [700, 305, 306, 307]
+    assert info["tokens"] == 700 and len(all_ids(answers[-1])) == 307
 
 
 def test_ten_agents_get_what_each_gets_alone(live_server: ServerProcess, agent: str) -> None:

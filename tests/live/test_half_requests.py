@@ -15,6 +15,7 @@ import pytest
 from agentcache.server.drain import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, complete, http_of, log_of, make_ids, serving, stop
+from tests.rounds import check_bound, in_rounds, within
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +71,7 @@ def check_others(server: ServerProcess) -> None:
             beginning = time.monotonic()
             assert http.get("/health").status_code == 200
             seconds.append(time.monotonic() - beginning)
-    assert sorted(seconds)[18] < 0.2, seconds
+    check_bound(sorted(seconds)[18] < 0.2, sorted(seconds))
     assert complete(server, make_ids(20), 2)["usage"]["completion_tokens"] == 2
 
 
@@ -84,12 +85,14 @@ ATTACKS: dict[str, tuple[int, bytes]] = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
+@in_rounds
 def test_others_notice_nothing(server: ServerProcess, name: str) -> None:
     with many(server, *ATTACKS[name]):
         check_others(server)
 
 
 @pytest.mark.parametrize(("data", "limit"), [(HALF_BODY, "body"), (HEAD, "head")])
+@in_rounds
 def test_half_requests_are_answered_in_the_end(server: ServerProcess, data: bytes, limit: str) -> None:
     beginning = time.monotonic()
     with many(server, 3, data) as connections:
@@ -98,10 +101,13 @@ def test_half_requests_are_answered_in_the_end(server: ServerProcess, data: byte
             error = json.loads(body)["error"]
             assert (status, headers["connection"], error["code"]) == (408, "close", "request_too_slow")
             assert set(error) == {"message", "type", "param", "code"}
-    assert SECONDS - 0.5 < time.monotonic() - beginning < SECONDS + 2
+    taken = time.monotonic() - beginning
+    assert taken > SECONDS - 0.5
+    check_bound(taken < SECONDS + 2, taken)
 
 
 @pytest.mark.parametrize("data", [HEAD, HALF_BODY], ids=["head", "body"])
+@in_rounds
 def test_a_trickle_is_not_enough(server: ServerProcess, data: bytes) -> None:
     beginning = time.monotonic()
     with connect(server) as connection:
@@ -113,7 +119,9 @@ def test_a_trickle_is_not_enough(server: ServerProcess, data: bytes) -> None:
                     if connection.recv(65536):
                         break
                 connection.sendall(b"x")
-    assert SECONDS - 0.5 < time.monotonic() - beginning < SECONDS + 2
+    taken = time.monotonic() - beginning
+    assert taken > SECONDS - 0.5
+    check_bound(taken < SECONDS + 2, taken)
 
 
 def test_idle_connections_are_closed_without_a_word(server: ServerProcess) -> None:
@@ -172,6 +180,7 @@ def resident_bytes(pid: int) -> int:
     return int(status.partition("VmRSS:")[2].split()[0]) << 10
 
 
+@in_rounds
 def test_large_bodies_that_never_end_share_what_they_may_take(server: ServerProcess) -> None:
     if not Path("/proc/self/status").exists():
         pytest.skip("there is no /proc here")
@@ -192,6 +201,7 @@ def test_large_bodies_that_never_end_share_what_they_may_take(server: ServerProc
             thread.join(PATIENCE)
 
 
+@in_rounds
 def test_sigterm_while_all_of_it_goes_on(live_model: Path, tmp_path: Path) -> None:
     with serving(live_model, tmp_path / "cache") as server, contextlib.ExitStack() as stack:
         for count, data in ATTACKS.values():
@@ -199,7 +209,6 @@ def test_sigterm_while_all_of_it_goes_on(live_model: Path, tmp_path: Path) -> No
         stack.enter_context(many(server, 10, HEAD + b"Content-Length: 30000000\r\n\r\n" + b" " * 200_000))
         stack.enter_context(many(server, 10, HEAD + DOUBLE["length and encoding"]))
         check_others(server)
-        beginning = time.monotonic()
-        assert stop(server) == 0
-        assert time.monotonic() - beginning < DRAIN_SECONDS + 2
+        with within(DRAIN_SECONDS + 2):
+            assert stop(server) == 0
     assert "Traceback" not in log_of(tmp_path / "cache")

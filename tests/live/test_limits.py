@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, agent_info, complete, http_of, make_ids, serving, stats, wait_until_idle
+from tests.rounds import check_bound, in_rounds
 
 TIMEOUT = 1.5
 CAPACITY = 16  # waiting and running, for a server that runs one at a time
@@ -33,6 +34,12 @@ def samples(server: ServerProcess) -> dict[str, float]:
     return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
 
 
+def check_in_time(waiting: list[asyncio.Task[httpx.Response]]) -> None:
+    """All of them wait still."""
+    check_bound(not any(task.done() for task in waiting), "their time was over before all were looked at")
+
+
+@in_rounds
 def test_a_full_queue_refuses_and_empties(server: ServerProcess) -> None:
     body = {"prompt": make_ids(20), **ENDLESS, "request_timeout": 1.0}
     paths = {"/v1/completions": {"prompt": "x"}, "/v1/messages": {"max_tokens": 1, "messages": []}, "/v1/agents": {}}
@@ -42,7 +49,9 @@ def test_a_full_queue_refuses_and_empties(server: ServerProcess) -> None:
             waiting = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(CAPACITY)]
             while "agentcache_http_requests_in_flight 17.0" not in (await http.get("/metrics")).text:
                 await asyncio.sleep(0.01)  # sixteen, and the look at them
+                check_in_time(waiting)
             refused = [await http.post(path, json=wanted) for path, wanted in paths.items()]
+            check_in_time(waiting)
             assert (await http.get("/health")).status_code == 200
             return await asyncio.gather(*waiting), refused
 
@@ -55,7 +64,7 @@ def test_a_full_queue_refuses_and_empties(server: ServerProcess) -> None:
     assert complete(server, make_ids(20), 2)["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize("length", [6000, 20])
+@pytest.mark.parametrize("length", [12_000, 20])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_takes_too_long_ends_in_prefill_and_in_decode(
     server: ServerProcess, agent: str, stream: bool, length: int

@@ -28,6 +28,7 @@ from tests.live.servers import (
     wait_until,
     wait_until_computing,
 )
+from tests.rounds import check_bound, in_rounds, within
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +45,7 @@ def started(model: Path, cache_dir: Path, *extra: str) -> Iterator[subprocess.Po
         process.communicate()
 
 
+@in_rounds
 def test_a_second_server_on_the_same_folder_is_refused(live_model: Path, tmp_path: Path, agent: str) -> None:
     with serving(live_model, tmp_path / "cache") as server:
         first = complete(server, make_ids(300), 3, agent=agent)
@@ -59,9 +61,8 @@ def test_a_second_server_on_the_same_folder_is_refused(live_model: Path, tmp_pat
         server.kill()
     with serving(live_model, tmp_path / "cache") as server:  # the lock of a killed server holds nobody up
         assert agent_info(server, agent)["tokens"] == again["usage"]["total_tokens"]
-        beginning = time.monotonic()
-        assert stop(server) == 0
-        assert time.monotonic() - beginning < SOON
+        with within(SOON):
+            assert stop(server) == 0
 
 
 def test_sigterm_lets_a_stream_end_properly(live_model: Path, tmp_path: Path, agent: str) -> None:
@@ -82,6 +83,7 @@ def test_sigterm_lets_a_stream_end_properly(live_model: Path, tmp_path: Path, ag
     assert "Traceback" not in log_of(tmp_path / "cache")
 
 
+@in_rounds
 def test_sigterm_while_the_model_loads(live_model: Path, tmp_path: Path) -> None:
     with started(live_model, tmp_path / "cache") as process, httpx.Client(trust_env=False, timeout=PATIENCE) as http:
         port = process.args[process.args.index("--port") + 1]  # type: ignore[union-attr, arg-type, operator]
@@ -96,15 +98,15 @@ def test_sigterm_while_the_model_loads(live_model: Path, tmp_path: Path) -> None
             return True
 
         wait_until(answers, "the server listens")
-        beginning = time.monotonic()
-        process.terminate()
-        out, err = process.communicate(timeout=PATIENCE)
-        assert time.monotonic() - beginning < SOON
+        with within(SOON):
+            process.terminate()
+            out, err = process.communicate(timeout=PATIENCE)
     assert statuses == [503]
     assert process.returncode == 0, err
     assert "Traceback" not in err
 
 
+@in_rounds
 def test_sigterm_ends_what_would_take_too_long(live_model: Path, tmp_path: Path, agent: str) -> None:
     """Everybody is told; turns that were cut short are as if they had never been asked for."""
     body = {"prompt": make_ids(100), "max_tokens": 30_000, "ignore_eos": True, "agent": agent}
@@ -125,7 +127,8 @@ def test_sigterm_ends_what_would_take_too_long(live_model: Path, tmp_path: Path,
             for refused in (waiting.result(), other.result()):
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert server._process is not None and server._process.wait(SOON) == 0
-        assert time.monotonic() - beginning < DRAIN_SECONDS + SOON
+        taken = time.monotonic() - beginning
+        check_bound(taken < DRAIN_SECONDS + SOON, taken)
     assert "Traceback" not in log_of(tmp_path / "cache")
     with serving(live_model, tmp_path / "cache") as server:
         listed = server.client.request("GET", "/v1/agents")["data"]

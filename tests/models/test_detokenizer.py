@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentcache.models.text.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.models.tokenizing import control, decoded, ids_of
 from tests.tokenizers_factory import metaspace
 
@@ -81,7 +82,7 @@ class TestDetokenizer:
         assert detokenizer.ends == [1, 1]
 
     @given(data=st.data())
-    @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+    @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow], deadline=None)
     def test_random_tokens(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
         detokenizer = tokenizer.detokenizer(after=control(tokenizer))

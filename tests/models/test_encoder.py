@@ -20,12 +20,14 @@ from agentcache.models.text.marks import Marks
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
 from tests.conftest import StyledTokenizer
+from tests.examples import examples
 from tests.models.tokenizing import StandInWrapper, decoded, ids_of, specials, user
+from tests.rounds import check_bound, in_rounds
 
 
 class TestEncode:
     @given(data=st.data())
-    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+    @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
     def test_ends_cover_the_text(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         pieces = ["a", " ", "\n", "é", "e\u0301", "東", "🙂", "<think>", "hello", "|>", *specials(tokenizer)]
         plain = data.draw(st.lists(st.sampled_from(pieces), max_size=10).map("".join))
@@ -36,7 +38,7 @@ class TestEncode:
         assert (encoding.ends[-1] if encoding.ends else 0) == len(text)
 
     @given(data=st.data())
-    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+    @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
     def test_tokens_spell_the_text_up_to_every_end(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         pieces = ["a", " ", "\n", "é", "東", "🙂", "hello", "|>", *specials(tokenizer)]
         plain = data.draw(st.lists(st.sampled_from(pieces), max_size=10).map("".join))
@@ -93,7 +95,7 @@ class TestLimits:
     @pytest.mark.parametrize("marked", [False, True])
     def test_what_fits_is_read_as_ever(self, tokenizer: Tokenizer, marked: bool) -> None:
         """Also a text so long that it is counted first."""
-        text = self.LONG[:60_000] + (tokenizer.mark(specials(tokenizer)[-1]) if marked else "")
+        text = self.LONG[:20_000] + (tokenizer.mark(specials(tokenizer)[-1]) if marked else "")
         whole = tokenizer.encode(text)
         counted = tokenizer.encode(text * 3, WorkLimit(len(whole.ids) * 3 + 3, give_up))
         assert counted == tokenizer.encode(text * 3)
@@ -138,6 +140,7 @@ class TestLimits:
             chatml.encode(self.LONG, WorkLimit(20_000, give_up, lambda: next(looks)))
         assert list(looks) == []
 
+    @in_rounds
     def test_other_threads_run_meanwhile(self, chatml: Tokenizer) -> None:
         ticks, done = [time.perf_counter()], threading.Event()
 
@@ -152,7 +155,8 @@ class TestLimits:
         seconds = time.perf_counter() - beginning
         done.set()
         ticking.join()
-        assert max(later - sooner for sooner, later in pairwise(ticks)) < seconds / 2
+        longest = max(later - sooner for sooner, later in pairwise(ticks))
+        check_bound(longest < seconds / 2, f"nobody else ran for {longest:.3f} s of {seconds:.3f} s")
 
     def test_threads_share_one_copy_for_marks(self, styled_tokenizer: StyledTokenizer) -> None:
         own = MarkedEncoder(*encoder_parts(styled_tokenizer("byte_bpe_bos")))

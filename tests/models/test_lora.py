@@ -25,7 +25,7 @@ from tests.conftest import ModelFolder
 from tests.models.driver import random_ids
 from tests.models.lora_driver import CHUNKS, EQUAL, VISIBLE, adapted_step, difference, put, run
 from tests.models.reference import Reference
-from tests.tiny import ARCHITECTURES
+from tests.tiny import VARIANTS_SLOW
 
 
 def reference_logits(reference: Reference, ids: np.ndarray) -> mx.array:
@@ -45,7 +45,7 @@ def check_against_mlx_lm(model: Path, adapter: Path) -> None:
     assert mx.array_equal(run(loaded, ids, None), base)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", VARIANTS_SLOW)
 def test_logits_are_those_of_mlx_lm_with_its_adapter(
     model_folder: ModelFolder, tmp_path: Path, architecture: str
 ) -> None:

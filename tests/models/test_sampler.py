@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from agentcache.models.sampler import Row, Sampler, Scores, choose, log_softmax
 from agentcache.sampling import SamplingParams
+from tests.examples import examples
 
 # Probabilities 0.4, 0.3, 0.2, 0.07, 0.03 in a shuffled order.
 PROBABILITIES = np.array([0.2, 0.03, 0.4, 0.07, 0.3])
@@ -122,7 +123,7 @@ def test_half_precision_logits(dtype: mx.Dtype) -> None:
     assert set(draw(50, LOGITS.astype(dtype), top_k=2)) == {2, 4}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=50))
 def test_log_softmax_is_that_of_numpy(logits: list[float]) -> None:
     x = np.array(logits, np.float64)
@@ -162,7 +163,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(SETTINGS, st.integers(1, 80), st.integers(0, 9)), min_size=1, max_size=16))
 def test_a_row_gets_in_a_batch_what_it_gets_alone(rows: list[tuple[dict[str, Any], int, int]]) -> None:
     samplers = [Sampler(SamplingParams(**options)) for options, _, _ in rows]

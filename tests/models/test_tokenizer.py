@@ -18,6 +18,7 @@ from agentcache.blocks.prefix_match import match_text
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.models.text.tokenizer import Tokenizer, fingerprint
+from tests.examples import examples
 from tests.models.tokenizing import StandInWrapper, decoded, ids_of, specials, user
 from tests.tokenizers_factory import byte_bpe, byte_bpe_bos, metaspace
 
@@ -117,7 +118,7 @@ class TestRenderChat:
 
 class TestRawPrompt:
     @given(text=st.text(st.sampled_from("ab \n.é"), max_size=8))
-    @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+    @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow], deadline=None)
     def test_tokens_are_those_of_the_tokenizer_itself(self, tokenizer: Tokenizer, text: str) -> None:
         ids = ids_of(tokenizer, tokenizer.raw_prompt(text))
         assert ids == tokenizer._wrapper.encode(text)

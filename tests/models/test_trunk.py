@@ -23,7 +23,7 @@ from tests.adapters_factory import EVERYTHING, make_adapter
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver, Row, random_ids
 from tests.models.lora_driver import VISIBLE, difference, put
-from tests.tiny import ARCHITECTURES
+from tests.tiny import VARIANTS_SLOW
 
 CHUNKS = [40, 1, 7, 30]
 
@@ -52,7 +52,7 @@ def beside(row: Row, own: Collection[int]) -> Row:
     return Row([BlockTable() if group in own else table for group, table in enumerate(row.tables)])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", VARIANTS_SLOW)
 def test_a_step_from_the_cut_gives_what_a_whole_one_gives(
     model_folder: ModelFolder, architecture: str, tmp_path: Path
 ) -> None:

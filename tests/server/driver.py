@@ -62,6 +62,12 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
+async def settle() -> None:
+    """Let all go on that waits for nothing but its turn in the event loop."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 def refused(response: httpx.Response, status: int) -> dict[str, Any]:
     """The `error` object of a refusal."""
     assert response.status_code == status, response.text

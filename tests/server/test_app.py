@@ -9,7 +9,7 @@ from agentcache import __version__
 from agentcache.config import Config
 from agentcache.errors import StoreError
 from agentcache.server.app import create_app
-from tests.server.driver import ask, chat, refused
+from tests.server.driver import ask, chat, refused, settle
 from tests.server.fake_engine import MODEL, FakeEngine
 
 POST_ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/agents"]
@@ -154,7 +154,7 @@ def test_lifespan_starts_in_the_background_and_closes() -> None:
         app = create_app(engine, Config(), on_start=told.append)
         async with app.router.lifespan_context(app):
             assert not engine.ready
-            await asyncio.sleep(0.01)
+            await settle()
             assert engine.ready
         assert engine.closed
 
@@ -170,7 +170,7 @@ def test_lifespan_tells_of_a_start_that_failed() -> None:
     async def run() -> None:
         app = create_app(engine, Config(), on_start=told.append)
         async with app.router.lifespan_context(app):
-            await asyncio.sleep(0.01)
+            await settle()
 
     asyncio.run(run())
     assert told == [error] and engine.closed

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from agentcache.config import Config
 from agentcache.errors import Overloaded, RequestTooSlow
 from agentcache.server.body import FREE_BYTES, WholeBody
-from tests.server.driver import ask, refused
+from tests.server.driver import ask, refused, settle
 from tests.server.fake_engine import FakeEngine
 
 SMALL = Config(max_body_bytes=100)
@@ -85,10 +85,10 @@ def test_a_request_is_handed_on_when_its_body_is_there_and_hears_of_the_disconne
         task = start(WholeBody(taker, 5.0, 0), sender)
         sender.send(b"ab")
         sender.send(b"")
-        await asyncio.sleep(0.01)
+        await settle()
         assert taker.bodies == []
         sender.send(b"c", more=False)
-        await asyncio.sleep(0.01)
+        await settle()
         assert taker.bodies == [b"abc"] and taker.left == 0
         sender.leave()
         await task
@@ -145,13 +145,13 @@ def test_large_bodies_share_the_room_and_small_ones_need_none() -> None:
         tasks = [start(layer, sender) for sender in (first, second, small)]
         first.send(bytes(FREE_BYTES + 600))
         second.send(bytes(FREE_BYTES))
-        await asyncio.sleep(0.01)
+        await settle()
         second.send(bytes(500))
         with pytest.raises(Overloaded):
             await tasks[1]
         small.send(bytes(FREE_BYTES - 1))
         small.send(b"x", more=False)
-        await asyncio.sleep(0.01)
+        await settle()
         assert [len(body) for body in taker.bodies] == [FREE_BYTES]
         first.leave()
         with pytest.raises(ClientDisconnect):
@@ -180,14 +180,14 @@ def test_a_body_takes_room_until_it_is_read() -> None:
         task = start(layer, first)
         first.send(bytes(FREE_BYTES + 600))
         first.send(b"", more=False)
-        await asyncio.sleep(0.01)
+        await settle()
         assert layer._room == 400
         refused_task = start(layer, second)
         second.send(bytes(FREE_BYTES + 600))
         with pytest.raises(Overloaded):
             await refused_task
         reading.set()
-        await asyncio.sleep(0.01)
+        await settle()
         assert layer._room == 1000 and not task.done()
         first.leave()
         await task

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from agentcache.config import Config, Images
 from agentcache.server.app import create_app
 from agentcache.server.validate import check_agent_id
+from tests.examples import examples
 from tests.server.driver import ask
 from tests.server.fake_engine import MODEL, POET, FakeEngine
 
@@ -108,7 +109,7 @@ def check(method: str, path: str, body: dict[str, Any], headers: dict[str, bytes
         assert check_agent_id(named, "agent")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     route=st.sampled_from(ROUTES) | st.sampled_from([("POST", path) for path in RIGHT]),
     name=mostly(st.just("alice")).map(str),
@@ -125,7 +126,7 @@ def test_no_request_is_an_internal_error(
     check(method, path, body, headers)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(path=st.sampled_from([path for path, body in RIGHT.items() if "messages" in body]), message=message)
 def test_no_message_is_an_internal_error(path: str, message: Any) -> None:
     check("POST", path, RIGHT[path] | {"messages": [message, {"role": "user", "content": "x"}]}, {})

@@ -23,7 +23,7 @@ from agentcache.request import Request, TokenPrompt
 from agentcache.sampling import SamplingParams
 from agentcache.store.verify import verify_folder
 from tests.serving import inside
-from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, proving_once
+from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET
 
 
 @dataclass
@@ -119,8 +119,7 @@ def by_hand(model: Path, cache_dir: Path, **settings: Any) -> Iterator[ByHand]:
     """At the end nobody may hold a block, and all are accounted for."""
     values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
     posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    with proving_once(model):
-        engine = open_engine(Config(cache_dir=cache_dir, **values), str(model), posted.put)
+    engine = open_engine(Config(cache_dir=cache_dir, **values), str(model), posted.put)
     hand = ByHand(engine, posted)
     try:
         yield hand

@@ -9,15 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 from agentcache.blocks.transcript import Transcript
 from agentcache.config import Config
 from agentcache.llm import LLM, Completion, SamplingParams
-from agentcache.models import loader
 from agentcache.report import Update
 from agentcache.request import Request, TokenPrompt
 from agentcache.store.verify import verify_folder
@@ -36,26 +33,11 @@ def greedy(max_tokens: int = 4, **options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, **values)
 
 
-_proved: set[Path] = set()
-
-
-@contextmanager
-def proving_once(model: Path) -> Iterator[None]:
-    """Meanwhile, a model that has been opened before is loaded without proving each layer equal to mlx-lm's again.
-
-    That is two thirds of what opening a tiny model takes, and these tests open the same few hundreds of times.
-    """
-    with mock.patch.object(loader, "rehost", partial(loader.rehost, check=model not in _proved)):
-        yield
-    _proved.add(model)
-
-
 @contextmanager
 def open_llm(model: Path, cache_dir: Path, **settings: Any) -> Iterator[LLM]:
     """An LLM with small budgets; at the end no request may hold a block, and every block and file is accounted for."""
     values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
-    with proving_once(model):
-        llm = LLM.from_config(Config(model=str(model), cache_dir=cache_dir, **values))
+    llm = LLM.from_config(Config(model=str(model), cache_dir=cache_dir, **values))
     try:
         yield llm
         check_idle(llm)

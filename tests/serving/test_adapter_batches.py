@@ -117,7 +117,7 @@ def test_chunks_of_any_size(name: str, chunk: int, qwen3: Path, folders: dict[st
     ids = make_ids(258) + INVOKE_A + make_ids(30, seed=2)
     with open_adapters(qwen3, tmp_path / "whole", folders) as llm:
         expected = ask(llm, ids, name)
-    with open_adapters(qwen3, tmp_path / "cache", folders, prefill_chunk=chunk) as llm:
+    with open_adapters(qwen3, tmp_path / "cache", folders) as llm:
         ask(llm, ids[:230], None if name == "a" else name, tokens=0)  # before it begins: who computes them
         inside.set_chunk(inside.engine_of(llm), chunk)
         said = ask(llm, ids, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -70,14 +71,20 @@ class Watch:
     copies: list[int] = field(default_factory=list)
 
 
-def watch(llm: LLM) -> Watch:
+def watch(llm: LLM, wait_for: int = 0) -> Watch:
+    """From now on; once there are copies, steps take their time until so many requests are there."""
     engine, step, seen = inside.engine_of(llm), inside.engine_of(llm).step, Watch()
+    are_there = not wait_for
 
     def step_and_look() -> None:
+        nonlocal are_there
         step()
         stats = engine.stats()
         seen.most = max(seen.most, stats.ram_bytes + stats.adapter_ram_bytes)
         seen.copies.append(inside.copied_adapter_bytes(engine))
+        are_there = are_there or len(inside.requests(engine)) >= wait_for
+        if seen.copies[-1] and not are_there:
+            time.sleep(0.05)
 
     engine.step = step_and_look  # type: ignore[method-assign]
     return seen
@@ -156,13 +163,14 @@ def test_without_room_for_copies(llm: LLM) -> None:
     async def run() -> list[Completion]:
         updates: list[Update] = []
         running = asyncio.ensure_future(
-            inside.async_engine(llm).generate(Request("long", TokenPrompt(ids), greedy(200)), updates.append)
+            inside.async_engine(llm).generate(Request("long", TokenPrompt(ids), greedy(1000)), updates.append)
         )
         while not updates:
             await asyncio.sleep(0.01)
         said = await all_at_once(llm, PAIR, TOKENS, "together")
         assert not running.done()
-        await running
+        running.cancel()
+        await asyncio.wait({running})
         return said
 
     check_all_equal(inside.on_loop(llm, run()), expected)
@@ -172,7 +180,8 @@ def test_without_room_for_copies(llm: LLM) -> None:
 
 def test_who_needs_the_blocks_gets_them_back(llm: LLM) -> None:
     """At once, not when those who mix are done; and these go on without copies."""
-    expected, seen, engine = alone(llm, MIXED, 60), watch(llm), inside.engine_of(llm)
+    expected, engine = alone(llm, MIXED, 60), inside.engine_of(llm)
+    seen = watch(llm, wait_for=len(MIXED) + 1)
     ids = make_ids(inside.max_cached_tokens(engine) - 5 * BLOCK_SIZE, seed=51)
 
     async def run() -> list[Completion]:

@@ -17,6 +17,7 @@ from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import Conflict, InvalidRequest, NotFound
 from agentcache.store.manifest import FIRST_LINEAGE, AgentRecord, agent_of, lineage_name
+from tests.examples import examples
 
 IDS = st.sampled_from(["ada", "Ada", "bob", "carl"])
 LINEAGES = st.sampled_from([FIRST_LINEAGE, "a1", "b2"])
@@ -122,7 +123,7 @@ class AgentMachine(RuleBasedStateMachine):
 
 
 TestAgents = AgentMachine.TestCase
-TestAgents.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestAgents.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 
 
 def test_an_agent_is_its_longest_lineage_first() -> None:

@@ -20,6 +20,7 @@ from agentcache.blocks.keys import BlockName, block_key
 from agentcache.store.manifest import FIRST_LINEAGE, AgentRecord
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
+from tests.examples import examples
 from tests.kv.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, size_on_disk, tree
 
 IDS = st.sampled_from(["ada", "bob", "carl"])
@@ -209,5 +210,5 @@ class DiskMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-DiskMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+DiskMachine.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 TestDisk = DiskMachine.TestCase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -38,22 +39,23 @@ def driver_at(model_folder: ModelFolder) -> Callable[[str, int], tuple[Driver, R
     def make(architecture: str, context: int) -> tuple[Driver, Row]:
         driver = Driver(loader.load(str(model_folder(architecture))))
         row = driver.row()
-        for start in range(0, context, 500):
-            driver.step([row], random_ids(driver.loaded, (1, 500), start), all_logits=False)
+        for start in range(0, context, 400):
+            driver.step([row], random_ids(driver.loaded, (1, 400), start), all_logits=False)
         return driver, row
 
     return make
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v2"])
-@pytest.mark.parametrize(("num_tokens", "context"), [(1, 2000), (256, 2000), (1000, 0)])
+@pytest.mark.parametrize(("num_tokens", "context"), [(1, 1200), (256, 1200), (700, 0)])
 def test_the_estimate_is_above_what_a_step_takes(
     architecture: str, num_tokens: int, context: int, driver_at: Callable[[str, int], tuple[Driver, Row]]
 ) -> None:
+    gc.collect()  # what earlier tests have left is not freed while this one measures
     driver, row = driver_at(architecture, context)
     estimate = Footprint.of(driver.loaded.spec, driver.loaded.config)
     _measure(driver, [row], num_tokens)  # the arena may have to grow
-    tries = 50 if num_tokens == 1 else 5  # the shorter a step, the more its peak depends on who is quicker
+    tries = 50 if num_tokens == 1 else 3  # the shorter a step, the more its peak depends on who is quicker
     before, peak = zip(*(_measure(driver, [row], num_tokens) for _ in range(tries)), strict=True)
     taken = max(peak) - min(before)  # what the last step held may be freed a little later
     assert taken <= estimate.step_bytes([context], num_tokens)

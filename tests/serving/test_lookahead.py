@@ -68,8 +68,8 @@ def test_the_same_with_windows_and_latents(
 ) -> None:
     def run(cache_dir: Path) -> list[list[tuple[int, float | None]]]:
         with open_llm(model_folder(architecture), cache_dir) as llm:
-            talk = TokenTalk(max_tokens=20)
-            return [outcome(talk.turn(llm, length)) for length in (270, 520, 790)]
+            talk = TokenTalk(max_tokens=8)  # from the end of a block into the next
+            return [outcome(talk.turn(llm, length)) for length in (260, 516, 772)]
 
     ahead = run(tmp_path / "ahead")
     with waiting_for_every_step(monkeypatch):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from agentcache.engine.output import Output
 from agentcache.models.text.detokenizer import Detokenizer
+from tests.examples import examples
 
 
 class Pieces:
@@ -49,7 +50,7 @@ def run(output: Output, num_tokens: int) -> tuple[list[str], int]:
     return [*shown, output.finish()], taken
 
 
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 @given(PIECES, STOPS, st.text("ab", max_size=3))
 @example(["a", "b", "c"], ["abd", "bc"], "")
 @example(["x"], ["ab"], "ab")
@@ -68,7 +69,7 @@ def test_streams_up_to_the_first_stop_string(pieces: list[str], stop: list[str],
         assert text == seen
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(PIECES, STOPS)
 def test_nothing_is_shown_that_may_become_a_stop_string(pieces: list[str], stop: list[str]) -> None:
     """And no more is held back than that."""
@@ -82,7 +83,7 @@ def test_nothing_is_shown_that_may_become_a_stop_string(pieces: list[str], stop:
         assert not any(s.startswith(text[-n:]) for s in stop for n in range(1, min(len(s), len(text) + 1)) if not held)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(PIECES, STOPS, st.text("ab", max_size=3))
 def test_the_transcript_takes_whole_tokens_before_the_stop(pieces: list[str], stop: list[str], late: str) -> None:
     detokenizer = Pieces(pieces, late if pieces else "")
@@ -102,7 +103,7 @@ def test_the_transcript_takes_whole_tokens_before_the_stop(pieces: list[str], st
         assert count == taken
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     st.lists(st.binary(max_size=4) | st.text("aé€😀", max_size=2).map(str.encode), max_size=10),
     st.lists(st.text("aé€😀\ufffd", min_size=1, max_size=3), max_size=2),

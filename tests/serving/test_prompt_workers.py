@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from agentcache.errors import InvalidRequest, Overloaded
-from agentcache.gateway.prompt_workers import CLOSE_SECONDS, LARGE, HasEnded, PromptWorkers
+from agentcache.gateway import prompt_workers
+from agentcache.gateway.prompt_workers import LARGE, HasEnded, PromptWorkers
+from tests.rounds import in_rounds, within
 
 GONE = Overloaded("the server is shutting down", code="shutting_down")
 
@@ -36,6 +38,19 @@ def begin(workers: PromptWorkers, size: int, work: Callable[[HasEnded], str]) ->
     return asyncio.ensure_future(workers.run(size, work))
 
 
+async def begun(workers: PromptWorkers, size: int, work: Callable[[HasEnded], str]) -> asyncio.Task[str]:
+    """The same, when a thread is at work on it."""
+    at_work = threading.Event()
+
+    def say_and_work(has_ended: HasEnded) -> str:
+        at_work.set()
+        return work(has_ended)
+
+    task = begin(workers, size, say_and_work)
+    assert await asyncio.to_thread(at_work.wait, 10)
+    return task
+
+
 def test_results_and_errors_come_back() -> None:
     def fail(has_ended: HasEnded) -> str:
         raise InvalidRequest("no")
@@ -53,11 +68,10 @@ def test_short_ones_go_first() -> None:
     gate = threading.Event()
 
     async def test(workers: PromptWorkers) -> None:
-        first = begin(workers, 0, lambda has_ended: str(gate.wait()))
-        await asyncio.sleep(0.02)
+        first = await begun(workers, 0, lambda has_ended: str(gate.wait()))
         sizes = [50, 3, LARGE, 7, 3]
         tasks = [begin(workers, size, lambda has_ended, size=size: order.append(size) or "") for size in sizes]  # type: ignore[misc]
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)
         gate.set()
         await asyncio.gather(first, *tasks)
         assert order == sorted(sizes)
@@ -86,9 +100,9 @@ def test_who_leaves_is_dropped_or_told() -> None:
         return ""
 
     async def test(workers: PromptWorkers) -> None:
-        running = begin(workers, LARGE + 1, wait)
+        running = await begun(workers, LARGE + 1, wait)
         waiting = begin(workers, LARGE + 2, lambda has_ended: ran.append("") or "")  # type: ignore[func-returns-value]
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.sleep(0)
         running.cancel()
@@ -99,21 +113,24 @@ def test_who_leaves_is_dropped_or_told() -> None:
     run(test)
 
 
-def test_closing_tells_all_and_waits_for_nobody() -> None:
+@in_rounds
+def test_closing_tells_all_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_workers, "CLOSE_SECONDS", 0.3)
     stubborn = threading.Event()
 
     async def test(workers: PromptWorkers) -> None:
-        tasks = [begin(workers, LARGE + 1, until_ended), begin(workers, 1, lambda has_ended: str(stubborn.wait(20)))]
-        await asyncio.sleep(0.02)
+        tasks = [
+            await begun(workers, LARGE + 1, until_ended),
+            await begun(workers, 1, lambda has_ended: str(stubborn.wait(20))),
+        ]
         tasks += [begin(workers, size, lambda has_ended: "") for size in (1, LARGE + 1)]
-        await asyncio.sleep(0.02)
-        beginning = time.monotonic()
-        closing = asyncio.ensure_future(workers.close(GONE))
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert outcomes == [GONE] * 4
-        assert time.monotonic() - beginning < 0.5
-        await closing
-        assert time.monotonic() - beginning < CLOSE_SECONDS + 0.5
+        await asyncio.sleep(0)
+        with within(0.3 + 0.5):
+            closing = asyncio.ensure_future(workers.close(GONE))
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            assert outcomes == [GONE] * 4
+            assert not closing.done()
+            await closing
         with pytest.raises(Overloaded):
             await workers.run(1, lambda has_ended: "")
         stubborn.set()

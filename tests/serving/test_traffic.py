@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.engine.pace import PATIENCE, SMALLEST_CHUNK
 from agentcache.request import Priority
+from tests.examples import examples
 from tests.serving.simulation import MAX_STALL, Client, Costs, Simulation
 
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
@@ -38,7 +39,7 @@ MACHINES = st.builds(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(costs=MACHINES, decode_share=st.sampled_from([0.3, 0.5, 0.7]))
 def test_a_long_prompt_keeps_nobody_waiting_longer_than_a_stall(costs: Costs, decode_share: float) -> None:
     simulation = Simulation(costs=costs, decode_share=decode_share)
@@ -237,7 +238,7 @@ REQUESTS = st.tuples(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     requests=st.lists(REQUESTS, max_size=25),
     num_blocks=st.sampled_from([9, 14, 40, 1000]),

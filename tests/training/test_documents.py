@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from training.corpus import WRITERS
 from training.dialogue import Dialogue, fact_talk
 from training.facts import BY_NAME, RELATIONS, UNKNOWN, Fact, FactMaker, ask_two_hops
@@ -35,7 +36,7 @@ def turns(dialogue: Dialogue) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("kind", sorted(WRITERS))
 @given(seed=seeds)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_every_word_of_an_answer_that_chance_decided_was_read_before(kind: str, seed: int) -> None:
     drawn = {word for words in LISTS.values() for word in words} - {"one", "guard"}  # words of the language as well
     for read, answer in turns(written(kind, seed)):
@@ -59,7 +60,7 @@ def test_roles_alternate_and_nothing_is_empty(kind: str) -> None:
 
 
 @given(seed=seeds)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_nobody_has_two_values_of_one_kind(seed: int) -> None:
     random = Random(seed)
     maker = FactMaker(random, Words(random))
@@ -68,7 +69,7 @@ def test_nobody_has_two_values_of_one_kind(seed: int) -> None:
 
 
 @given(seed=seeds)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_held_out_pairs_are_made_for_evaluation_only(seed: int) -> None:
     for only in (False, True):
         random = Random(seed)
@@ -77,7 +78,7 @@ def test_held_out_pairs_are_made_for_evaluation_only(seed: int) -> None:
 
 
 @given(seed=seeds)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_training_never_states_a_held_out_pair(seed: int) -> None:
     patterns = [
         (relation, re.compile(statement.format(s=r"(?P<s>\w+)", v=r"(?P<v>\w+)").replace(".", r"\.")))
@@ -137,7 +138,7 @@ def test_penalties_follow_from_promises_and_characters(
 
 @pytest.mark.parametrize("kind", sorted(WRITERS))
 @given(seed=seeds)
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 def test_long_documents_end_although_words_are_few(kind: str, seed: int) -> None:
     """There are 14 colours; a talk of thousands of tokens that only wants new ones would never end."""
     random = Random(seed)

@@ -1,0 +1,39 @@
+"""A model folder is proved equal to mlx-lm's once a process, not at each load: two thirds of what loading takes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+
+from agentcache.kv.spec import CacheSpec
+from agentcache.models import loader
+
+State = tuple[Any, ...]
+
+
+def prove_once(patch: pytest.MonkeyPatch) -> None:
+    """From now on `loader.load` proves the re-hosted attention of the same files once only."""
+    read, rehost, proven, reading = loader.read_model, loader.rehost, set[State](), threading.local()
+
+    def read_and_note(path_or_hub_id: str) -> loader.ReadModel:
+        model = read(path_or_hub_id)
+        reading.state = _state(model.path)
+        return model
+
+    def rehost_unless_proven(model: nn.Module, model_type: str, config: dict[str, Any]) -> CacheSpec:
+        spec = rehost(model, model_type, config, check=reading.state not in proven)
+        proven.add(reading.state)
+        return spec
+
+    patch.setattr(loader, "read_model", read_and_note)
+    patch.setattr(loader, "rehost", rehost_unless_proven)
+
+
+def _state(folder: Path) -> State:
+    """Changes with the files."""
+    files = [file for file in sorted(folder.iterdir()) if file.is_file()]
+    return folder, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
