@@ -19,6 +19,7 @@ from agentcache.models.builtin.random_model import random_model_path
 from agentcache.models.footprint import Footprint, free_memory
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver, Row, random_ids
+from tests.rounds import check_bound, in_rounds
 from tests.serving import inside
 from tests.serving.conversation import TokenTalk, cold_ids, greedy, make_ids, open_llm
 from tests.serving.simulation import make_generation
@@ -89,6 +90,7 @@ def large_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     + [([0], 256), ([3000], 256)],
     ids=str,
 )
+@in_rounds
 def test_the_estimate_is_at_most_twice_what_a_step_takes(
     contexts: list[int], num_tokens: int, large_driver: Driver
 ) -> None:
@@ -98,14 +100,15 @@ def test_the_estimate_is_at_most_twice_what_a_step_takes(
         row.length = context  # of zeros
     estimate = Footprint.of(large_driver.loaded.spec, large_driver.loaded.config).step_bytes(contexts, num_tokens)
     _measure(large_driver, rows, num_tokens)  # the arena has to grow
-    tries = 6 if num_tokens == 1 else 2
+    tries = 20 if num_tokens == 1 else 2  # as above
     before, peak = zip(*(_measure(large_driver, rows, num_tokens) for _ in range(tries)), strict=True)
     taken = max(peak) - min(before)
     for row in rows:
         for table, pool in zip(row.tables, large_driver.pools, strict=True):
             for block_id in table.block_ids:
                 pool.release(block_id)
-    assert taken <= estimate <= 2 * taken, (taken, estimate)
+    assert taken <= estimate, (taken, estimate)
+    check_bound(estimate <= 2 * taken, (taken, estimate))
 
 
 def test_more_of_anything_takes_more(guard: MemoryGuard) -> None:
