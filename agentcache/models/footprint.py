@@ -110,7 +110,8 @@ class Footprint:
         unpacked = keys * (self.unpacked_dim + kind.cached_dim) * _UNPACKED_COPIES * _FLOAT
         scores = self.spec.num_attention_heads * num_tokens * keys * _FLOAT
         copies = _FLASH_SCORES_WITH_SINKS if self.spec.model_type in _HAVE_SINKS else _FLASH_SCORES
-        return unpacked + (0 if self.fused else int(copies * scores))
+        mask = num_tokens * keys  # a byte each
+        return unpacked + mask + (0 if self.fused else int(copies * scores))
 
 
 @dataclass(frozen=True)

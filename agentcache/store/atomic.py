@@ -46,9 +46,11 @@ class Replacement:
         self._temp = path.with_name(f"{path.name}.{secrets.token_hex(6)}{TEMP_SUFFIX}")
         self._kind = kind
         self._fault = fault
+        self._is_temporary = False
 
     def write(self, data: bytes) -> None:
         self._fault(f"{self._kind}-before-temp")
+        self._is_temporary = True
         with self._files.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
             write_all(fd, data, 0)
         self._fault(f"{self._kind}-temp-written")
@@ -61,12 +63,14 @@ class Replacement:
     def replace(self) -> None:
         self._fault(f"{self._kind}-before-replace")
         self._files.rename(self._temp, self.path)
+        self._is_temporary = False
         self._fault(f"{self._kind}-replaced")
 
     def discard(self) -> None:
         """Remove the temporary file, if it is still there."""
-        with suppress(OSError):
-            self._files.remove(self._temp)
+        if self._is_temporary:
+            with suppress(OSError):
+                self._files.remove(self._temp)
 
 
 def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: Fault) -> None:

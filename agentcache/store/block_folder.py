@@ -135,8 +135,11 @@ class BlockFolder:
 
     def _write_temp(self, file: Replacement, block: BlockWrite) -> int:
         data = encode_block(self._spec, block.header, block.arrays, block.extras)
-        self._files.make_folder(file.path.parent)
-        file.write(data)
+        try:
+            file.write(data)
+        except FileNotFoundError:  # the first block with such a key
+            self._files.make_folder(file.path.parent)
+            file.write(data)
         return len(data)
 
     def _put_in_place(self, files: Sequence[Replacement]) -> None:
