@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,11 +22,12 @@ from agentcache.store.manifest import FIRST_LINEAGE, AgentRecord
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
 from tests.examples import examples
-from tests.kv.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, size_on_disk, tree
+from tests.kv.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, open_store, size_on_disk, tree
 
 IDS = st.sampled_from(["ada", "bob", "carl"])
 LINEAGES = st.sampled_from([FIRST_LINEAGE, "a1"])
 BLOCK_BYTES = SPEC.groups[0].bytes_per_block
+OTHER_MODEL = "f" * 32
 
 
 def keys_of(names: Sequence[BlockName] | set[BlockName]) -> set[str]:
@@ -212,3 +214,26 @@ class DiskMachine(RuleBasedStateMachine):
 
 DiskMachine.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 TestDisk = DiskMachine.TestCase
+
+
+@pytest.mark.parametrize("other_is_older", [True, False])
+def test_room_is_made_by_whoever_was_used_longest_ago_of_whatever_model(other_is_older: bool, tmp_path: Path) -> None:
+    other = make_record("other", make_transcript(600, seed=1), last_used=2.0 if other_is_older else 4.0)
+    own = replace(make_record("own", make_transcript(600, seed=2), last_used=3.0), model=OTHER_MODEL)
+    new = replace(make_record("new", make_transcript(600, seed=3), last_used=5.0), model=OTHER_MODEL)
+    for model, record in ((MODEL, other), (OTHER_MODEL, own)):
+        with open_store(tmp_path, model=model) as store:
+            store.write_blocks(make_turn(record))
+            store.save_agent(record)
+    with open_store(tmp_path, model=OTHER_MODEL, disk_budget=size_on_disk(tmp_path) + BLOCK_BYTES) as store:
+        in_use = InUse()
+        disk = Disk(store, store.load_agents(), in_use)
+        assert disk.tidy().error is None
+        in_use.hold_blocks(new.block_names)
+        outcome = disk.commit(Turn(new, new.block_names, make_turn(new), new.block_names))
+        assert outcome.error is None
+        assert [record.name for record in outcome.emptied] == ([] if other_is_older else ["own"])
+        kept = {record.id: any(map(store.has, keys_of(record.block_names))) for record in (other, own, new)}
+        assert kept == {"other": not other_is_older, "own": other_is_older, "new": True}
+    with open_store(tmp_path) as store:
+        assert [record.id for record in store.load_agents()] == ["other"], "its transcript stays"
