@@ -54,7 +54,7 @@ class Committed:
     Attributes:
         written: whether the blocks that came with it are on disk (or were deleted since: see there).
         lost: whether blocks that the turn names are gone, and nothing was saved: those in RAM can be written again.
-        deleted: what no lineage and no turn needs any more; there are no files of it now.
+        deleted: what no lineage and no turn needs any more: there are no files of it, once `clean_up` has run.
         emptied: lineages whose blocks went to make room, as they were; the transcript stayed.
         removed: lineages that went as a whole, as they were.
         num_bytes: written.
@@ -86,6 +86,7 @@ class Disk:
         self._lineages = Lineages()
         self._references: Counter[BlockName] = Counter()  # by lineages
         self._unshared: dict[str, Mapping[str, int]] = {}
+        self._superseded: list[BlockName] = []  # whose files are to go when the turn's end is known
         self._behind: set[str] = set()  # lineages whose manifests may still name blocks that went for room
         for record in records:
             self._put(record)
@@ -145,9 +146,18 @@ class Disk:
             self._write_blocks(turn.writes, done)
             self._require_blocks(turn.needed)
             done.num_bytes += self._with_room(lambda: self._store.save_agent(turn.record), done)
-            self._delete(self._put(turn.record), done)
+            self._superseded = [name for name in self._put(turn.record) if not self.needs(name)]
+            done.deleted += self._superseded
 
         return self._run(work, held=turn.held)
+
+    def clean_up(self) -> None:
+        """After a job whose outcome is on its way: delete what its turn has superseded. Nobody waits for that."""
+        names, self._superseded = self._superseded, []
+        try:
+            self._delete(names, Committed())
+        except StoreError as error:
+            log.error("files that nobody needs stay: %s", error)
 
     def empty(self, record: AgentRecord) -> Committed:
         """Have a lineage name no blocks.

@@ -319,7 +319,12 @@ class Persistence:
             self._apply(outcome, targets)
             settle(outcome)
 
-        self._writer.submit(job, lambda result: self._post(lambda: applied(result)), num_bytes)
+        def hand_over(result: Committed | StoreError) -> None:
+            """On the writer's thread."""
+            self._post(lambda: applied(result))
+            self._disk.clean_up()
+
+        self._writer.submit(job, hand_over, num_bytes)
 
     def _apply(self, outcome: Committed, targets: Sequence[_Target] = ()) -> None:
         for target in targets:
@@ -346,8 +351,8 @@ class Persistence:
         before last.
         """
         node = self._cache.tree.node(name.chain)
-        if node is None or name.group in node.pending or self._disk.has(name):
-            return  # it has been, or is being, written again
+        if node is None or name.group in node.pending:
+            return  # it is being written again
         if not node.is_full and _is_outgrown(node, name.group):
             self._cache.slots.drop(node, name.group)
         elif not node.is_full:

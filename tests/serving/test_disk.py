@@ -82,6 +82,7 @@ class DiskMachine(RuleBasedStateMachine):
         for dropped in outcome.removed:
             del self.saved[dropped.name]
             assert any(record.id == dropped.id for record in self.saved.values()), "an agent's longest lineage stays"
+        self.disk.clean_up()
         assert not {name for name in outcome.deleted if self.disk.has(name)}
         return outcome
 
