@@ -22,12 +22,20 @@ class MemoryGuard:
     Args:
         ledger: gets the estimate of the step that was let through last, as `temporaries`.
         free: bytes that can be allocated now.
+        reserve: bytes that are kept free for steps when the cache grows.
     """
 
-    def __init__(self, footprint: Footprint, ledger: Ledger, free: Callable[[], int] = free_memory) -> None:
+    def __init__(
+        self, footprint: Footprint, ledger: Ledger, free: Callable[[], int] = free_memory, reserve: int = 0
+    ) -> None:
         self._footprint = footprint
+        self._reserve = reserve
         self._account = ledger.open(TEMPORARIES, apart=_UNBOUNDED)  # the machine says what fits, step by step
         self.free = free
+
+    def headroom(self) -> int:
+        """Bytes by which the cache may grow, as far as the machine is concerned."""
+        return int(_SHARE * self.free()) - self._reserve
 
     def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:
         """As much of a plan as fits: fewer rows of a decode step, fewer tokens of a chunk; empty if nothing does."""

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -198,6 +199,11 @@ class CacheSpec:
     def bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.groups)
 
+    @property
+    def bits(self) -> int | None:
+        """Of a key or value; None where none are kept."""
+        return next((group.quantisation.bits for group in self.groups if group.quantisation is not None), None)
+
     def group(self, name: str) -> GroupSpec:
         """The group of that name; KeyError if there is none."""
         return self._groups_by_name[name]
@@ -205,6 +211,58 @@ class CacheSpec:
     @cached_property
     def _groups_by_name(self) -> dict[str, GroupSpec]:
         return {group.name: group for group in self.groups}
+
+
+class GroupKind(StrEnum):
+    """What a cache group keeps."""
+
+    FULL = "full"  # keys and values of all tokens
+    WINDOW = "window"  # of the most recent ones
+    LATENT = "latent"  # of all tokens, compressed (MLA)
+    STATE = "state"  # a state of fixed size, a snapshot now and then
+
+
+@dataclass(frozen=True)
+class CacheGroupInfo:
+    """A cache group as people read of it.
+
+    Args:
+        window: tokens that are read; None for all.
+        layers: how many.
+        bytes_per_token: that each token adds.
+        bytes_per_snapshot: that a block has once, however many tokens it is for: recurrent state; 0 for none.
+        bytes_per_block: of a full block.
+    """
+
+    name: str
+    kind: GroupKind
+    window: int | None
+    layers: int
+    bytes_per_token: int
+    bytes_per_snapshot: int
+    bytes_per_block: int
+
+
+def describe_group(group: GroupSpec) -> CacheGroupInfo:
+    """From the tensors that the group lists."""
+    return CacheGroupInfo(
+        name=group.name,
+        kind=_kind_of(group),
+        window=group.window,
+        layers=len(group.layers),
+        bytes_per_token=group.bytes_per_token,
+        bytes_per_snapshot=group.bytes_of(0),
+        bytes_per_block=group.bytes_per_block,
+    )
+
+
+def _kind_of(group: GroupSpec) -> GroupKind:
+    if not group.bytes_per_token:
+        return GroupKind.STATE
+    if group.window is not None:
+        return GroupKind.WINDOW
+    is_latent = bool(group.layers) and not any(layer.value_dim for layer in group.layers)
+    return GroupKind.LATENT if is_latent else GroupKind.FULL
 
 
 def tensor_name(layer: int, side: str, part: str) -> str:
