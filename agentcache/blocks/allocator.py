@@ -22,9 +22,14 @@ _MIN_GROWTH_BLOCKS = 4
 _UNBOUNDED = 2**62
 
 
+def window_blocks(window: int) -> int:
+    """Slots that a sequence holds at a time where so many tokens are read."""
+    return -(-window // BLOCK_SIZE) + 2
+
+
 def min_blocks(group: Group) -> int:
     """Slots without which a group cannot serve a single sequence."""
-    return 4 if group.window is None else -(-group.window // BLOCK_SIZE) + 2
+    return 4 if group.window is None else window_blocks(group.window)
 
 
 def least_bytes(groups: Sequence[Group]) -> int:

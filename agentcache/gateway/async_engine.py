@@ -57,6 +57,7 @@ from agentcache.gateway.prompt_workers import HasEnded, PromptWorkers
 from agentcache.gateway.receiver import Receiver
 from agentcache.kv.spec import describe_group
 from agentcache.models.builtin.embedded import embedded_model_path
+from agentcache.models.loader import LoadedModel
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
 from agentcache.pressure import Level
@@ -101,7 +102,7 @@ class AsyncEngine:
         if self._warm_up:
             await asyncio.to_thread(self._thread.view.model.tokenizer.start)
         served = self._thread.view.model
-        self._tokenizer, self._model = served.tokenizer, _describe(served, self.config)
+        self._tokenizer, self._model = served.tokenizer, describe(served, self.config)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
         try:
             for folder in self.config.adapters:
@@ -355,7 +356,8 @@ def _ignore(reply: object) -> None:
     return None
 
 
-def _describe(served: ServedModel, config: Config) -> ModelInfo:
+def describe(served: ServedModel | LoadedModel, config: Config) -> ModelInfo:
+    """A model as clients see it."""
     name = served.path.name if config.model else _EMBEDDED_NAME
     return ModelInfo(
         id=config.model if config.model and not Path(config.model).is_dir() else name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from agentcache.blocks.allocator import window_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import BrokenInvariant, UnsupportedModel
 
@@ -241,6 +243,22 @@ class CacheGroupInfo:
     bytes_per_token: int
     bytes_per_snapshot: int
     bytes_per_block: int
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """What a sequence of so many tokens takes: whole blocks, and of a state one snapshot."""
+        blocks = -(-num_tokens // BLOCK_SIZE)
+        if self.kind is GroupKind.STATE:
+            return self.bytes_per_block
+        return self.bytes_per_block * (blocks if self.window is None else min(blocks, window_blocks(self.window)))
+
+
+def tokens_within(groups: Sequence[CacheGroupInfo], num_bytes: int, most: int) -> int:
+    """Tokens of the longest sequence that fits into `num_bytes`, in whole blocks; at most `most`."""
+
+    def needed(blocks: int) -> int:
+        return sum(group.bytes_for(blocks * BLOCK_SIZE) for group in groups)
+
+    return min(most, BLOCK_SIZE * bisect_right(range(1, -(-most // BLOCK_SIZE) + 1), num_bytes, key=needed))
 
 
 def describe_group(group: GroupSpec) -> CacheGroupInfo:
