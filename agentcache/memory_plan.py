@@ -129,7 +129,8 @@ def _does_not_fit(
         parts.append(f"{_gb(wishes.trunk_budget)} of hidden states (trunk_budget)")
     needed = weights + least_cache + temporaries + wishes.trunk_budget
     if needed <= (device.total if device.recommended is None else device.recommended):
-        way_out = f"--memory-limit {_up(needed)} lets it have that, with little left for other programs"
+        rest = ", with little left for other programs" if needed > device.usable else ""
+        way_out = f"--memory-limit {_up(needed)} lets it have that{rest}"
     elif needed <= device.total - device.reserve:
         way_out = f"`sudo sysctl iogpu.wired_limit_mb={-(-needed >> 20)}` lets the GPU have that until the next start"
     else:

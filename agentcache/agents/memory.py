@@ -166,13 +166,14 @@ class AgentMemory:
         """
         slots, unsaved = self._cache.slots, self._unsaved()
         before, wanted = slots.evicted_blocks, math.ceil(share * self._cache.count_blocks().cached)
-        progress = True
-        while progress:  # leaves first: each round makes new ones
-            progress = False
-            for node in list(self._cache.tree.residents):
-                if slots.evicted_blocks - before >= wanted:
-                    return slots.evicted_blocks - before
-                progress |= node not in unsaved and slots.evict(node)
+        passed = set[Node]()
+        for node in list(self._cache.tree.residents):
+            passed.add(node)
+            # The end of a path goes before its beginning, which may have been in RAM for longer.
+            while node in passed and node.block_ids and node not in unsaved and slots.evicted_blocks - before < wanted:
+                if not slots.evict(node) or node.parent is None:
+                    break
+                node = node.parent
         return slots.evicted_blocks - before
 
     def _unsaved(self) -> set[Node]:

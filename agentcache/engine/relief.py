@@ -62,6 +62,7 @@ class MemoryRelief:
             if account.on_loan and account.claimed and account.give_way is not None:
                 account.give_way(account.claimed, account)
         self._device.move_blocks(self._cache.allocator.gather())
+        self._trunk.sweep()
         freed = self._cache.allocator.give_back() + self._loaded.trunk.blocks.keep_first(self._trunk.blocks.give_back())
         self._device.give_back()
         self.evicted_blocks += evicted

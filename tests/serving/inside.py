@@ -192,6 +192,11 @@ def set_free_memory(engine: Engine, free: Callable[[], int]) -> None:
     _device(engine).guard.free = free
 
 
+def reserve(engine: Engine) -> int:
+    """Bytes that are kept free for steps when the cache grows."""
+    return _device(engine).guard._reserve
+
+
 def footprint(engine: Engine) -> Footprint:
     return _device(engine).guard._footprint
 
