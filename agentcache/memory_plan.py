@@ -154,7 +154,7 @@ def _wired_limit(device: DeviceMemory, wished: int | None, taken: int) -> int | 
 
 
 def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _up(num_bytes: int) -> str:

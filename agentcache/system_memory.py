@@ -65,7 +65,10 @@ class SystemMemory:
         return min([machine, *(bound.limit for bound in self.bounds())])
 
     def available(self) -> int | None:
-        """Bytes that this process can still have without the system swapping or ending anything; None if unknown."""
+        """Bytes that this process can still have without the system swapping or ending anything; None if unknown.
+
+        What malloc keeps for later is not among them (`free_heap`): it may be in pieces.
+        """
         left = [bound.left for bound in self.bounds()]
         lines = _read(self.proc / "meminfo").splitlines()
         kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
@@ -100,9 +103,7 @@ class SystemMemory:
         pages = _read(self.proc / "self" / "statm").split()
         if limit == resource.RLIM_INFINITY or not pages:
             return None
-        # What malloc keeps for later is address space that need not be asked for again.
-        used = int(pages[0]) * os.sysconf("SC_PAGE_SIZE") - free_heap()
-        return Bound(limit, max(0, used))
+        return Bound(limit, int(pages[0]) * os.sysconf("SC_PAGE_SIZE"))
 
     def pressure(self) -> PressureReading:
         """A reading; takes some microseconds."""

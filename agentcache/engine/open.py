@@ -33,7 +33,7 @@ from agentcache.engine.warm_up import warm_up
 from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory
 from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.device_memory import Limits, device_memory, wanted_limits
-from agentcache.models.footprint import Footprint, free_memory, least_temporaries
+from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
 from agentcache.models.loader import LoadedModel, load
 from agentcache.models.runner import ModelRunner
 from agentcache.store.store import Store
@@ -83,7 +83,9 @@ def _put_together(
 ) -> Engine:
     ledger = Ledger(plan.ram_budget)
     ledger.open(WEIGHTS, apart=plan.weights).claim(plan.weights)
-    guard = MemoryGuard(footprint, ledger, partial(free_memory, plan.limit), plan.temporaries)
+    guard = MemoryGuard(
+        footprint, ledger, partial(free_memory, plan.limit), partial(spare_memory, plan.limit), plan.temporaries
+    )
     cache = PrefixCache(loaded.spec.groups, ledger)
     cache.allocator.headroom = guard.headroom
     runner = ModelRunner(loaded, cache.slots.pools)

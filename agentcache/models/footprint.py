@@ -15,7 +15,7 @@ from agentcache.kv.spec import DTYPES, PARTS, CacheSpec, LayerSpec, Quantisation
 from agentcache.models.attention import reads_packed
 from agentcache.models.device_memory import device_memory
 from agentcache.models.packed_product import kernel_is_right
-from agentcache.system_memory import SystemMemory
+from agentcache.system_memory import SystemMemory, free_heap
 
 _FLOAT = 4  # bytes; half-precision models take less
 # Copies alive at a time, as measured on the CPU back end, which computes up to ten operations behind what it allocates.
@@ -161,11 +161,17 @@ def _packed_size(dim: int, quantisation: Quantisation, *, transpose: bool) -> fl
 
 
 def free_memory(limit: int | None = None) -> int:
-    """Bytes that the device can still allocate.
+    """Bytes that a step can allocate: what is spare, and what steps before it have freed and malloc has kept.
 
     Args:
         limit: of all that MLX has allocated together; the device's by default.
     """
+    spare = spare_memory(limit)
+    return spare if mx.default_device() == mx.gpu else spare + free_heap()
+
+
+def spare_memory(limit: int | None = None) -> int:
+    """Bytes that the device can give for good; `limit` as for `free_memory`."""
     active = mx.get_active_memory()
     free = device_memory().usable - active if limit is None else limit - active
     if mx.default_device() == mx.gpu:

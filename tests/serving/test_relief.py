@@ -147,9 +147,7 @@ def test_requests_wait_for_one_another_and_none_is_refused(model: Path, tmp_path
             hand.run(receiver := hand.submit(prompt, greedy(12)))
             alone.append(receiver.token_ids)
     with by_hand(model, tmp_path / "short") as hand:
-        first, second = (
-            hand.submit(prompt, greedy(12), name) for prompt, name in zip(prompts[:2], NAMES[:2], strict=True)
-        )
+        first, second = hand.submit(prompts[0], greedy(12), "alice"), hand.submit(prompts[1], greedy(12), "bob")
         while not (first.token_ids and second.token_ids):
             hand.step()
         tell(hand, Level.CRITICAL)
