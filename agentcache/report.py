@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from agentcache.adapter_settings import Policy
 from agentcache.blocks.ledger import ADAPTERS, BASE, STACKS, TRUNK, RamUse
 from agentcache.blocks.prefix_match import Match
-from agentcache.kv.spec import CacheGroupInfo
 from agentcache.pressure import Level
+
+if TYPE_CHECKING:
+    from agentcache.kv.spec import CacheGroupInfo  # which imports numpy, and every command imports this
 
 
 class CacheState(StrEnum):
