@@ -17,7 +17,14 @@ from typing import Any
 from agentcache.adapter_settings import AdapterFolder, parse_adapters
 from agentcache.errors import ConfigError
 from agentcache.origins import parse_origins
-from agentcache.sizes import AUTO_DISK_CEILING, parse_bytes, parse_disk_budget, parse_ram_budget, parse_trunk_budget
+from agentcache.sizes import (
+    AUTO_DISK_CEILING,
+    parse_bytes,
+    parse_disk_budget,
+    parse_share_of_ram,
+    parse_trunk_budget,
+    parse_wired_limit,
+)
 
 log = logging.getLogger("agentcache.config")
 
@@ -103,9 +110,13 @@ class Config:
         api_key: what clients must present; None lets every local client in.
         api_key_file: file that holds it instead, so that it is on no command line; `load_config` reads it.
         cache_dir: the folder that holds the agents' memory; one process at a time may use it.
-        ram_budget, disk_budget: bytes the cache may take.
-        trunk_budget: bytes of RAM for hidden states that adapters go on from; 0 for none. Taken only once there are
-            adapters that can.
+        memory_limit: bytes that all together may take: weights, cache, hidden states and what a step needs meanwhile;
+            None for what the device can give.
+        ram_budget, disk_budget: bytes the cache may take; None for a quarter of the RAM, or what the model leaves.
+        wired_limit: bytes that a Mac is asked never to page out; None for weights and budgets, 0 for none.
+        memory_pressure: whether memory is given back while the system is short of it.
+        trunk_budget: bytes of RAM for hidden states that adapters go on from, taken only once there are adapters that
+            can; 0 for none, None for an eighth of the cache's where there is room.
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
@@ -138,19 +149,35 @@ class Config:
     cache_dir: Path = _setting(
         Kind.PATH, Flag("Folder of the agents' memory (~/.agentcache/cache)."), default_factory=default_cache_dir
     )
-    ram_budget: int = _setting(
+    memory_limit: int | None = _setting(
         Kind.SIZE,
-        Flag("RAM for the cache: 8GB, 20%, auto (25% of RAM)."),
+        Flag("Memory for weights, cache and steps together: 12GB, 70%, auto (what the device can give)."),
         above_zero=True,
-        default_factory=lambda: parse_ram_budget("auto"),
+        default=None,
+    )
+    ram_budget: int | None = _setting(
+        Kind.SIZE,
+        Flag("RAM for the cache: 8GB, 20%, auto (25% of RAM, or what the model leaves)."),
+        above_zero=True,
+        default=None,
     )
     disk_budget: int = _setting(
         Kind.SIZE, Flag("Disk for the cache: 100GB, 20%, auto."), above_zero=True, default=AUTO_DISK_CEILING
     )
-    trunk_budget: int = _setting(
+    trunk_budget: int | None = _setting(
         Kind.SIZE,
         Flag("RAM for hidden states that adapters go on from: 2GB, 5%, 0, auto (an eighth of the cache's)."),
-        default_factory=lambda: parse_trunk_budget("auto", parse_ram_budget("auto")),
+        default=None,
+    )
+    wired_limit: int | None = _setting(
+        Kind.SIZE,
+        Flag("On a Mac, memory that stays resident: 8GB, off, auto (weights and budgets).", metavar="auto|off|SIZE"),
+        default=None,
+    )
+    memory_pressure: bool = _setting(
+        Kind.SWITCH,
+        Flag("Give memory back while the system is short of it (on).", metavar="on|off"),
+        default=True,
     )
     max_concurrent_requests: int = _setting(
         Kind.INTEGER, Flag("Requests in one batch (16); more wait."), above_zero=True, default=16
@@ -299,7 +326,9 @@ def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     settings |= _key_of_file(settings)
     cache_dir = Path(settings.get("cache_dir", default_cache_dir())).expanduser().absolute()
     settings["cache_dir"] = cache_dir
-    settings["ram_budget"] = parse_ram_budget(settings.get("ram_budget", "auto"))
+    for key in ("memory_limit", "ram_budget"):
+        settings[key] = parse_share_of_ram(settings.get(key, "auto"), key=key)
+    settings["wired_limit"] = parse_wired_limit(settings.get("wired_limit", "auto"))
     settings["disk_budget"] = parse_disk_budget(settings.get("disk_budget", "auto"), cache_dir)
     settings["trunk_budget"] = parse_trunk_budget(settings.get("trunk_budget", "auto"), settings["ram_budget"])
     if "max_body_bytes" in settings:

@@ -21,6 +21,7 @@ AgentCacheError
 ├── BlockRejected                a cache file failed verification; it has been quarantined
 ├── BlockMissing                 a cache file is not there
 ├── OutOfBlocks                  the RAM budget holds no further block
+│   └── OutOfMemory              the budget would, and the machine has no memory for it
 ├── RequestCancelled             nobody waits for the answer any more; nobody is told
 ├── EngineStopped                the engine thread has ended; every waiter gets this
 └── BrokenInvariant              a bug of ours, never of the caller
@@ -142,6 +143,10 @@ class BlockMissing(AgentCacheError):
 
 
 class OutOfBlocks(AgentCacheError):
+    pass
+
+
+class OutOfMemory(OutOfBlocks):
     pass
 
 

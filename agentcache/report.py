@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from agentcache.adapter_settings import Policy
 from agentcache.blocks.ledger import ADAPTERS, BASE, STACKS, TRUNK, RamUse
 from agentcache.blocks.prefix_match import Match
+from agentcache.pressure import Level
+
+if TYPE_CHECKING:
+    from agentcache.kv.spec import CacheGroupInfo  # which imports numpy, and every command imports this
 
 
 class CacheState(StrEnum):
@@ -161,7 +166,8 @@ class CacheStats:
     `decode_rows` is the sum over decode steps of their rows: divided by `decode_steps`, the average batch. Seconds are
     the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together;
     `trunk_ram_bytes` have their own. These are capacity, in use or not; `ram_accounts` tells the two apart, by kind
-    (`blocks/ledger.py`). `computed_layer_tokens` counts each of `computed_tokens` once a layer.
+    (`blocks/ledger.py`). `computed_layer_tokens` counts each of `computed_tokens` once a layer. `memory_limit` is for
+    everything together, weights too; `pressure_…` count what was given back while the system was short of memory.
     """
 
     ram_bytes: int
@@ -194,6 +200,10 @@ class CacheStats:
     copied_blocks: int = 0
     computed_layer_tokens: int = 0
     ram_accounts: tuple[RamUse, ...] = ()
+    memory_limit: int = 0
+    memory_pressure: Level = Level.NORMAL
+    pressure_evicted_blocks: int = 0
+    pressure_freed_bytes: int = 0
 
     @property
     def ram_capacity(self) -> dict[str, int | None]:
@@ -250,7 +260,10 @@ class AdapterInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The served model. `tool_format` names how it writes tool calls, where it does; `adapters` are by name."""
+    """The served model. `tool_format` names how it writes tool calls, where it does; `adapters` are by name.
+
+    `kv_bits` is the number of bits of a cached key or value; None where it has none.
+    """
 
     id: str
     name: str
@@ -263,6 +276,8 @@ class ModelInfo:
     has_chat_template: bool
     tool_format: str | None = None
     adapters: tuple[AdapterInfo, ...] = ()
+    kv_bits: int | None = None
+    cache_groups: tuple[CacheGroupInfo, ...] = ()
 
     def is_called(self, name: str) -> bool:
         """Whether `name` means this model, without an adapter."""

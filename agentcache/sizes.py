@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from agentcache.errors import ConfigError, StoreError
+from agentcache.errors import BrokenInvariant, ConfigError, StoreError
+from agentcache.memory_plan import NO_WIRED_LIMIT
+from agentcache.system_memory import SystemMemory
 
-AUTO_RAM_SHARE = 0.25
-AUTO_TRUNK_SHARE = 0.125  # of the RAM budget, beside it
 AUTO_DISK_SHARE = 0.20
 AUTO_DISK_CEILING = 100 * 10**9
 
@@ -22,13 +22,8 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
 
 
 def total_ram() -> int:
-    """Bytes of RAM this process may use: the machine's, or the container's limit where that is lower."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return machine
-    return min(machine, int(limit)) if limit.isdigit() else machine
+    """Bytes of RAM this process may use: the machine's, or a limit of its own where that is lower."""
+    return SystemMemory().total()
 
 
 def available_disk(cache_dir: Path) -> int:
@@ -88,26 +83,43 @@ def parse_bytes(text: str | int, *, key: str) -> int:
     return int(float(size[1]) * (_UNITS | _BINARY_UNITS)[unit]) if unit or "." in size[1] else int(size[1])
 
 
-def parse_ram_budget(text: str | int) -> int:
-    """Bytes; raises ConfigError for more than there are: the cache would grow until the system ends the process."""
-    budget, whole = parse_size(text, key="ram_budget", whole=total_ram, auto=_auto_ram), total_ram()
-    if budget > whole:
-        raise ConfigError(f"ram_budget = {text!r} is more than the {whole / 1e9:.1f} GB of RAM that there are")
-    return budget
+def parse_share_of_ram(text: str | int, *, key: str) -> int | None:
+    """Bytes; None for `auto`, which depends on the model (`memory_plan`).
+
+    Raises:
+        ConfigError: more than there are; the system would end the process some time.
+    """
+    if _is(text, "auto"):
+        return None
+    size, whole = parse_size(text, key=key, whole=total_ram, auto=_never), total_ram()
+    if size > whole:
+        raise ConfigError(f"{key} = {text!r} is more than the {whole / 1e9:.1f} GB of RAM that there are")
+    return size
 
 
-def parse_trunk_budget(text: str | int, ram_budget: int) -> int:
-    """Bytes; raises ConfigError for more than `ram_budget` leaves of the machine."""
-    left = max(0, total_ram() - ram_budget)
-    share = min(left, int(ram_budget * AUTO_TRUNK_SHARE))
-    budget = parse_size(text, key="trunk_budget", whole=total_ram, auto=lambda: share)
-    if budget > left:
+def parse_wired_limit(text: str | int) -> int | None:
+    """The same; also `off`."""
+    return NO_WIRED_LIMIT if _is(text, "off") else parse_share_of_ram(text, key="wired_limit")
+
+
+def parse_trunk_budget(text: str | int, ram_budget: int | None) -> int | None:
+    """Bytes; None for `auto`, as in `parse_share_of_ram`.
+
+    Raises:
+        ConfigError: more than `ram_budget` leaves of the machine.
+    """
+    budget, left = parse_share_of_ram(text, key="trunk_budget"), total_ram() - (ram_budget or 0)
+    if budget is not None and budget > left:
         raise ConfigError(f"trunk_budget = {text!r} is more than the {left / 1e9:.1f} GB that ram_budget leaves")
     return budget
 
 
-def _auto_ram() -> int:
-    return int(total_ram() * AUTO_RAM_SHARE)
+def _is(text: str | int, word: str) -> bool:
+    return str(text).strip().lower() == word
+
+
+def _never() -> int:
+    raise BrokenInvariant("`auto` was looked for before")
 
 
 def parse_disk_budget(text: str | int, cache_dir: Path) -> int:

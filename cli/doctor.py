@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from agentcache.cli.connection import AsJson, CacheDir, running_server
+from agentcache.cli.doctor_model import examine_model
 from agentcache.config import Config, load_config
-from agentcache.errors import CacheFolderInUse, StoreError
+from agentcache.errors import AgentCacheError, CacheFolderInUse, StoreError
 
 OPS_SECONDS = 120
 MAX_PROBLEMS = 20
@@ -34,21 +35,29 @@ print(mx.default_device().type.name)
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `ok` is False where something keeps agentcache from working."""
+    """One finding. `ok` is False where something keeps agentcache from working.
+
+    Args:
+        data: the same for programs, where there are numbers.
+    """
 
     name: str
     ok: bool
     detail: str
+    data: Any = None
 
 
 def doctor(
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub id; the served or configured one without it.")
+    ] = None,
     cache_dir: CacheDir = None,
     files: Annotated[bool, typer.Option("--check", help="Also verify every file of the cache folder.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check the installation and the cache folder."""
-    config = load_config({"cache_dir": cache_dir})
-    checks = list(examine(config))
+    """Check the installation, the cache folder, and what is served of a model."""
+    config = load_config({"model": model, "cache_dir": cache_dir})
+    checks = list(examine(config, model))
     if files:
         checks += verify(config.cache_dir)
     if as_json:
@@ -60,14 +69,22 @@ def doctor(
         raise typer.Exit(1)
 
 
-def examine(config: Config) -> Iterator[Check]:
+def examine(config: Config, model: str | None = None) -> Iterator[Check]:
+    """All but the content of files.
+
+    Args:
+        model: looked at in place of the one that a running server has.
+    """
     yield from check_installation()
-    yield check_ops()
-    yield check_server(config)
+    ops = check_ops()
+    yield ops
+    url = running_server(config)
+    yield Check("server", True, f"running at {url}" if url else "none on the configured port")
     yield check_folder(config.cache_dir)
     yield check_quarantine(config.cache_dir)
-    yield Check("ram budget", True, f"{config.ram_budget / 1e9:.1f} GB")
     yield Check("disk budget", True, f"{config.disk_budget / 1e9:.1f} GB")
+    if ops.ok:  # a back end that is broken ends the process
+        yield from check_model(config, url if model is None else None)
 
 
 def check_installation() -> Iterator[Check]:
@@ -102,9 +119,14 @@ def check_ops() -> Check:
     return Check("mx ops", True, f"4-bit products agree on {done.stdout.strip()}")
 
 
-def check_server(config: Config) -> Check:
-    url = running_server(config)
-    return Check("server", True, f"running at {url}" if url else "none on the configured port")
+def check_model(config: Config, url: str | None) -> Iterator[Check]:
+    """What is served of the model, and what memory leaves for its cache."""
+    try:
+        found = examine_model(config, url)
+    except AgentCacheError as error:
+        yield Check("model", False, str(error))
+    else:
+        yield from (Check(each.name, True, each.detail, each.data) for each in found)
 
 
 def check_folder(cache_dir: Path) -> Check:

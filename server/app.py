@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -193,7 +194,7 @@ async def health(request: Request) -> Response:
         return JSONResponse({"status": "failed", "error": str(engine.failure)}, 503, headers)
     if not engine.ready:
         return JSONResponse({"status": "loading"}, 503, headers)
-    return JSONResponse({"status": "ok"}, headers=headers)
+    return JSONResponse({"status": "ok", "memory_pressure": engine.memory_pressure.word}, headers=headers)
 
 
 async def metrics(request: Request) -> Response:
@@ -222,6 +223,8 @@ def _model_object(model: ModelInfo) -> dict[str, Any]:
         "created": model.created,
         "owned_by": SERVER_NAME,
         "max_model_len": model.max_context,
+        "kv_bits": model.kv_bits,
+        "cache_groups": [dataclasses.asdict(group) for group in model.cache_groups],
     }
 
 

@@ -29,4 +29,4 @@ def stats_object(stats: CacheStats) -> dict[str, Any]:
     accounts = {account.pop("kind"): account for account in described.pop("ram_accounts")}
     blocks = {state: described.pop(f"blocks_{state}") for state in ("free", "live", "cached")}
     ram = {"ram_bytes": stats.ram_capacity, "ram_used_bytes": stats.ram_used, "ram_accounts": accounts}
-    return ram | {"blocks": blocks} | described
+    return ram | {"blocks": blocks} | described | {"memory_pressure": stats.memory_pressure.word}

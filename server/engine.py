@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from agentcache.adapter_settings import AdapterFolder, Policy
+from agentcache.pressure import Level
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request
 
@@ -18,6 +19,9 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> BaseException | None: ...
+
+    @property
+    def memory_pressure(self) -> Level: ...
 
     @property
     def model(self) -> ModelInfo: ...

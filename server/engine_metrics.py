@@ -16,6 +16,8 @@ _GAUGES = {
     "disk_bytes": ("disk_bytes", "Bytes of all files in the cache folder"),
     "disk_budget": ("disk_budget_bytes", "Bytes they may take"),
     "agents": ("agents", "Agents, in RAM or on disk"),
+    "memory_limit": ("memory_limit_bytes", "Memory that weights, cache and steps may take together"),
+    "memory_pressure": ("memory_pressure", "How short of memory the system is: 0 not, 1 (warning), 2 (critical)"),
     "running": ("num_requests_running", "Requests in the batch"),
     "waiting": ("num_requests_waiting", "Requests that wait for a place"),
 }
@@ -35,6 +37,8 @@ _COUNTERS = {
     "decode_seconds": ("decode_seconds", "Time in these steps"),
     "prefill_tokens": ("prefill_tokens", "Prompt tokens computed"),
     "prefill_seconds": ("prefill_seconds", "Time in prefill chunks"),
+    "pressure_evicted_blocks": ("pressure_evicted_blocks", "Blocks that left RAM since the system was short of memory"),
+    "pressure_freed_bytes": ("pressure_freed_bytes", "Memory of the cache that was given back for it"),
     "copied_blocks": ("copied_blocks", "Partly filled blocks copied when a second request went on from them"),
 }
 

@@ -24,7 +24,8 @@ def test_defaults(home: Path) -> None:
     settings = load_config({}, environ={})
     assert (settings.host, settings.port, settings.api_key, settings.model) == ("127.0.0.1", 8000, None, None)
     assert settings.cache_dir == home / ".agentcache" / "cache"
-    assert 0 < settings.ram_budget < sizes.total_ram()
+    assert settings.ram_budget is settings.memory_limit is settings.wired_limit is None, "they depend on the model"
+    assert settings.memory_pressure
     assert 0 < settings.disk_budget <= sizes.AUTO_DISK_CEILING
 
 
@@ -44,8 +45,7 @@ def test_config_file_can_be_named(tmp_path: Path) -> None:
 def test_ram_and_trunk_budget_together_beyond_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "total_ram", lambda: 10**9)
     assert load_config({"ram_budget": "800MB", "trunk_budget": "20%"}, environ={}).trunk_budget == 200 * 10**6
-    assert load_config({"ram_budget": "800MB"}, environ={}).trunk_budget == 100 * 10**6
-    assert load_config({"ram_budget": "950MB"}, environ={}).trunk_budget == 50 * 10**6  # no more than there is
+    assert load_config({"ram_budget": "800MB"}, environ={}).trunk_budget is None
     assert load_config({"ram_budget": "800MB", "trunk_budget": 0}, environ={}).trunk_budget == 0
     with pytest.raises(ConfigError, match="trunk_budget = '201MB' is more than the 0.2 GB that ram_budget leaves"):
         load_config({"ram_budget": "800MB", "trunk_budget": "201MB"}, environ={})
@@ -85,6 +85,10 @@ def test_known_variables_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> 
         ({"port": "many"}, "port"),
         ({"port": True}, "port"),
         ({"ram_budget": 0}, "ram_budget"),
+        ({"memory_limit": 0}, "memory_limit"),
+        ({"memory_limit": "off"}, "memory_limit"),
+        ({"wired_limit": "none"}, "wired_limit"),
+        ({"memory_pressure": "low"}, "memory_pressure"),
         ({"disk_budget": "0%"}, "disk_budget"),
         ({"max_concurrent_requests": 0}, "max_concurrent_requests"),
         ({"max_context": -5}, "max_context"),
@@ -114,6 +118,12 @@ def test_known_variables_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> 
 def test_values_that_make_no_sense_are_named(overrides: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_config(overrides, environ={})
+
+
+def test_limits_of_memory_in_the_file(home: Path) -> None:
+    write_config(home, 'memory_limit = "100MB"\nwired_limit = "off"\nmemory_pressure = false\n')
+    settings = load_config({}, environ={})
+    assert (settings.memory_limit, settings.wired_limit, settings.memory_pressure) == (10**8, 0, False)
 
 
 def test_broken_toml_names_the_file(home: Path) -> None:

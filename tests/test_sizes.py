@@ -6,7 +6,8 @@ import pytest
 
 from agentcache import sizes
 from agentcache.errors import ConfigError, StoreError
-from agentcache.sizes import parse_bytes, parse_disk_budget, parse_ram_budget
+from agentcache.memory_plan import NO_WIRED_LIMIT
+from agentcache.sizes import parse_bytes, parse_disk_budget, parse_share_of_ram, parse_wired_limit
 
 
 @pytest.mark.parametrize(
@@ -24,24 +25,31 @@ def test_large_byte_counts_are_exact() -> None:
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "8XB", "8 8GB", "0x10", "1e9", "nan", "٣GB"])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="ram_budget"):
-        parse_ram_budget(text)
+        parse_share_of_ram(text, key="ram_budget")
 
 
 def test_percentages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sizes, "total_ram", lambda: 1000)
-    assert parse_ram_budget("20%") == 200
+    assert parse_share_of_ram("20%", key="ram_budget") == 200
     monkeypatch.setattr(sizes, "available_disk", lambda cache_dir: 5000)
     assert parse_disk_budget("12.5%", tmp_path) == 625
     assert parse_disk_budget("auto", tmp_path) == 1000
     with pytest.raises(ConfigError, match="over 100"):
-        parse_ram_budget("101%")
+        parse_share_of_ram("101%", key="ram_budget")
 
 
 def test_a_ram_budget_beyond_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "total_ram", lambda: 10**9)
-    assert parse_ram_budget("1GB") == 10**9
+    assert parse_share_of_ram("1GB", key="ram_budget") == 10**9
     with pytest.raises(ConfigError, match="ram_budget = '2GB' is more than the 1.0 GB"):
-        parse_ram_budget("2GB")
+        parse_share_of_ram("2GB", key="ram_budget")
+
+
+def test_what_depends_on_the_model_is_left_open() -> None:
+    assert parse_share_of_ram(" Auto", key="memory_limit") is None and parse_wired_limit("auto") is None
+    assert (parse_wired_limit("off"), parse_wired_limit("1MB")) == (NO_WIRED_LIMIT, 10**6)
+    with pytest.raises(ConfigError, match="memory_limit = 'off'"):
+        parse_share_of_ram("off", key="memory_limit")
 
 
 def test_the_disk_share_counts_what_the_cache_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from agentcache.blocks.keys import BLOCK_SIZE, BlockName, Namespace
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import Sequence
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks
 from agentcache.models.runner import ModelRunner
@@ -156,6 +158,30 @@ class AgentMemory:
             done(None)
 
         self._persistence.when_settled(evict)
+
+    def evict_unread(self, share: float) -> int:
+        """Free the RAM of a share of the blocks that nobody reads, least recently used first.
+
+        What agents have in RAM only, since it could not be written, stays. Returns how many blocks left.
+        """
+        slots, unsaved = self._cache.slots, self._unsaved()
+        before, wanted = slots.evicted_blocks, math.ceil(share * self._cache.count_blocks().cached)
+        passed = set[Node]()
+        for node in list(self._cache.tree.residents):
+            passed.add(node)
+            # The end of a path goes before its beginning, which may have been in RAM for longer.
+            while node in passed and node.block_ids and node not in unsaved and slots.evicted_blocks - before < wanted:
+                if not slots.evict(node) or node.parent is None:
+                    break
+                node = node.parent
+        return slots.evicted_blocks - before
+
+    def _unsaved(self) -> set[Node]:
+        """What agents have in RAM and not on disk."""
+        # The last token of a turn has been generated and not computed.
+        behind = (each for each in self._agents if each.num_saved < len(each.transcript.ids) - 1)
+        nodes = (node for each in behind for lane in self._prefix(each).lanes for node in lane.all_nodes)
+        return {node for node in nodes if not node.block_ids.keys() <= node.stored}
 
     def _evict_superseded_tails(self, blocks: Iterable[NamedBlock]) -> None:
         nodes = filter(None, (self._cache.tree.node(block.chain) for block in blocks))

@@ -7,22 +7,34 @@ sequence needs.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import BASE, Account, Ledger
+from agentcache.blocks.sequence import Copy
 from agentcache.blocks.slots import Group, Slots
-from agentcache.errors import BrokenInvariant, OutOfBlocks
+from agentcache.errors import BrokenInvariant, OutOfBlocks, OutOfMemory
 
 _GROWTH = 0.5
 _MIN_GROWTH_BLOCKS = 4
 _UNBOUNDED = 2**62
 
 
+def window_blocks(window: int) -> int:
+    """Slots that a sequence holds at a time where so many tokens are read."""
+    return -(-window // BLOCK_SIZE) + 2
+
+
 def min_blocks(group: Group) -> int:
     """Slots without which a group cannot serve a single sequence."""
-    return 4 if group.window is None else -(-group.window // BLOCK_SIZE) + 2
+    return 4 if group.window is None else window_blocks(group.window)
+
+
+def least_bytes(groups: Sequence[Group]) -> int:
+    """Bytes without which there can be no cache: what a single short sequence needs."""
+    return sum(min_blocks(group) * group.bytes_per_block for group in groups)
 
 
 @dataclass(frozen=True)
@@ -38,10 +50,14 @@ class BlockAllocator:
 
     Attributes:
         slots: those that there are.
+        headroom: tells how many bytes the machine can still give the cache, whatever the budget says.
+        is_sparing: whether what nobody reads is evicted before anything grows, as while the machine is short of memory.
     """
 
     def __init__(self, slots: Slots, eviction: EvictionOrder, ledger: Ledger) -> None:
         self.slots = slots
+        self.headroom: Callable[[], int] = lambda: _UNBOUNDED
+        self.is_sparing = False
         self._pools = slots.pools
         self._bytes = [group.bytes_per_block for group in slots.groups]
         self._eviction = eviction
@@ -67,14 +83,19 @@ class BlockAllocator:
     def allocate(self, index: int) -> int:
         """A slot of group `index`: a free one, a new one within the budget, or the least recently used one.
 
-        Raises OutOfBlocks.
+        Raises OutOfBlocks; OutOfMemory where the budget has room and the machine has not.
         """
-        if not self._pools[index].num_free:
-            freed = self._grow(index) or self._eviction.free_one(index) or self._grow_at_others_expense(index)
-            if not freed:
-                budget = self._ledger.left_for(BASE)
-                raise OutOfBlocks(f"the RAM budget of {budget} bytes is in use by running requests")
+        if not self._pools[index].num_free and not self._free_one(index):
+            if self._growth_within(self._kinds[index].account.room, index):
+                raise OutOfMemory("the machine has no memory left for what running requests need")
+            budget = self._ledger.left_for(BASE)
+            raise OutOfBlocks(f"the RAM budget of {budget} bytes is in use by running requests")
         return self._pools[index].allocate()
+
+    def _free_one(self, index: int) -> bool:
+        if self.is_sparing and self._eviction.free_one(index):
+            return True
+        return self._grow(index) or self._eviction.free_one(index) or self._grow_at_others_expense(index)
 
     def preallocate(self, num_bytes: int) -> None:
         """Grow every attention kind in turn up to `num_bytes` in all, so that the first requests need not."""
@@ -99,8 +120,8 @@ class BlockAllocator:
     def _grow(self, index: int) -> bool:
         """Grow all groups of one attention kind to one size, as they fill together; False if there is no room."""
         kind, capacity = self._kinds[index], self._pools[index].capacity
-        wanted = max(_MIN_GROWTH_BLOCKS, int(capacity * _GROWTH))
-        added = min(wanted, self._growth_within(kind.account.room, index))
+        wanted = _MIN_GROWTH_BLOCKS if self.is_sparing else max(_MIN_GROWTH_BLOCKS, int(capacity * _GROWTH))
+        added = min(wanted, self._growth_within(min(kind.account.room, self._machine_room(kind)), index))
         if added < 1:
             return False
         kind.account.claim(self._cost(index, added))
@@ -116,13 +137,18 @@ class BlockAllocator:
         capacity = self._pools[index].capacity + added
         return sum(max(0, capacity - self._pools[i].capacity) * self._bytes[i] for i in self._kinds[index].members)
 
+    def _machine_room(self, kind: _Kind) -> int:
+        """Bytes that the machine can give; what a short sequence needs was seen to at the start."""
+        return max(self.headroom(), kind.account.floor - kind.account.claimed)
+
     def _growth_within(self, num_bytes: int, index: int) -> int:
         most = max(0, num_bytes // self._bytes[index])
         return bisect_right(range(1, most + 1), num_bytes, key=lambda added: self._cost(index, added))
 
     def affordable_growth(self, index: int) -> int:
         """Slots by which group `index` may grow within the budget, on loan or not, if its attention kind follows."""
-        return self._growth_within(self._kinds[index].account.room_without_loans, index)
+        kind = self._kinds[index]
+        return self._growth_within(min(kind.account.room_without_loans, self._machine_room(kind)), index)
 
     def _give_way(self, num_bytes: int, asker: Account) -> None:
         """Release slots beyond the floors that nobody reads: of the other attention kinds, for one of them."""
@@ -140,6 +166,27 @@ class BlockAllocator:
     def _can_shrink(self, index: int) -> bool:
         last = self._pools[index].capacity - 1
         return last >= min_blocks(self.slots.groups[index]) and not self.slots.is_read(index, last)
+
+    # -- giving memory back -------------------------------------------------------------------------------------------
+
+    def gather(self) -> list[Copy]:
+        """Move what only the tree lists out of the last slots, into free ones before them.
+
+        The copies are due before anything else writes to a slot, and before `give_back`.
+        """
+        return [copy for index in range(len(self._pools)) for copy in self.slots.gather(index)]
+
+    def give_back(self) -> int:
+        """Have no slots behind the last one that is in use, but for the floors'; returns how many bytes that frees."""
+        freed = 0
+        for index, (pool, kind) in enumerate(zip(self._pools, self._kinds, strict=True)):
+            least = min_blocks(self.slots.groups[index])
+            capacity = max(pool.last_in_use + 1, min(least, pool.capacity))
+            num_bytes = (pool.capacity - capacity) * self._bytes[index]
+            pool.shrink(capacity)
+            kind.account.release(num_bytes)
+            freed += num_bytes
+        return freed
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ budget beside all that is claimed and all floors. Where an account lacks room it
     base.KIND     slots of the base cache, by attention kind; floor: what one short sequence needs
     adapters      weights of adapters on the device
     stacks        copies of adapters for steps that mix them: on loan, so all comes back when another account asks
+    weights       of the model; loaded before there was a cache, and counted beside its budget
     trunk         hidden states; a budget of its own
     temporaries   what the step that was let through last takes, by estimate; the device's free memory is its limit
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from agentcache.errors import BrokenInvariant
 
 BASE, ADAPTERS, STACKS, TRUNK, TEMPORARIES = "base", "adapters", "stacks", "trunk", "temporaries"
+WEIGHTS = "weights"
 
 # Who is asked for room, first to last, by whom. Weights never give way: they leave when no request needs them.
 GIVES_WAY: Mapping[str, tuple[str, ...]] = {

@@ -33,6 +33,11 @@ class BlockPool:
         self._ref_cnt.extend(0 for _ in added)
         self._free.extend(reversed(added))
 
+    @property
+    def last_in_use(self) -> int:
+        """The last slot that has a reference; -1 where none has."""
+        return next((slot for slot in range(self.capacity - 1, -1, -1) if self._ref_cnt[slot]), -1)
+
     def shrink(self, capacity: int) -> None:
         """Drop the slots from `capacity` on, all of which must be free."""
         if any(self._ref_cnt[capacity:]):
@@ -47,6 +52,15 @@ class BlockPool:
         block_id = self._free.pop()
         self._ref_cnt[block_id] = 1
         return block_id
+
+    def allocate_before(self, block_id: int) -> int | None:
+        """The first free slot, with one reference, if it lies before `block_id`."""
+        first = min(self._free, default=block_id)
+        if first >= block_id:
+            return None
+        self._free.remove(first)
+        self._ref_cnt[first] = 1
+        return first
 
     def retain(self, block_id: int) -> None:
         """One more reference to a slot in use."""

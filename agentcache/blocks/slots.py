@@ -7,13 +7,14 @@ be, `allocator`; which one leaves first, `eviction`.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.blocks.sequence import Copy
 from agentcache.errors import BrokenInvariant
 
 
@@ -59,8 +60,11 @@ class Slots:
         """Whether a sequence reads the slot, beside the nodes that list it."""
         return self.pools[index].ref_cnt(block_id) > self._listed[index][block_id]
 
-    def list_in(self, node: Node, index: int, block_id: int) -> None:
-        """The node's data of group `index` lies in this slot."""
+    def list_in(self, node: Node, index: int, block_id: int, *, instead_of: int | None = None) -> None:
+        """The node's data of group `index` lies in this slot, and no longer in the one `instead_of` it."""
+        if instead_of is not None:
+            self._listed[index][instead_of] -= 1
+            self.pools[index].release(instead_of)
         self.pools[index].retain(block_id)
         self._listed[index][block_id] += 1
         self._tree.set_block(node, index, block_id)
@@ -102,6 +106,27 @@ class Slots:
             self.take_from(node, index)
             self.prune(node)
         self.pools[index].shrink(last)
+
+    def gather(self, index: int) -> list[Copy]:
+        """Move what only the tree lists out of a group's last slots, into free ones before them.
+
+        It ends at a slot that is read: behind that one nothing can be given back.
+        """
+        pool, listing = self.pools[index], defaultdict[int, list[Node]](list)
+        for node in self._tree.residents:
+            if index in node.block_ids:
+                listing[node.block_ids[index]].append(node)
+        copies = []
+        for source in range(pool.capacity - 1, -1, -1):
+            if not pool.ref_cnt(source):
+                continue
+            if self.is_read(index, source) or (target := pool.allocate_before(source)) is None:
+                break
+            for node in listing[source]:
+                self.list_in(node, index, target, instead_of=source)
+            pool.release(target)  # the nodes' references are enough
+            copies.append(Copy(index, source, target))
+        return copies
 
     def prune(self, node: Node) -> None:
         """Forget a node that is neither in RAM nor on disk, and ancestors kept only for it."""

@@ -141,6 +141,14 @@ class TrunkCache:
         while self._evict():
             continue
 
+    def give_back(self) -> int:
+        """Evict what nobody reads and have no slots behind the last one that is in use; returns how many are left."""
+        self.clear()
+        capacity = self._pool.last_in_use + 1
+        self._account.release((self._pool.capacity - capacity) * self._block_bytes)
+        self._pool.shrink(capacity)
+        return capacity
+
     def check_integrity(self, held: Iterable[int]) -> None:
         """Raise BrokenInvariant unless all references are the trunk's own and those of `held`."""
         self._pool.check_integrity()

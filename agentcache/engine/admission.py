@@ -15,7 +15,7 @@ from agentcache.engine.requests import Requests
 from agentcache.engine.room import Growth, has_room
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
-from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, Overloaded
+from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, OutOfMemory, Overloaded
 from agentcache.report import CachedTokens, FinishReason
 
 
@@ -159,5 +159,7 @@ def _note_cached(generation: Generation, prefix: CachedPrefix) -> None:
     generation.computed_prompt_tokens = generation.num_prompt_tokens - prefix.num_tokens
 
 
-def _too_large(generation: Generation, error: OutOfBlocks) -> InvalidRequest:
+def _too_large(generation: Generation, error: OutOfBlocks) -> AgentCacheError:
+    if isinstance(error, OutOfMemory):
+        return Overloaded(str(error), code="insufficient_memory")
     return InvalidRequest(str(error), param=generation.request.prompt_param, code="insufficient_memory")

@@ -70,6 +70,12 @@ class Device(Protocol):
     def release_buffers(self) -> None:
         """Give temporaries of a large step back."""
 
+    def move_blocks(self, moves: Iterable[Copy]) -> None:
+        """Before anything that is built later reads them, and before `give_back`."""
+
+    def give_back(self) -> None:
+        """Have as much memory as the cache has slots, and give all that is free to the system."""
+
 
 class MlxDevice:
     """MLX's default device, with one model on it."""
@@ -84,6 +90,8 @@ class MlxDevice:
         self.evaluate = runner.evaluate
         self.wait = runner.wait
         self.release_buffers = runner.release_buffers
+        self.move_blocks = runner.move_blocks
+        self.give_back = runner.give_back
 
     @property
     def computed_tokens(self) -> int:

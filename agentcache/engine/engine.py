@@ -27,6 +27,7 @@ from agentcache.engine.messages import (
     Message,
     PutAdapter,
     ReadStats,
+    RelieveMemory,
     Reply,
     RestoreAgent,
     SaveAgent,
@@ -35,13 +36,16 @@ from agentcache.engine.messages import (
 )
 from agentcache.engine.output import Output
 from agentcache.engine.passes import Pass
+from agentcache.engine.relief import MemoryRelief
 from agentcache.engine.requests import Requests
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, RequestCancelled
+from agentcache.models.device_memory import Limits
 from agentcache.models.loader import LoadedModel
+from agentcache.pressure import Level
 from agentcache.report import CacheStats, FinishReason
 
 
@@ -62,6 +66,7 @@ class Parts:
     adapters: AdapterWeightSet
     trunk: Trunk
     served: ServedModel
+    limits: Limits
 
 
 class Engine:
@@ -93,6 +98,8 @@ class Engine:
             parts.loaded.namespace,
             self.end,
         )
+        self.relief = MemoryRelief(parts.cache, parts.device, parts.scheduler, parts.memory, parts.trunk, parts.loaded)
+        self._limits = parts.limits
 
     def close(self) -> None:
         """Write what is queued and let go of the cache folder.
@@ -102,6 +109,7 @@ class Engine:
         try:
             self.device.wait()
         finally:  # also when the device has failed
+            self._limits.restore()
             self.restorer.close()
             self.persistence.close()
 
@@ -109,7 +117,7 @@ class Engine:
 
     def view(self) -> EngineView:
         """What other threads may know of it; changes between two steps only."""
-        return EngineView(self._served, self.agents.view(), self.cache.allocator.max_tokens())
+        return EngineView(self._served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
 
     def handle(self, message: Message, reply: Reply) -> None:
         """Do what another thread asks for. `reply` gets what the message says, some time; it may be called at once."""
@@ -145,6 +153,9 @@ class Engine:
                 reply(self.adapters.load(content))
             case DropAdapter(digest):
                 self.adapters.drop(digest)
+                reply(None)
+            case RelieveMemory(level):
+                self.relieve(level)
                 reply(None)
             case ReadStats():
                 reply(self.stats())
@@ -314,6 +325,11 @@ class Engine:
         while evicted:  # leaves first: each round makes new ones
             evicted = sum(self.cache.slots.evict(node) for node in list(self.cache.tree.residents)) > 0
 
+    def relieve(self, level: Level) -> None:
+        """Give memory back, as the pressure on it asks for; in the end running requests wait for one another."""
+        if self.relief.relieve(level) and (victim := self.scheduler.victim()) is not None:
+            self.preempt(victim)
+
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless every block of cache and trunk is accounted for."""
         self.cache.check_integrity()
@@ -328,4 +344,8 @@ class Engine:
             adapter_ram_bytes=self.adapters.nbytes,
             trunk_ram_bytes=self.loaded.trunk.blocks.nbytes,
             computed_layer_tokens=self.loaded.trunk.layer_tokens,
+            memory_limit=self._served.plan.limit,
+            memory_pressure=self.relief.level,
+            pressure_evicted_blocks=self.relief.evicted_blocks,
+            pressure_freed_bytes=self.relief.freed_bytes,
         )

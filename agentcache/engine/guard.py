@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from agentcache.blocks.ledger import TEMPORARIES, Ledger
 from agentcache.engine.generation import Generation
-from agentcache.models.footprint import Footprint, free_memory
+from agentcache.models.footprint import Footprint, free_memory, spare_memory
 
 # Asking the operating system takes longer than it is worth for steps that always fit.
 _SMALL_STEP = 64 << 20
@@ -21,13 +21,29 @@ class MemoryGuard:
 
     Args:
         ledger: gets the estimate of the step that was let through last, as `temporaries`.
-        free: bytes that can be allocated now.
+        free: bytes that a step can allocate now.
+        spare: bytes that can be taken for good.
+        reserve: bytes that are kept free for steps when the cache grows.
     """
 
-    def __init__(self, footprint: Footprint, ledger: Ledger, free: Callable[[], int] = free_memory) -> None:
+    def __init__(
+        self,
+        footprint: Footprint,
+        ledger: Ledger,
+        free: Callable[[], int] = free_memory,
+        spare: Callable[[], int] = spare_memory,
+        reserve: int = 0,
+    ) -> None:
         self._footprint = footprint
-        self._account = ledger.open(TEMPORARIES, apart=_UNBOUNDED)  # the machine says what fits, step by step
+        self._reserve = reserve
+        # The machine says what fits, step by step.
+        self._account = ledger.open(TEMPORARIES, apart=_UNBOUNDED, floor=reserve)
         self.free = free
+        self.spare = spare
+
+    def headroom(self) -> int:
+        """Bytes by which the cache may grow, as far as the machine is concerned."""
+        return int(_SHARE * self.spare()) - self._reserve
 
     def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:
         """As much of a plan as fits: fewer rows of a decode step, fewer tokens of a chunk; empty if nothing does."""

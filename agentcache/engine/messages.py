@@ -10,6 +10,7 @@ from agentcache.adapters.activation import AdapterUse
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
+from agentcache.pressure import Level
 from agentcache.request import Request
 from agentcache.store.manifest import AgentRecord
 
@@ -123,6 +124,13 @@ class DropAdapter:
 
 
 @dataclass(frozen=True)
+class RelieveMemory:
+    """How short of memory the system is: with every change, and again while it lasts. Reply: None."""
+
+    level: Level
+
+
+@dataclass(frozen=True)
 class ReadStats:
     """Reply: `CacheStats`."""
 
@@ -150,6 +158,7 @@ Message = (
     | EvictAgent
     | PutAdapter
     | DropAdapter
+    | RelieveMemory
     | ReadStats
     | ClearCache
     | CheckIntegrity

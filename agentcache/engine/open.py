@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 
@@ -13,7 +15,8 @@ from agentcache.agents.memory import AgentMemory
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.allocator import least_bytes
+from agentcache.blocks.ledger import WEIGHTS, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.config import Config
 from agentcache.engine.batch import BatchBuilder
@@ -27,9 +30,10 @@ from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
-from agentcache.errors import ConfigError
+from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory
 from agentcache.models.allocator import keep_freed_memory
-from agentcache.models.footprint import Footprint
+from agentcache.models.device_memory import Limits, device_memory, wanted_limits
+from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
 from agentcache.models.loader import LoadedModel, load
 from agentcache.models.runner import ModelRunner
 from agentcache.store.store import Store
@@ -55,11 +59,35 @@ def open_engine(
     """
     keep_freed_memory()
     memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
-    loaded = load(model_path, memo=memo, max_context=config.max_context)
-    ledger = Ledger(config.ram_budget)
+    wishes = wishes_of(config)
+    loaded = load(model_path, memo=memo, max_context=config.max_context, check_weights=partial(check_weights, wishes))
+    footprint = Footprint.of(loaded.spec, loaded.config)
+    plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
+    limits = Limits(wanted_limits(plan))
+    try:
+        return _put_together(config, loaded, footprint, plan, limits, post, warm=warm)
+    except BaseException:
+        limits.restore()
+        raise
+
+
+def _put_together(
+    config: Config,
+    loaded: LoadedModel,
+    footprint: Footprint,
+    plan: MemoryPlan,
+    limits: Limits,
+    post: Callable[[Callable[[], None]], None],
+    *,
+    warm: bool,
+) -> Engine:
+    ledger = Ledger(plan.ram_budget)
+    ledger.open(WEIGHTS, apart=plan.weights).claim(plan.weights)
+    guard = MemoryGuard(
+        footprint, ledger, partial(free_memory, plan.limit), partial(spare_memory, plan.limit), plan.temporaries
+    )
     cache = PrefixCache(loaded.spec.groups, ledger)
-    if config.ram_budget < ledger.floors:
-        raise ConfigError(f"ram_budget must be at least {ledger.floors} bytes for this model")
+    cache.allocator.headroom = guard.headroom
     runner = ModelRunner(loaded, cache.slots.pools)
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
     in_use = InUse()
@@ -67,14 +95,13 @@ def open_engine(
     persistence = Persistence(cache, runner, store, agents, in_use, loaded.namespace, post, config.max_lineages)
     restorer = Restorer(cache, runner, store, post)
     persistence.index()
-    cache.allocator.preallocate(min(config.ram_budget // 8, _PREALLOCATED_BYTES))
+    cache.allocator.preallocate(min(plan.ram_budget // 8, _PREALLOCATED_BYTES))
     runner.fit()
     adapters = AdapterWeightSet(loaded, runner, ledger)
-    block_bytes = loaded.trunk.block_bytes() if config.trunk_budget else 0
-    trunk = Trunk(cache, adapters, config.trunk_budget // max(1, block_bytes), block_bytes)
+    block_bytes = loaded.trunk.block_bytes() if plan.trunk_budget else 0
+    trunk = Trunk(cache, adapters, plan.trunk_budget // max(1, block_bytes), block_bytes)
     if warm:
         warm_up(cache, runner, restorer, loaded.max_context)
-    guard = MemoryGuard(Footprint.of(loaded.spec, loaded.config), ledger)
     requests = Requests()
     return Engine(
         Parts(
@@ -98,8 +125,31 @@ def open_engine(
                 max_context=loaded.max_context,
                 modules=loaded.adapters.modules,
                 adapter_budget=adapters.budget,
+                plan=plan,
             ),
+            limits=limits,
         )
+    )
+
+
+def wishes_of(config: Config) -> Wishes:
+    """What the settings say of memory."""
+    return Wishes(config.memory_limit, config.ram_budget, config.trunk_budget, config.wired_limit)
+
+
+def check_weights(wishes: Wishes, weights: int) -> None:
+    """Raise ConfigError, before they are read, where weights of so many bytes leave room for nothing else."""
+    plan_memory(device_memory(), replace(wishes, ram_budget=None), weights=weights, temporaries=0, least_cache=1)
+
+
+def plan_for(wishes: Wishes, loaded: LoadedModel, footprint: Footprint, chunk: int) -> MemoryPlan:
+    """The plan for a model that is loaded; raises ConfigError where it does not fit."""
+    return plan_memory(
+        device_memory(),
+        wishes,
+        weights=loaded.weight_bytes,
+        temporaries=least_temporaries(footprint, chunk, loaded.max_context),
+        least_cache=least_bytes(loaded.spec.groups),
     )
 
 

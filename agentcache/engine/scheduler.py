@@ -33,6 +33,7 @@ class Scheduler:
         contended: whether the last plan lets others wait: a chunk those who decode, or a decode step a chunk whose turn
             it is.
         preemptions: counts them.
+        one_at_a_time: whether nobody is admitted beside another, as memory is so short.
     """
 
     def __init__(self, requests: Requests, *, max_running: int, pace: Pace) -> None:
@@ -44,6 +45,7 @@ class Scheduler:
         self.stalled = False
         self.contended = False
         self.preemptions = 0
+        self.one_at_a_time = False
 
     @property
     def waiting(self) -> Sequence[Generation]:
@@ -71,8 +73,9 @@ class Scheduler:
         first = min(self.waiting, key=_rank, default=None)
         if first is None:
             return None
-        free = self._max_running - len(self.running) - len(self.loading)
-        kept_free = 1 if first.background and self._max_running > 1 else 0
+        most = 1 if self.one_at_a_time else self._max_running
+        free = most - len(self.running) - len(self.loading)
+        kept_free = 1 if first.background and most > 1 else 0
         return first if free > kept_free else None
 
     def admit(self, generation: Generation, *, loading: bool) -> None:

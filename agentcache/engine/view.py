@@ -8,8 +8,10 @@ from pathlib import Path
 from agentcache.agents.table import Agents
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.kv.spec import CacheSpec
+from agentcache.memory_plan import MemoryPlan
 from agentcache.models.adapters import TargetModules
 from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.pressure import Level
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class ServedModel:
         max_context: tokens that the model was made for.
         modules: what of it adapters can act on.
         adapter_budget: bytes that all adapters' weights together may take.
+        plan: how memory is shared out.
     """
 
     path: Path
@@ -29,6 +32,7 @@ class ServedModel:
     max_context: int
     modules: TargetModules
     adapter_budget: int
+    plan: MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,13 @@ class EngineView:
     Args:
         agents: all that are known.
         max_cached_tokens: tokens of the longest context that RAM can hold.
+        memory_pressure: the level that the engine works at.
     """
 
     model: ServedModel
     agents: Agents
     max_cached_tokens: int
+    memory_pressure: Level = Level.NORMAL
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -28,6 +28,7 @@ from agentcache.engine.messages import (
     ListAgents,
     Message,
     ReadStats,
+    RelieveMemory,
     RestoreAgent,
     SaveAgent,
     ShowAgent,
@@ -51,13 +52,18 @@ from agentcache.gateway.prepare import (
     rough_size,
     system_of,
 )
+from agentcache.gateway.pressure_watch import watch_pressure
 from agentcache.gateway.prompt_workers import HasEnded, PromptWorkers
 from agentcache.gateway.receiver import Receiver
+from agentcache.kv.spec import describe_group
 from agentcache.models.builtin.embedded import embedded_model_path
+from agentcache.models.loader import LoadedModel
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
+from agentcache.pressure import Level
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request, TokenPrompt
+from agentcache.system_memory import SystemMemory
 
 T = TypeVar("T")
 
@@ -71,10 +77,13 @@ class AsyncEngine:
 
     Args:
         warm_up: whether to start a little later, and then answer the first request as quickly as any other.
+        system: where it is read how short of memory the system is.
     """
 
-    def __init__(self, config: Config, *, warm_up: bool = False) -> None:
+    def __init__(self, config: Config, *, warm_up: bool = False, system: SystemMemory | None = None) -> None:
         self.config = config
+        self._system = system or SystemMemory()
+        self._watch: asyncio.Task[None] | None = None
         self._warm_up = warm_up
         self._thread = EngineThread(lambda post: open_engine(config, _model_path(config), post, warm=warm_up))
         self._workers = PromptWorkers()
@@ -93,7 +102,7 @@ class AsyncEngine:
         if self._warm_up:
             await asyncio.to_thread(self._thread.view.model.tokenizer.start)
         served = self._thread.view.model
-        self._tokenizer, self._model = served.tokenizer, _describe(served, self.config)
+        self._tokenizer, self._model = served.tokenizer, describe(served, self.config)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
         try:
             for folder in self.config.adapters:
@@ -101,11 +110,18 @@ class AsyncEngine:
         except BaseException:
             await self.close()
             raise
+        if self.config.memory_pressure:
+            self._watch = asyncio.create_task(watch_pressure(self._system.pressure, self._relieve))
         self._is_open = True
+
+    def _relieve(self, level: Level) -> None:
+        self._thread.tell(RelieveMemory(level), _ignore)
 
     async def close(self) -> None:
         """Cancel what runs, write what is due, give the cache folder back."""
         self._is_open = False
+        if self._watch is not None:
+            self._watch.cancel()
         await asyncio.gather(self._thread.close(), self._workers.close(shutting_down()))
         if self._tokenizer is not None:
             self._tokenizer.close()
@@ -121,6 +137,11 @@ class AsyncEngine:
     def failure(self) -> BaseException | None:
         """What ended the engine, or kept it from starting."""
         return self._thread.failure
+
+    @property
+    def memory_pressure(self) -> Level:
+        """The level that the engine works at."""
+        return self._thread.view.memory_pressure
 
     @property
     def model(self) -> ModelInfo:
@@ -335,7 +356,8 @@ def _ignore(reply: object) -> None:
     return None
 
 
-def _describe(served: ServedModel, config: Config) -> ModelInfo:
+def describe(served: ServedModel | LoadedModel, config: Config) -> ModelInfo:
+    """A model as clients see it."""
     name = served.path.name if config.model else _EMBEDDED_NAME
     return ModelInfo(
         id=config.model if config.model and not Path(config.model).is_dir() else name,
@@ -348,4 +370,6 @@ def _describe(served: ServedModel, config: Config) -> ModelInfo:
         created=int(time.time()),
         has_chat_template=served.tokenizer.has_chat_template,
         tool_format=served.tokenizer.tool_format,
+        kv_bits=served.spec.bits,
+        cache_groups=tuple(describe_group(group) for group in served.spec.groups),
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +13,9 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.spec import DTYPES, PARTS, CacheSpec, LayerSpec, Quantisation
 from agentcache.models.attention import reads_packed
+from agentcache.models.device_memory import device_memory
 from agentcache.models.packed_product import kernel_is_right
-from agentcache.sizes import total_ram
+from agentcache.system_memory import SystemMemory, free_heap
 
 _FLOAT = 4  # bytes; half-precision models take less
 # Copies alive at a time, as measured on the CPU back end, which computes up to ten operations behind what it allocates.
@@ -27,6 +27,8 @@ _UNPACKED_COPIES = 3  # of keys and values: dequantised, in order, and what they
 _FLASH_SCORES = 1.25  # softmax takes the place of the scores
 _FLASH_SCORES_WITH_SINKS = 3.25  # a sink's logit is put beside them, and taken away again
 _HAVE_SINKS = ("gpt_oss",)
+_LEAST_TEMPORARIES = 64 << 20
+_USUAL_CONTEXT, _USUAL_ROWS = 8192, 8
 
 
 @dataclass(frozen=True)
@@ -158,21 +160,29 @@ def _packed_size(dim: int, quantisation: Quantisation, *, transpose: bool) -> fl
     return packed if right else packed + dim * _FLOAT
 
 
-def free_memory() -> int:
-    """Bytes that the device can still allocate."""
+def free_memory(limit: int | None = None) -> int:
+    """Bytes that a step can allocate: what is spare, and what steps before it have freed and malloc has kept.
+
+    Args:
+        limit: of all that MLX has allocated together; the device's by default.
+    """
+    spare = spare_memory(limit)
+    return spare if mx.default_device() == mx.gpu else spare + free_heap()
+
+
+def spare_memory(limit: int | None = None) -> int:
+    """Bytes that the device can give for good; `limit` as for `free_memory`."""
+    active = mx.get_active_memory()
+    free = device_memory().usable - active if limit is None else limit - active
     if mx.default_device() == mx.gpu:
-        info = mx.device_info()
-        limit = info.get("max_recommended_working_set_size") or info.get("total_memory") or total_ram()
-        return int(limit) - mx.get_active_memory()
-    return _available_ram() + mx.get_cache_memory()
-
-
-def _available_ram() -> int:
-    """What the machine, and the container where there is one, still have."""
-    free = total_ram() - mx.get_active_memory()
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
         return free
-    kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), free // 1024)
-    return min(free, kilobytes * 1024)
+    # What the machine, and the container where there is one, still have.
+    available = SystemMemory().available()
+    return (free if available is None else min(free, available)) + mx.get_cache_memory()
+
+
+def least_temporaries(footprint: Footprint, num_tokens: int, max_context: int) -> int:
+    """What is kept free for steps: enough for a chunk of so many tokens, or eight decoding rows, behind 8K tokens."""
+    context = min(_USUAL_CONTEXT, max_context)
+    chunk, decode = footprint.step_bytes([context], num_tokens), footprint.step_bytes([context] * _USUAL_ROWS, 1)
+    return max(_LEAST_TEMPORARIES, chunk, decode)

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import _download, get_total_parameters, load_model, maybe_set_recommended_wired_limit
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _download, get_total_parameters, load_model
 
 from agentcache.blocks.keys import Namespace
 from agentcache.errors import UnsupportedModel
@@ -58,6 +59,11 @@ class LoadedModel:
         return Namespace(self.fingerprint, self.spec.digest, salt)
 
     @property
+    def weight_bytes(self) -> int:
+        """Of the model, without adapters."""
+        return weight_bytes(self.model)
+
+    @property
     def num_parameters(self) -> int:
         """Of the whole model; of a mixture of experts, all experts."""
         return int(get_total_parameters(self.model))
@@ -82,28 +88,40 @@ class WantedPositions(nn.Module):
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model folder as mlx-lm builds it: nothing is re-hosted yet."""
+    """A model folder as mlx-lm builds it: nothing is re-hosted yet, and weights are read by `evaluate`."""
 
     path: Path
     model: nn.Module
     config: dict[str, Any]
     tokenizer: Tokenizer
 
+    def evaluate(self) -> None:
+        """Read the weights, now that it is known that they fit. Raises UnsupportedModel."""
+        _or_unsupported(self.path, "model", lambda: mx.eval(self.model.parameters()))
 
-def load(path_or_hub_id: str, *, memo: Path | None = None, max_context: int | None = None) -> LoadedModel:
+
+def load(
+    path_or_hub_id: str,
+    *,
+    memo: Path | None = None,
+    max_context: int | None = None,
+    check_weights: Callable[[int], None] = lambda num_bytes: None,
+) -> LoadedModel:
     """Load a model on the calling thread, which must be the one that runs it.
 
     Args:
         path_or_hub_id: a folder, or a Hugging Face id to download once.
         memo: where digests of weight files are remembered.
         max_context: an upper bound on the model's own context length.
+        check_weights: called with the bytes that the weights will take, before they are read; raises what it likes.
 
     Raises:
         UnsupportedModel: the folder is no model, or its architecture cannot be served exactly.
     """
     read = read_model(path_or_hub_id)
     model, config, tokenizer = read.model, read.config, read.tokenizer
-    maybe_set_recommended_wired_limit()  # on a Mac: weights stay resident; elsewhere nothing
+    check_weights(weight_bytes(model))
+    read.evaluate()
     current = CurrentStep()
     install_wanted_positions(model, current)
     spec = rehost(model, config["model_type"], config)
@@ -125,9 +143,14 @@ def read_model(path_or_hub_id: str) -> ReadModel:
     """The first half of `load`; raises the same."""
     folder = _folder(path_or_hub_id)
     # Never with trust_remote_code: nothing in a model folder is executed.
-    model, config = _or_unsupported(folder, "model", lambda: load_model(folder))
+    model, config = _or_unsupported(folder, "model", lambda: load_model(folder, lazy=True))
     tokenizer = _or_unsupported(folder, "tokenizer", lambda: Tokenizer.load(folder))
     return ReadModel(folder, model, config, tokenizer)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes that its parameters take, read or not."""
+    return sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
 
 
 def _folder(path_or_hub_id: str) -> Path:

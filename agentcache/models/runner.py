@@ -13,6 +13,7 @@ from agentcache.kv.arena import GroupArena, make_arenas
 from agentcache.kv.block_layout import Array
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
+from agentcache.malloc import give_back_freed
 from agentcache.models.loader import LoadedModel
 from agentcache.models.step import StepInputs
 
@@ -123,6 +124,17 @@ class ModelRunner:
         for copy in copies:
             self.arenas[copy.group].copy(copy.source, copy.target)
             self.copied_blocks += 1
+
+    def move_blocks(self, moves: Iterable[Copy]) -> None:
+        """The same, of blocks that nobody reads."""
+        for move in moves:
+            self.arenas[move.group].copy(move.source, move.target)
+
+    def give_back(self) -> None:
+        """Follow the pools downwards, and give all that is free to the system."""
+        self.fit()
+        mx.clear_cache()
+        give_back_freed()
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks that were read from files: uint8 [n] each."""

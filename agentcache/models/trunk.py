@@ -49,6 +49,12 @@ class HiddenBlocks:
         parts = [self._blocks[p.slot][p.offset : p.offset + p.stop - p.start] for p in pieces]
         return mx.concatenate(parts)[None]
 
+    def keep_first(self, num_slots: int) -> int:
+        """Drop the content of the slots behind these; returns how many bytes that frees."""
+        dropped = [slot for slot in self._blocks if slot >= num_slots]
+        self._written.difference_update(dropped)
+        return sum(self._blocks.pop(slot).nbytes for slot in dropped)
+
     def written(self) -> list[mx.array]:
         """What has been written since the last call, to be evaluated."""
         arrays = [self._blocks[slot] for slot in sorted(self._written)]

@@ -75,6 +75,7 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
         UnsupportedModel: agentcache could not serve it.
     """
     read = read_model(path_or_hub_id)
+    read.evaluate()
     originals = [dict(layer.children()) for layer in read.model.layers]
     spec = rehost(read.model, read.config["model_type"], read.config)
     current = CurrentStep()

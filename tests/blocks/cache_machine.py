@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from agentcache.blocks.allocator import min_blocks
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import LaneBlock
 from tests.blocks.borrower import Borrower
@@ -78,6 +80,24 @@ class CacheMachine(SequenceMachine):
         for node in self.cache.tree.residents:
             is_read = any(self.is_read(index, block_id) for index, block_id in node.block_ids.items())
             assert node.pending or is_read or any(child.block_ids for child in node.children)
+
+    @rule(is_sparing=st.booleans())
+    def give_back(self, is_sparing: bool) -> None:
+        """Slots that are read stay where they are, and nothing that is cached is lost."""
+        held = {node: set(node.block_ids) for node in self.nodes()}
+        self.cache.allocator.is_sparing = is_sparing
+        copies = self.cache.allocator.gather()
+        for copy in copies:
+            assert not self.is_read(copy.group, copy.target)
+            self.arena.slot(copy.group, copy.target)[:] = self.arena.slot(copy.group, copy.source)
+            self.arena.slot(copy.group, copy.source)[:] = [-2] * BLOCK_SIZE
+        before = self.cache.allocator.capacity_bytes
+        assert self.cache.allocator.give_back() == before - self.cache.allocator.capacity_bytes
+        assert {node: set(node.block_ids) for node in self.nodes()} == held
+        for index, pool in enumerate(self.cache.slots.pools):
+            first_free = next((slot for slot in range(pool.capacity) if not pool.ref_cnt(slot)), pool.capacity)
+            behind = [slot for slot in range(first_free, pool.capacity) if pool.ref_cnt(slot)]
+            assert not behind or self.is_read(index, behind[-1]) or pool.capacity <= min_blocks(self.groups[index])
 
     @rule(part=st.sampled_from([0.0, 0.3, 1.0]))
     def lend(self, part: float) -> None:

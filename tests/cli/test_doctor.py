@@ -1,14 +1,24 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import Result
+from safetensors.numpy import load_file
 
 from agentcache.cli import doctor
+from agentcache.cli.doctor_model import examine_model
+from agentcache.config import Config
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.lock import FolderLock
 from tests.cli.conftest import Invoke
+from tests.conftest import ModelFolder
 from tests.kv.damage import flip
 from tests.kv.store_cases import make_record, make_transcript, make_turn, open_store
 
@@ -17,13 +27,23 @@ def test_doctor_examines_this_machine(invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("doctor", "--json", "--cache-dir", str(tmp_path / "new" / "cache"))
     checks = {check["name"]: check for check in json.loads(result.stdout)}
     assert result.exit_code == 0, checks
-    assert {"machine", "versions", "device", "mx ops", "cache folder", "ram budget", "disk budget"} <= set(checks)
+    assert {
+        "machine",
+        "versions",
+        "device",
+        "mx ops",
+        "cache folder",
+        "disk budget",
+        "model",
+        "cache",
+        "memory",
+    } <= set(checks)
     assert "mlx" in checks["versions"]["detail"]
     assert not (tmp_path / "new").exists()
 
 
 def test_a_check_that_fails_is_exit_code_1(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda config: iter([doctor.Check("device", False, "none")]))
+    monkeypatch.setattr(doctor, "examine", lambda config, model: iter([doctor.Check("device", False, "none")]))
     result = invoke("doctor")
     assert result.exit_code == 1 and result.stdout.startswith("FAIL  device")
 
@@ -73,3 +93,72 @@ def test_every_file_is_verified_on_request(invoke: Invoke, tmp_path: Path) -> No
     flip(next((cache_dir / "blocks").glob("??/*.safetensors")))
     exit_code, [found, bad] = content()
     assert exit_code == 1 and not found["ok"] and "checksum" in str(bad["detail"])
+
+
+@contextmanager
+def answering(answers: dict[str, Any]) -> Iterator[str]:
+    """A server that says these."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(answers[self.path]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def findings(result: Result) -> dict[str, dict[str, Any]]:
+    return {check["name"]: check for check in json.loads(result.stdout)}
+
+
+def test_what_is_served_of_a_model(invoke: Invoke, tmp_path: Path, model_folder: ModelFolder) -> None:
+    folder = model_folder("gemma3_text")
+    result = invoke("doctor", "--json", "--model", str(folder), "--cache-dir", str(tmp_path / "cache"))
+    found = findings(result)
+    assert result.exit_code == 0 and found["model"]["data"]["kv_bits"] == 4
+    groups = found["cache"]["data"]
+    assert {group["kind"] for group in groups} == {"full", "window"}
+    assert all(group["bytes_per_block"] == 256 * group["bytes_per_token"] > 0 for group in groups)
+    weights = sum(array.nbytes for array in load_file(folder / "model.safetensors").values())
+    memory = found["memory"]["data"]
+    assert memory["weights"] == weights
+    assert memory["weights"] + memory["ram_budget"] + memory["temporaries"] <= memory["limit"]
+    assert memory["agents_of_8k"] > 0 and memory["longest_agent_tokens"] == found["model"]["data"]["max_model_len"]
+    text = invoke("doctor", "--model", str(folder), "--cache-dir", str(tmp_path / "cache")).stdout
+    assert "a token" in text and "window of" in text and "of 8,192 in RAM at once" in text
+
+
+def test_a_model_that_does_not_fit_says_so(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AGENTCACHE_MEMORY_LIMIT", "20MB")
+    result = invoke("doctor", "--json", "--cache-dir", str(tmp_path / "cache"))
+    model = findings(result)["model"]
+    assert result.exit_code == 1 and not model["ok"]
+    assert "does not fit" in model["detail"] and "--memory-limit" in model["detail"]
+
+
+def test_a_model_that_is_not_served_says_why(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("doctor", "--json", "--model", str(tmp_path), "--cache-dir", str(tmp_path / "cache"))
+    assert result.exit_code == 1 and "not a model folder" in findings(result)["model"]["detail"]
+
+
+def test_a_running_server_is_asked_and_no_second_copy_is_loaded(tmp_path: Path) -> None:
+    group = {"name": "state.0", "kind": "state", "window": None, "layers": 0, "bytes_per_token": 0}
+    groups = [group | {"bytes_per_snapshot": 2 * 10**6, "bytes_per_block": 2 * 10**6}]
+    model = {"id": "org/hybrid", "max_model_len": 4096, "kv_bits": None, "cache_groups": groups}
+    stats = {"memory_limit": 10**9, "ram_budget": 10**8, "ram_accounts": {"weights": {"capacity_bytes": 5 * 10**8}}}
+    answers = {"/v1/models": {"data": [model]}, "/v1/cache/stats": stats}
+    with answering(answers) as url:
+        found = {each.name: each for each in examine_model(Config(cache_dir=tmp_path), url)}
+    assert found["cache"].detail == "state (state.0): 2.0 MB a snapshot"
+    assert found["memory"].data["agents_of_8k"] == 50

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.blocks.allocator import least_bytes
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, attention_group, make_groups, quantisation_for
+from agentcache.kv.spec import (
+    CacheGroupInfo,
+    CacheSpec,
+    GroupSpec,
+    LayerSpec,
+    Quantisation,
+    TensorSpec,
+    attention_group,
+    describe_group,
+    make_groups,
+    quantisation_for,
+    tokens_within,
+)
 
 LAYER = LayerSpec(0, num_kv_heads=2, key_dim=128, value_dim=64)
 WINDOWS = st.integers(1, 2000)
@@ -85,3 +101,33 @@ def test_a_group_by_name() -> None:
     assert spec().group("full.1").layers == (replace(LAYER, index=1),)
     with pytest.raises(KeyError):
         spec().group("full.7")
+
+
+def infos(groups: Sequence[GroupSpec]) -> list[CacheGroupInfo]:
+    return [describe_group(group) for group in groups]
+
+
+def test_groups_are_described_by_what_they_keep() -> None:
+    layers = [LayerSpec(0, 2, 64, 64), LayerSpec(1, 2, 64, 64, window=300), LayerSpec(2, 1, 96, 0)]
+    kinds = [describe_group(attention_group("g", [layer], Quantisation(4, 32))).kind for layer in layers]
+    assert kinds == ["full", "window", "latent"]
+    state = describe_group(GroupSpec("state.0", (TensorSpec("state", "F32", (2, 8, 8), token_axis=None),)))
+    assert (state.kind, state.bytes_per_token, state.bytes_per_snapshot) == ("state", 0, 512)
+    full = describe_group(attention_group("full.0", [layers[0]], Quantisation(4, 32)))
+    assert (full.layers, full.bytes_per_snapshot, full.bytes_per_block) == (1, 0, 256 * full.bytes_per_token)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_what_fits_is_what_the_allocator_lets_one_sequence_have(window: int | None) -> None:
+    layers = [LayerSpec(index, 2, 64, 64, window if index % 2 else None) for index in range(8)]
+    groups = make_groups(layers, Quantisation(4, 32))
+    for num_bytes in (least_bytes(groups), 10**7, 10**8 + 1):
+        cache = PrefixCache(groups, Ledger(num_bytes))
+        assert tokens_within(infos(groups), num_bytes, 2**40) == cache.allocator.max_tokens()
+    assert tokens_within(infos(groups), 10**8, 5000) == 5000
+
+
+def test_a_state_is_counted_once_however_long_the_sequence() -> None:
+    state = describe_group(GroupSpec("state.0", (TensorSpec("state", "F32", (1000,), token_axis=None),)))
+    assert state.bytes_for(1) == state.bytes_for(100_000) == 4000
+    assert tokens_within([state], 3999, 5000) == 0 and tokens_within([state], 4000, 5000) == 5000

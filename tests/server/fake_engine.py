@@ -10,6 +10,8 @@ from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.blocks.ledger import RamUse
 from agentcache.blocks.prefix_match import Match
 from agentcache.errors import Conflict, NotFound, UnsupportedAdapter
+from agentcache.kv.spec import CacheGroupInfo, GroupKind
+from agentcache.pressure import Level
 from agentcache.report import (
     AdapterInfo,
     AgentInfo,
@@ -35,6 +37,8 @@ MODEL = ModelInfo(
     vocab_size=512,
     created=1700000000,
     has_chat_template=True,
+    kv_bits=4,
+    cache_groups=(CacheGroupInfo("window512.0", GroupKind.WINDOW, 512, 2, 144, 0, 36864),),
 )
 
 POET = AdapterInfo(
@@ -113,6 +117,7 @@ class FakeEngine:
     script: Script = hello
     ready: bool = True
     failure: BaseException | None = None
+    memory_pressure: Level = Level.NORMAL
     model: ModelInfo = MODEL
     requests: list[Request] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)

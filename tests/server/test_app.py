@@ -8,6 +8,7 @@ import pytest
 from agentcache import __version__
 from agentcache.config import Config
 from agentcache.errors import StoreError
+from agentcache.pressure import Level
 from agentcache.server.app import create_app
 from tests.server.driver import ask, chat, refused, settle
 from tests.server.fake_engine import MODEL, FakeEngine
@@ -18,7 +19,9 @@ POST_ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/agents"]
 def test_health_in_each_state() -> None:
     engine = FakeEngine()
     answer = ask(engine, "GET", "/health")
-    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok", "memory_pressure": "normal"})
+    short = ask(FakeEngine(memory_pressure=Level.CRITICAL), "GET", "/health")
+    assert (short.status_code, short.json()) == (200, {"status": "ok", "memory_pressure": "critical"})
     assert answer.headers["server"] == "agentcache"
     loading = ask(FakeEngine(ready=False), "GET", "/health")
     assert (loading.status_code, loading.json()) == (503, {"status": "loading"})
@@ -34,7 +37,12 @@ def test_requests_while_loading_and_after_a_failure() -> None:
 
 def test_models() -> None:
     shown = {"id": MODEL.id, "object": "model", "created": MODEL.created, "owned_by": "agentcache"}
-    shown |= {"max_model_len": 4096}
+    described = {"name": "window512.0", "kind": "window", "window": 512, "layers": 2, "bytes_per_token": 144}
+    shown |= {
+        "max_model_len": 4096,
+        "kv_bits": 4,
+        "cache_groups": [described | {"bytes_per_snapshot": 0, "bytes_per_block": 36864}],
+    }
     assert ask(FakeEngine(), "GET", "/v1/models").json() == {"object": "list", "data": [shown]}
     for name in (MODEL.id, MODEL.name, "default"):
         assert ask(FakeEngine(), "GET", f"/v1/models/{name}").json() == shown
@@ -119,6 +127,10 @@ def test_cache_routes() -> None:
         "prefill_seconds": 0.0,
         "copied_blocks": 0,
         "computed_layer_tokens": 0,
+        "memory_limit": 0,
+        "memory_pressure": "normal",
+        "pressure_evicted_blocks": 0,
+        "pressure_freed_bytes": 0,
     }
     assert ask(engine, "DELETE", "/v1/cache").json() == {"cleared": True}
     assert engine.cleared == 1

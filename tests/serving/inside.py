@@ -189,7 +189,12 @@ def set_costs(patch: pytest.MonkeyPatch, cost: Callable[[int, int, int], float])
 
 def set_free_memory(engine: Engine, free: Callable[[], int]) -> None:
     """What it takes for the machine's free memory, in bytes."""
-    _device(engine).guard.free = free
+    _device(engine).guard.free = _device(engine).guard.spare = free
+
+
+def reserve(engine: Engine) -> int:
+    """Bytes that are kept free for steps when the cache grows."""
+    return _device(engine).guard._reserve
 
 
 def footprint(engine: Engine) -> Footprint:

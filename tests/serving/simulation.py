@@ -25,6 +25,7 @@ from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.errors import AgentCacheError, RequestCancelled
+from agentcache.models.device_memory import Limits
 from agentcache.models.text.detokenizer import Detokenizer
 from agentcache.models.text.marks import MarkedEnds
 from agentcache.report import Update
@@ -139,6 +140,12 @@ class FormulaDevice:
     def prepare(self, generation: Generation) -> None:
         pass
 
+    def move_blocks(self, moves: Iterable[Copy]) -> None:
+        pass
+
+    def give_back(self) -> None:
+        pass
+
     def build(self, rows: Rows[Generation], num_tokens: int, before: object, *, contended: bool) -> Computed:
         assert num_tokens == 1 or len(rows) == 1
         self._simulation.lookahead_rows += sum(generation.in_flight for generation in rows)
@@ -189,6 +196,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         adapters=adapters,
         trunk=Trunk(cache, adapters),
         served=none,
+        limits=Limits([]),
     )
 
 

@@ -1,0 +1,85 @@
+"""Gives memory back while the system is short of it: agents leave RAM before anything is refused.
+
+They are on disk, and come back warm. What is on disk only in part stays: nothing that is not saved is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from agentcache.agents.memory import AgentMemory
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.engine.device import Device
+from agentcache.engine.scheduler import Scheduler
+from agentcache.engine.trunk import Trunk
+from agentcache.models.loader import LoadedModel
+from agentcache.pressure import Level
+
+log = logging.getLogger("agentcache.engine")
+
+_SHARES = {Level.WARNING: 0.5, Level.CRITICAL: 1.0}  # of the blocks that nobody reads
+
+
+class MemoryRelief:
+    """Knows the level that the engine works at, and does what it asks for. Belongs to the engine thread.
+
+    Attributes:
+        level: as last told.
+        evicted_blocks: blocks that left RAM for it.
+        freed_bytes: memory of slots that was given back.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        device: Device,
+        scheduler: Scheduler,
+        memory: AgentMemory,
+        trunk: Trunk,
+        loaded: LoadedModel,
+    ) -> None:
+        self.level = Level.NORMAL
+        self.evicted_blocks = 0
+        self.freed_bytes = 0
+        self._cache = cache
+        self._device = device
+        self._scheduler = scheduler
+        self._memory = memory
+        self._trunk = trunk
+        self._loaded = loaded
+
+    def relieve(self, level: Level) -> bool:
+        """Give back what the level asks for; called with every change, and again while it lasts.
+
+        Returns:
+            Whether running requests are all that is left to take memory from.
+        """
+        self._enter(level)
+        if level is Level.NORMAL:
+            return False
+        evicted = self._memory.evict_unread(_SHARES[level])
+        for account in self._cache.ledger.sharing:
+            if account.on_loan and account.claimed and account.give_way is not None:
+                account.give_way(account.claimed, account)
+        self._device.move_blocks(self._cache.allocator.gather())
+        self._trunk.sweep()
+        freed = self._cache.allocator.give_back() + self._loaded.trunk.blocks.keep_first(self._trunk.blocks.give_back())
+        self._device.give_back()
+        self.evicted_blocks += evicted
+        self.freed_bytes += freed
+        return level is Level.CRITICAL and not evicted and not freed
+
+    def _enter(self, level: Level) -> None:
+        if level is self.level:
+            return
+        log.log(
+            logging.INFO if level < self.level else logging.WARNING,
+            "memory pressure is %s, was %s; RAM: %s",
+            level.word,
+            self.level.word,
+            ", ".join(f"{use.kind} {use.capacity_bytes / 1e6:.0f} MB" for use in self._cache.ledger.statement()),
+        )
+        self.level = level
+        self._cache.allocator.is_sparing = level > Level.NORMAL
+        self._scheduler.one_at_a_time = level is Level.CRITICAL
+        self._scheduler.stalled = False

@@ -1,0 +1,39 @@
+"""What would be served of a model, and how memory would be shared out: looked at without serving it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from agentcache.config import Config
+from agentcache.engine.open import check_weights, plan_for, wishes_of
+from agentcache.gateway.async_engine import describe
+from agentcache.memory_plan import MemoryPlan
+from agentcache.models.footprint import Footprint
+from agentcache.models.loader import load
+from agentcache.report import ModelInfo
+
+
+@dataclass(frozen=True)
+class InspectedModel:
+    """A model that can be served.
+
+    Args:
+        plan: of this machine's memory.
+    """
+
+    info: ModelInfo
+    plan: MemoryPlan
+
+
+def inspect_model(config: Config, model_path: str) -> InspectedModel:
+    """Load a model as a server would, with all that is proved then; on the calling thread.
+
+    Raises:
+        UnsupportedModel: it cannot be served.
+        ConfigError: it does not fit.
+    """
+    wishes = wishes_of(config)
+    loaded = load(model_path, max_context=config.max_context, check_weights=partial(check_weights, wishes))
+    plan = plan_for(wishes, loaded, Footprint.of(loaded.spec, loaded.config), config.prefill_chunk)
+    return InspectedModel(describe(loaded, config), plan)

@@ -1,0 +1,167 @@
+"""One budget for all that lies in memory: weights, cache, adapters, hidden states and what a step takes meanwhile.
+
+    limit = weights + ram_budget (cache and adapters) + trunk_budget + temporaries + what is left over
+
+Plain arithmetic on the sizes of a device and of a model; `models/device_memory.py` asks the device and tells MLX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentcache.errors import ConfigError
+
+GIB = 1 << 30
+AUTO_RAM_SHARE = 0.25  # of the RAM, for the cache, where it does not say how much
+AUTO_TRUNK_SHARE = 0.125  # of the cache's, for hidden states
+NO_WIRED_LIMIT = 0
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What there is, in bytes.
+
+    Args:
+        total: RAM that the process may use; memory of its own where the device has that.
+        recommended: the working set that the device recommends (Metal); None where it recommends none.
+    """
+
+    total: int
+    recommended: int | None = None
+
+    @property
+    def reserve(self) -> int:
+        """For the system and other programs: an eighth, and at least 1 GiB where that is not more than a quarter."""
+        return min(max(self.total // 8, GIB), 4 * GIB, self.total // 4)
+
+    @property
+    def usable(self) -> int:
+        """What a program may take of it for good."""
+        free = self.total - self.reserve
+        return free if self.recommended is None else min(free, self.recommended)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the settings say, in bytes; None where it is to be found out.
+
+    Args:
+        memory_limit: everything together.
+        ram_budget: the cache, and adapters.
+        trunk_budget: hidden states.
+        wired_limit: what the system may never page out; `NO_WIRED_LIMIT` for none.
+    """
+
+    memory_limit: int | None = None
+    ram_budget: int | None = None
+    trunk_budget: int | None = None
+    wired_limit: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Who gets how much, in bytes.
+
+    Args:
+        limit: everything together.
+        weights: of the model.
+        ram_budget: the cache, and adapters.
+        trunk_budget: hidden states.
+        temporaries: what is kept free for a step; long contexts take more where that is free, else smaller steps.
+        wired: what the system is asked never to page out; None where the device has no such thing.
+    """
+
+    limit: int
+    weights: int
+    ram_budget: int
+    trunk_budget: int
+    temporaries: int
+    wired: int | None
+
+
+def plan_memory(
+    device: DeviceMemory, wishes: Wishes, *, weights: int, temporaries: int, least_cache: int
+) -> MemoryPlan:
+    """Share the device's memory out.
+
+    Args:
+        least_cache: what one short sequence needs of the cache.
+
+    Raises:
+        ConfigError: it does not suffice, or the wishes contradict each other; says by how much, and what helps.
+    """
+    limit = _limit(device, wishes.memory_limit)
+    beside = temporaries + (wishes.trunk_budget or 0)
+    left = limit - weights - beside
+    if left < least_cache:
+        raise ConfigError(_does_not_fit(device, wishes, limit, weights, temporaries, least_cache))
+    budget = wishes.ram_budget
+    if budget is None:
+        budget = max(least_cache, min(left, int(device.total * AUTO_RAM_SHARE)))
+    if budget < least_cache:
+        raise ConfigError(f"ram_budget must be at least {least_cache} bytes for this model")
+    if budget > left:
+        raise ConfigError(
+            f"ram_budget = {_gb(budget)} is more than the {_gb(left)} that are left of memory_limit = {_gb(limit)} "
+            f"beside {_gb(weights)} of weights and {_gb(beside)} for steps and hidden states"
+        )
+    trunk = wishes.trunk_budget
+    if trunk is None:
+        trunk = min(left - budget, int(budget * AUTO_TRUNK_SHARE))
+    taken = weights + budget + trunk + temporaries
+    wired = _wired_limit(device, wishes.wired_limit, taken)
+    return MemoryPlan(limit, weights, budget, trunk, temporaries, wired)
+
+
+def _limit(device: DeviceMemory, wished: int | None) -> int:
+    if wished is None:
+        return device.usable
+    if wished > device.total:
+        raise ConfigError(f"memory_limit = {_gb(wished)} is more than the {_gb(device.total)} of memory that there are")
+    if device.recommended is not None and wished > device.recommended:
+        raise ConfigError(
+            f"memory_limit = {_gb(wished)} is more than the {_gb(device.recommended)} that macOS lets the GPU have; "
+            "`sudo sysctl iogpu.wired_limit_mb=MEGABYTES` changes that until the next start"
+        )
+    return wished
+
+
+def _does_not_fit(
+    device: DeviceMemory, wishes: Wishes, limit: int, weights: int, temporaries: int, least_cache: int
+) -> str:
+    parts = [f"{_gb(weights)} of weights", f"{_gb(least_cache)} of cache at least", f"{_gb(temporaries)} for a step"]
+    if wishes.trunk_budget:
+        parts.append(f"{_gb(wishes.trunk_budget)} of hidden states (trunk_budget)")
+    needed = weights + least_cache + temporaries + (wishes.trunk_budget or 0)
+    if needed <= (device.total if device.recommended is None else device.recommended):
+        rest = ", with little left for other programs" if needed > device.usable else ""
+        way_out = f"--memory-limit {_up(needed)} lets it have that{rest}"
+    elif needed <= device.total - device.reserve:
+        way_out = f"`sudo sysctl iogpu.wired_limit_mb={-(-needed >> 20)}` lets the GPU have that until the next start"
+    else:
+        way_out = "take a smaller model, or one in fewer bits"
+    return (
+        f"the model does not fit: it needs {_gb(needed)} ({', '.join(parts)}), and of the {_gb(device.total)} of "
+        f"memory it may have {_gb(limit)} (memory_limit); {way_out}"
+    )
+
+
+def _wired_limit(device: DeviceMemory, wished: int | None, taken: int) -> int | None:
+    if device.recommended is None:
+        return None
+    if wished is None:
+        return min(taken, device.usable)
+    if wished > device.recommended:
+        raise ConfigError(
+            f"wired_limit = {_gb(wished)} is more than the {_gb(device.recommended)} that macOS lets the GPU have"
+        )
+    return wished
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _up(num_bytes: int) -> str:
+    """As one writes it, and not less."""
+    return f"{-(-num_bytes // 10**8) / 10:.1f}GB"

@@ -1,0 +1,80 @@
+"""MLX's device: how much memory it has, and the limits that MLX is told while an engine runs."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from agentcache.memory_plan import DeviceMemory, MemoryPlan
+from agentcache.system_memory import SystemMemory
+
+log = logging.getLogger("agentcache.engine")
+
+_LEAST_CACHE_LIMIT = 256 << 20
+
+
+def device_memory() -> DeviceMemory:
+    """Of the default device."""
+    total = SystemMemory().total()
+    if mx.default_device() != mx.gpu:
+        return DeviceMemory(total)
+    info = mx.device_info()
+    recommended = info.get("max_recommended_working_set_size")
+    if recommended is not None:
+        return DeviceMemory(total, int(recommended))
+    return DeviceMemory(int(info.get("total_memory") or total))
+
+
+@dataclass(frozen=True)
+class Setter:
+    """A limit of MLX: its function, which returns the limit before."""
+
+    name: str
+    set: Callable[[int], int]
+
+
+WIRED = Setter("wired", mx.set_wired_limit)
+MEMORY = Setter("memory", mx.set_memory_limit)
+CACHE = Setter("cache", mx.set_cache_limit)
+
+
+def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Setter, int]]:
+    """What MLX is to be told, by the default device.
+
+    The memory limit makes evaluation wait for what is under way instead of running ahead, once more is allocated. The
+    cache is what MLX keeps of freed buffers: on a GPU as much as the memory limit, unless it is told otherwise, and
+    never to be had by other programs; on the CPU 32 MB, which stay. Wired memory is Metal's alone.
+    """
+    limits = [(MEMORY, plan.limit)]
+    if (device_type or mx.default_device()) == mx.gpu:
+        limits.append((CACHE, max(plan.temporaries, _LEAST_CACHE_LIMIT)))
+    if plan.wired is not None:
+        limits.append((WIRED, plan.wired))
+    return limits
+
+
+class Limits:
+    """Limits that hold until `restore`, or until the process ends (also by SystemExit or an exception)."""
+
+    def __init__(self, limits: list[tuple[Setter, int]]) -> None:
+        self._before: list[tuple[Setter, int]] = []
+        atexit.register(self.restore)
+        try:
+            for setter, limit in limits:
+                self._before.append((setter, setter.set(limit)))
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Have what held before; does nothing the second time."""
+        atexit.unregister(self.restore)
+        while self._before:
+            setter, limit = self._before.pop()
+            setter.set(limit)
+            log.debug("the %s limit is %d bytes again", setter.name, limit)

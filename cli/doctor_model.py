@@ -1,0 +1,128 @@
+"""What `agentcache doctor` says of a model: whether it is served, what it caches, and how much of that memory holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from agentcache.client import Client
+from agentcache.config import Config
+
+if TYPE_CHECKING:
+    from agentcache.kv.spec import CacheGroupInfo
+
+AGENT_TOKENS = 8192  # of the agents that are counted
+
+
+class Finding(NamedTuple):
+    """What was found: a sentence, and the same for programs."""
+
+    name: str
+    detail: str
+    data: Any = None
+
+
+def examine_model(config: Config, url: str | None) -> list[Finding]:
+    """Of the model that the server at `url` serves, or else of the configured one, which is loaded for that.
+
+    Raises:
+        AgentCacheError: it is not served, or does not fit; or the server does not tell.
+    """
+    if url is not None:
+        with Client(url, config.api_key) as client:
+            models, stats = client.request("GET", "/v1/models"), client.request("GET", "/v1/cache/stats")
+        return list(_served(models["data"][0], stats))
+    if config.model is not None and _is_to_be_fetched(config.model):
+        return [Finding("model", f"{config.model} is not on this machine yet; `agentcache serve` fetches it")]
+    with tempfile.TemporaryDirectory(prefix="agentcache-doctor-") as home:
+        return list(_loaded(config, Path(home)))
+
+
+def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Finding]:
+    from agentcache.kv.spec import CacheGroupInfo, GroupKind
+
+    groups = [CacheGroupInfo(**each | {"kind": GroupKind(each["kind"])}) for each in model["cache_groups"]]
+    yield _model(model["id"], model["max_model_len"], model["kv_bits"])
+    yield _groups(groups)
+    weights = stats["ram_accounts"]["weights"]["capacity_bytes"]
+    plan = {"limit": stats["memory_limit"], "weights": weights, "ram_budget": stats["ram_budget"]}
+    yield _memory(groups, model["max_model_len"], plan)
+
+
+def _loaded(config: Config, home: Path) -> Iterator[Finding]:
+    """The embedded model is made in `home`: a folder of it that is to stay is for a server to make."""
+    from agentcache.gateway.inspect_model import inspect_model
+    from agentcache.models.builtin.embedded import embedded_model_path
+
+    found = inspect_model(config, config.model or str(embedded_model_path(home)))
+    info = found.info
+    yield _model(info.id, info.max_context, info.kv_bits)
+    yield _groups(info.cache_groups)
+    yield _memory(info.cache_groups, info.max_context, dataclasses.asdict(found.plan))
+
+
+def _is_to_be_fetched(model: str) -> bool:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    if Path(model).expanduser().exists() or model.startswith((".", "~", "/")) or model.count("/") != 1:
+        return False
+    try:
+        snapshot_download(model, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return True
+    except HFValidationError:
+        return False  # the loader says that this is no id
+    return False
+
+
+def _model(name: str, max_context: int, kv_bits: int | None) -> Finding:
+    data = {"id": name, "max_model_len": max_context, "kv_bits": kv_bits}
+    bits = "no keys and values" if kv_bits is None else f"keys and values in {kv_bits} bits"
+    return Finding("model", f"{name} is served: context of {max_context:,} tokens, {bits}", data)
+
+
+def _groups(groups: Sequence[CacheGroupInfo]) -> Finding:
+    """Groups of a kind in one phrase: they differ in their depth only."""
+    kinds = sorted(groups, key=_kind)
+    phrases = [_phrase(list(members)) for _, members in groupby(kinds, key=_kind)]
+    return Finding("cache", "; ".join(phrases), [dataclasses.asdict(group) for group in groups])
+
+
+def _kind(group: CacheGroupInfo) -> tuple[str, int]:
+    return group.kind, group.window or 0
+
+
+def _phrase(members: Sequence[CacheGroupInfo]) -> str:
+    first, layers = members[0], sum(group.layers for group in members)
+    what = first.kind.value if first.window is None else f"{first.kind.value} of {first.window:,}"
+    names = ", ".join(group.name for group in members)
+    sizes = [
+        f"{_size(sum(group.bytes_per_token for group in members))} a token",
+        f"{_size(sum(group.bytes_per_snapshot for group in members))} a snapshot",
+    ]
+    told = [size for size in sizes if not size.startswith("0 ")]
+    return f"{what} ({names}): {f'{layers} layers, ' if layers else ''}{', '.join(told)}"
+
+
+def _memory(groups: Sequence[CacheGroupInfo], max_context: int, plan: Mapping[str, Any]) -> Finding:
+    from agentcache.kv.spec import tokens_within
+
+    tokens = tokens_within(groups, plan["ram_budget"], max_context)
+    agents = plan["ram_budget"] // sum(group.bytes_for(AGENT_TOKENS) for group in groups)
+    detail = (
+        f"of {_size(plan['limit'])}: weights {_size(plan['weights'])}, cache {_size(plan['ram_budget'])}: "
+        f"one agent of {tokens:,} tokens, or {agents:,} of {AGENT_TOKENS:,} in RAM at once"
+    )
+    return Finding("memory", detail, dict(plan) | {"longest_agent_tokens": tokens, "agents_of_8k": agents})
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
