@@ -102,7 +102,7 @@ class Update:
 
     The first update has `prompt_token_ids` (and `prompt_logprobs` where asked for) and may have no text; the last one
     has `finish_reason` and `report`, and comes only when the turn is safe on disk or known not to be. `stop_string` is
-    the one that ended the text.
+    the one that ended the text. `choice` is the number of the answer that it is a piece of, where there are several.
     """
 
     text: str = ""
@@ -113,6 +113,7 @@ class Update:
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     report: Report | None = None
+    choice: int = 0
 
 
 @dataclass(frozen=True)

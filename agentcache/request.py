@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -54,6 +54,7 @@ class Request:
         sampling: how to continue it.
         agent: the durable agent whose memory this extends; None for a request that leaves no memory on disk.
         lineage: the agent's lineage to go on from; None for the one that shares most with the prompt.
+        n: answers to give. The first is the agent's turn; the others go on from the same blocks and leave no memory.
         salt: requests with different salts never share a block.
         priority: None for background where nothing is generated (a warm), interactive otherwise.
         adapter: name of the adapter to answer with; None for the agent's, or base.
@@ -67,6 +68,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     agent: str | None = None
     lineage: str | None = None
+    n: int = 1
     salt: str = ""
     priority: Priority | None = None
     adapter: str | None = None
@@ -79,6 +81,15 @@ class Request:
         if self.priority is None:
             return self.sampling.max_tokens == 0
         return self.priority is Priority.BACKGROUND
+
+    def fork(self, index: int) -> Request:
+        """Number `index` (from 1) of its further answers, drawn with the seed `index` further on (as in vLLM)."""
+        own = self.sampling
+        seed = None if own.seed is None else own.seed + index
+        sampling = replace(own, seed=seed, prompt_logprobs=False)
+        return replace(
+            self, request_id=f"{self.request_id}-choice{index}", sampling=sampling, agent=None, lineage=None, n=1
+        )
 
     @property
     def prompt_param(self) -> str:

@@ -109,7 +109,8 @@ class EventWriter:
     def keep_alive(self) -> bytes:
         return _event("ping")
 
-    def end(self, completion: Completion) -> Iterator[bytes]:
+    def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
+        [completion] = completions
         for part in self._reader.finish() or ([] if self._blocks else [""]):
             yield from self._part(part)
         yield from self._close_text()

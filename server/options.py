@@ -40,10 +40,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "use_beam_search": (False,),
-    "min_tokens": (0,),
     "stop_token_ids": ([],),
     "truncate_prompt_tokens": (),
     "continue_final_message": (False,),
@@ -63,7 +60,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 class MakeRequest(Protocol):
     """Makes the internal request, of which everything but these is known."""
 
-    def __call__(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> Request: ...
+    def __call__(self, request_id: str, prompt: Prompt, sampling: SamplingParams, n: int = 1) -> Request: ...
 
 
 @dataclass(frozen=True)
@@ -87,9 +84,10 @@ class Options:
     timeout: float | None
 
 
-def refuse_unsupported(body: Reader) -> None:
+def refuse_unsupported(body: Reader, *supported: str) -> None:
+    """Refuse what the dialect does not have, but for the fields `supported`."""
     for name, neutral in _UNSUPPORTED.items():
-        value = body.get(name)
+        value = None if name in supported else body.get(name)
         if value is not None and not any(_same(value, allowed) for allowed in neutral):
             body.fail(name, "is not supported", code="unsupported_parameter")
     if (output := body.object("output_config")).get("format") is not None:

@@ -13,7 +13,7 @@ from agentcache.models.text.tool_calls import ToolCall
 from agentcache.report import FinishReason, Report, TokenLogprob, Update
 from agentcache.server.errors import WireError
 from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
-from agentcache.server.reply import Completion, combine, report_object
+from agentcache.server.reply import Completion, combine, combine_choices, report_object
 from agentcache.server.stream import TextEvents, event
 from agentcache.server.tool_calls import Part, Tools
 
@@ -121,6 +121,7 @@ class OpenAIReply:
         model: the served model's id.
         usage: whether a stream ends with a chunk of `usage` and `agentcache`.
         notes: for the report.
+        n: answers to each prompt.
     """
 
     id: str
@@ -129,6 +130,7 @@ class OpenAIReply:
     usage: bool
     return_token_ids: bool
     notes: tuple[str, ...] = ()
+    n: int = 1
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -139,10 +141,12 @@ class OpenAIReply:
         return self.envelope(self.shape.object, choices) | self.accounting(completions)
 
     def accounting(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return accounting([completion.final_report for completion in completions], self.notes)
+        reports = [completion.final_report for completion in completions]
+        per_prompt = [combine_choices(reports[at : at + self.n]) for at in range(0, len(reports), self.n)]
+        return accounting(per_prompt, self.notes)
 
-    def writer(self) -> ChunkWriter:
-        return ChunkWriter(self)
+    def writer(self) -> StreamWriter:
+        return StreamWriter(self)
 
     def token_ids(self, completion: Completion) -> dict[str, Any]:
         return completion.token_id_fields() if self.return_token_ids else {}
@@ -150,25 +154,59 @@ class OpenAIReply:
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def chunk(self, choice: dict[str, Any]) -> bytes:
+    def chunk(self, choice: dict[str, Any], index: int) -> bytes:
+        choice = choice | {"index": index}
         chunk = self.envelope(self.shape.chunk_object, [choice])
         return event(chunk | {"usage": None} if self.usage else chunk)
 
 
-class ChunkWriter:
-    """A stream of chunks: those with text or logprobs in them, and an empty one to keep the connection alive."""
+class StreamWriter:
+    """The chunks of a stream, of one answer or of several beside each other."""
 
     def __init__(self, reply: OpenAIReply) -> None:
         self._reply = reply
+        self._choices = [ChunkWriter(reply, index) for index in range(reply.n)]
+
+    def begin(self, first: Update | None) -> Iterator[bytes]:
+        for choice in self._choices:
+            yield choice.begin()
+
+    def write(self, update: Update) -> list[bytes]:
+        return self._choices[update.choice].write(update)
+
+    def keep_alive(self) -> bytes:
+        return self._choices[0].keep_alive()
+
+    def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
+        for choice, completion in zip(self._choices, completions, strict=True):
+            yield choice.end(completion)
+        if self._reply.usage:
+            yield event(self._reply.envelope(self._reply.shape.chunk_object, []) | self._reply.accounting(completions))
+        yield DONE
+
+    def fail(self, error: WireError) -> Iterator[bytes]:
+        yield event(error.body)
+        yield DONE
+
+
+class ChunkWriter:
+    """Chunks of one answer: those with text or logprobs in them, and an empty one to keep the connection alive."""
+
+    def __init__(self, reply: OpenAIReply, index: int) -> None:
+        self._reply = reply
+        self._index = index
         self._shape = reply.shape
-        self._texts = TextEvents(lambda text: reply.chunk(reply.shape.piece(text, ())))
+        self._texts = TextEvents(lambda text: self._chunk(reply.shape.piece(text, ())))
         self._reader = reply.shape.tools.reader()
         self._calls = 0
         self._offsets = TextOffsets()
         self._waiting: list[TokenLogprob] = []  # logprobs of tokens whose text is not out yet
 
-    def begin(self, first: Update | None) -> Iterator[bytes]:
-        yield self._reply.chunk(self._shape.first())
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return self._reply.chunk(choice, self._index)
+
+    def begin(self) -> bytes:
+        return self._chunk(self._shape.first())
 
     def write(self, update: Update) -> list[bytes]:
         self._waiting += update.logprobs
@@ -182,28 +220,21 @@ class ChunkWriter:
         if isinstance(part, str):
             return self._text(part)
         self._calls += 1
-        return self._reply.chunk(chat_piece({"tool_calls": [{"index": self._calls - 1} | _call(part)]}))
+        return self._chunk(chat_piece({"tool_calls": [{"index": self._calls - 1} | _call(part)]}))
 
     def _text(self, text: str) -> bytes:
         """A piece of text, with the logprobs of all tokens that have come."""
         if not self._waiting:
             return self._texts.event(text)
         waiting, self._waiting = self._waiting, []
-        return self._reply.chunk(self._shape.piece(text, waiting, self._offsets.of(waiting)))
+        return self._chunk(self._shape.piece(text, waiting, self._offsets.of(waiting)))
 
     def keep_alive(self) -> bytes:
-        return self._reply.chunk(self._shape.piece("", ()))
+        return self._chunk(self._shape.piece("", ()))
 
-    def end(self, completion: Completion) -> Iterator[bytes]:
+    def end(self, completion: Completion) -> bytes:
         last = self._shape.piece("", ()) | {"finish_reason": _finish_reason(completion, self._calls > 0)}
-        yield self._reply.chunk(last | self._reply.token_ids(completion))
-        if self._reply.usage:
-            yield event(self._reply.envelope(self._shape.chunk_object, []) | self._reply.accounting([completion]))
-        yield DONE
-
-    def fail(self, error: WireError) -> Iterator[bytes]:
-        yield event(error.body)
-        yield DONE
+        return self._chunk(last | self._reply.token_ids(completion))
 
 
 def accounting(reports: Sequence[Report], notes: Sequence[str] = ()) -> dict[str, Any]:

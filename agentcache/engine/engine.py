@@ -156,14 +156,13 @@ class Engine:
                 reply(None)
 
     def _generation(self, submitted: Submit, reply: Reply) -> Generation:
-        use, tokenizer = submitted.adapter, self._served.tokenizer
+        use, tokenizer, sampling = submitted.adapter, self._served.tokenizer, submitted.request.sampling
+        detokenizer = tokenizer.detokenizer(after=submitted.match.transcript.ids[-1])
         return Generation(
             request=submitted.request,
             match=submitted.match,
             max_tokens=submitted.max_tokens,
-            output=Output(
-                tokenizer.detokenizer(after=submitted.match.transcript.ids[-1]), submitted.request.sampling.stop
-            ),
+            output=Output(detokenizer, sampling.stop, sampling.min_tokens),
             emit=reply,
             submitted=submitted,
             submitted_at=submitted.submitted_at,

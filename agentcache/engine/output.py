@@ -33,13 +33,16 @@ class Output:
     Args:
         detokenizer: a fresh one.
         stop: strings that end the generation; none of it is shown, nor what could still become one.
+        min_tokens: tokens in whose text no stop string is looked for.
 
     Attributes:
         stop_string: the one that has appeared.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
+        self._min_tokens = min_tokens
+        self._free = 0  # characters of the first `min_tokens` tokens
         self._stop = tuple(stop)
         self._hold = max((len(s) for s in self._stop), default=1) - 1
         self._ids: list[int] = []
@@ -57,7 +60,11 @@ class Output:
         self._ids.append(token_id)
         if not self._stop:
             return self._detokenizer.add(token_id)
-        searched_from = max(0, len(self._detokenizer.text) - self._hold)
+        if len(self._ids) <= self._min_tokens:
+            shown = self._detokenizer.add(token_id)
+            self._free = self._sent = len(self._detokenizer.text)
+            return shown
+        searched_from = max(self._free, len(self._detokenizer.text) - self._hold)
         self._detokenizer.add(token_id)
         return self._show(searched_from, self._hold)
 
@@ -65,7 +72,7 @@ class Output:
         """The rest of the text, when no further token comes."""
         if not self._stop:
             return self._detokenizer.finish()
-        searched_from = max(0, len(self._detokenizer.text) - self._hold)
+        searched_from = max(self._free, len(self._detokenizer.text) - self._hold)
         self._detokenizer.finish()
         return "" if self.stopped else self._show(searched_from, 0)
 

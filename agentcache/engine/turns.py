@@ -83,6 +83,9 @@ class Turns:
         """
         if generation.first_token_at is None:
             generation.first_token_at = time.perf_counter()
+            if generation.request.n > 1:
+                # All but the last token, which each of the others computes again: they need its logits.
+                self._cache.share_tail(generation.place, generation.num_prompt_tokens - 1)
             self._announce(generation)
         if generation.max_tokens == 0:
             return FinishReason.LENGTH

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -150,6 +151,9 @@ class AsyncEngine:
     async def generate(self, request: Request, take: Callable[[Update], None]) -> None:
         """Run a request and call `take` with each of its updates. Cancelling this cancels the request.
 
+        Of several answers (`Request.n`), each has updates of its own, the last of which has a report; those of the
+        others begin when the prompt is computed.
+
         Raises:
             RequestError: before the first update, if the request cannot run.
             Overloaded: too many requests wait, or the engine was closed before the request was done.
@@ -161,7 +165,7 @@ class AsyncEngine:
         self._active += 1
         try:
             async with self._turns.arrive(request.agent) as turn:
-                await self._run(request, turn, Receiver(take), submitted_at)
+                await self._run(request, turn, take, submitted_at)
         finally:
             self._active -= 1
 
@@ -174,11 +178,12 @@ class AsyncEngine:
         matched = await self._in_background(request, partial(match, prompt, held, tokenizer), times=_COUNTED)
         return len(matched.transcript.ids)
 
-    async def _run(self, request: Request, turn: Turn, receiver: Receiver, submitted_at: float) -> None:
+    async def _run(self, request: Request, turn: Turn, take: Callable[[Update], None], submitted_at: float) -> None:
         """Have the engine work on the request, once nobody else is at work on the lineage that it goes on from and its
         adapter is there, until its end or a cancellation.
         """
         prompt, claim = await self._take_turn(request, turn)
+        receiver = Receiver(take)
         turn.lasts_until(receiver.settled)
         submitted: Submit | None = None
         try:
@@ -190,13 +195,37 @@ class AsyncEngine:
                 work = partial(prepare_request, request, prompt, *known, adapter, choice.policy)
                 prepared = await self._in_background(request, work)
                 submitted = self._submitted(request, prepared, claim, submitted_at)
-                self._thread.tell(submitted, receiver)
-                await receiver.ended
+                async with self._at_work(submitted, receiver):
+                    if request.n > 1:
+                        await receiver.prompt_known()
+                        await self._run_forks(submitted, receiver, take)
+                    await receiver.ended
         finally:
             if submitted is None:
                 receiver.settle()
-            elif not receiver.settled.done():  # whatever is not being saved by now is over, and says so
+
+    @asynccontextmanager
+    async def _at_work(self, submitted: Submit, receiver: Receiver) -> AsyncIterator[None]:
+        """The engine has it; what is not being saved by the end is over then, and says so."""
+        self._thread.tell(submitted, receiver)
+        try:
+            yield
+        finally:
+            receiver.leave()
+            if not receiver.settled.done():
                 self._thread.tell(Cancel(submitted), _ignore)
+
+    async def _run_forks(self, first: Submit, receiver: Receiver, take: Callable[[Update], None]) -> None:
+        """The further answers to a prompt that is computed, until all end, the first one included."""
+        async with AsyncExitStack() as stack:
+            ended = [receiver.ended]
+            for index in range(1, first.request.n):
+                fork = Receiver(partial(_take_choice, take, index))
+                self._thread.tell_of_the_end(fork, until=fork.settled)
+                submitted = replace(first, request=first.request.fork(index), found=None, goes_on=False)
+                await stack.enter_async_context(self._at_work(submitted, fork))
+                ended.append(fork.ended)
+            await asyncio.gather(*ended)
 
     async def _take_turn(self, request: Request, turn: Turn) -> tuple[PlainPrompt, Claim]:
         """The prompt, and what it goes on from when its turn has come."""
@@ -329,6 +358,10 @@ async def _result(turns: Iterable[Turn], work: asyncio.Future[T]) -> T:
 
 def _model_path(config: Config) -> str:
     return config.model or str(embedded_model_path(Path(config.cache_dir).parent))
+
+
+def _take_choice(take: Callable[[Update], None], index: int, update: Update) -> None:
+    take(replace(update, choice=index))
 
 
 def _ignore(reply: object) -> None:

@@ -133,6 +133,7 @@ class FakeEngine:
         self.closed = True
 
     async def generate(self, request: Request, take: Callable[[Update], None], /) -> None:
+        """Plays the script; for further answers, once more for each, an update of one after an update of the other."""
         self.requests.append(request)
         ended = False
         try:
@@ -142,7 +143,8 @@ class FakeEngine:
                     raise step
                 if isinstance(step, Update):
                     ended = step.finish_reason is not None
-                    take(step)
+                    for choice in range(request.n):
+                        take(replace(step, choice=choice))
                 else:
                     await asyncio.sleep(step)
         finally:

@@ -151,3 +151,14 @@ def test_text_alone_decides_where_tokens_are_cut(pieces: list[str]) -> None:
     assume(pieces)
     one, many = Output(Pieces(["".join(pieces)]), ["ab"]), Output(Pieces(pieces), ["ab"])
     assert "".join(run(one, 1)[0]) == "".join(run(many, len(pieces))[0])
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "shown"),
+    [(0, "x"), (1, "xab"), (2, "xabab"), (3, "xababab"), (4, "xababab"), (9, "xabababab")],
+)
+def test_no_stop_string_is_looked_for_in_the_first_tokens(min_tokens: int, shown: str) -> None:
+    pieces = ["xab", "ab", "a", "b", "ab"]
+    output = Output(Pieces(pieces), ["ab"], min_tokens)
+    assert "".join(run(output, len(pieces))[0]) == shown
+    assert output.stopped is (min_tokens < 5)
