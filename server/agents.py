@@ -21,6 +21,7 @@ from agentcache.server.model_names import read_adapter
 from agentcache.server.openai import read_chat_prompt, read_prompts
 from agentcache.server.options import MAX_SALT_LENGTH, read_policy, read_priority, read_timeout
 from agentcache.server.reply import Completion
+from agentcache.server.request_log import note_model, note_usage
 from agentcache.server.stream import until_disconnect
 from agentcache.server.validate import Reader, check_agent_id
 
@@ -126,6 +127,8 @@ async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
     await engine_of(request).agent(agent_id)
     work = collect(context_of(request), job, read_timeout(call.body))
     completion = await until_disconnect(request.receive, work)
+    note_model(request, job.adapter or call.model.id)
+    note_usage(request, [completion])
     return JSONResponse(_warm_object(completion) | {"notes": call.notes})
 
 

@@ -36,6 +36,7 @@ from agentcache.server.middleware import (
     own_names,
 )
 from agentcache.server.model_names import adapter_in
+from agentcache.server.request_log import LogRequests
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
 
 Started = Callable[[BaseException | None], None]
@@ -119,7 +120,8 @@ def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]
 def _middleware(context: Context) -> list[Middleware]:
     config = context.config
     local = is_loopback(config.host)
-    layers = [
+    layers = [Middleware(LogRequests)] if config.log_requests else []
+    layers += [
         Middleware(LargeBodies),
         Middleware(Measure, metrics=context.metrics),
         Middleware(AgentHeader),

@@ -16,6 +16,7 @@ from agentcache.request import Request
 from agentcache.server.context import Context, context_of, name_agent
 from agentcache.server.errors import WireError, wire_error
 from agentcache.server.reply import Choices, Completion
+from agentcache.server.request_log import note_model, note_usage
 from agentcache.server.stream import EventStream, UpdateStream, timed_out, until_disconnect
 
 Events = Iterable[bytes]
@@ -62,11 +63,14 @@ class Job:
 async def answer(request: HttpRequest, job: Job) -> Response:
     context = context_of(request)
     name_agent(request, job.requests[0].agent)
+    note_model(request, job.requests[0].adapter or context.engine.model.id)
     deadline = _deadline(context, job.timeout)
     if job.stream:
         return await _stream(request, context, job, deadline)
     completions = await until_disconnect(request.receive, _collect_all(context, job.requests, deadline))
-    return JSONResponse(job.reply.whole([choice for choices in completions for choice in choices]))
+    flat = [choice for choices in completions for choice in choices]
+    note_usage(request, flat, job.requests[0].n)
+    return JSONResponse(job.reply.whole(flat))
 
 
 async def collect(context: Context, request: Request, timeout: float | None = None) -> Completion:
@@ -121,13 +125,13 @@ async def _stream(request: HttpRequest, context: Context, job: Job, deadline: fl
     except BaseException:
         await source.close()
         raise
-    choices = Choices(job.requests[0].n)
-    return EventStream(_events(job.reply.writer(), choices, source, first), source)
+    return EventStream(_events(request, job, source, first), source)
 
 
 async def _events(
-    writer: Writer, choices: Choices, source: UpdateStream, first: Update | None
+    request: HttpRequest, job: Job, source: UpdateStream, first: Update | None
 ) -> AsyncGenerator[bytes, None]:
+    writer, choices = job.reply.writer(), Choices(job.requests[0].n)
     try:
         for event in writer.begin(first):
             yield event
@@ -141,6 +145,7 @@ async def _events(
                     yield event
             if not choices.are_finished:
                 update = await source.next()
+        note_usage(request, choices.completions, len(choices.completions))
         for event in writer.end(choices.completions):
             yield event
     except Exception as error:
