@@ -16,9 +16,9 @@ from agentcache.server.messages import without_billing_header
 from agentcache.server.model_names import check_model
 from agentcache.server.options import check_chat, read_options, refuse_unsupported
 from agentcache.server.parts import read_part
+from agentcache.server.replies import read_reading
 from agentcache.server.sampling import MAX_TOKENS_LIMIT, read_sampling
 from agentcache.server.session import read_agent
-from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader
 
 _BETWEEN_BLOCKS = "\n"
@@ -56,7 +56,7 @@ def read_job(call: Call) -> Job:
         reply=AnthropicReply(
             job_id,
             options.adapter or model.id,
-            tools_for(model, prompt.tools, body),
+            read_reading(model, prompt.tools, body),
             options.return_token_ids,
             tuple(call.notes),
         ),

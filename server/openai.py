@@ -16,9 +16,9 @@ from agentcache.server.context import Call, read_prompt
 from agentcache.server.messages import read_messages, read_tools
 from agentcache.server.model_names import check_model
 from agentcache.server.options import Options, check_chat, read_options, refuse_unsupported
+from agentcache.server.replies import read_reading
 from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_n, read_sampling
 from agentcache.server.shapes import ChatShape, OpenAIReply, Shape, TextShape
-from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader
 
 TEXT_MAX_TOKENS = 16
@@ -41,7 +41,7 @@ def read_chat(call: Call) -> Job:
     logprobs = _read_chat_logprobs(body)
     max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=None)
     sampling = read_sampling(body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
-    shape = ChatShape(logprobs is not None, tools_for(model, prompt.tools, body))
+    shape = ChatShape(logprobs is not None, read_reading(model, prompt.tools, body))
     return _job(call, [prompt], sampling, shape)
 
 

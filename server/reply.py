@@ -17,6 +17,7 @@ _COLDEST_FIRST = (CacheState.COLD, CacheState.WARM, CacheState.HOT)
 class Completion:
     """All updates of one completion, collected."""
 
+    updates: list[Update] = field(default_factory=list)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -27,6 +28,7 @@ class Completion:
     report: Report | None = None
 
     def add(self, update: Update) -> None:
+        self.updates.append(update)
         self.text += update.text
         self.token_ids += update.token_ids
         self.logprobs += update.logprobs

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentcache.models.text.tool_calls import ToolCall
+from agentcache.models.text.replies.events import (
+    Call,
+    Event,
+    Reasoning,
+    ReasoningDelta,
+    Text,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from agentcache.report import FinishReason, Report, TokenLogprob, Update
 from agentcache.server.errors import WireError
 from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
+from agentcache.server.replies import Reading
 from agentcache.server.reply import Completion, combine, combine_choices, report_object
 from agentcache.server.stream import TextEvents, event
-from agentcache.server.tool_calls import Part, Tools
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,20 +33,22 @@ class ChatShape:
     """`/v1/chat/completions`."""
 
     logprobs: bool
-    tools: Tools = Tools()
+    reading: Reading = Reading()
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        parts = self.tools.split(completion.text)
-        text = "".join(part for part in parts if isinstance(part, str))
-        calls = [part for part in parts if isinstance(part, ToolCall)]
-        called = {"tool_calls": [_call(call) for call in calls]} if calls else {}
+        blocks = self.reading.blocks(completion)
+        thought = "".join(block.text for block in blocks if isinstance(block, Reasoning))
+        text = "".join(block.text for block in blocks if isinstance(block, Text))
+        calls = [_call(block.name, block.arguments) for block in blocks if isinstance(block, Call)]
+        message = {"role": "assistant", "content": text if text or not calls else None}
+        message |= {"reasoning_content": thought} if thought else {}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text if text or not calls else None} | called,
+            "message": message | ({"tool_calls": calls} if calls else {}),
             "logprobs": chat_logprobs(completion.logprobs) if self.logprobs else None,
             "finish_reason": _finish_reason(completion, bool(calls)),
         }
@@ -72,7 +82,7 @@ class TextShape:
     id_prefix = "cmpl-"
     object = "text_completion"
     chunk_object = "text_completion"
-    tools = Tools()
+    reading = Reading()
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         echoed = self._echo(index, completion) if self.echo else ""
@@ -103,8 +113,8 @@ class TextShape:
 Shape = ChatShape | TextShape
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
@@ -197,8 +207,8 @@ class ChunkWriter:
         self._index = index
         self._shape = reply.shape
         self._texts = TextEvents(lambda text: self._chunk(reply.shape.piece(text, ())))
-        self._reader = reply.shape.tools.reader()
-        self._calls = 0
+        self._thoughts = TextEvents(lambda text: self._chunk(chat_piece({"reasoning_content": text})))
+        self._reader = reply.shape.reading.reader()
         self._offsets = TextOffsets()
         self._waiting: list[TokenLogprob] = []  # logprobs of tokens whose text is not out yet
 
@@ -210,17 +220,20 @@ class ChunkWriter:
 
     def write(self, update: Update) -> list[bytes]:
         self._waiting += update.logprobs
-        parts = self._reader.add(update.text)
-        if update.finish_reason is None:
-            return [self._part(part) for part in parts]
-        events = [self._part(part) for part in (*parts, *self._reader.finish())]
-        return [*events, self._text("")] if self._waiting else events
+        events = [wire for event in self._reader.add(update) for wire in self._translated(event)]
+        return [*events, self._text("")] if self._waiting and update.finish_reason is not None else events
 
-    def _part(self, part: Part) -> bytes:
-        if isinstance(part, str):
-            return self._text(part)
-        self._calls += 1
-        return self._chunk(chat_piece({"tool_calls": [{"index": self._calls - 1} | _call(part)]}))
+    def _translated(self, event: Event) -> Iterator[bytes]:
+        match event:
+            case TextDelta(text):
+                yield self._text(text)
+            case ReasoningDelta(text):
+                yield self._thoughts.event(text)
+            case ToolCallStart(index, name):
+                yield self._chunk(chat_piece({"tool_calls": [{"index": index} | _call(name, "")]}))
+            case ToolCallArguments(index, arguments):
+                call = {"index": index, "function": {"arguments": arguments}}
+                yield self._chunk(chat_piece({"tool_calls": [call]}))
 
     def _text(self, text: str) -> bytes:
         """A piece of text, with the logprobs of all tokens that have come."""
@@ -233,7 +246,7 @@ class ChunkWriter:
         return self._chunk(self._shape.piece("", ()))
 
     def end(self, completion: Completion) -> bytes:
-        last = self._shape.piece("", ()) | {"finish_reason": _finish_reason(completion, self._calls > 0)}
+        last = self._shape.piece("", ()) | {"finish_reason": _finish_reason(completion, self._reader.num_calls > 0)}
         return self._chunk(last | self._reply.token_ids(completion))
 
 

@@ -115,8 +115,10 @@ def test_openai_stream(engine: FakeEngine) -> None:
     chunks = events(chat(engine, {"tools": [LOOK], "stream": True}))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("content", "") for delta in deltas) == "Let me see."
-    [call] = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert (call["index"], call["function"]["name"]) == (0, "look")
+    start, *more = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert (start["index"], start["function"]["name"]) == (0, "look") and start["id"].startswith("call_")
+    assert all(set(call) == {"index", "function"} and call["index"] == 0 for call in more)
+    assert json.loads("".join(call["function"]["arguments"] for call in [start, *more])) == {"at": "sky"}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
