@@ -12,12 +12,17 @@ from agentcache.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages for the model's chat template, each a dict with `role` and `content` and whatever else it may carry."""
+    """Messages for the model's chat template, each a dict with `role` and `content` and whatever else it may carry.
+
+    Args:
+        param: what the wire calls them, for errors about them.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    param: str = field(default="messages", compare=False)
 
 
 @dataclass(frozen=True)
@@ -94,4 +99,4 @@ class Request:
     @property
     def prompt_param(self) -> str:
         """What the wire calls the prompt, for errors about it."""
-        return "messages" if isinstance(self.prompt, ChatPrompt) else "prompt"
+        return self.prompt.param if isinstance(self.prompt, ChatPrompt) else "prompt"

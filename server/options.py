@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -86,12 +87,17 @@ class Options:
 
 def refuse_unsupported(body: Reader, *supported: str) -> None:
     """Refuse what the dialect does not have, but for the fields `supported`."""
-    for name, neutral in _UNSUPPORTED.items():
-        value = None if name in supported else body.get(name)
-        if value is not None and not any(_same(value, allowed) for allowed in neutral):
-            body.fail(name, "is not supported", code="unsupported_parameter")
+    refuse_unless_neutral(body, {name: values for name, values in _UNSUPPORTED.items() if name not in supported})
     if (output := body.object("output_config")).get("format") is not None:
         output.fail("format", "is not supported", code="unsupported_parameter")
+
+
+def refuse_unless_neutral(body: Reader, fields: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse fields that say anything but one of the values that ask for nothing."""
+    for name, neutral in fields.items():
+        value = body.get(name)
+        if value is not None and not any(_same(value, allowed) for allowed in neutral):
+            body.fail(name, "is not supported", code="unsupported_parameter")
 
 
 def _same(value: Any, allowed: Any) -> bool:
@@ -99,10 +105,10 @@ def _same(value: Any, allowed: Any) -> bool:
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
 
 
-def check_chat(model: ModelInfo) -> None:
+def check_chat(model: ModelInfo, param: str = "messages") -> None:
     if not model.has_chat_template:
         message = f"The model {model.id!r} has no chat template; use /v1/completions."
-        raise InvalidRequest(message, param="messages", code="no_chat_template")
+        raise InvalidRequest(message, param=param, code="no_chat_template")
 
 
 def read_options(call: Call, user_id: Any = None) -> Options:
