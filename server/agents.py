@@ -90,6 +90,15 @@ async def delete_agent(request: HttpRequest, agent_id: str) -> Response:
 
 
 @_of_agent
+async def import_agent(request: HttpRequest, agent_id: str) -> Response:
+    """Makes the agent of a file on the server's machine, which `agentcache export` has written."""
+    body = (await read_call(request, without_body=b"{}")).body
+    _check_fields(body, "path", id_field="is in the path")
+    agent = await engine_of(request).import_agent(agent_id, body.required_string("path"))
+    return JSONResponse(agent_object(agent), 201)
+
+
+@_of_agent
 async def fork_agent(request: HttpRequest, agent_id: str) -> Response:
     body = (await read_call(request, without_body=b"{}")).body
     _check_fields(body, "id", "lineage", id_field="goes into 'id'")

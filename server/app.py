@@ -93,6 +93,7 @@ def _routes() -> list[Route]:
         Route("/v1/agents/{id}/save", agents.save_agent, methods=["POST"]),
         Route("/v1/agents/{id}/restore", agents.restore_agent, methods=["POST"]),
         Route("/v1/agents/{id}/evict", agents.evict_agent, methods=["POST"]),
+        Route("/v1/agents/{id}/import", agents.import_agent, methods=["POST"]),
         Route("/v1/agents/{id}/fork", agents.fork_agent, methods=["POST"]),
         Route(
             "/v1/adapters", _by_method(GET=adapters.list_adapters, POST=adapters.load_adapter), methods=["GET", "POST"]

@@ -23,6 +23,7 @@ from agentcache.engine.messages import (
     DropAdapter,
     EvictAgent,
     ForkAgent,
+    ImportAgent,
     ListAgents,
     Message,
     PutAdapter,
@@ -131,6 +132,8 @@ class Engine:
                 reply(self.memory.info(agent_id))
             case CreateAgent(agent_id, adapter, policy, system):
                 self.memory.create(agent_id, adapter, policy, system, reply)
+            case ImportAgent(archive):
+                self.memory.bring_in(archive, reply)
             case ForkAgent(agent_id, new_id, lineage):
                 self.memory.fork(agent_id, new_id, reply, lineage)
             case DeleteAgent(agent_id, lineage):

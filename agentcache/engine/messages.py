@@ -11,6 +11,7 @@ from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
 from agentcache.request import Request
+from agentcache.store.archive import Archive
 from agentcache.store.manifest import AgentRecord
 
 Reply = Callable[[Any], None]
@@ -65,6 +66,13 @@ class CreateAgent:
     adapter: str | None
     policy: str
     system: str | None
+
+
+@dataclass(frozen=True)
+class ImportAgent:
+    """Reply: `Saved`."""
+
+    archive: Archive
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,7 @@ Message = (
     | ListAgents
     | ShowAgent
     | CreateAgent
+    | ImportAgent
     | ForkAgent
     | DeleteAgent
     | SaveAgent

@@ -26,6 +26,7 @@ from agentcache.engine.messages import (
     DeleteAgent,
     EvictAgent,
     ForkAgent,
+    ImportAgent,
     ListAgents,
     Message,
     ReadStats,
@@ -59,6 +60,7 @@ from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request, TokenPrompt
+from agentcache.store.archive import read_archive
 
 T = TypeVar("T")
 
@@ -282,6 +284,20 @@ class AsyncEngine:
         chosen = agent_policy(self.adapters.get(adapter) if adapter is not None else None, policy)
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], CreateAgent(agent_id, adapter, chosen, system))
+            return await self.agent(agent_id)
+
+    async def import_agent(self, agent_id: str, path: str) -> AgentInfo:
+        """Make an agent of a file that `agentcache export` has written.
+
+        Raises:
+            ArchiveRejected: it is damaged, is none, or is of another model; nothing has changed.
+            Conflict: there is such an agent.
+            StoreError: it could not be written, or the disk budget cannot hold it; nothing has changed.
+        """
+        served = self._thread.view.model
+        archive = await asyncio.to_thread(read_archive, Path(path), served.spec, served.fingerprint, agent_id)
+        async with self._turns.turn(agent_id) as turn:
+            await self._save([turn], ImportAgent(archive))
             return await self.agent(agent_id)
 
     async def fork_agent(self, agent_id: str, new_id: str, lineage: str | None = None) -> AgentInfo:

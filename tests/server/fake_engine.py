@@ -24,6 +24,7 @@ from agentcache.report import (
     Update,
 )
 from agentcache.request import Request
+from agentcache.store.archive import ArchiveRejected
 
 MODEL = ModelInfo(
     id="org/tiny-model",
@@ -184,6 +185,11 @@ class FakeEngine:
 
     async def delete_agent(self, agent_id: str, lineage: str | None = None, /) -> None:
         del self.known[self._lineage(agent_id, lineage).id]
+
+    async def import_agent(self, agent_id: str, path: str, /) -> AgentInfo:
+        if path == "/nothing":
+            raise ArchiveRejected("the file cannot be opened", param="path")
+        return await self.create_agent(agent_id)
 
     async def fork_agent(self, agent_id: str, new_id: str, lineage: str | None = None, /) -> AgentInfo:
         self._lineage(agent_id, lineage)

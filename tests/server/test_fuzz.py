@@ -99,6 +99,7 @@ RIGHT = {
     "/v1/responses": {"input": "x"},
     "/v1/agents": {"id": "bob"},
     "/v1/agents/{id}/fork": {"id": "bob"},
+    "/v1/agents/{id}/import": {"path": "/x"},
     "/v1/agents/{id}/warm": {"prompt": "x"},
     "/v1/adapters": {"name": "x", "path": "/x"},
 }
