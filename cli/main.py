@@ -16,6 +16,7 @@ from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError
 # Each is a module here with a function, or a Typer group, of the same name; `import` is no name in Python.
 COMMANDS = (
     "serve",
+    "launch",
     "run",
     "warm",
     "restore",
