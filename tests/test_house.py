@@ -125,6 +125,22 @@ def is_module(name: str) -> bool:
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
+def test_the_wheel_holds_all_files_that_are_not_python() -> None:
+    """What a package reads beside its modules has to be named."""
+    setuptools = PROJECT["tool"]["setuptools"]
+    for package in setuptools["packages"]:
+        name, _, rest = package.partition(".")
+        folder = ROOT / setuptools["package-dir"].get(package, "/".join([name, *rest.split(".")] if rest else [name]))
+        subpackages = {path.parent for path in folder.rglob("__init__.py")} - {folder}
+        others = [
+            path
+            for path in folder.rglob("*")
+            if path.is_file() and path.suffix not in (".py", ".pyc") and not subpackages.intersection(path.parents)
+        ]
+        held = {path for glob in setuptools["package-data"].get(package, []) for path in folder.glob(glob)}
+        assert set(others) == held, package
+
+
 def test_the_wheel_holds_no_tools() -> None:
     assert {name.partition(".")[0] for name in PROJECT["tool"]["setuptools"]["packages"]} == {"agentcache"}
     runtime = {re.split(r"[\[>=]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
