@@ -8,6 +8,7 @@ from enum import StrEnum
 from agentcache.adapter_settings import Policy
 from agentcache.blocks.ledger import ADAPTERS, BASE, STACKS, TRUNK, RamUse
 from agentcache.blocks.prefix_match import Match
+from agentcache.models.text.replies.format import ReplyFormat
 
 
 class CacheState(StrEnum):
@@ -102,7 +103,9 @@ class Update:
 
     The first update has `prompt_token_ids` (and `prompt_logprobs` where asked for) and may have no text; the last one
     has `finish_reason` and `report`, and comes only when the turn is safe on disk or known not to be. `stop_string` is
-    the one that ended the text.
+    the one that ended the text. `markers` are the tokens that part a reply, each with where in `text` it stands: at its
+    own string, or where it would be if it had one. `prompt_end`, in the first update, are the last characters of a
+    chat's prompt, as marked text.
     """
 
     text: str = ""
@@ -113,6 +116,8 @@ class Update:
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     report: Report | None = None
+    markers: tuple[tuple[int, str], ...] = ()
+    prompt_end: str | None = None
 
 
 @dataclass(frozen=True)
@@ -250,7 +255,7 @@ class AdapterInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The served model. `tool_format` names how it writes tool calls, where it does; `adapters` are by name."""
+    """The served model. `reply_format` says how it writes thoughts and tool calls; `adapters` are by name."""
 
     id: str
     name: str
@@ -261,7 +266,7 @@ class ModelInfo:
     vocab_size: int
     created: int
     has_chat_template: bool
-    tool_format: str | None = None
+    reply_format: ReplyFormat = ReplyFormat()
     adapters: tuple[AdapterInfo, ...] = ()
 
     def is_called(self, name: str) -> bool:

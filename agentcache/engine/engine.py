@@ -43,6 +43,7 @@ from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, RequestCancelled
 from agentcache.models.loader import LoadedModel
 from agentcache.report import CacheStats, FinishReason
+from agentcache.request import ChatPrompt
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,9 @@ class Engine:
             match=submitted.match,
             max_tokens=submitted.max_tokens,
             output=Output(
-                tokenizer.detokenizer(after=submitted.match.transcript.ids[-1]), submitted.request.sampling.stop
+                tokenizer.detokenizer(after=submitted.match.transcript.ids[-1]),
+                submitted.request.sampling.stop,
+                tokenizer.markers if isinstance(submitted.request.prompt, ChatPrompt) else {},
             ),
             emit=reply,
             submitted=submitted,

@@ -347,5 +347,5 @@ def _describe(served: ServedModel, config: Config) -> ModelInfo:
         vocab_size=served.tokenizer.vocab_size,
         created=int(time.time()),
         has_chat_template=served.tokenizer.has_chat_template,
-        tool_format=served.tokenizer.tool_format,
+        reply_format=served.tokenizer.reply_format,
     )
