@@ -197,6 +197,12 @@ class Tokenizer:
             ends.append(end + grown)
         return MarkedEnds("".join([*parts, marked.text[done:]]), ends)
 
+    @cached_property
+    def turn_ends(self) -> list[str]:
+        """Control tokens that may end a reply in a prompt: all but those that part it, and Harmony's ends."""
+        parts = {token.name for token in self.reply_format.tokens} - {"<|end|>", *HARMONY_ENDS}
+        return [self._contents[token_id] for token_id in self.control_ids if self._contents[token_id] not in parts]
+
     # Tokens
 
     def encode(self, marked_text: str, limit: WorkLimit = UNLIMITED) -> Encoding:

@@ -38,6 +38,10 @@ class ReplyFormat:
     thinks_first: bool = False
     tokens: tuple[MarkerToken, ...] = ()
 
+    @property
+    def is_known(self) -> bool:
+        return self.dialect is not None or bool(self.thoughts)
+
 
 def find_format(template: str, tokens: Mapping[str, tuple[int, bool]], mlx_lm_parser: str | None) -> ReplyFormat:
     """The format of a model.

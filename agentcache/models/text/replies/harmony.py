@@ -98,10 +98,10 @@ class HarmonyReader:
             self._header += marker
 
     def _begin_message(self) -> None:
-        recipient = _RECIPIENT.search(self._header)
+        recipient = _RECIPIENT.search(self._codes.spelled(self._header))
         channel = _CHANNEL.match(self._header.partition(self._channel)[2])
         self._prompted, self._has_begun = "", False
-        if recipient is not None and self._reads_calls:
+        if recipient is not None and recipient[1] != "assistant" and self._reads_calls:
             self._tool = recipient[1].removeprefix("functions.")
             self._arguments, self._state = JsonText(), _State.CALL
         elif channel is not None and channel[1] == "analysis":

@@ -278,7 +278,7 @@ class TaggedCalls(Steps):
             self._sink.arguments("}" if self._num_arguments else "{}")
         self._sink.end()
         self._started = False
-        in_argument = self._at in (_At.KEY, _At.VALUE, _At.IN_VALUE)
+        in_argument = self._at in (_At.KEY, _At.IN_VALUE)
         return Left(rest="" if in_argument else self._text)
 
 
