@@ -245,8 +245,9 @@ class TaggedCalls(Steps):
         self._num_arguments += 1
 
     def _converted(self, value: str) -> Any:
-        if self._tags.cdata and value.strip(SPACE).startswith(_CDATA):
-            return value.strip(SPACE).removeprefix(_CDATA).removesuffix(_CDATA_END)
+        inner = value.strip(SPACE)
+        if self._tags.cdata and inner.startswith(_CDATA):
+            return converted(inner.removeprefix(_CDATA).removesuffix(_CDATA_END), self._types, untyped=False)
         value = value.strip(SPACE) if self._tags.strips else value.removeprefix("\n").removesuffix("\n")
         return converted(value, self._types, untyped=self._tags.untyped)
 
@@ -301,7 +302,7 @@ def converted(text: str, types: frozenset[str], *, untyped: bool) -> Any:
         return text
     if not types and not untyped:
         return None if text.lower() == "null" else text
-    if text.lower() in ("null", "none") and "string" not in types - {"null"}:
+    if text.lower() == "null" or (text.lower() == "none" and "string" not in types):
         return None
     for kind, read in _READERS.items():
         if kind in types:
