@@ -59,7 +59,7 @@ def find_format(template: str, tokens: Mapping[str, tuple[int, bool]], mlx_lm_pa
         thoughts = tuple(pair for pair in THOUGHTS if _has_pair(pair, template, tokens))
     markers = HARMONY_MARKERS if dialect == HARMONY else DIALECTS[dialect].markers if dialect is not None else ()
     single = [name for name in tokens if any(name in marker for marker in (*markers, *sum(thoughts, ())))]
-    thinks_first = any(end in template and start not in template for start, end in thoughts)
+    thinks_first = any(_only_closes(pair, template) for pair in thoughts)
     return ReplyFormat(
         dialect,
         thoughts,
@@ -73,6 +73,12 @@ def _has_pair(pair: tuple[str, str], template: str, tokens: Mapping[str, object]
         return True
     # Markers of several tokens are those of a model that has their first and last ones.
     return "<|channel>" in tokens and "<channel|>" in tokens and pair == ("<|channel>thought", "<channel|>")
+
+
+def _only_closes(pair: tuple[str, str], template: str) -> bool:
+    """Whether a template knows where a thought ends, but not where it begins, as DeepSeek-R1's first one."""
+    start, end = pair
+    return end in template and start not in template and end.replace("/", "") == start
 
 
 def _find_dialect(template: str, tokens: Mapping[str, object], mlx_lm_parser: str | None) -> str | None:
