@@ -38,6 +38,7 @@ class AnthropicReply:
         id: the message's.
         model: the served model's id.
         notes: for the report.
+        shows_thoughts: whether they are sent.
     """
 
     id: str
@@ -45,10 +46,14 @@ class AnthropicReply:
     reading: Reading
     return_token_ids: bool
     notes: tuple[str, ...] = ()
+    shows_thoughts: bool = True
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         [completion] = completions
-        blocks = self.reading.blocks(completion) or [Text("")]
+        blocks = self.reading.blocks(completion)
+        blocks = [block for block in blocks if self.shows_thoughts or not isinstance(block, Reasoning)]
+        if not any(isinstance(block, Text | Call) for block in blocks):
+            blocks.append(Text(""))
         called = any(isinstance(block, Call) for block in blocks)
         message = self.message([_block(block) for block in blocks])
         return message | stop_fields(completion, called) | self.accounting(completion)
@@ -75,6 +80,7 @@ class EventWriter:
         self._blocks = 0  # begun
         self._open: type[Event] | None = None  # what the open block's deltas come as
         self._thought = ""  # in the open block
+        self._says = False  # anything but thoughts
 
     def begin(self, first: Update | None) -> Iterator[bytes]:
         prompt = first.prompt_token_ids if first else None
@@ -92,7 +98,7 @@ class EventWriter:
             case TextDelta(text):
                 yield from self._into(TextDelta, {"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": text})
-            case ReasoningDelta(text):
+            case ReasoningDelta(text) if self._reply.shows_thoughts:
                 yield from self._into(ReasoningDelta, {"type": "thinking", "thinking": "", "signature": ""})
                 yield self._delta({"type": "thinking_delta", "thinking": text})
                 self._thought += text
@@ -104,6 +110,7 @@ class EventWriter:
 
     def _into(self, kind: type[Event], block: dict[str, Any]) -> Iterator[bytes]:
         """Have a block open that takes deltas of this kind."""
+        self._says = self._says or kind is not ReasoningDelta
         if self._open is not kind:
             yield from self._close()
             yield self._start(block)
@@ -129,7 +136,7 @@ class EventWriter:
 
     def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
         [completion] = completions
-        if not self._blocks:
+        if not self._says:
             yield from self._into(TextDelta, {"type": "text", "text": ""})
         yield from self._close()
         delta = stop_fields(completion, self._reader.num_calls > 0)

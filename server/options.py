@@ -28,6 +28,7 @@ _EXTRAS = (
     "invocation",
     "return_token_ids",
     "parse_tools",
+    "parse_reasoning",
 )
 
 # Fields that would change the answer if they were ignored, with the values that ask for nothing.

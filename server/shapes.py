@@ -65,6 +65,10 @@ def chat_piece(delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
+def _arguments_piece(index: int, text: str) -> dict[str, Any]:
+    return chat_piece({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+
+
 @dataclass(frozen=True)
 class TextShape:
     """`/v1/completions`.
@@ -208,6 +212,7 @@ class ChunkWriter:
         self._shape = reply.shape
         self._texts = TextEvents(lambda text: self._chunk(reply.shape.piece(text, ())))
         self._thoughts = TextEvents(lambda text: self._chunk(chat_piece({"reasoning_content": text})))
+        self._arguments = self._texts  # of the call at work
         self._reader = reply.shape.reading.reader()
         self._offsets = TextOffsets()
         self._waiting: list[TokenLogprob] = []  # logprobs of tokens whose text is not out yet
@@ -230,10 +235,10 @@ class ChunkWriter:
             case ReasoningDelta(text):
                 yield self._thoughts.event(text)
             case ToolCallStart(index, name):
+                self._arguments = TextEvents(lambda text: self._chunk(_arguments_piece(index, text)))
                 yield self._chunk(chat_piece({"tool_calls": [{"index": index} | _call(name, "")]}))
-            case ToolCallArguments(index, arguments):
-                call = {"index": index, "function": {"arguments": arguments}}
-                yield self._chunk(chat_piece({"tool_calls": [call]}))
+            case ToolCallArguments(_, arguments):
+                yield self._arguments.event(arguments)
 
     def _text(self, text: str) -> bytes:
         """A piece of text, with the logprobs of all tokens that have come."""

@@ -44,6 +44,7 @@ from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, RequestCancelled
 from agentcache.models.loader import LoadedModel
 from agentcache.report import CacheStats, FinishReason
+from agentcache.request import ChatPrompt
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,12 @@ class Engine:
             request=submitted.request,
             match=submitted.match,
             max_tokens=submitted.max_tokens,
-            output=Output(detokenizer, sampling.stop, sampling.min_tokens),
+            output=Output(
+                detokenizer,
+                sampling.stop,
+                tokenizer.markers if isinstance(submitted.request.prompt, ChatPrompt) else {},
+                sampling.min_tokens,
+            ),
             emit=reply,
             submitted=submitted,
             submitted_at=submitted.submitted_at,

@@ -49,7 +49,7 @@ from agentcache.gateway.prepare import (
     held_by,
     match,
     prepare_request,
-    read_prompt,
+    read_conversation,
     rough_size,
     system_of,
 )
@@ -174,7 +174,7 @@ class AsyncEngine:
     async def count_tokens(self, request: Request) -> int:
         """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
         agents, tokenizer = self._thread.view.agents, self._thread.view.model.tokenizer
-        read = partial(read_prompt, request.prompt, system_of(request, agents), tokenizer)
+        read = partial(read_conversation, request, system_of(request, agents), agents, tokenizer)
         prompt = await self._in_background(request, read, times=_COUNTED)
         held = held_by(request, choose_lineage(request, prompt, agents))
         matched = await self._in_background(request, partial(match, prompt, held, tokenizer), times=_COUNTED)
@@ -234,7 +234,7 @@ class AsyncEngine:
         while True:
             view = self._thread.view
             system = system_of(request, view.agents)
-            read = partial(read_prompt, request.prompt, system, view.model.tokenizer)
+            read = partial(read_conversation, request, system, view.agents, view.model.tokenizer)
             prompt = await self._in_background(request, read)
             claim = await turn.wait(partial(self._claim, request, prompt))
             # The agent may have been made, or deleted, by those who were before.
@@ -396,5 +396,5 @@ def _describe(served: ServedModel, config: Config) -> ModelInfo:
         vocab_size=served.tokenizer.vocab_size,
         created=int(time.time()),
         has_chat_template=served.tokenizer.has_chat_template,
-        tool_format=served.tokenizer.tool_format,
+        reply_format=served.tokenizer.reply_format,
     )

@@ -22,6 +22,7 @@ from agentcache.models.text.replies.events import (
     ToolCallEnd,
     ToolCallStart,
 )
+from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.report import FinishReason, Update
 from agentcache.request import ChatPrompt
 from agentcache.sampling import SamplingParams
@@ -42,7 +43,7 @@ LOOK_SHOWN = {
     "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}},
 }
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
-CALLER = replace(MODEL, tool_format="json_tools")
+CALLER = replace(MODEL, reply_format=ReplyFormat("json_tools", (("<think>", "</think>"),)))
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "auto"}
 
 
@@ -358,6 +359,30 @@ def test_a_call_in_a_stream() -> None:
     assert of_call[0]["item"] == item | {"arguments": "", "status": "in_progress"}
     assert item["id"].startswith("fc_") and item["call_id"].startswith("call_")
     assert [each["type"] for each in events[-1]["response"]["output"]] == ["message", "function_call"]
+
+
+def test_thoughts_are_items_and_come_back_as_they_were() -> None:
+    def script(request: object) -> list[Update | float | Exception]:
+        thinks = [Update(text, (at,)) for at, text in enumerate(("<think>", "Hm, ", "so.", "</think>", "Yes."))]
+        return [Update(prompt_token_ids=(1,)), *thinks, Update(finish_reason=FinishReason.STOP, report=REPORT)]
+
+    engine = FakeEngine(script=script, model=CALLER)
+    events = stream(respond(engine, {"stream": True, "include": ["reasoning.encrypted_content"]}))
+    of_thought = [event["type"] for event in events if event.get("output_index") == 0]
+    assert of_thought == [
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.reasoning_text.delta"] * of_thought.count("response.reasoning_text.delta"),
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+    ]
+    thought, message = events[-1]["response"]["output"]
+    assert [part["text"] for part in (*thought["content"], *message["content"])] == ["Hm, so.", "Yes."]
+    assert events[-1]["response"]["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    del thought["content"]  # as Codex sends it back
+    respond(engine, {"input": [{"role": "user", "content": "hi"}, thought, message]})
+    assert messages_of(engine)[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm, so."}
 
 
 def test_an_answer_that_was_cut_off_is_incomplete() -> None:
