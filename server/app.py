@@ -36,6 +36,7 @@ from agentcache.server.middleware import (
     own_names,
 )
 from agentcache.server.model_names import adapter_in
+from agentcache.server.page import page, wants_page
 from agentcache.server.request_log import LogRequests
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
 
@@ -178,7 +179,10 @@ async def _start(engine: Engine, on_start: Started | None) -> None:
 
 
 async def describe(request: Request) -> Response:
-    """Tells who asks for nothing in particular what it has found. Some clients look whether anybody is there."""
+    """Tells who asks for nothing in particular what it has found. Some clients look whether anybody is there.
+
+    A browser gets a page that shows the agents.
+    """
     engine = context_of(request).engine
     found = {
         "name": SERVER_NAME,
@@ -186,7 +190,7 @@ async def describe(request: Request) -> Response:
         "model": engine.model.id if engine.ready else None,
         "api": "/v1",
     }
-    answer = JSONResponse(found)
+    answer = page() if wants_page(request.headers) else JSONResponse(found, headers={"Vary": "Accept"})
     return Response(headers=answer.headers) if request.method == "HEAD" else answer
 
 

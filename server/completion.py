@@ -70,6 +70,7 @@ async def answer(request: HttpRequest, job: Job) -> Response:
     completions = await until_disconnect(request.receive, _collect_all(context, job.requests, deadline))
     flat = [choice for choices in completions for choice in choices]
     note_usage(request, flat, job.requests[0].n)
+    context.last_turns.note(flat[0].final_report)
     return JSONResponse(job.reply.whole(flat))
 
 
@@ -146,6 +147,7 @@ async def _events(
             if not choices.are_finished:
                 update = await source.next()
         note_usage(request, choices.completions, len(choices.completions))
+        context_of(request).last_turns.note(choices.completions[0].final_report)
         for event in writer.end(choices.completions):
             yield event
     except Exception as error:

@@ -71,8 +71,12 @@ def test_package_data_patterns_match_every_data_file() -> None:
         for pattern in globs
         for path in ROOT.joinpath(*package.split(".")).glob(pattern)
     }
+    folders = (ROOT / "agentcache", *(ROOT / "agentcache" / name for name in LINKED))
     present = {
-        path for path in (ROOT / "agentcache").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
     }
     assert shipped == present
 
@@ -123,22 +127,6 @@ def modules_in_strings(path: Path) -> list[str]:
 def is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
-
-
-def test_the_wheel_holds_all_files_that_are_not_python() -> None:
-    """What a package reads beside its modules has to be named."""
-    setuptools = PROJECT["tool"]["setuptools"]
-    for package in setuptools["packages"]:
-        name, _, rest = package.partition(".")
-        folder = ROOT / setuptools["package-dir"].get(package, "/".join([name, *rest.split(".")] if rest else [name]))
-        subpackages = {path.parent for path in folder.rglob("__init__.py")} - {folder}
-        others = [
-            path
-            for path in folder.rglob("*")
-            if path.is_file() and path.suffix not in (".py", ".pyc") and not subpackages.intersection(path.parents)
-        ]
-        held = {path for glob in setuptools["package-data"].get(package, []) for path in folder.glob(glob)}
-        assert set(others) == held, package
 
 
 def test_the_wheel_holds_no_tools() -> None:
