@@ -126,9 +126,9 @@ class Client:
 
 
 def _body(prompt: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    # An answer goes into the next prompt word by word, calls too, so that it extends the cache.
-    parse_tools = False if options.get("tools") else None
-    extras = {"report": True, "return_token_ids": True, "salt": options.get("salt"), "parse_tools": parse_tools}
+    # An answer goes into the next prompt word by word, calls and thoughts too.
+    parse = {"parse_tools": False if options.get("tools") else None, "parse_reasoning": False}
+    extras = {"report": True, "return_token_ids": True, "salt": options.get("salt"), **parse}
     fields = {key: value for key, value in options.items() if key != "salt" and value is not None}
     return {
         **prompt,

@@ -132,6 +132,7 @@ class Config:
         strict_model_names: whether `claude-*` and `gpt-*` are unknown names; else they mean the served model.
         session_headers: whether a request's agent may be taken from headers and from what clients send unasked.
         images: what becomes of images in users' messages.
+        log_requests: whether each request is a line in the log: its route, agent, model, tokens and time, no content.
     """
 
     model: str | None = _setting(Kind.TEXT, Flag("Folder or hub id; the embedded model without it."), default=None)
@@ -220,6 +221,9 @@ class Config:
         Kind.TEXT,
         Flag("What becomes of images of users (refuse).", metavar="refuse|placeholder"),
         default=Images.REFUSE,
+    )
+    log_requests: bool = _setting(
+        Kind.SWITCH, Flag("Log a line for each request, without its content.", is_bare=True), default=False
     )
 
     @property

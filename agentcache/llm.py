@@ -242,6 +242,10 @@ class LLM:
         """A new agent with the same memory (of one lineage); raises NotFound, Conflict."""
         return self._wait(self._engine.fork_agent(agent_id, new_id, lineage))
 
+    def import_agent(self, agent_id: str, path: str | Path) -> AgentInfo:
+        """Make an agent of a file of `agentcache export`; raises ArchiveRejected, Conflict, StoreError."""
+        return self._wait(self._engine.import_agent(agent_id, str(path)))
+
     def delete(self, agent_id: str, lineage: str | None = None) -> None:
         """Forget an agent, or one of its lineages; raises NotFound."""
         self._wait(self._engine.delete_agent(agent_id, lineage))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from agentcache.adapter_settings import Policy
 from agentcache.blocks.ledger import ADAPTERS, BASE, STACKS, TRUNK, RamUse
 from agentcache.blocks.prefix_match import Match
+from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.pressure import Level
 
 if TYPE_CHECKING:
@@ -107,7 +108,10 @@ class Update:
 
     The first update has `prompt_token_ids` (and `prompt_logprobs` where asked for) and may have no text; the last one
     has `finish_reason` and `report`, and comes only when the turn is safe on disk or known not to be. `stop_string` is
-    the one that ended the text.
+    the one that ended the text. `choice` is the number of the answer that it is a piece of, where there are several.
+    `markers` are the tokens that part a reply, each with where in `text` it stands: at its own string, or where it
+    would be if it had one. `prompt_end`, in the first update, are the last characters of a chat's prompt, as marked
+    text.
     """
 
     text: str = ""
@@ -118,6 +122,9 @@ class Update:
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     report: Report | None = None
+    choice: int = 0
+    markers: tuple[tuple[int, str], ...] = ()
+    prompt_end: str | None = None
 
 
 @dataclass(frozen=True)
@@ -260,9 +267,10 @@ class AdapterInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The served model. `tool_format` names how it writes tool calls, where it does; `adapters` are by name.
+    """The served model.
 
-    `kv_bits` is the number of bits of a cached key or value; None where it has none.
+    `reply_format` says how it writes thoughts and tool calls; `adapters` are by name; `kv_bits` is the number of bits
+    of a cached key or value, None where it has none.
     """
 
     id: str
@@ -274,7 +282,7 @@ class ModelInfo:
     vocab_size: int
     created: int
     has_chat_template: bool
-    tool_format: str | None = None
+    reply_format: ReplyFormat = ReplyFormat()
     adapters: tuple[AdapterInfo, ...] = ()
     kv_bits: int | None = None
     cache_groups: tuple[CacheGroupInfo, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -12,12 +12,17 @@ from agentcache.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages for the model's chat template, each a dict with `role` and `content` and whatever else it may carry."""
+    """Messages for the model's chat template, each a dict with `role` and `content` and whatever else it may carry.
+
+    Args:
+        param: what the wire calls them, for errors about them.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    param: str = field(default="messages", compare=False)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Request:
         sampling: how to continue it.
         agent: the durable agent whose memory this extends; None for a request that leaves no memory on disk.
         lineage: the agent's lineage to go on from; None for the one that shares most with the prompt.
+        n: answers to give. The first is the agent's turn; the others go on from the same blocks and leave no memory.
         salt: requests with different salts never share a block.
         priority: None for background where nothing is generated (a warm), interactive otherwise.
         adapter: name of the adapter to answer with; None for the agent's, or base.
@@ -67,6 +73,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     agent: str | None = None
     lineage: str | None = None
+    n: int = 1
     salt: str = ""
     priority: Priority | None = None
     adapter: str | None = None
@@ -80,7 +87,16 @@ class Request:
             return self.sampling.max_tokens == 0
         return self.priority is Priority.BACKGROUND
 
+    def fork(self, index: int) -> Request:
+        """Number `index` (from 1) of its further answers, drawn with the seed `index` further on (as in vLLM)."""
+        own = self.sampling
+        seed = None if own.seed is None else own.seed + index
+        sampling = replace(own, seed=seed, prompt_logprobs=False)
+        return replace(
+            self, request_id=f"{self.request_id}-choice{index}", sampling=sampling, agent=None, lineage=None, n=1
+        )
+
     @property
     def prompt_param(self) -> str:
         """What the wire calls the prompt, for errors about it."""
-        return "messages" if isinstance(self.prompt, ChatPrompt) else "prompt"
+        return self.prompt.param if isinstance(self.prompt, ChatPrompt) else "prompt"

@@ -13,8 +13,23 @@ from typer.core import TyperGroup
 
 from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError
 
-# Each is a module here with a function, or a Typer group, of the same name.
-COMMANDS = ("serve", "run", "warm", "restore", "agents", "adapters", "bench", "demo", "doctor", "purge")
+# Each is a module here with a function, or a Typer group, of the same name; `import` is no name in Python.
+COMMANDS = (
+    "serve",
+    "launch",
+    "run",
+    "warm",
+    "restore",
+    "export",
+    "import",
+    "agents",
+    "adapters",
+    "bench",
+    "demo",
+    "doctor",
+    "purge",
+)
+_NAMES = {"import": "import_"}
 
 
 class Commands(TyperGroup):
@@ -36,7 +51,8 @@ class Commands(TyperGroup):
 
 def load_command(name: str) -> Any:
     """The command as Typer runs it."""
-    found = getattr(importlib.import_module(f"agentcache.cli.{name}"), name)
+    own_name = _NAMES.get(name, name)
+    found = getattr(importlib.import_module(f"agentcache.cli.{own_name}"), own_name)
     if not isinstance(found, typer.Typer):
         function, found = found, typer.Typer(add_completion=False, rich_markup_mode=None)
         found.command(name)(function)

@@ -21,6 +21,7 @@ from agentcache.server.model_names import read_adapter
 from agentcache.server.openai import read_chat_prompt, read_prompts
 from agentcache.server.options import MAX_SALT_LENGTH, read_policy, read_priority, read_timeout
 from agentcache.server.reply import Completion
+from agentcache.server.request_log import note_model, note_usage
 from agentcache.server.stream import until_disconnect
 from agentcache.server.validate import Reader, check_agent_id
 
@@ -60,7 +61,7 @@ def _of_agent(handle: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
 
 async def list_agents(request: HttpRequest) -> Response:
     agents = await engine_of(request).agents()
-    return JSONResponse({"object": "list", "data": [agent_object(agent) for agent in agents]})
+    return JSONResponse({"object": "list", "data": [agent_object(request, agent) for agent in agents]})
 
 
 async def create_agent(request: HttpRequest) -> Response:
@@ -73,12 +74,12 @@ async def create_agent(request: HttpRequest) -> Response:
     agent = await engine_of(request).create_agent(
         agent_id, adapter=adapter, policy=policy, system=body.string("system")
     )
-    return JSONResponse(agent_object(agent), 201)
+    return JSONResponse(agent_object(request, agent), 201)
 
 
 @_of_agent
 async def show_agent(request: HttpRequest, agent_id: str) -> Response:
-    return JSONResponse(agent_object(await engine_of(request).agent(agent_id)))
+    return JSONResponse(agent_object(request, await engine_of(request).agent(agent_id)))
 
 
 @_of_agent
@@ -89,6 +90,15 @@ async def delete_agent(request: HttpRequest, agent_id: str) -> Response:
 
 
 @_of_agent
+async def import_agent(request: HttpRequest, agent_id: str) -> Response:
+    """Makes the agent of a file on the server's machine, which `agentcache export` has written."""
+    body = (await read_call(request, without_body=b"{}")).body
+    _check_fields(body, "path", id_field="is in the path")
+    agent = await engine_of(request).import_agent(agent_id, body.required_string("path"))
+    return JSONResponse(agent_object(request, agent), 201)
+
+
+@_of_agent
 async def fork_agent(request: HttpRequest, agent_id: str) -> Response:
     body = (await read_call(request, without_body=b"{}")).body
     _check_fields(body, "id", "lineage", id_field="goes into 'id'")
@@ -96,7 +106,7 @@ async def fork_agent(request: HttpRequest, agent_id: str) -> Response:
         body.fail("id", 'is required: send a JSON object with "id", the new agent\'s name')
     new_id = check_agent_id(body.required_string("id"), "id")
     agent = await engine_of(request).fork_agent(agent_id, new_id, body.string("lineage"))
-    return JSONResponse(agent_object(agent), 201)
+    return JSONResponse(agent_object(request, agent), 201)
 
 
 @_of_agent
@@ -107,12 +117,16 @@ async def restore_agent(request: HttpRequest, agent_id: str) -> Response:
 
 @_of_agent
 async def evict_agent(request: HttpRequest, agent_id: str) -> Response:
-    return JSONResponse(agent_object(await engine_of(request).evict_agent(agent_id, await _read_lineage(request))))
+    return JSONResponse(
+        agent_object(request, await engine_of(request).evict_agent(agent_id, await _read_lineage(request)))
+    )
 
 
 @_of_agent
 async def save_agent(request: HttpRequest, agent_id: str) -> Response:
-    return JSONResponse(agent_object(await engine_of(request).save_agent(agent_id, await _read_lineage(request))))
+    return JSONResponse(
+        agent_object(request, await engine_of(request).save_agent(agent_id, await _read_lineage(request)))
+    )
 
 
 @_of_agent
@@ -126,6 +140,9 @@ async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
     await engine_of(request).agent(agent_id)
     work = collect(context_of(request), job, read_timeout(call.body))
     completion = await until_disconnect(request.receive, work)
+    note_model(request, job.adapter or call.model.id)
+    note_usage(request, [completion])
+    context_of(request).last_turns.note(completion.final_report)
     return JSONResponse(_warm_object(completion) | {"notes": call.notes})
 
 
@@ -192,5 +209,7 @@ def _warm_object(completion: Completion) -> dict[str, Any]:
     }
 
 
-def agent_object(agent: AgentInfo) -> dict[str, Any]:
-    return dataclasses.asdict(agent)
+def agent_object(request: HttpRequest, agent: AgentInfo) -> dict[str, Any]:
+    """The agent as the API shows it, with what its last turn reused."""
+    lineages = tuple(lineage.id for lineage in agent.lineages)
+    return dataclasses.asdict(agent) | {"last_turn": context_of(request).last_turns.describe(agent.id, lineages)}

@@ -16,9 +16,9 @@ from agentcache.server.messages import without_billing_header
 from agentcache.server.model_names import check_model
 from agentcache.server.options import check_chat, read_options, refuse_unsupported
 from agentcache.server.parts import read_part
+from agentcache.server.replies import read_reading
 from agentcache.server.sampling import MAX_TOKENS_LIMIT, read_sampling
 from agentcache.server.session import read_agent
-from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader
 
 _BETWEEN_BLOCKS = "\n"
@@ -56,13 +56,18 @@ def read_job(call: Call) -> Job:
         reply=AnthropicReply(
             job_id,
             options.adapter or model.id,
-            tools_for(model, prompt.tools, body),
+            read_reading(model, prompt.tools, body),
             options.return_token_ids,
             tuple(call.notes),
+            _wants_thoughts(body),
         ),
         stream=body.boolean("stream"),
         timeout=options.timeout,
     )
+
+
+def _wants_thoughts(body: Reader) -> bool:
+    return body.object("thinking").string("type") != "disabled"
 
 
 def _user_id(body: Reader) -> Any:
@@ -82,6 +87,8 @@ def read_chat_prompt(call: Call) -> ChatPrompt:
     if not read:
         body.fail("messages", "must hold more than an empty system text")
     template_kwargs = body.object("chat_template_kwargs").value
+    if not _wants_thoughts(body):
+        template_kwargs = {"enable_thinking": False} | template_kwargs
     return ChatPrompt([*_read_system(body, "system", call), *read], _read_tools(body), template_kwargs)
 
 
@@ -113,16 +120,21 @@ def _read_message(message: Reader, call: Call) -> list[dict[str, Any]]:
 
 
 def _read_assistant(blocks: list[Reader], call: Call) -> dict[str, Any]:
-    """Text and calls. Thinking of earlier turns is not shown to the model again."""
+    """Text, calls and thinking, of which the chat template shows the model again what it is used to."""
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in blocks:
         kind = block.required_string("type")
         if kind == "tool_use":
             calls.append(_read_call(block))
-        elif kind not in ("thinking", "redacted_thinking"):
+        elif kind == "thinking":
+            thoughts.append(block.string("thinking") or "")
+        elif kind != "redacted_thinking":
             texts.append(read_part(block, "assistant", call))
-    message = {"role": "assistant", "content": _BETWEEN_BLOCKS.join(texts)}
+    message: dict[str, Any] = {"role": "assistant", "content": _BETWEEN_BLOCKS.join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = _BETWEEN_BLOCKS.join(thoughts)
     return message | ({"tool_calls": calls} if calls else {})
 
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentcache.models.text.tool_calls import ToolCall
+from agentcache.models.text.replies.events import (
+    Block,
+    Call,
+    Event,
+    Reasoning,
+    ReasoningDelta,
+    Text,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from agentcache.report import FinishReason, Report, Update
 from agentcache.server.errors import WireError
+from agentcache.server.replies import Reading
 from agentcache.server.reply import Completion, report_object
 from agentcache.server.stream import event
-from agentcache.server.tool_calls import Part, Tools
 
 _STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens", None: None}
 
@@ -26,19 +38,24 @@ class AnthropicReply:
         id: the message's.
         model: the served model's id.
         notes: for the report.
+        shows_thoughts: whether they are sent.
     """
 
     id: str
     model: str
-    tools: Tools
+    reading: Reading
     return_token_ids: bool
     notes: tuple[str, ...] = ()
+    shows_thoughts: bool = True
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         [completion] = completions
-        parts = self.tools.split(completion.text) or [""]
-        called = any(isinstance(part, ToolCall) for part in parts)
-        message = self.message([_block(part) for part in parts])
+        blocks = self.reading.blocks(completion)
+        blocks = [block for block in blocks if self.shows_thoughts or not isinstance(block, Reasoning)]
+        if not any(isinstance(block, Text | Call) for block in blocks):
+            blocks.append(Text(""))
+        called = any(isinstance(block, Call) for block in blocks)
+        message = self.message([_block(block) for block in blocks])
         return message | stop_fields(completion, called) | self.accounting(completion)
 
     def writer(self) -> EventWriter:
@@ -55,14 +72,15 @@ class AnthropicReply:
 
 
 class EventWriter:
-    """A stream of text and tool_use blocks. Its opening knows the prompt's length at most; its end the whole usage."""
+    """A stream of content blocks. Its opening knows the prompt's length at most; its end the whole usage."""
 
     def __init__(self, reply: AnthropicReply) -> None:
         self._reply = reply
-        self._reader = reply.tools.reader()
+        self._reader = reply.reading.reader()
         self._blocks = 0  # begun
-        self._text_open = False
-        self._called = False
+        self._open: type[Event] | None = None  # what the open block's deltas come as
+        self._thought = ""  # in the open block
+        self._says = False  # anything but thoughts
 
     def begin(self, first: Update | None) -> Iterator[bytes]:
         prompt = first.prompt_token_ids if first else None
@@ -72,29 +90,39 @@ class EventWriter:
         yield self.keep_alive()
 
     def write(self, update: Update) -> Iterator[bytes]:
-        for part in self._reader.add(update.text):
-            yield from self._part(part)
+        for event_ in self._reader.add(update):
+            yield from self._translated(event_)
 
-    def _part(self, part: Part) -> Iterator[bytes]:
-        if isinstance(part, ToolCall):
-            yield from self._call(part)
+    def _translated(self, event_: Event) -> Iterator[bytes]:
+        match event_:
+            case TextDelta(text):
+                yield from self._into(TextDelta, {"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": text})
+            case ReasoningDelta(text) if self._reply.shows_thoughts:
+                yield from self._into(ReasoningDelta, {"type": "thinking", "thinking": "", "signature": ""})
+                yield self._delta({"type": "thinking_delta", "thinking": text})
+                self._thought += text
+            case ToolCallStart(_, name):
+                yield from self._close()
+                yield from self._into(ToolCallArguments, _tool_use(name, {}))
+            case ToolCallArguments(_, arguments):
+                yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+
+    def _into(self, kind: type[Event], block: dict[str, Any]) -> Iterator[bytes]:
+        """Have a block open that takes deltas of this kind."""
+        self._says = self._says or kind is not ReasoningDelta
+        if self._open is not kind:
+            yield from self._close()
+            yield self._start(block)
+            self._open = kind
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is None:
             return
-        if not self._text_open:
-            yield self._start({"type": "text", "text": ""})
-            self._text_open = True
-        yield self._delta({"type": "text_delta", "text": part})
-
-    def _call(self, call: ToolCall) -> Iterator[bytes]:
-        yield from self._close_text()
-        yield self._start(_block(call) | {"input": {}})
-        yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(call.arguments)})
-        yield self._stop()
-        self._called = True
-
-    def _close_text(self) -> Iterator[bytes]:
-        if self._text_open:
-            yield self._stop()
-            self._text_open = False
+        if self._open is ReasoningDelta:
+            yield self._delta({"type": "signature_delta", "signature": signature(self._thought)})
+        yield _event("content_block_stop", index=self._blocks - 1)
+        self._open, self._thought = None, ""
 
     def _start(self, block: dict[str, Any]) -> bytes:
         self._blocks += 1
@@ -103,17 +131,15 @@ class EventWriter:
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
-    def _stop(self) -> bytes:
-        return _event("content_block_stop", index=self._blocks - 1)
-
     def keep_alive(self) -> bytes:
         return _event("ping")
 
-    def end(self, completion: Completion) -> Iterator[bytes]:
-        for part in self._reader.finish() or ([] if self._blocks else [""]):
-            yield from self._part(part)
-        yield from self._close_text()
-        delta = stop_fields(completion, self._called)
+    def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
+        [completion] = completions
+        if not self._says:
+            yield from self._into(TextDelta, {"type": "text", "text": ""})
+        yield from self._close()
+        delta = stop_fields(completion, self._reader.num_calls > 0)
         yield _event("message_delta", delta=delta, **self._reply.accounting(completion))
         yield _event("message_stop")
 
@@ -129,10 +155,23 @@ def stop_fields(completion: Completion, called: bool) -> dict[str, str | None]:
     return {"stop_reason": _STOP_REASONS[completion.finish_reason], "stop_sequence": None}
 
 
-def _block(part: Part) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": part.name, "input": dict(part.arguments)}
+def _block(block: Block) -> dict[str, Any]:
+    match block:
+        case Reasoning(text):
+            return {"type": "thinking", "thinking": text, "signature": signature(text)}
+        case Text(text):
+            return {"type": "text", "text": text}
+        case Call(name, arguments):
+            return _tool_use(name, json.loads(arguments))
+
+
+def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": arguments}
+
+
+def signature(thought: str) -> str:
+    """Clients keep only thinking that is signed, and send the signature back. It proves nothing here."""
+    return base64.b64encode(hashlib.blake2b(thought.encode(), digest_size=24).digest()).decode()
 
 
 def usage(report: Report) -> dict[str, int]:

@@ -20,7 +20,7 @@ from agentcache import __version__
 from agentcache.config import Config
 from agentcache.origins import hosts_of
 from agentcache.report import AdapterInfo, ModelInfo
-from agentcache.server import adapters, agents, anthropic, cache, openai
+from agentcache.server import adapters, agents, anthropic, cache, openai, responses
 from agentcache.server.body import BodyLimit, WholeBody
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
@@ -37,6 +37,8 @@ from agentcache.server.middleware import (
     own_names,
 )
 from agentcache.server.model_names import adapter_in
+from agentcache.server.page import page, wants_page
+from agentcache.server.request_log import LogRequests
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
 
 Started = Callable[[BaseException | None], None]
@@ -80,6 +82,7 @@ def _routes() -> list[Route]:
         Route("/v1/models/{id:path}", show_model, methods=["GET"]),
         Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
+        Route("/v1/responses", responses.responses, methods=["POST"]),
         Route("/v1/messages", anthropic.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", anthropic.count_tokens, methods=["POST"]),
         Route("/v1/agents", _by_method(GET=agents.list_agents, POST=agents.create_agent), methods=["GET", "POST"]),
@@ -92,6 +95,7 @@ def _routes() -> list[Route]:
         Route("/v1/agents/{id}/save", agents.save_agent, methods=["POST"]),
         Route("/v1/agents/{id}/restore", agents.restore_agent, methods=["POST"]),
         Route("/v1/agents/{id}/evict", agents.evict_agent, methods=["POST"]),
+        Route("/v1/agents/{id}/import", agents.import_agent, methods=["POST"]),
         Route("/v1/agents/{id}/fork", agents.fork_agent, methods=["POST"]),
         Route(
             "/v1/adapters", _by_method(GET=adapters.list_adapters, POST=adapters.load_adapter), methods=["GET", "POST"]
@@ -120,7 +124,8 @@ def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]
 def _middleware(context: Context) -> list[Middleware]:
     config = context.config
     local = is_loopback(config.host)
-    layers = [
+    layers = [Middleware(LogRequests)] if config.log_requests else []
+    layers += [
         Middleware(LargeBodies),
         Middleware(Measure, metrics=context.metrics),
         Middleware(AgentHeader),
@@ -175,7 +180,10 @@ async def _start(engine: Engine, on_start: Started | None) -> None:
 
 
 async def describe(request: Request) -> Response:
-    """Tells who asks for nothing in particular what it has found. Some clients look whether anybody is there."""
+    """Tells who asks for nothing in particular what it has found. Some clients look whether anybody is there.
+
+    A browser gets a page that shows the agents.
+    """
     engine = context_of(request).engine
     found = {
         "name": SERVER_NAME,
@@ -183,7 +191,7 @@ async def describe(request: Request) -> Response:
         "model": engine.model.id if engine.ready else None,
         "api": "/v1",
     }
-    answer = JSONResponse(found)
+    answer = page() if wants_page(request.headers) else JSONResponse(found, headers={"Vary": "Accept"})
     return Response(headers=answer.headers) if request.method == "HEAD" else answer
 
 

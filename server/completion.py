@@ -15,7 +15,8 @@ from agentcache.report import Update
 from agentcache.request import Request
 from agentcache.server.context import Context, context_of, name_agent
 from agentcache.server.errors import WireError, wire_error
-from agentcache.server.reply import Completion
+from agentcache.server.reply import Choices, Completion
+from agentcache.server.request_log import note_model, note_usage
 from agentcache.server.stream import EventStream, UpdateStream, timed_out, until_disconnect
 
 Events = Iterable[bytes]
@@ -31,7 +32,8 @@ class Writer(Protocol):
 
     def keep_alive(self) -> bytes: ...
 
-    def end(self, completion: Completion) -> Events: ...
+    def end(self, completions: Sequence[Completion]) -> Events:
+        """The close, of all answers."""
 
     def fail(self, error: WireError) -> Events: ...
 
@@ -46,7 +48,7 @@ class Reply(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One call: a request per prompt, and how to answer.
+    """One call: a request per prompt, and how to answer; a stream has one prompt.
 
     Args:
         timeout: seconds it may take; None leaves it to the server's settings.
@@ -61,16 +63,21 @@ class Job:
 async def answer(request: HttpRequest, job: Job) -> Response:
     context = context_of(request)
     name_agent(request, job.requests[0].agent)
+    note_model(request, job.requests[0].adapter or context.engine.model.id)
     deadline = _deadline(context, job.timeout)
     if job.stream:
         return await _stream(request, context, job, deadline)
     completions = await until_disconnect(request.receive, _collect_all(context, job.requests, deadline))
-    return JSONResponse(job.reply.whole(completions))
+    flat = [choice for choices in completions for choice in choices]
+    note_usage(request, flat, job.requests[0].n)
+    context.last_turns.note(flat[0].final_report)
+    return JSONResponse(job.reply.whole(flat))
 
 
 async def collect(context: Context, request: Request, timeout: float | None = None) -> Completion:
     """The whole completion; cancelling this cancels the generation."""
-    return await _collect(context, request, _deadline(context, timeout))
+    [completion] = await _collect(context, request, _deadline(context, timeout))
+    return completion
 
 
 def _deadline(context: Context, timeout: float | None) -> float | None:
@@ -79,11 +86,11 @@ def _deadline(context: Context, timeout: float | None) -> float | None:
     return asyncio.get_running_loop().time() + min(limits) if limits else None
 
 
-async def _collect_all(context: Context, requests: Sequence[Request], deadline: float | None) -> list[Completion]:
-    """All completions, as many at a time as the engine runs. The first that fails ends the others."""
+async def _collect_all(context: Context, requests: Sequence[Request], deadline: float | None) -> list[list[Completion]]:
+    """The answers to each request, as many at a time as the engine runs. The first that fails ends the others."""
     places = asyncio.Semaphore(context.config.max_concurrent_requests)
 
-    async def run(request: Request) -> Completion:
+    async def run(request: Request) -> list[Completion]:
         async with places:
             return await _collect(context, request, deadline)
 
@@ -95,16 +102,16 @@ async def _collect_all(context: Context, requests: Sequence[Request], deadline: 
     return [task.result() for task in running]
 
 
-async def _collect(context: Context, request: Request, deadline: float | None) -> Completion:
-    completion = Completion()
+async def _collect(context: Context, request: Request, deadline: float | None) -> list[Completion]:
+    choices = Choices(request.n)
     try:
         async with asyncio.timeout_at(deadline) as limit:
-            await context.engine.generate(request, context.metrics.measured(completion.add))
+            await context.engine.generate(request, context.metrics.measured(choices.add))
     except TimeoutError:
         if limit.expired():
             raise timed_out() from None
         raise
-    return completion
+    return choices.completions
 
 
 async def _stream(request: HttpRequest, context: Context, job: Job, deadline: float | None) -> Response:
@@ -119,25 +126,29 @@ async def _stream(request: HttpRequest, context: Context, job: Job, deadline: fl
     except BaseException:
         await source.close()
         raise
-    return EventStream(_events(job.reply.writer(), source, first), source)
+    return EventStream(_events(request, job, source, first), source)
 
 
-async def _events(writer: Writer, source: UpdateStream, first: Update | None) -> AsyncGenerator[bytes, None]:
-    completion = Completion()
+async def _events(
+    request: HttpRequest, job: Job, source: UpdateStream, first: Update | None
+) -> AsyncGenerator[bytes, None]:
+    writer, choices = job.reply.writer(), Choices(job.requests[0].n)
     try:
         for event in writer.begin(first):
             yield event
         update = first
-        while completion.finish_reason is None:
+        while not choices.are_finished:
             if update is None:
                 yield writer.keep_alive()
             else:
-                completion.add(update)
+                choices.add(update)
                 for event in writer.write(update):
                     yield event
-            if completion.finish_reason is None:
+            if not choices.are_finished:
                 update = await source.next()
-        for event in writer.end(completion):
+        note_usage(request, choices.completions, len(choices.completions))
+        context_of(request).last_turns.note(choices.completions[0].final_report)
+        for event in writer.end(choices.completions):
             yield event
     except Exception as error:
         for event in writer.fail(wire_error(error)):

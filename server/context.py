@@ -16,6 +16,7 @@ from agentcache.errors import EngineStopped, Overloaded
 from agentcache.report import ModelInfo
 from agentcache.server.engine import Engine
 from agentcache.server.large_json import LargeJson
+from agentcache.server.last_turns import LastTurns
 from agentcache.server.metrics import ServerMetrics
 from agentcache.server.validate import Reader, parse_object, refuse_long_lists
 
@@ -34,6 +35,7 @@ class Context:
     config: Config
     keep_alive_seconds: float
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    last_turns: LastTurns = field(default_factory=LastTurns)
 
     @cached_property
     def large_json(self) -> LargeJson:

@@ -81,10 +81,10 @@ def without_billing_header(text: str) -> str:
 def _read_call(call: Reader) -> dict[str, Any]:
     function = call.object("function")
     function.required_string("name")
-    return call.value | {"function": function.value | {"arguments": _read_arguments(function)}}
+    return call.value | {"function": function.value | {"arguments": read_arguments(function)}}
 
 
-def _read_arguments(function: Reader) -> Any:
+def read_arguments(function: Reader) -> Any:
     """Arguments as an object where they are one: templates want it so, while the wire has a string of JSON."""
     arguments = function.get("arguments")
     if isinstance(arguments, dict):

@@ -55,16 +55,19 @@ class ServerMetrics:
 
     def measured(self, take: Callable[[Update], None]) -> Callable[[Update], None]:
         """`take` for the updates of a completion that begins now, which are measured on their way."""
-        before, latency = time.perf_counter(), self._first_token
+        begun = time.perf_counter()
+        latest: dict[int, float] = {}  # token of each answer
 
         def measure(update: Update) -> None:
-            nonlocal before, latency
             if update.token_ids:
-                now = time.perf_counter()
-                latency.observe(now - before)
-                before, latency = now, self._between_tokens
+                now, before = time.perf_counter(), latest.get(update.choice)
+                if before is None:
+                    self._first_token.observe(now - begun)
+                else:
+                    self._between_tokens.observe(now - before)
+                latest[update.choice] = now
             if update.finish_reason is not None and update.report is not None:
-                self._count(update.finish_reason, update.report)
+                self._count(update.finish_reason, update.report, is_fork=update.choice > 0)
             take(update)
 
         return measure
@@ -73,9 +76,11 @@ class ServerMetrics:
         """The text that Prometheus reads (format 0.0.4); `stats` is None where the engine does not answer."""
         return generate_latest(self.registry) + generate_latest(EngineMetrics(stats))
 
-    def _count(self, reason: FinishReason, report: Report) -> None:
+    def _count(self, reason: FinishReason, report: Report, *, is_fork: bool) -> None:
         self._finished.labels(reason, report.cache_state).inc()
         self._whole.observe(report.total_ms / 1e3)
+        if is_fork:
+            return  # the prompt is counted with the first answer
         self._prompt_tokens.inc(report.prompt_tokens)
         self._cached_tokens.labels("own").inc(report.cached_tokens.own)
         self._cached_tokens.labels("shared").inc(report.cached_tokens.shared)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache.errors import Overloaded, RequestError, Unauthorized
 from agentcache.origins import ANY_ORIGIN, is_same_origin
+from agentcache.server.page import wants_page
 
 OPEN_PATHS = ("/health", "/metrics")  # for supervisors and Prometheus, which have no key
 
@@ -151,7 +152,10 @@ class RequestLimit:
 
 
 class ApiKey:
-    """Lets in who presents the key as a bearer token or in `x-api-key`. /health and /metrics are open."""
+    """Lets in who presents the key as a bearer token or in `x-api-key`. /health and /metrics are open.
+
+    So is the page, which holds nothing: it asks the user for the key.
+    """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app
@@ -159,7 +163,9 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            self._check(Headers(scope=scope))
+            headers = Headers(scope=scope)
+            if scope["path"] != "/" or not wants_page(headers):
+                self._check(headers)
         await self.app(scope, receive, send)
 
     def _check(self, headers: Headers) -> None:

@@ -16,9 +16,9 @@ from agentcache.server.context import Call, read_prompt
 from agentcache.server.messages import read_messages, read_tools
 from agentcache.server.model_names import check_model
 from agentcache.server.options import Options, check_chat, read_options, refuse_unsupported
-from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_sampling
+from agentcache.server.replies import read_reading
+from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_n, read_sampling
 from agentcache.server.shapes import ChatShape, OpenAIReply, Shape, TextShape
-from agentcache.server.tool_calls import tools_for
 from agentcache.server.validate import Reader
 
 TEXT_MAX_TOKENS = 16
@@ -36,12 +36,12 @@ async def completions(request: HttpRequest) -> Response:
 def read_chat(call: Call) -> Job:
     body, model = call.body, call.model
     check_model(call)
-    refuse_unsupported(body)
+    refuse_unsupported(body, "n")
     prompt = read_chat_prompt(call, add_generation_prompt=body.boolean("add_generation_prompt", True))
     logprobs = _read_chat_logprobs(body)
     max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=None)
     sampling = read_sampling(body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
-    shape = ChatShape(logprobs is not None, tools_for(model, prompt.tools, body))
+    shape = ChatShape(logprobs is not None, read_reading(model, prompt.tools, body))
     return _job(call, [prompt], sampling, shape)
 
 
@@ -63,7 +63,7 @@ def _read_chat_logprobs(body: Reader) -> int | None:
 def read_text(call: Call) -> Job:
     body, model = call.body, call.model
     check_model(call)
-    refuse_unsupported(body)
+    refuse_unsupported(body, "n")
     prompts = read_prompts(body, model)
     logprobs = body.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
     echo = body.boolean("echo")
@@ -75,7 +75,8 @@ def read_text(call: Call) -> Job:
         logprobs=logprobs,
         prompt_logprobs=echo and (logprobs is not None or None in texts),
     )
-    return _job(call, prompts, sampling, TextShape(logprobs is not None, echo, texts))
+    shape = TextShape(logprobs is not None, echo, tuple(text for text in texts for _ in range(read_n(body))))
+    return _job(call, prompts, sampling, shape)
 
 
 def read_prompts(body: Reader, model: ModelInfo) -> list[TextPrompt | TokenPrompt]:
@@ -112,11 +113,14 @@ def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape)
     stream = body.boolean("stream")
     _check_combination(body, len(prompts), options, stream)
     job_id = shape.id_prefix + uuid.uuid4().hex
+    n = read_n(body)
+    if n * len(prompts) > MAX_PROMPTS:
+        body.fail("n", f"makes more than {MAX_PROMPTS} answers of {len(prompts)} prompts")
     usage = options.report or body.object("stream_options").boolean("include_usage")
     return Job(
-        requests=[_request(job_id, index, prompt, sampling, options) for index, prompt in enumerate(prompts)],
+        requests=[_request(job_id, index, prompt, n, sampling, options) for index, prompt in enumerate(prompts)],
         reply=OpenAIReply(
-            job_id, options.adapter or call.model.id, shape, usage, options.return_token_ids, tuple(call.notes)
+            job_id, options.adapter or call.model.id, shape, usage, options.return_token_ids, tuple(call.notes), n
         ),
         stream=stream,
         timeout=options.timeout,
@@ -132,5 +136,5 @@ def _check_combination(body: Reader, num_prompts: int, options: Options, stream:
         body.fail("echo", "is not supported in a stream")
 
 
-def _request(job_id: str, index: int, prompt: Prompt, sampling: SamplingParams, options: Options) -> Request:
-    return options.request(f"{job_id}-{index}" if index else job_id, prompt, sampling)
+def _request(job_id: str, index: int, prompt: Prompt, n: int, sampling: SamplingParams, options: Options) -> Request:
+    return options.request(f"{job_id}-{index}" if index else job_id, prompt, sampling, n=n)

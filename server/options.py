@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ _EXTRAS = (
     "invocation",
     "return_token_ids",
     "parse_tools",
+    "parse_reasoning",
 )
 
 # Fields that would change the answer if they were ignored, with the values that ask for nothing.
@@ -40,10 +42,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "use_beam_search": (False,),
-    "min_tokens": (0,),
     "stop_token_ids": ([],),
     "truncate_prompt_tokens": (),
     "continue_final_message": (False,),
@@ -63,7 +62,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 class MakeRequest(Protocol):
     """Makes the internal request, of which everything but these is known."""
 
-    def __call__(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> Request: ...
+    def __call__(self, request_id: str, prompt: Prompt, sampling: SamplingParams, n: int = 1) -> Request: ...
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,19 @@ class Options:
     timeout: float | None
 
 
-def refuse_unsupported(body: Reader) -> None:
-    for name, neutral in _UNSUPPORTED.items():
+def refuse_unsupported(body: Reader, *supported: str) -> None:
+    """Refuse what the dialect does not have, but for the fields `supported`."""
+    refuse_unless_neutral(body, {name: values for name, values in _UNSUPPORTED.items() if name not in supported})
+    if (output := body.object("output_config")).get("format") is not None:
+        output.fail("format", "is not supported", code="unsupported_parameter")
+
+
+def refuse_unless_neutral(body: Reader, fields: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse fields that say anything but one of the values that ask for nothing."""
+    for name, neutral in fields.items():
         value = body.get(name)
         if value is not None and not any(_same(value, allowed) for allowed in neutral):
             body.fail(name, "is not supported", code="unsupported_parameter")
-    if (output := body.object("output_config")).get("format") is not None:
-        output.fail("format", "is not supported", code="unsupported_parameter")
 
 
 def _same(value: Any, allowed: Any) -> bool:
@@ -101,10 +106,10 @@ def _same(value: Any, allowed: Any) -> bool:
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
 
 
-def check_chat(model: ModelInfo) -> None:
+def check_chat(model: ModelInfo, param: str = "messages") -> None:
     if not model.has_chat_template:
         message = f"The model {model.id!r} has no chat template; use /v1/completions."
-        raise InvalidRequest(message, param="messages", code="no_chat_template")
+        raise InvalidRequest(message, param=param, code="no_chat_template")
 
 
 def read_options(call: Call, user_id: Any = None) -> Options:

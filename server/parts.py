@@ -6,7 +6,14 @@ from agentcache.config import Images
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader
 
-_PICTURES = {"image": "image", "image_url": "image", "input_image": "image", "document": "document"}
+_TEXTS = ("text", "input_text", "output_text")
+_PICTURES = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "document": "document",
+    "input_file": "document",
+}
 
 
 def read_part(part: Reader, role: str, call: Call) -> str:
@@ -19,8 +26,10 @@ def read_part(part: Reader, role: str, call: Call) -> str:
         role: of the message, as chat templates call it.
     """
     kind = part.required_string("type")
-    if kind == "text":
+    if kind in _TEXTS:
         return part.required_string("text")
+    if kind == "refusal" and role == "assistant":
+        return part.required_string("refusal")
     if role == "tool":
         return _left_out(part, kind, " in a tool result", call)
     if role != "user" or kind not in _PICTURES:

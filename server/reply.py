@@ -17,6 +17,7 @@ _COLDEST_FIRST = (CacheState.COLD, CacheState.WARM, CacheState.HOT)
 class Completion:
     """All updates of one completion, collected."""
 
+    updates: list[Update] = field(default_factory=list)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -27,6 +28,7 @@ class Completion:
     report: Report | None = None
 
     def add(self, update: Update) -> None:
+        self.updates.append(update)
         self.text += update.text
         self.token_ids += update.token_ids
         self.logprobs += update.logprobs
@@ -45,6 +47,29 @@ class Completion:
     def token_id_fields(self) -> dict[str, Any]:
         """What `return_token_ids` adds."""
         return {"prompt_token_ids": list(self.prompt_token_ids), "token_ids": self.token_ids}
+
+
+class Choices:
+    """The answers to one request, collected.
+
+    Args:
+        n: how many there are.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.completions = [Completion() for _ in range(n)]
+        self._unfinished = n
+
+    @property
+    def are_finished(self) -> bool:
+        return self._unfinished == 0
+
+    def add(self, update: Update) -> None:
+        self.completions[update.choice].add(update)
+        if update.prompt_logprobs:
+            for completion in self.completions:
+                completion.prompt_logprobs = update.prompt_logprobs
+        self._unfinished -= update.finish_reason is not None
 
 
 def report_object(report: Report, notes: Sequence[str]) -> dict[str, Any]:
@@ -69,6 +94,17 @@ def combine(reports: Sequence[Report]) -> Report:
         restored_bytes=sum(report.restored_bytes for report in reports),
         written_bytes=sum(report.written_bytes for report in reports),
         total_ms=sum(report.total_ms for report in reports),
+    )
+
+
+def combine_choices(reports: Sequence[Report]) -> Report:
+    """One report for the answers to one prompt, which is counted once; what they computed and generated, in all."""
+    first = reports[0]
+    return dataclasses.replace(
+        first,
+        completion_tokens=sum(report.completion_tokens for report in reports),
+        computed_tokens=sum(report.computed_tokens for report in reports),
+        total_ms=max(report.total_ms for report in reports),
     )
 
 

@@ -8,6 +8,7 @@ from agentcache.server.validate import Reader
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
+MAX_CHOICES = 128  # as OpenAI's
 
 
 def read_sampling(
@@ -31,8 +32,11 @@ def read_sampling(
         top_k=max(body.integer("top_k", minimum=-1) or 0, 0),
         min_p=body.number("min_p", 0.0, minimum=0.0, maximum=1.0),
         repetition_penalty=body.number("repetition_penalty", 1.0, minimum=0.01, maximum=100.0),
+        frequency_penalty=body.number("frequency_penalty", 0.0, minimum=-2.0, maximum=2.0),
+        presence_penalty=body.number("presence_penalty", 0.0, minimum=-2.0, maximum=2.0),
         logit_bias=_read_logit_bias(body, vocab_size),
         seed=body.integer("seed", minimum=-(2**63)),
+        min_tokens=_read_min_tokens(body, max_tokens),
         stop=_read_stop(body, stop),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -44,6 +48,18 @@ def read_max_tokens(body: Reader, *names: str, default: int | None) -> int | Non
     """The first of `names` that is given; None for as many as the context holds."""
     given = (body.integer(name, minimum=0, maximum=MAX_TOKENS_LIMIT) for name in names)
     return next((value for value in list(given) if value is not None), default)
+
+
+def read_n(body: Reader) -> int:
+    """Answers to each prompt."""
+    return body.integer("n", minimum=1, maximum=MAX_CHOICES) or 1
+
+
+def _read_min_tokens(body: Reader, max_tokens: int | None) -> int:
+    wanted = body.integer("min_tokens", minimum=0, maximum=MAX_TOKENS_LIMIT) or 0
+    if max_tokens is not None and wanted > max_tokens:
+        body.fail("min_tokens", f"must be at most the {max_tokens} tokens that may be generated")
+    return wanted
 
 
 def _read_stop(body: Reader, name: str) -> tuple[str, ...]:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentcache.models.text.tool_calls import ToolCall
+from agentcache.models.text.replies.events import (
+    Call,
+    Event,
+    Reasoning,
+    ReasoningDelta,
+    Text,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from agentcache.report import FinishReason, Report, TokenLogprob, Update
 from agentcache.server.errors import WireError
 from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
-from agentcache.server.reply import Completion, combine, report_object
+from agentcache.server.replies import Reading
+from agentcache.server.reply import Completion, combine, combine_choices, report_object
 from agentcache.server.stream import TextEvents, event
-from agentcache.server.tool_calls import Part, Tools
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,20 +33,22 @@ class ChatShape:
     """`/v1/chat/completions`."""
 
     logprobs: bool
-    tools: Tools = Tools()
+    reading: Reading = Reading()
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        parts = self.tools.split(completion.text)
-        text = "".join(part for part in parts if isinstance(part, str))
-        calls = [part for part in parts if isinstance(part, ToolCall)]
-        called = {"tool_calls": [_call(call) for call in calls]} if calls else {}
+        blocks = self.reading.blocks(completion)
+        thought = "".join(block.text for block in blocks if isinstance(block, Reasoning))
+        text = "".join(block.text for block in blocks if isinstance(block, Text))
+        calls = [_call(block.name, block.arguments) for block in blocks if isinstance(block, Call)]
+        message = {"role": "assistant", "content": text if text or not calls else None}
+        message |= {"reasoning_content": thought} if thought else {}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text if text or not calls else None} | called,
+            "message": message | ({"tool_calls": calls} if calls else {}),
             "logprobs": chat_logprobs(completion.logprobs) if self.logprobs else None,
             "finish_reason": _finish_reason(completion, bool(calls)),
         }
@@ -53,6 +63,10 @@ class ChatShape:
 
 def chat_piece(delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _arguments_piece(index: int, text: str) -> dict[str, Any]:
+    return chat_piece({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ class TextShape:
     id_prefix = "cmpl-"
     object = "text_completion"
     chunk_object = "text_completion"
-    tools = Tools()
+    reading = Reading()
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         echoed = self._echo(index, completion) if self.echo else ""
@@ -103,8 +117,8 @@ class TextShape:
 Shape = ChatShape | TextShape
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
@@ -121,6 +135,7 @@ class OpenAIReply:
         model: the served model's id.
         usage: whether a stream ends with a chunk of `usage` and `agentcache`.
         notes: for the report.
+        n: answers to each prompt.
     """
 
     id: str
@@ -129,6 +144,7 @@ class OpenAIReply:
     usage: bool
     return_token_ids: bool
     notes: tuple[str, ...] = ()
+    n: int = 1
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -139,10 +155,12 @@ class OpenAIReply:
         return self.envelope(self.shape.object, choices) | self.accounting(completions)
 
     def accounting(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return accounting([completion.final_report for completion in completions], self.notes)
+        reports = [completion.final_report for completion in completions]
+        per_prompt = [combine_choices(reports[at : at + self.n]) for at in range(0, len(reports), self.n)]
+        return accounting(per_prompt, self.notes)
 
-    def writer(self) -> ChunkWriter:
-        return ChunkWriter(self)
+    def writer(self) -> StreamWriter:
+        return StreamWriter(self)
 
     def token_ids(self, completion: Completion) -> dict[str, Any]:
         return completion.token_id_fields() if self.return_token_ids else {}
@@ -150,60 +168,91 @@ class OpenAIReply:
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def chunk(self, choice: dict[str, Any]) -> bytes:
+    def chunk(self, choice: dict[str, Any], index: int) -> bytes:
+        choice = choice | {"index": index}
         chunk = self.envelope(self.shape.chunk_object, [choice])
         return event(chunk | {"usage": None} if self.usage else chunk)
 
 
-class ChunkWriter:
-    """A stream of chunks: those with text or logprobs in them, and an empty one to keep the connection alive."""
+class StreamWriter:
+    """The chunks of a stream, of one answer or of several beside each other."""
 
     def __init__(self, reply: OpenAIReply) -> None:
         self._reply = reply
+        self._choices = [ChunkWriter(reply, index) for index in range(reply.n)]
+
+    def begin(self, first: Update | None) -> Iterator[bytes]:
+        for choice in self._choices:
+            yield choice.begin()
+
+    def write(self, update: Update) -> list[bytes]:
+        return self._choices[update.choice].write(update)
+
+    def keep_alive(self) -> bytes:
+        return self._choices[0].keep_alive()
+
+    def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
+        for choice, completion in zip(self._choices, completions, strict=True):
+            yield choice.end(completion)
+        if self._reply.usage:
+            yield event(self._reply.envelope(self._reply.shape.chunk_object, []) | self._reply.accounting(completions))
+        yield DONE
+
+    def fail(self, error: WireError) -> Iterator[bytes]:
+        yield event(error.body)
+        yield DONE
+
+
+class ChunkWriter:
+    """Chunks of one answer: those with text or logprobs in them, and an empty one to keep the connection alive."""
+
+    def __init__(self, reply: OpenAIReply, index: int) -> None:
+        self._reply = reply
+        self._index = index
         self._shape = reply.shape
-        self._texts = TextEvents(lambda text: reply.chunk(reply.shape.piece(text, ())))
-        self._reader = reply.shape.tools.reader()
-        self._calls = 0
+        self._texts = TextEvents(lambda text: self._chunk(reply.shape.piece(text, ())))
+        self._thoughts = TextEvents(lambda text: self._chunk(chat_piece({"reasoning_content": text})))
+        self._arguments = self._texts  # of the call at work
+        self._reader = reply.shape.reading.reader()
         self._offsets = TextOffsets()
         self._waiting: list[TokenLogprob] = []  # logprobs of tokens whose text is not out yet
 
-    def begin(self, first: Update | None) -> Iterator[bytes]:
-        yield self._reply.chunk(self._shape.first())
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return self._reply.chunk(choice, self._index)
+
+    def begin(self) -> bytes:
+        return self._chunk(self._shape.first())
 
     def write(self, update: Update) -> list[bytes]:
         self._waiting += update.logprobs
-        parts = self._reader.add(update.text)
-        if update.finish_reason is None:
-            return [self._part(part) for part in parts]
-        events = [self._part(part) for part in (*parts, *self._reader.finish())]
-        return [*events, self._text("")] if self._waiting else events
+        events = [wire for event in self._reader.add(update) for wire in self._translated(event)]
+        return [*events, self._text("")] if self._waiting and update.finish_reason is not None else events
 
-    def _part(self, part: Part) -> bytes:
-        if isinstance(part, str):
-            return self._text(part)
-        self._calls += 1
-        return self._reply.chunk(chat_piece({"tool_calls": [{"index": self._calls - 1} | _call(part)]}))
+    def _translated(self, event: Event) -> Iterator[bytes]:
+        match event:
+            case TextDelta(text):
+                yield self._text(text)
+            case ReasoningDelta(text):
+                yield self._thoughts.event(text)
+            case ToolCallStart(index, name):
+                self._arguments = TextEvents(lambda text: self._chunk(_arguments_piece(index, text)))
+                yield self._chunk(chat_piece({"tool_calls": [{"index": index} | _call(name, "")]}))
+            case ToolCallArguments(_, arguments):
+                yield self._arguments.event(arguments)
 
     def _text(self, text: str) -> bytes:
         """A piece of text, with the logprobs of all tokens that have come."""
         if not self._waiting:
             return self._texts.event(text)
         waiting, self._waiting = self._waiting, []
-        return self._reply.chunk(self._shape.piece(text, waiting, self._offsets.of(waiting)))
+        return self._chunk(self._shape.piece(text, waiting, self._offsets.of(waiting)))
 
     def keep_alive(self) -> bytes:
-        return self._reply.chunk(self._shape.piece("", ()))
+        return self._chunk(self._shape.piece("", ()))
 
-    def end(self, completion: Completion) -> Iterator[bytes]:
-        last = self._shape.piece("", ()) | {"finish_reason": _finish_reason(completion, self._calls > 0)}
-        yield self._reply.chunk(last | self._reply.token_ids(completion))
-        if self._reply.usage:
-            yield event(self._reply.envelope(self._shape.chunk_object, []) | self._reply.accounting([completion]))
-        yield DONE
-
-    def fail(self, error: WireError) -> Iterator[bytes]:
-        yield event(error.body)
-        yield DONE
+    def end(self, completion: Completion) -> bytes:
+        last = self._shape.piece("", ()) | {"finish_reason": _finish_reason(completion, self._reader.num_calls > 0)}
+        return self._chunk(last | self._reply.token_ids(completion))
 
 
 def accounting(reports: Sequence[Report], notes: Sequence[str] = ()) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
     Raises:
         ContextLengthExceeded: with the name of the list.
     """
-    for param in ("messages", "prompt"):
+    for param in ("messages", "prompt", "input"):
         items = body.get(param)
         if isinstance(items, list) and len(items) > max_context:
             raise ContextLengthExceeded(

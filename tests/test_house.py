@@ -71,8 +71,12 @@ def test_package_data_patterns_match_every_data_file() -> None:
         for pattern in globs
         for path in ROOT.joinpath(*package.split(".")).glob(pattern)
     }
+    folders = (ROOT / "agentcache", *(ROOT / "agentcache" / name for name in LINKED))
     present = {
-        path for path in (ROOT / "agentcache").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
     }
     assert shipped == present
 

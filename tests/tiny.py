@@ -19,12 +19,14 @@ import pytest
 from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
+from tests.reply_formats import WRITERS
 from tests.tokenizers_factory import byte_bpe, byte_bpe_bos, metaspace
 
 TOKENIZERS: dict[str, Callable[[Path], Any]] = {
     "byte_bpe": byte_bpe,
     "byte_bpe_bos": byte_bpe_bos,
     "metaspace": metaspace,
+    **WRITERS,
 }
 
 _COMMON: dict[str, Any] = {

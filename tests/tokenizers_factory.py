@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +68,16 @@ def byte_bpe(folder: Path, vocab_size: int = 500, chat_template: str | None = CH
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
     return _save(tokenizer, folder, chat_template, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+def with_markers(
+    folder: Path, chat_template: str, special: Sequence[str], plain: Sequence[str] = (), eos: str = "<|im_end|>"
+) -> Path:
+    """Byte-level BPE without BOS in which these are added tokens: special ones, which text hides, and plain ones."""
+    tokenizer = _byte_level(500, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([AddedToken(marker, normalized=False, special=True) for marker in special])
+    tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in plain])
+    return _save(tokenizer, folder, chat_template, eos_token=eos, pad_token="<|endoftext|>")
 
 
 def byte_bpe_bos(folder: Path, vocab_size: int = 500, chat_template: str | None = HEADERS) -> Path:

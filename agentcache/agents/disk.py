@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from agentcache.agents.in_use import InUse, subtract
@@ -19,6 +20,7 @@ from agentcache.agents.table import Lineages, names_of
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName, block_key
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
+from agentcache.store.archive import Archive
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import BlockWrite, Store
 
@@ -150,6 +152,27 @@ class Disk:
             done.deleted += self._superseded
 
         return self._run(work, held=turn.held)
+
+    def bring_in(self, archive: Archive) -> Committed:
+        """Make the agent of an archive durable, all of it or nothing; `InUse` holds its blocks and lineages."""
+
+        def work(done: Committed) -> None:
+            if not self._could_hold(archive.num_bytes):  # nobody else's blocks are dropped for nothing
+                raise StoreError(f"the agent takes {archive.num_bytes} bytes, more than the disk budget can hold")
+            saved: list[AgentRecord] = []
+            try:
+                for writes in archive.writes():
+                    self._write_blocks(writes, done)
+                for record in archive.records:
+                    saved.append(record)
+                    done.num_bytes += self._with_room(partial(self._store.save_agent, record), done)
+                    self._put(record)
+            except AgentCacheError:
+                for record in saved:
+                    self._remove(record, done)
+                raise
+
+        return self._run(work, held=archive.names)
 
     def clean_up(self) -> None:
         """After a job whose outcome is on its way: delete what its turn has superseded. Nobody waits for that."""

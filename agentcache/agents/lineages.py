@@ -28,9 +28,11 @@ class PlainPrompt:
 
     Args:
         content: marked text, or token ids where it came as these.
+        retells: transcripts in whose conversation it goes on, though it may tell in other words what was said there.
     """
 
     content: str | array[int]
+    retells: tuple[Transcript, ...] = ()
 
     def _same_of(self, transcript: Transcript) -> str | array[int]:
         return transcript.text if isinstance(self.content, str) else transcript.ids
@@ -48,7 +50,7 @@ class PlainPrompt:
 
         Many chat templates leave out what a model has thought, once it has answered.
         """
-        if self.extends(transcript):
+        if self.extends(transcript) or any(transcript is told for told in self.retells):
             return True
         return isinstance(self.content, str) and _leaves_out_generated_text_only(self.content, transcript)
 
@@ -64,7 +66,7 @@ class PlainPrompt:
 
 
 def _leaves_out_generated_text_only(text: str, transcript: Transcript) -> bool:
-    generated, old = _generated_ranges(transcript), transcript.text
+    generated, old = transcript.generated_ranges(), transcript.text
     at, old_at = 0, 0
     for _ in range(_MOST_OMISSIONS):
         shared = len_common_prefix(old[old_at:], text[at:])
@@ -87,17 +89,6 @@ def _resumed_at(old: str, start: int, end: int, following: str) -> int | None:
         return None
     tails = range(max(start, end - len(following)), end - _LEAST_CHARS + 1)
     return next((tail for tail in tails if following.startswith(old[tail:])), None)
-
-
-def _generated_ranges(transcript: Transcript) -> list[tuple[int, int]]:
-    """Where generated text begins and ends, in characters."""
-    ranges, first = [], 0
-    for kind, count in transcript.spans:
-        begin, end = transcript.ends[first - 1] if first else 0, transcript.ends[first + count - 1]
-        first += count
-        if kind == "generated" and begin < end:
-            ranges.append((begin, end))
-    return ranges
 
 
 def choose(lineages: Iterable[AgentRecord], prompt: PlainPrompt, salt: str) -> AgentRecord | None:

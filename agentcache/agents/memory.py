@@ -21,6 +21,7 @@ from agentcache.blocks.sequence import Sequence
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks
 from agentcache.models.runner import ModelRunner
 from agentcache.report import AgentInfo, CacheState, LineageInfo, RestoreReport
+from agentcache.store.archive import Archive
 from agentcache.store.manifest import AgentRecord
 
 
@@ -98,6 +99,11 @@ class AgentMemory:
         """Make an agent without memory, durably. Raises InvalidRequest, Conflict."""
         record = self._agents.new(agent_id, policy=policy, system=system)
         self._persistence.save_record(replace(record, adapter=adapter), done)
+
+    def bring_in(self, archive: Archive, done: Callable[[Saved], None]) -> None:
+        """Make an agent of an archive, durably. Raises Conflict."""
+        self._agents.new(archive.agent_id)
+        self._persistence.bring_in(archive, done)
 
     def fork(self, agent_id: str, new_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
         """Make an agent with the same memory (of one lineage), durably, sharing every block.

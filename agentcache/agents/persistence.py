@@ -24,6 +24,7 @@ from agentcache.blocks.sequence import LaneBlock
 from agentcache.blocks.sequence import Sequence as CacheSequence
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
+from agentcache.store.archive import Archive
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.writer import Writer
@@ -251,6 +252,24 @@ class Persistence:
             done(self._saved(record, outcome))
 
         self._submit(partial(self._disk.commit, Turn(record)), settle=settle)
+
+    def bring_in(self, archive: Archive, done: Callable[[Saved], None]) -> None:
+        """Make the agent of an archive durable, and then known; its id is nobody's."""
+        for record in archive.records:
+            self._in_use.hold_lineage(record.name)
+        self._in_use.hold_blocks(archive.names)
+
+        def settle(outcome: Committed) -> None:
+            for record in archive.records:
+                self._in_use.let_lineage_go(record.name)
+                if outcome.error is None:
+                    self._agents.put(record)
+                    self._index_agent(record)
+            if outcome.error is None:
+                self.keep_bound(max(archive.records, key=lambda record: record.last_used))
+            done(Saved(outcome.num_bytes, outcome.error))
+
+        self._submit(partial(self._disk.bring_in, archive), settle=settle)
 
     # -- deleting ---------------------------------------------------------------------------------------------------
 

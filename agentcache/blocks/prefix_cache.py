@@ -150,13 +150,19 @@ class PrefixCache:
         Where the node's data is on disk and not in RAM, it stays so: what this sequence computed could differ from the
         file in a rounding, and RAM and disk hold the same, bit for bit.
         """
+        node = self._list(sequence, lane, end)
+        for index in lane.groups:
+            self._adopt(sequence, node, index)
+        return node
+
+    def _list(self, sequence: Sequence, lane: Lane, end: int) -> Node:
+        """The lane's node that ends in front of token `end`, with the sequence's slots where it has no data."""
         position = (end - 1) // BLOCK_SIZE
         parent = lane.parent_of(position, self.tree.root(sequence.root))
         tokens = sequence.token_ids[position * BLOCK_SIZE : end]
         node = self.tree.insert(parent, tokens, lane.layout.producer_of(end))
         for index in lane.groups:
             self._offer(sequence, node, index)
-            self._adopt(sequence, node, index)
         return node
 
     def _offer(self, sequence: Sequence, node: Node, index: int) -> None:
@@ -186,6 +192,14 @@ class PrefixCache:
         for index in range(len(self.groups)):
             self._offer(sequence, tail, index)
         return LaneBlock(tail, tuple(range(len(self.groups))))
+
+    def share_tail(self, sequence: Sequence, end: int) -> None:
+        """Let others go on from the sequence's first `end` tokens, of which the last ones are in a block that it is
+        still filling: behind them it writes in its own slots, and others in copies of these.
+        """
+        if end % BLOCK_SIZE:
+            for lane in sequence.lanes:
+                self.slots.prune(self._list(sequence, lane, end))
 
     def leave_window(self, sequence: Sequence) -> None:
         """Drop the slots that no later token of the sequence attends to; from the tree too if nobody reads them."""

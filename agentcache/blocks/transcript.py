@@ -76,6 +76,16 @@ class Transcript:
         spans = _join_spans(self.spans, ((kind, len(more_ids)),))
         return Transcript(self.text + text, self.ids + more_ids, self.ends + more_ends, spans)
 
+    def generated_ranges(self) -> list[tuple[int, int]]:
+        """Where generated text begins and ends, in characters."""
+        ranges, first = [], 0
+        for kind, count in self.spans:
+            begin, end = self.ends[first - 1] if first else 0, self.ends[first + count - 1]
+            first += count
+            if kind == "generated" and begin < end:
+                ranges.append((begin, end))
+        return ranges
+
     def _cut_spans(self, num_tokens: int) -> tuple[Span, ...]:
         stops = list(accumulate((count for _, count in self.spans), initial=0))
         whole = max(bisect_right(stops, num_tokens) - 1, 0)

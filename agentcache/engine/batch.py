@@ -7,7 +7,7 @@ Python of a step is done while the device is busy, and only starting a batch wai
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -129,14 +129,15 @@ class Batch:
 class BatchBuilder:
     """Makes batches of the scheduler's plans."""
 
-    def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet, trunk: Trunk) -> None:
+    def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet, trunk: Trunk, eos_ids: Collection[int]) -> None:
         self._runner = runner
+        self._eos_ids = eos_ids
         self._adapters = adapters
         self._trunk = trunk
 
     def prepare(self, generation: Generation) -> None:
         """Get ready to choose tokens for a generation."""
-        generation.sampler = Sampler(generation.request.sampling)
+        generation.sampler = Sampler(generation.request.sampling, self._eos_ids)
 
     def build(self, rows: Sequence[Generation], num_tokens: int, before: Batch | None, *, contended: bool) -> Batch:
         """The batch that computes `num_tokens` tokens of each row, whose blocks are reserved; not yet started.
@@ -205,7 +206,10 @@ def _row(generation: Generation, end: int) -> Row:
     sampler = generation.sampler
     assert sampler is not None  # `prepare` has made it
     recent = generation.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
-    return Row(sampler, recent, position=end - generation.num_prompt_tokens)
+    position = end - generation.num_prompt_tokens
+    if not sampler.counts_tokens:
+        return Row(sampler, recent, position)
+    return Row(sampler, recent, position, sampler.tally.of(generation.token_ids, generation.num_prompt_tokens, end - 1))
 
 
 def _score(

@@ -23,6 +23,7 @@ from agentcache.engine.messages import (
     DropAdapter,
     EvictAgent,
     ForkAgent,
+    ImportAgent,
     ListAgents,
     Message,
     PutAdapter,
@@ -47,6 +48,7 @@ from agentcache.models.device_memory import Limits
 from agentcache.models.loader import LoadedModel
 from agentcache.pressure import Level
 from agentcache.report import CacheStats, FinishReason
+from agentcache.request import ChatPrompt
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ class Engine:
                 reply(self.memory.info(agent_id))
             case CreateAgent(agent_id, adapter, policy, system):
                 self.memory.create(agent_id, adapter, policy, system, reply)
+            case ImportAgent(archive):
+                self.memory.bring_in(archive, reply)
             case ForkAgent(agent_id, new_id, lineage):
                 self.memory.fork(agent_id, new_id, reply, lineage)
             case DeleteAgent(agent_id, lineage):
@@ -167,13 +171,17 @@ class Engine:
                 reply(None)
 
     def _generation(self, submitted: Submit, reply: Reply) -> Generation:
-        use, tokenizer = submitted.adapter, self._served.tokenizer
+        use, tokenizer, sampling = submitted.adapter, self._served.tokenizer, submitted.request.sampling
+        detokenizer = tokenizer.detokenizer(after=submitted.match.transcript.ids[-1])
         return Generation(
             request=submitted.request,
             match=submitted.match,
             max_tokens=submitted.max_tokens,
             output=Output(
-                tokenizer.detokenizer(after=submitted.match.transcript.ids[-1]), submitted.request.sampling.stop
+                detokenizer,
+                sampling.stop,
+                tokenizer.markers if isinstance(submitted.request.prompt, ChatPrompt) else {},
+                sampling.min_tokens,
             ),
             emit=reply,
             submitted=submitted,

@@ -19,7 +19,7 @@ from agentcache.engine.output import Output
 from agentcache.engine.passes import Pass, plan_passes
 from agentcache.errors import AgentCacheError, BrokenInvariant
 from agentcache.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
-from agentcache.request import Request
+from agentcache.request import ChatPrompt, Request
 from agentcache.store.manifest import AgentRecord
 
 if TYPE_CHECKING:
@@ -189,6 +189,10 @@ class Generation:
         self.sequence = None
         self.in_flight = 0
         self.passes = []
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.request.prompt, ChatPrompt)
 
     @property
     def num_generated(self) -> int:

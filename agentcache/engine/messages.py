@@ -12,6 +12,7 @@ from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
 from agentcache.pressure import Level
 from agentcache.request import Request
+from agentcache.store.archive import Archive
 from agentcache.store.manifest import AgentRecord
 
 Reply = Callable[[Any], None]
@@ -66,6 +67,13 @@ class CreateAgent:
     adapter: str | None
     policy: str
     system: str | None
+
+
+@dataclass(frozen=True)
+class ImportAgent:
+    """Reply: `Saved`."""
+
+    archive: Archive
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,7 @@ Message = (
     | ListAgents
     | ShowAgent
     | CreateAgent
+    | ImportAgent
     | ForkAgent
     | DeleteAgent
     | SaveAgent

@@ -107,7 +107,7 @@ def _put_together(
         Parts(
             loaded=loaded,
             cache=cache,
-            device=MlxDevice(runner, BatchBuilder(runner, adapters, trunk), guard),
+            device=MlxDevice(runner, BatchBuilder(runner, adapters, trunk, loaded.tokenizer.eos_ids), guard),
             requests=requests,
             scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=_pace(config, loaded)),
             turns=Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests),

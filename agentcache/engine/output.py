@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from agentcache.models.text.replies.format import MarkerToken
+
+_NO_MARKERS: Mapping[int, MarkerToken] = {}
 
 
 class Detokenizer(Protocol):
@@ -16,6 +20,14 @@ class Detokenizer(Protocol):
     def add(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Text that can be shown, and where in it which marker stands (see `report.Update`)."""
+
+    text: str
+    markers: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,13 +45,25 @@ class Output:
     Args:
         detokenizer: a fresh one.
         stop: strings that end the generation; none of it is shown, nor what could still become one.
+        markers: tokens whose places are told, by id.
+        min_tokens: tokens in whose text no stop string is looked for.
 
     Attributes:
         stop_string: the one that has appeared.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop: Sequence[str] = (),
+        markers: Mapping[int, MarkerToken] = _NO_MARKERS,
+        min_tokens: int = 0,
+    ) -> None:
         self._detokenizer = detokenizer
+        self._markers = markers
+        self._min_tokens = min_tokens
+        self._free = 0  # characters of the first `min_tokens` tokens
+        self._placed: list[tuple[int, MarkerToken]] = []  # that are not shown yet, by their places in the text
         self._stop = tuple(stop)
         self._hold = max((len(s) for s in self._stop), default=1) - 1
         self._ids: list[int] = []
@@ -52,31 +76,55 @@ class Output:
         """Whether a stop string has appeared."""
         return self._end is not None
 
-    def add(self, token_id: int) -> str:
-        """Text that can be shown now that `token_id` has come."""
+    def add(self, token_id: int) -> Shown:
+        """What can be shown now that `token_id` has come."""
         self._ids.append(token_id)
+        searched_from = max(self._free, len(self._detokenizer.text) - self._hold)
+        new_text = self._detokenizer.add(token_id)
+        marker = self._markers.get(token_id)
+        if marker is not None:
+            end = len(self._detokenizer.text)
+            self._placed.append((end - len(marker.name) if marker.is_shown else end, marker))
+        elif not self._stop:
+            return Shown(new_text)
         if not self._stop:
-            return self._detokenizer.add(token_id)
-        searched_from = max(0, len(self._detokenizer.text) - self._hold)
-        self._detokenizer.add(token_id)
+            return self._show_all(new_text)
+        if len(self._ids) <= self._min_tokens:
+            self._free = self._sent = len(self._detokenizer.text)
+            return self._show_all(new_text)
         return self._show(searched_from, self._hold)
 
-    def finish(self) -> str:
-        """The rest of the text, when no further token comes."""
+    def finish(self) -> Shown:
+        """The rest, when no further token comes."""
         if not self._stop:
-            return self._detokenizer.finish()
-        searched_from = max(0, len(self._detokenizer.text) - self._hold)
+            return Shown(self._detokenizer.finish())
+        searched_from = max(self._free, len(self._detokenizer.text) - self._hold)
         self._detokenizer.finish()
-        return "" if self.stopped else self._show(searched_from, 0)
+        return Shown("") if self.stopped else self._show(searched_from, 0)
 
-    def _show(self, searched_from: int, hold: int) -> str:
+    def _show_all(self, new_text: str) -> Shown:
+        begin = len(self._detokenizer.text) - len(new_text)
+        return Shown(new_text, self._markers_until(begin, len(self._detokenizer.text)))
+
+    def _show(self, searched_from: int, hold: int) -> Shown:
         text = self._detokenizer.text
         found = [(at, stop) for stop in self._stop if (at := text.find(stop, searched_from)) >= 0]
         if found:
             self._end, self.stop_string = min(found)
         until = self._end if self._end is not None else max(self._sent, len(text) - self._held(text, hold))
-        shown, self._sent = text[self._sent : until], max(self._sent, until)
-        return shown
+        begin, self._sent = self._sent, max(self._sent, until)
+        return Shown(text[begin:until], self._markers_until(begin, until))
+
+    def _markers_until(self, begin: int, until: int) -> tuple[tuple[int, str], ...]:
+        """Those that stand wholly in the text that is shown now, which is the text from `begin` to `until`."""
+        shown: list[tuple[int, str]] = []
+        while self._placed:
+            at, marker = self._placed[0]
+            if at + (len(marker.name) if marker.is_shown else 0) > until:
+                break
+            shown.append((at - begin, marker.name))
+            del self._placed[0]
+        return tuple(shown)
 
     def _held(self, text: str, hold: int) -> int:
         """Length of the longest end of `text` that is the beginning of a stop string."""

@@ -21,6 +21,9 @@ from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.report import FinishReason, TokenLogprob, Update
 from agentcache.store.manifest import AgentRecord
 
+# Characters of a prompt that tell whether a reply begins in the midst of something: a header, at most.
+_PROMPT_END = 256
+
 
 class Turns:
     """Begins and ends the turns of requests, with and without an agent."""
@@ -83,6 +86,9 @@ class Turns:
         """
         if generation.first_token_at is None:
             generation.first_token_at = time.perf_counter()
+            if generation.request.n > 1:
+                # All but the last token, which each of the others computes again: they need its logits.
+                self._cache.share_tail(generation.place, generation.num_prompt_tokens - 1)
             self._announce(generation)
         if generation.max_tokens == 0:
             return FinishReason.LENGTH
@@ -92,12 +98,12 @@ class Turns:
 
     def _add(self, generation: Generation, token: int, score: TokenScore | None) -> FinishReason | None:
         generation.token_ids.append(token)
-        text = generation.output.add(token)
+        shown = generation.output.add(token)
         logprobs: tuple[TokenLogprob, ...] = ()
         if score is not None:
-            shown, count = token not in self._tokenizer.control_ids, generation.request.sampling.logprobs or 0
-            logprobs = (self._logprob(token, score, count, shown=shown),)
-        generation.emit(Update(text=text, token_ids=(token,), logprobs=logprobs))
+            count = generation.request.sampling.logprobs or 0
+            logprobs = (self._logprob(token, score, count, shown=token not in self._tokenizer.control_ids),)
+        generation.emit(Update(text=shown.text, token_ids=(token,), logprobs=logprobs, markers=shown.markers))
         if generation.output.stopped:
             return FinishReason.STOP
         return FinishReason.LENGTH if generation.num_generated >= generation.max_tokens else None
@@ -105,7 +111,8 @@ class Turns:
     def _announce(self, generation: Generation) -> None:
         prompt = tuple(generation.token_ids[: generation.num_prompt_tokens])
         logprobs = tuple(generation.prompt_logprobs) if generation.request.sampling.prompt_logprobs else None
-        generation.emit(Update(prompt_token_ids=prompt, prompt_logprobs=logprobs))
+        end = generation.match.transcript.text[-_PROMPT_END:] if generation.is_chat else None
+        generation.emit(Update(prompt_token_ids=prompt, prompt_logprobs=logprobs, prompt_end=end))
 
     def note_prompt_scores(self, generation: Generation, scores: Sequence[TokenScore]) -> None:
         """Scores of the prompt tokens behind those just computed, which are not advanced over yet."""
@@ -124,8 +131,8 @@ class Turns:
     def finish(self, generation: Generation) -> None:
         """Show the rest of a generation's text, keep its memory, report when that is safe."""
         rest = generation.output.finish()
-        if rest:
-            generation.emit(Update(text=rest))
+        if rest.text or rest.markers:
+            generation.emit(Update(text=rest.text, markers=rest.markers))
         transcript = self._transcript(generation)
         if generation.request.agent is None:
             self._cache.close(generation.place, min(generation.num_computed, len(transcript)))
@@ -139,6 +146,8 @@ class Turns:
         if not generated.ids:
             return prompt
         marked = self._tokenizer.marked_ends(generated.text, generated.ends)
+        if generation.is_chat:
+            marked = self._tokenizer.with_markers(marked, generated.ids)
         return prompt.extended(marked.text, generated.ids, marked.ends, "generated")
 
     def _commit(self, generation: Generation, transcript: Transcript) -> None:

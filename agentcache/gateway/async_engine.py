@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from agentcache.engine.messages import (
     DeleteAgent,
     EvictAgent,
     ForkAgent,
+    ImportAgent,
     ListAgents,
     Message,
     ReadStats,
@@ -48,7 +50,7 @@ from agentcache.gateway.prepare import (
     held_by,
     match,
     prepare_request,
-    read_prompt,
+    read_conversation,
     rough_size,
     system_of,
 )
@@ -63,6 +65,7 @@ from agentcache.models.text.work_limit import WorkLimit
 from agentcache.pressure import Level
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request, TokenPrompt
+from agentcache.store.archive import read_archive
 from agentcache.system_memory import SystemMemory
 
 T = TypeVar("T")
@@ -171,6 +174,9 @@ class AsyncEngine:
     async def generate(self, request: Request, take: Callable[[Update], None]) -> None:
         """Run a request and call `take` with each of its updates. Cancelling this cancels the request.
 
+        Of several answers (`Request.n`), each has updates of its own, the last of which has a report; those of the
+        others begin when the prompt is computed.
+
         Raises:
             RequestError: before the first update, if the request cannot run.
             Overloaded: too many requests wait, or the engine was closed before the request was done.
@@ -182,24 +188,25 @@ class AsyncEngine:
         self._active += 1
         try:
             async with self._turns.arrive(request.agent) as turn:
-                await self._run(request, turn, Receiver(take), submitted_at)
+                await self._run(request, turn, take, submitted_at)
         finally:
             self._active -= 1
 
     async def count_tokens(self, request: Request) -> int:
         """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
         agents, tokenizer = self._thread.view.agents, self._thread.view.model.tokenizer
-        read = partial(read_prompt, request.prompt, system_of(request, agents), tokenizer)
+        read = partial(read_conversation, request, system_of(request, agents), agents, tokenizer)
         prompt = await self._in_background(request, read, times=_COUNTED)
         held = held_by(request, choose_lineage(request, prompt, agents))
         matched = await self._in_background(request, partial(match, prompt, held, tokenizer), times=_COUNTED)
         return len(matched.transcript.ids)
 
-    async def _run(self, request: Request, turn: Turn, receiver: Receiver, submitted_at: float) -> None:
+    async def _run(self, request: Request, turn: Turn, take: Callable[[Update], None], submitted_at: float) -> None:
         """Have the engine work on the request, once nobody else is at work on the lineage that it goes on from and its
         adapter is there, until its end or a cancellation.
         """
         prompt, claim = await self._take_turn(request, turn)
+        receiver = Receiver(take)
         turn.lasts_until(receiver.settled)
         submitted: Submit | None = None
         try:
@@ -211,20 +218,44 @@ class AsyncEngine:
                 work = partial(prepare_request, request, prompt, *known, adapter, choice.policy)
                 prepared = await self._in_background(request, work)
                 submitted = self._submitted(request, prepared, claim, submitted_at)
-                self._thread.tell(submitted, receiver)
-                await receiver.ended
+                async with self._at_work(submitted, receiver):
+                    if request.n > 1:
+                        await receiver.prompt_known()
+                        await self._run_forks(submitted, receiver, take)
+                    await receiver.ended
         finally:
             if submitted is None:
                 receiver.settle()
-            elif not receiver.settled.done():  # whatever is not being saved by now is over, and says so
+
+    @asynccontextmanager
+    async def _at_work(self, submitted: Submit, receiver: Receiver) -> AsyncIterator[None]:
+        """The engine has it; what is not being saved by the end is over then, and says so."""
+        self._thread.tell(submitted, receiver)
+        try:
+            yield
+        finally:
+            receiver.leave()
+            if not receiver.settled.done():
                 self._thread.tell(Cancel(submitted), _ignore)
+
+    async def _run_forks(self, first: Submit, receiver: Receiver, take: Callable[[Update], None]) -> None:
+        """The further answers to a prompt that is computed, until all end, the first one included."""
+        async with AsyncExitStack() as stack:
+            ended = [receiver.ended]
+            for index in range(1, first.request.n):
+                fork = Receiver(partial(_take_choice, take, index))
+                self._thread.tell_of_the_end(fork, until=fork.settled)
+                submitted = replace(first, request=first.request.fork(index), found=None, goes_on=False)
+                await stack.enter_async_context(self._at_work(submitted, fork))
+                ended.append(fork.ended)
+            await asyncio.gather(*ended)
 
     async def _take_turn(self, request: Request, turn: Turn) -> tuple[PlainPrompt, Claim]:
         """The prompt, and what it goes on from when its turn has come."""
         while True:
             view = self._thread.view
             system = system_of(request, view.agents)
-            read = partial(read_prompt, request.prompt, system, view.model.tokenizer)
+            read = partial(read_conversation, request, system, view.agents, view.model.tokenizer)
             prompt = await self._in_background(request, read)
             claim = await turn.wait(partial(self._claim, request, prompt))
             # The agent may have been made, or deleted, by those who were before.
@@ -274,6 +305,20 @@ class AsyncEngine:
         chosen = agent_policy(self.adapters.get(adapter) if adapter is not None else None, policy)
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], CreateAgent(agent_id, adapter, chosen, system))
+            return await self.agent(agent_id)
+
+    async def import_agent(self, agent_id: str, path: str) -> AgentInfo:
+        """Make an agent of a file that `agentcache export` has written.
+
+        Raises:
+            ArchiveRejected: it is damaged, is none, or is of another model; nothing has changed.
+            Conflict: there is such an agent.
+            StoreError: it could not be written, or the disk budget cannot hold it; nothing has changed.
+        """
+        served = self._thread.view.model
+        archive = await asyncio.to_thread(read_archive, Path(path), served.spec, served.fingerprint, agent_id)
+        async with self._turns.turn(agent_id) as turn:
+            await self._save([turn], ImportAgent(archive))
             return await self.agent(agent_id)
 
     async def fork_agent(self, agent_id: str, new_id: str, lineage: str | None = None) -> AgentInfo:
@@ -352,6 +397,10 @@ def _model_path(config: Config) -> str:
     return config.model or str(embedded_model_path(Path(config.cache_dir).parent))
 
 
+def _take_choice(take: Callable[[Update], None], index: int, update: Update) -> None:
+    take(replace(update, choice=index))
+
+
 def _ignore(reply: object) -> None:
     return None
 
@@ -369,7 +418,7 @@ def describe(served: ServedModel | LoadedModel, config: Config) -> ModelInfo:
         vocab_size=served.tokenizer.vocab_size,
         created=int(time.time()),
         has_chat_template=served.tokenizer.has_chat_template,
-        tool_format=served.tokenizer.tool_format,
+        reply_format=served.tokenizer.reply_format,
         kv_bits=served.spec.bits,
         cache_groups=tuple(describe_group(group) for group in served.spec.groups),
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,14 @@ from agentcache.adapters.activation import AdapterUse, refuse_without_adapter, u
 from agentcache.adapters.table import ServedAdapter, settle_policy
 from agentcache.agents.lineages import PlainPrompt, choose
 from agentcache.agents.table import Agents
-from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
+from agentcache.blocks.prefix_match import PromptMatch, len_common_prefix, match_text, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import InvalidRequest
+from agentcache.models.text.replies.history import ReplyReading, Retold, as_generated, with_thoughts
+from agentcache.models.text.template import REASONING_KEYS, REFUSED
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
-from agentcache.request import Prompt, Request, TextPrompt, TokenPrompt
+from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
 from agentcache.store.manifest import AgentRecord
 
 # A template may leave out what a model once thought, and tools that it does not know: messages get as much more room.
@@ -75,7 +78,77 @@ def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit:
         return PlainPrompt(tokenizer.raw_prompt(prompt.text))
     messages = _with_system(prompt.messages, system)
     options = prompt.tools, prompt.add_generation_prompt, prompt.template_kwargs
-    return PlainPrompt(tokenizer.render_chat(messages, *options, limit=limit))
+    try:
+        return PlainPrompt(tokenizer.render_chat(messages, *options, limit=limit))
+    except InvalidRequest as error:
+        fewer = [_with_one_comment(message) for message in messages]
+        if error.code != REFUSED or fewer == messages:
+            raise
+        return PlainPrompt(tokenizer.render_chat(fewer, *options, limit=limit))
+
+
+def _with_one_comment(message: dict[str, Any]) -> dict[str, Any]:
+    """Without the thought where there are a text and a call, too: some templates refuse to show all three."""
+    if not (message.get("content") and message.get("tool_calls")):
+        return message
+    return {key: value for key, value in message.items() if key not in REASONING_KEYS}
+
+
+def read_conversation(
+    request: Request, system: str | None, agents: Agents, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED
+) -> PlainPrompt:
+    """The request's prompt, in which the model's own words stand for replies that say the same, so that they are found.
+
+    Thoughts that a client leaves out are put back if the chat template shows them and the cache has them.
+
+    Raises:
+        As `read_prompt`.
+    """
+    prompt = read_prompt(request.prompt, system, tokenizer, limit)
+    chat, held = request.prompt, _lineages_of(request, agents)
+    if not isinstance(chat, ChatPrompt) or not tokenizer.reply_format.is_known:
+        return prompt
+    if any(prompt.extends(transcript) for transcript in held):
+        return prompt
+    reading = ReplyReading(tokenizer, chat.tools)
+    best, most, retells = prompt.content, 0, list[Transcript]()
+    for transcript in held:
+        ranges = transcript.generated_ranges()
+        if not ranges or prompt.shared_with(transcript) < reading.opened_at(transcript.text, ranges[0][0]):
+            continue  # another beginning
+        told = _retold(prompt, chat, transcript, reading, lambda full: read_prompt(full, system, tokenizer, limit))
+        if told.is_same:
+            retells.append(transcript)
+        if (shared := len_common_prefix(told.text, transcript.text)) > most:
+            best, most = told.text, shared
+    return PlainPrompt(best, tuple(retells))
+
+
+def _lineages_of(request: Request, agents: Agents) -> list[Transcript]:
+    """What the agent's lineages hold that the request may go on from."""
+    records = (
+        agents.known(request.agent)
+        if request.lineage is None
+        else agents.lineages(request.agent or "", request.lineage)
+    )
+    return [record.transcript for record in records if record.salt == request.salt and record.transcript.ids]
+
+
+def _retold(
+    prompt: PlainPrompt,
+    chat: ChatPrompt,
+    transcript: Transcript,
+    reading: ReplyReading,
+    read: Callable[[ChatPrompt], PlainPrompt],
+) -> Retold:
+    """The prompt as it shares most with a lineage: with its replies, and with its thoughts if a template shows them."""
+    prompts = [prompt]
+    full = with_thoughts(chat.messages, transcript, reading)
+    if full is not None:
+        with suppress(InvalidRequest):
+            prompts.append(read(replace(chat, messages=full)))
+    told = [as_generated(str(each.content), transcript, reading) for each in prompts]
+    return max(told, key=lambda each: len_common_prefix(each.text, transcript.text))
 
 
 def match(

@@ -21,6 +21,7 @@ class Receiver:
         self.ended: asyncio.Future[None] = loop.create_future()
         self.settled: asyncio.Future[None] = loop.create_future()
         self._take = take
+        self._prompt_known: asyncio.Future[None] = loop.create_future()
 
     def __call__(self, update: Update | BaseException) -> None:
         if isinstance(update, BaseException):
@@ -30,6 +31,8 @@ class Receiver:
             return
         if update.report is not None:
             self.settle()
+        if update.prompt_token_ids is not None and not self._prompt_known.done():
+            self._prompt_known.set_result(None)
         if not self.ended.done():
             self._hand_over(update)
 
@@ -41,6 +44,17 @@ class Receiver:
         else:
             if update.report is not None:
                 self.ended.set_result(None)
+
+    async def prompt_known(self) -> None:
+        """Return when the prompt is computed. Raises what ended the request before."""
+        await asyncio.wait({self._prompt_known, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._prompt_known.done():
+            await self.ended
+
+    def leave(self) -> None:
+        """Nobody waits for `ended` any more."""
+        if not self.ended.cancel() and not self.ended.cancelled():
+            self.ended.exception()  # seen, so that asyncio does not report it as never retrieved
 
     def settle(self) -> None:
         """The engine has finished with the request, or never got it."""

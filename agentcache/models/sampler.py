@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -22,15 +23,42 @@ _SMALLEST_TOP_P = 1e-6  # keeps the best token
 _NO_TOP_P = 2.0  # sums of probabilities may pass 1 by a rounding
 
 
-class Sampler:
-    """A request's way of choosing tokens."""
+class Tally:
+    """How often each token was generated, counted once as the text grows."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._counted = 0
+
+    def of(self, token_ids: Sequence[int], start: int, end: int) -> Mapping[int, int]:
+        """The counts of `token_ids[start:end]`, valid until the next call; `end` may be what it was, or further on."""
+        end = max(start, end)
+        if start + self._counted > end:  # its place was lost, with tokens that were not computed yet
+            self._counts.clear()
+            self._counted = 0
+        self._counts.update(token_ids[start + self._counted : end])
+        self._counted = end - start
+        return self._counts
+
+
+class Sampler:
+    """A request's way of choosing tokens.
+
+    Args:
+        eos_ids: the tokens by which the model ends.
+    """
+
+    def __init__(self, params: SamplingParams, eos_ids: Iterable[int] = ()) -> None:
         self.temperature = params.temperature
         self.top_p = max(params.top_p, _SMALLEST_TOP_P) if params.top_p < 1 else _NO_TOP_P
         self.top_k = params.top_k
         self.log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
         self.penalty = params.repetition_penalty
+        self.frequency_penalty = params.frequency_penalty
+        self.presence_penalty = params.presence_penalty
+        self.min_tokens = params.min_tokens
+        self.tally = Tally()
+        self._eos_ids = sorted(eos_ids)
         self._bias = params.logit_bias
         self._bias_arrays: tuple[mx.array, mx.array] | None = None
         written = str(secrets.randbits(64) if params.seed is None else params.seed).encode()
@@ -56,6 +84,15 @@ class Sampler:
         return high, (low + position) % 2**32
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether it matters how often a token was generated."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    def ends_banned(self, position: int, vocab_size: int) -> list[int]:
+        """The tokens that would end the text too early."""
+        return [token for token in self._eos_ids if token < vocab_size] if position < self.min_tokens else []
+
+    @property
     def has_bias(self) -> bool:
         return bool(self._bias)
 
@@ -74,11 +111,13 @@ class Row:
     Args:
         recent: the tokens before the step's last one, as far as a repetition penalty looks back.
         position: number of tokens generated before this one.
+        counts: how often each was, but for the step's last one; for a sampler that counts.
     """
 
     sampler: Sampler
     recent: Sequence[int]
     position: int
+    counts: Mapping[int, int] = field(default_factory=dict)
 
 
 def choose(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
@@ -88,7 +127,8 @@ def choose(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
         logits: float [B, vocabulary].
         last: int32 [B], the token that each row's logits follow.
     """
-    logits = _biased(rows, _penalised(rows, logits.astype(mx.float32), last))
+    logits = _counted(rows, _penalised(rows, logits.astype(mx.float32), last), last)
+    logits = _kept_going(rows, _biased(rows, logits))
     kinds: tuple[tuple[Callable[[Sampler], bool], _Choose], ...] = (
         (lambda sampler: sampler.is_greedy, _greedy),
         (lambda sampler: sampler.draws_from_all, _drawn_from_all),
@@ -165,6 +205,37 @@ def _penalised(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.arra
     seen = mx.take_along_axis(logits[index], ids, axis=-1)
     seen = mx.where(seen > 0, seen / penalties, seen * penalties)
     return _replaced(logits, index, mx.put_along_axis(logits[index], ids, seen, axis=-1))
+
+
+def _counted(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
+    """OpenAI's two penalties: the logit of a token that was generated c > 0 times loses c * frequency + presence."""
+    members = [i for i, row in enumerate(rows) if row.sampler.counts_tokens and row.position > 0]
+    if not members:
+        return logits
+    index = mx.array(members)
+    counts = mx.zeros((len(members), logits.shape[-1]))
+    # The last one may be a token that the device is still choosing.
+    counts = counts.at[mx.arange(len(members)), last[index]].add(1.0)
+    known = [(place, token, count) for place, i in enumerate(members) for token, count in rows[i].counts.items()]
+    if known:
+        places, tokens, times = zip(*known, strict=True)
+        counts = counts.at[mx.array(places), mx.array(tokens)].add(mx.array(times, mx.float32))
+    frequency = _column([rows[i].sampler.frequency_penalty for i in members])
+    presence = _column([rows[i].sampler.presence_penalty for i in members])
+    return _replaced(logits, index, logits[index] - (counts * frequency + (counts > 0) * presence))
+
+
+def _kept_going(rows: Sequence[Row], logits: mx.array) -> mx.array:
+    """Without the tokens by which a text would end before it may."""
+    banned = [
+        (i, token) for i, row in enumerate(rows) for token in row.sampler.ends_banned(row.position, logits.shape[-1])
+    ]
+    if not banned:
+        return logits
+    places, tokens = zip(*banned, strict=True)
+    logits = mx.array(logits)  # the caller's stay as they are
+    logits[mx.array(places), mx.array(tokens)] = -mx.inf
+    return logits
 
 
 def _replaced(logits: mx.array, index: mx.array, rows: mx.array) -> mx.array:

@@ -140,7 +140,7 @@ class AgentFolder:
             raise BlockRejected(f"the manifest is of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
         log = self._read_whole(self._log_path(name, manifest.log.generation), _MAX_LOG_BYTES)
         content = parse_log(log, name, manifest.model, manifest.log, manifest.format_version)
-        _check_caches(manifest, content)
+        check_caches(manifest, content)
         return SavedAgent(manifest, content)
 
     def _read_whole(self, path: Path, max_bytes: int) -> bytes:
@@ -305,7 +305,7 @@ def _manifest_of(record: AgentRecord, spec: str, groups: tuple[str, ...], end: L
     )
 
 
-def _check_caches(manifest: Manifest, content: Content) -> None:
+def check_caches(manifest: Manifest, content: Content) -> None:
     """Raise BlockRejected unless the log has a chain for each block that the manifest names, and no others."""
     num_tokens = len(content.transcript.ids)
     for cache in manifest.caches:

@@ -94,8 +94,15 @@ def _sound(paths: Iterable[Path], examine: Callable[[Path], T], problems: list[s
 
 
 def _examine_block(files: CacheFiles, path: Path) -> str:
-    """The key of the block in the file: it follows from the content, and has to be the file's name."""
-    data = files.read(path, MAX_BLOCK_BYTES)
+    """The key of the block in the file, which has to be the file's name."""
+    key = examine_block(files.read(path, MAX_BLOCK_BYTES))
+    if key != path.stem:
+        raise BlockRejected(f"it holds the block {key}")
+    return key
+
+
+def examine_block(data: bytes) -> str:
+    """The key of the block in a file's bytes: it follows from the content. Raises BlockRejected."""
     head_size = 8 + int.from_bytes(data[:8], "little")
     head, tensors = data[:head_size], data[head_size:]
     try:
@@ -115,8 +122,6 @@ def _examine_block(files: CacheFiles, path: Path) -> str:
     if version not in _VERSIONS or ("extras" in metadata and version == "1"):
         raise BlockRejected(f"it has format version {version!r:.40}")
     _check_extras(metadata.get("extras"))
-    if key != path.stem:
-        raise BlockRejected(f"it holds the block {key}")
     return key
 
 

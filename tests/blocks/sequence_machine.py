@@ -171,6 +171,15 @@ class SequenceMachine(WatchedCache):
             expected.update((producer.start, index) for index in range(len(self.groups)))
         assert Counter((block.node.end, index) for block in published for index in block.groups) == expected
 
+    @precondition(lambda self: self.ready())
+    @rule(which=PICK, back=st.sampled_from([0, 1, 1, 9]))
+    def share_tail(self, which: int, back: int) -> None:
+        """What it has computed of its unfinished block is there for others, and it goes on behind that."""
+        sequence = self.ready()[which % len(self.ready())].sequence
+        end = sequence.num_tokens - back
+        if end > 0:
+            self.cache.share_tail(sequence, end)
+
     def reserve(self, running: Running, num_tokens: int) -> bool:
         before = list(running.sequence.token_ids)
         try:

@@ -138,6 +138,29 @@ def test_seed_makes_sampling_repeatable(client: openai.OpenAI, model_id: str) ->
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_to_one_prompt(stream: bool, client: openai.OpenAI, model_id: str, agent: str) -> None:
+    """The first is the agent's; the prompt is computed, and counted, once."""
+    body: dict[str, Any] = {"model": model_id, "messages": MESSAGES, "temperature": 1.0, "seed": 5}
+    body |= {"max_tokens": 12, "presence_penalty": 0.5, "frequency_penalty": 0.5, "extra_body": extras(min_tokens=3)}
+    alone = [client.chat.completions.create(**body | {"seed": 5 + index}) for index in range(3)]
+    body["extra_body"] |= {"agent": agent}
+    if stream:
+        texts = ["", "", ""]
+        for chunk in client.chat.completions.create(**body, n=3, stream=True, stream_options={"include_usage": True}):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+            usage, report = chunk.usage, chunk.model_extra
+    else:
+        done = client.chat.completions.create(**body, n=3)
+        texts = [choice.message.content for choice in done.choices]
+        usage, report = done.usage, done.model_extra
+    assert texts == [each.choices[0].message.content for each in alone]
+    assert usage.completion_tokens == sum(each.usage.completion_tokens for each in alone)
+    assert usage.prompt_tokens == report["agentcache"]["prompt_tokens"]
+    assert report["agentcache"]["agent"] == agent
+
+
 # -- agents -----------------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +193,41 @@ def test_an_agent_by_extra_body(client: openai.OpenAI, model_id: str, agent: str
     assert http.get(f"/v1/agents/{agent}").json()["tokens"] == done.usage.total_tokens
 
 
+# -- responses --------------------------------------------------------------------------------------------------------
+
+
+def test_a_response_is_what_chat_says(client: openai.OpenAI, model_id: str) -> None:
+    chat = client.chat.completions.create(model=model_id, messages=MESSAGES, max_tokens=12, **GREEDY)
+    body: dict[str, Any] = {"model": model_id, "input": MESSAGES, "max_output_tokens": 12, **GREEDY}
+    done = client.responses.create(**body)
+    assert done.output_text == chat.choices[0].message.content
+    assert (done.status, done.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+    assert done.usage is not None and chat.usage is not None
+    assert (done.usage.input_tokens, done.usage.output_tokens) == (chat.usage.prompt_tokens, 12)
+    *events, last = client.responses.create(**body, stream=True)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == done.output_text
+    assert last.type == "response.incomplete" and last.response.output_text == done.output_text
+
+
+def test_a_conversation_of_responses_goes_on_from_its_cache(client: openai.OpenAI, model_id: str, agent: str) -> None:
+    items: list[Any] = [{"role": "user", "content": make_text(40)}]
+    body: dict[str, Any] = {"model": model_id, "instructions": make_text(20), "max_output_tokens": 8, **GREEDY}
+    for turn in range(3):
+        done = client.responses.create(input=items, prompt_cache_key=agent, store=False, **body)
+        report = done.model_extra["agentcache"]  # type: ignore[index]
+        assert report["agent"] == agent
+        if turn:
+            assert report["match"] == "EXTEND" and report["computed_tokens"] < 40
+        items += [item.to_dict() for item in done.output]
+        items.append({"role": "user", "content": make_text(5, seed=turn)})
+
+
+def test_what_responses_do_not_have_is_named(client: openai.OpenAI, model_id: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=model_id, input="x", previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -183,8 +241,8 @@ def test_a_refusal_names_the_parameter(client: openai.OpenAI, model_id: str) -> 
         "invalid_request_error",
     )
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**body, n=2)
-    assert (caught.value.param, caught.value.code) == ("n", "unsupported_parameter")
+        client.chat.completions.create(**body, n=129)
+    assert caught.value.param == "n"
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**body, stream=True, max_tokens=-5)
     assert caught.value.param == "max_tokens"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.models.sampler import Row, Sampler, Scores, choose, log_softmax
+from agentcache.models.sampler import Row, Sampler, Scores, Tally, _counted, _kept_going, choose, log_softmax
 from agentcache.sampling import SamplingParams
 from tests.examples import examples
 
@@ -102,6 +103,57 @@ def test_repetition_is_penalised_whatever_the_sign() -> None:
     assert greedy([3.0, 2.0], [0] + [1] * 64, repetition_penalty=2.0) == 0  # too long ago
 
 
+@settings(max_examples=examples(60))
+@given(
+    st.lists(st.integers(0, 7), max_size=30),
+    st.floats(-2, 2, width=16),
+    st.floats(-2, 2, width=16),
+    st.integers(0, 7),
+)
+def test_frequency_and_presence_penalties_are_openais(
+    generated: list[int], frequency: float, presence: float, last_of_prompt: int
+) -> None:
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence, where c counts what was generated, not the prompt."""
+    sampler = Sampler(SamplingParams(frequency_penalty=frequency, presence_penalty=presence))
+    logits = np.random.default_rng(len(generated)).normal(size=8).astype(np.float32)
+    counts = np.bincount(generated, minlength=8)
+    row = Row(sampler, (), len(generated), Counter(generated[:-1]))
+    last = mx.array([generated[-1] if generated else last_of_prompt], mx.int32)
+    penalised = _counted([row], mx.array(logits)[None], last)
+    np.testing.assert_allclose(
+        np.array(penalised[0]), logits - counts * frequency - (counts > 0) * presence, rtol=1e-6, atol=1e-5
+    )
+
+
+def test_a_tally_counts_each_token_once() -> None:
+    tally, ids = Tally(), [9, 9, 1, 2, 1, 1]
+    assert tally.of(ids, 2, 1) == {}  # the last token of the prompt is not known to be the last one yet
+    assert tally.of(ids, 2, 2) == {}
+    assert tally.of(ids, 2, 4) == {1: 1, 2: 1}
+    assert tally.of(ids, 2, 4) == {1: 1, 2: 1}
+    assert tally.of(ids, 2, 6) == {1: 3, 2: 1}
+    assert tally.of(ids, 2, 3) == {1: 1}  # its place in the cache was lost
+
+
+def test_a_text_does_not_end_too_early() -> None:
+    sampler = Sampler(SamplingParams(temperature=0.0, min_tokens=2), eos_ids={0, 99})
+    logits = mx.array([3.0, 2.0, 1.0])
+    assert [choose_one(sampler, logits, [1], position) for position in range(4)] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("options", [{"frequency_penalty": 1.0}, {"presence_penalty": -1.0}, {"min_tokens": 3}])
+def test_rows_that_ask_for_none_of_it_keep_their_logits(options: dict[str, Any]) -> None:
+    """Bit for bit, beside a row that does; and where no row does, nothing is computed at all."""
+    plain, special = Sampler(SamplingParams(), {1}), Sampler(SamplingParams(**options), {1})
+    logits, last = mx.random.normal((3, 8), key=mx.random.key(1)), mx.array([1, 2, 3], mx.int32)
+    rows = [Row(plain, (), 2), Row(special, (), 2, Counter({2: 1})), Row(plain, (), 2)]
+    changed = _kept_going(rows, _counted(rows, logits, last))
+    assert mx.array_equal(changed[mx.array([0, 2])], logits[mx.array([0, 2])])
+    assert not mx.array_equal(changed[1], logits[1])
+    alone = rows[:1] * 3
+    assert _kept_going(alone, _counted(alone, logits, last)) is logits
+
+
 def test_biases_are_added() -> None:
     assert greedy([3.0, 2.0, 1.0], [0], logit_bias={2: 2.5}) == 2
     assert greedy([3.0, 2.0, 1.0], [0], logit_bias={0: -100.0, 1: -100.0}) == 2
@@ -157,6 +209,9 @@ SETTINGS = st.fixed_dictionaries(
         "top_k": st.sampled_from([0, 1, 5, 500]),
         "min_p": st.sampled_from([0.0, 0.05, 0.5]),
         "repetition_penalty": st.sampled_from([1.0, 1.3, 0.5]),
+        "frequency_penalty": st.sampled_from([0.0, 0.0, 0.7, -2.0]),
+        "presence_penalty": st.sampled_from([0.0, 0.0, 1.5, -0.5]),
+        "min_tokens": st.sampled_from([0, 0, 5]),
         "logit_bias": st.sampled_from([{}, {3: 5.0}, {7: -100.0, 999: 1.0}]),
         "seed": st.integers(0, 5),
     }
@@ -166,12 +221,16 @@ SETTINGS = st.fixed_dictionaries(
 @settings(max_examples=examples(40))
 @given(st.lists(st.tuples(SETTINGS, st.integers(1, 80), st.integers(0, 9)), min_size=1, max_size=16))
 def test_a_row_gets_in_a_batch_what_it_gets_alone(rows: list[tuple[dict[str, Any], int, int]]) -> None:
-    samplers = [Sampler(SamplingParams(**options)) for options, _, _ in rows]
+    samplers = [Sampler(SamplingParams(**options), {3, 4, 10**6}) for options, _, _ in rows]
     texts = [[(7 * i + 3 * n) % 40 for n in range(length)] for i, (_, length, _) in enumerate(rows)]
     logits = mx.random.normal((len(rows), 40), key=mx.random.key(1)) * 3
-    batch = [Row(s, text[:-1], at) for s, text, (_, _, at) in zip(samplers, texts, rows, strict=True)]
-    together = choose(batch, logits, mx.array([text[-1] for text in texts], mx.int32)).tolist()
-    alone = [choose_one(r.sampler, logits[i], texts[i], r.position) for i, r in enumerate(batch)]
+    batch = [
+        Row(sampler, text[:-1], at, Counter(text[-at:-1] if at else ()))
+        for sampler, text, (_, _, at) in zip(samplers, texts, rows, strict=True)
+    ]
+    last = mx.array([text[-1] for text in texts], mx.int32)
+    together = choose(batch, logits, last).tolist()
+    alone = [choose([row], logits[i : i + 1], last[i : i + 1]).item() for i, row in enumerate(batch)]
     assert together == alone
 
 

@@ -26,6 +26,7 @@ from agentcache.report import (
     Update,
 )
 from agentcache.request import Request
+from agentcache.store.archive import ArchiveRejected
 
 MODEL = ModelInfo(
     id="org/tiny-model",
@@ -138,6 +139,7 @@ class FakeEngine:
         self.closed = True
 
     async def generate(self, request: Request, take: Callable[[Update], None], /) -> None:
+        """Plays the script; for further answers, once more for each, an update of one after an update of the other."""
         self.requests.append(request)
         ended = False
         try:
@@ -147,7 +149,8 @@ class FakeEngine:
                     raise step
                 if isinstance(step, Update):
                     ended = step.finish_reason is not None
-                    take(step)
+                    for choice in range(request.n):
+                        take(replace(step, choice=choice))
                 else:
                     await asyncio.sleep(step)
         finally:
@@ -187,6 +190,11 @@ class FakeEngine:
 
     async def delete_agent(self, agent_id: str, lineage: str | None = None, /) -> None:
         del self.known[self._lineage(agent_id, lineage).id]
+
+    async def import_agent(self, agent_id: str, path: str, /) -> AgentInfo:
+        if path == "/nothing":
+            raise ArchiveRejected("the file cannot be opened", param="path")
+        return await self.create_agent(agent_id)
 
     async def fork_agent(self, agent_id: str, new_id: str, lineage: str | None = None, /) -> AgentInfo:
         self._lineage(agent_id, lineage)

@@ -20,6 +20,7 @@ ALICE = {
     "created": 1.0,
     "last_used": 2.0,
     "lineages": [],
+    "last_turn": None,
 }
 
 

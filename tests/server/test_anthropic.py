@@ -161,7 +161,12 @@ def test_tools_and_their_results() -> None:
     function = {"name": "look", "arguments": {"at": "sky"}}
     assert prompt.messages == [
         {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "t1", "type": "function", "function": function}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "t1", "type": "function", "function": function}],
+        },
         {"role": "tool", "tool_call_id": "t1", "content": "blue"},
         {"role": "tool", "tool_call_id": "t2", "content": ""},
         {"role": "user", "content": "So?"},

@@ -59,10 +59,22 @@ message = nearly(
 tool = nearly(type=st.just("function"), function=nearly(name=ODD_TEXT, parameters=anything)) | nearly(
     name=ODD_TEXT, input_schema=st.just({}) | anything
 )
+item = (
+    nearly(type=st.just("message"), role=st.sampled_from(["developer", "user", "assistant"]), content=ODD_TEXT)
+    | nearly(type=st.just("function_call"), call_id=ODD_TEXT, name=ODD_TEXT, arguments=ARGUMENTS)
+    | nearly(type=st.just("function_call_output"), call_id=ODD_TEXT, output=ODD_TEXT | st.lists(part, max_size=2))
+    | nearly(
+        type=st.just("reasoning"),
+        summary=st.lists(nearly(type=st.just("summary_text"), text=ODD_TEXT), max_size=2),
+        encrypted_content=st.sampled_from(["agentcache:", "agentcache:/w==", "agentcache:\u20ac", "x"]),
+    )
+    | nearly(type=ODD_TEXT)
+)
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "messages": st.lists(message, min_size=1, max_size=3),
     "prompt": ODD_TEXT | st.lists(st.integers(0, 600), max_size=4),
     "tools": st.lists(tool, max_size=2),
+    "input": ODD_TEXT | st.lists(item, min_size=1, max_size=4),
     "stream": st.booleans(),
     "stream_options": nearly(include_usage=st.booleans()),
     "metadata": nearly(user_id=ODD_TEXT),
@@ -75,6 +87,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(["system", "adapter", "model", "priority"], ODD_TEXT),
     **dict.fromkeys(["max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed"], ODD_NUMBER),
     **dict.fromkeys(["stop", "stop_sequences", "logit_bias", "logprobs", "top_logprobs", "echo", "n"], anything),
+    **dict.fromkeys(["instructions", "reasoning", "text", "include", "previous_response_id", "truncation"], anything),
+    **dict.fromkeys(["max_output_tokens", "frequency_penalty", "presence_penalty", "min_tokens"], ODD_NUMBER),
     **dict.fromkeys(["response_format", "tool_choice", "chat_template_kwargs", "request_timeout"], anything),
 }
 RIGHT = {
@@ -82,8 +96,10 @@ RIGHT = {
     "/v1/completions": {"prompt": "x"},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x"},
     "/v1/agents": {"id": "bob"},
     "/v1/agents/{id}/fork": {"id": "bob"},
+    "/v1/agents/{id}/import": {"path": "/x"},
     "/v1/agents/{id}/warm": {"prompt": "x"},
     "/v1/adapters": {"name": "x", "path": "/x"},
 }
@@ -124,6 +140,12 @@ def test_no_request_is_an_internal_error(
     for parameter in ("{id:path}", "{id}", "{name}"):
         path = path.replace(parameter, quote(name[:100], safe=""))
     check(method, path, body, headers)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(items=st.lists(item, min_size=1, max_size=4), changes=changes)
+def test_no_item_is_an_internal_error(items: list[Any], changes: dict[str, Any]) -> None:
+    check("POST", "/v1/responses", changes | {"input": items}, {})
 
 
 @settings(max_examples=examples(300), deadline=None)

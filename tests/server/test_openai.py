@@ -74,6 +74,9 @@ def test_every_sampling_field_arrives() -> None:
         "top_k": 4,
         "min_p": 0.1,
         "repetition_penalty": 1.1,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -1.5,
+        "min_tokens": 2,
         "logit_bias": {"3": -100, "4": 1.5},
         "seed": -5,
         "stop": ["a", "b"],
@@ -89,6 +92,9 @@ def test_every_sampling_field_arrives() -> None:
         top_k=4,
         min_p=0.1,
         repetition_penalty=1.1,
+        frequency_penalty=0.5,
+        presence_penalty=-1.5,
+        min_tokens=2,
         logit_bias={3: -100.0, 4: 1.5},
         seed=-5,
         stop=("a", "b"),
@@ -117,6 +123,37 @@ def test_names_of_the_model(name: str | None) -> None:
 def test_fields_that_ask_for_nothing_are_ignored() -> None:
     fields = {"n": 1, "response_format": {"type": "text"}, "presence_penalty": 0.0, "user": "me", "store": True}
     assert chat(FakeEngine(), fields | {"metadata": {}, "service_tier": "auto"}).status_code == 200
+
+
+def test_several_answers_are_one_request() -> None:
+    engine = FakeEngine()
+    answer = chat(engine, {"n": 3}).json()
+    assert [(choice["index"], choice["message"]["content"]) for choice in answer["choices"]] == [
+        (index, "Hello w\u2028é") for index in range(3)
+    ]
+    assert [request.n for request in engine.requests] == [3]
+    assert engine.finished == [answer["id"]]
+    # The prompt is there once.
+    assert answer["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 9,
+        "total_tokens": 16,
+        "prompt_tokens_details": {"cached_tokens": 5},
+    }
+    assert answer["agentcache"]["computed_tokens"] == 6
+
+
+def test_several_answers_to_several_prompts() -> None:
+    answer = complete(FakeEngine(), {"prompt": ["a", "b"], "n": 2, "echo": True}).json()
+    assert [choice["text"] for choice in answer["choices"]] == [f"{text}Hello w\u2028é" for text in "aabb"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (14, 12)
+
+
+def test_each_of_several_answers_echoes_the_prompt_with_its_logprobs() -> None:
+    choices = complete(FakeEngine(), {"prompt": [5, 6], "n": 2, "echo": True, "logprobs": 0}).json()["choices"]
+    assert choices[0]["logprobs"]["tokens"][:2] == ["He", "y"]
+    assert choices[1] == choices[0] | {"index": 1}
 
 
 def test_salt_and_policy() -> None:

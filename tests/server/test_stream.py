@@ -62,6 +62,23 @@ def test_chat_stream_equals_the_whole_answer_with_logprobs() -> None:
     assert [token for part in streamed if part for token in part["content"]] == whole["logprobs"]["content"]
 
 
+def test_several_answers_stream_beside_each_other() -> None:
+    fields = {"n": 2, "logprobs": True, "stream_options": {"include_usage": True}}
+    *chunks, usage = events(chat(FakeEngine(), {"stream": True} | fields))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["index"] for choice in choices] == [0, 1] * (len(chunks) // 2)
+    whole = chat(FakeEngine(), fields).json()
+    for index in range(2):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
+        text = "".join(choice["delta"].get("content", "") for choice in mine)
+        assert text == whole["choices"][index]["message"]["content"]
+        logprobs = [token for choice in mine if choice["logprobs"] for token in choice["logprobs"]["content"]]
+        assert logprobs == whole["choices"][index]["logprobs"]["content"]
+    assert (usage["usage"], usage["agentcache"]) == (whole["usage"], whole["agentcache"])
+
+
 def test_text_offsets_go_on_across_chunks() -> None:
     chunks = events(complete(FakeEngine(), {"stream": True, "logprobs": 0}))
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]

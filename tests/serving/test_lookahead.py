@@ -82,6 +82,8 @@ def test_a_token_that_is_penalised_before_it_is_known(
 ) -> None:
     sampling = [
         greedy(40, repetition_penalty=1.8),
+        greedy(40, frequency_penalty=0.3, presence_penalty=0.2),
+        greedy(40, temperature=0.9, seed=3, frequency_penalty=-0.3, min_tokens=30, ignore_eos=False),
         greedy(40, temperature=0.9, top_p=0.8, seed=3, repetition_penalty=1.3, logit_bias={20: 2.0}),
         greedy(40, temperature=1.2, top_k=30, min_p=0.01, seed=4),
     ]
@@ -101,6 +103,8 @@ SAMPLING = [
     {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2},
     {"temperature": 1.0, "top_k": 20, "logprobs": 3},
     {"repetition_penalty": 1.5},
+    {"frequency_penalty": 0.8},
+    {"temperature": 0.8, "presence_penalty": 1.5},
     {"temperature": 1.3, "min_p": 0.02, "logit_bias": {30: 2.0}},
 ]
 

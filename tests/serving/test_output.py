@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from agentcache.engine.output import Output
 from agentcache.models.text.detokenizer import Detokenizer
+from agentcache.models.text.replies.format import MarkerToken
 from tests.examples import examples
 
 
@@ -43,11 +44,11 @@ def run(output: Output, num_tokens: int) -> tuple[list[str], int]:
     """What was shown token by token and at the end, and how many tokens were taken."""
     shown: list[str] = []
     for token in range(num_tokens):
-        shown.append(output.add(token))
+        shown.append(output.add(token).text)
         if output.stopped:
             break
     taken = len(shown)
-    return [*shown, output.finish()], taken
+    return [*shown, output.finish().text], taken
 
 
 @settings(max_examples=examples(600))
@@ -75,7 +76,7 @@ def test_nothing_is_shown_that_may_become_a_stop_string(pieces: list[str], stop:
     """And no more is held back than that."""
     output, text = Output(Pieces(pieces), stop), ""
     for token in range(len(pieces)):
-        text += output.add(token)
+        text += output.add(token).text
         if output.stopped:
             return
         held = "".join(pieces[: token + 1])[len(text) :]
@@ -151,3 +152,50 @@ def test_text_alone_decides_where_tokens_are_cut(pieces: list[str]) -> None:
     assume(pieces)
     one, many = Output(Pieces(["".join(pieces)]), ["ab"]), Output(Pieces(pieces), ["ab"])
     assert "".join(run(one, 1)[0]) == "".join(run(many, len(pieces))[0])
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "shown"),
+    [(0, "x"), (1, "xab"), (2, "xabab"), (3, "xababab"), (4, "xababab"), (9, "xabababab")],
+)
+def test_no_stop_string_is_looked_for_in_the_first_tokens(min_tokens: int, shown: str) -> None:
+    pieces = ["xab", "ab", "a", "b", "ab"]
+    output = Output(Pieces(pieces), ["ab"], min_tokens=min_tokens)
+    assert "".join(run(output, len(pieces))[0]) == shown
+    assert output.stopped is (min_tokens < 5)
+
+
+class Marked(Pieces):
+    """Token i adds the i-th piece; `<m>` is a marker that is shown, and the empty piece one that is not."""
+
+    markers: dict[int, MarkerToken]
+
+    def __init__(self, pieces: list[str]) -> None:
+        super().__init__(pieces)
+        shown = {token: MarkerToken("<m>", token, True) for token, piece in enumerate(pieces) if piece == "<m>"}
+        hidden = {token: MarkerToken("<h>", token, False) for token, piece in enumerate(pieces) if not piece}
+        self.markers = shown | hidden
+
+
+@settings(max_examples=examples(300))
+@given(st.lists(st.sampled_from(["a", "b", "ab", "", "<m>", "m>"]), max_size=12), STOPS)
+def test_markers_are_placed_in_the_text_that_is_shown(pieces: list[str], stop: list[str]) -> None:
+    detokenizer = Marked(pieces)
+    output = Output(detokenizer, stop, detokenizer.markers)
+    text, places = "", list[tuple[int, str]]()
+    for token in range(len(pieces)):
+        shown = output.add(token)
+        places += [(len(text) + at, name) for at, name in shown.markers]
+        text += shown.text
+        if output.stopped:
+            break
+    rest = output.finish()
+    places += [(len(text) + at, name) for at, name in rest.markers]
+    text += rest.text
+    before = ["".join(pieces[:token]) for token in range(len(pieces))]
+    expected = [(len(before[token]), marker.name) for token, marker in sorted(detokenizer.markers.items())]
+    whole = [(at, name) for at, name in expected if at + 3 * (name == "<m>") <= len(text)]
+    assert places == whole[: len(places)]
+    assert all(text[at : at + 3] == "<m>" for at, name in places if name == "<m>")
+    if output.stop_string is None:
+        assert places == expected

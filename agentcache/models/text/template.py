@@ -15,8 +15,9 @@ from agentcache.models.text.template_child import Reply
 from agentcache.models.text.work_limit import WorkLimit
 
 MAX_BYTES = 64 << 20
+REFUSED = "refused_by_chat_template"  # the error's code
 # Parts of messages that hold what a model thought, by the names that templates know; the first is the usual one.
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class RenderedTooLong(Exception):
@@ -119,7 +120,7 @@ def _text(kind: bytes, content: bytearray) -> str:
 
 def refused(why: object) -> InvalidRequest:
     message = f"The model's chat template refuses these messages: {why}"
-    return InvalidRequest(message, param="messages", code="refused_by_chat_template")
+    return InvalidRequest(message, param="messages", code=REFUSED)
 
 
 def _failed(how: str) -> InvalidRequest:
@@ -129,5 +130,5 @@ def _failed(how: str) -> InvalidRequest:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without what is None, and with what the model thought under every name that a template may know."""
     kept = {key: value for key, value in message.items() if value is not None}
-    thought = next((kept[key] for key in _REASONING_KEYS if key in kept), None)
+    thought = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}

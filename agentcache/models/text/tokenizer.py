@@ -20,6 +20,7 @@ from agentcache.models.text.encoder import MarkedEncoder
 from agentcache.models.text.longest_token import longest_token
 from agentcache.models.text.marks import MarkedEnds, Marks
 from agentcache.models.text.messages import plain_messages, with_strings
+from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat, find_format
 from agentcache.models.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, is_rendered_here, refused
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 
@@ -87,9 +88,15 @@ class Tokenizer:
         self.fingerprint = fingerprint or _digest({"tokenizer.json": saved.encode()})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.has_chat_template: bool = wrapper.has_chat_template
-        # mlx-lm infers it from the chat template, and keeps it as a parser: a function of the format's module.
-        parser = getattr(wrapper, "tool_parser", None)
-        self.tool_format: str | None = parser.__module__.rpartition(".")[2] if parser else None
+        self.reply_format: ReplyFormat = _find_format(wrapper, added)
+        # A reply in Harmony ends with a call, also where the model's folder does not say so.
+        if self.reply_format.dialect == HARMONY:
+            enders = {token.id for token in self.reply_format.tokens if token.name in HARMONY_ENDS}
+            self.eos_ids |= enders
+        self.markers: dict[int, MarkerToken] = {token.id: token for token in self.reply_format.tokens}
+        self._hidden_markers = {
+            token.id: token.name for token in self.reply_format.tokens if token.id in self.control_ids
+        }
         controls = {token_id: self._contents[token_id] for token_id in sorted(self.control_ids)}
         self._marks = Marks(list(controls.values()))
         self._encoder = MarkedEncoder(saved, self._marks, controls)
@@ -174,6 +181,27 @@ class Tokenizer:
     def marked_ends(self, text: str, ends: Sequence[int]) -> MarkedEnds:
         """Generated text and its tokens' ends, as they go into a transcript."""
         return self._marks.marked_ends(text, ends)
+
+    def with_markers(self, marked: MarkedEnds, token_ids: Sequence[int]) -> MarkedEnds:
+        """Generated marked text with the control tokens in it that part a reply, as a chat template spells them."""
+        if not self._hidden_markers.keys() & set(token_ids):
+            return marked
+        parts: list[str] = []
+        ends: list[int] = []
+        done, grown = 0, 0
+        for token_id, end in zip(token_ids, marked.ends, strict=True):
+            name = self._hidden_markers.get(token_id)
+            if name is not None:
+                parts += [marked.text[done:end], name]
+                done, grown = end, grown + len(name)
+            ends.append(end + grown)
+        return MarkedEnds("".join([*parts, marked.text[done:]]), ends)
+
+    @cached_property
+    def turn_ends(self) -> list[str]:
+        """Control tokens that may end a reply in a prompt: all but those that part it, and Harmony's ends."""
+        parts = {token.name for token in self.reply_format.tokens} - {"<|end|>", *HARMONY_ENDS}
+        return [self._contents[token_id] for token_id in self.control_ids if self._contents[token_id] not in parts]
 
     # Tokens
 
@@ -310,6 +338,17 @@ class Tokenizer:
         if self._dummy_space_at_start is DummySpace.NONE or self._dummy_space_after_control is not DummySpace.NONE:
             return False
         return bool(text) and text[0] != " " and not any(map(text.startswith, self._contents.values()))
+
+
+def _find_format(wrapper: TokenizerWrapper, added: Mapping[int, Any]) -> ReplyFormat:
+    template = getattr(wrapper, "chat_template", None)
+    templates = template.values() if isinstance(template, Mapping) else [template]
+    text = "\n".join(each for each in templates if isinstance(each, str))
+    # mlx-lm infers it from the chat template, and keeps it as a parser: a function of the format's module.
+    parser = getattr(wrapper, "tool_parser", None)
+    eos_ids = wrapper.eos_token_ids
+    tokens = {token.content: (i, token.special or i in eos_ids) for i, token in added.items()}
+    return find_format(text, tokens, parser.__module__.rpartition(".")[2] if parser else None)
 
 
 def fingerprint(folder: Path) -> str:

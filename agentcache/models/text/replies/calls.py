@@ -1,0 +1,190 @@
+"""What every reader of tool calls has: where its events go, how it is fed, how it ends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from agentcache.models.text.replies.events import Event, ToolCallArguments, ToolCallEnd, ToolCallStart
+
+SPACE = " \t\n\r"
+
+
+def _as_it_is(text: str) -> str:
+    return text
+
+
+class CallSink:
+    """Events of calls, one call at a time.
+
+    Args:
+        spell: gives names and arguments as clients may see them.
+
+    Attributes:
+        events: that nobody has taken yet.
+        num_calls: begun so far.
+    """
+
+    def __init__(self, spell: Callable[[str], str] = _as_it_is) -> None:
+        self.events: list[Event] = []
+        self.num_calls = 0
+        self._spell = spell
+
+    def start(self, name: str) -> None:
+        self.events.append(ToolCallStart(self.num_calls, self._spell(name)))
+        self.num_calls += 1
+
+    def arguments(self, json: str) -> None:
+        if json:
+            self.events.append(ToolCallArguments(self.num_calls - 1, self._spell(json)))
+
+    def end(self) -> None:
+        self.events.append(ToolCallEnd(self.num_calls - 1))
+
+    def whole(self, name: str, json: str) -> None:
+        self.start(name)
+        self.arguments(json)
+        self.end()
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a reader of calls leaves when it is done.
+
+    Args:
+        shown: text of what was no call after all.
+        rest: text that it did not read.
+    """
+
+    shown: str = ""
+    rest: str = ""
+
+
+class CallReader(Protocol):
+    """Reads what stands behind a marker that begins calls."""
+
+    def feed(self, text: str, final: bool) -> Left | None:
+        """Take more text; None while calls go on. With `final` nothing follows, and calls that are open are ended."""
+
+
+class Tools:
+    """The tools of a request: which there are, and what type an argument has.
+
+    Args:
+        shown: in OpenAI's shape, as the chat template gets them.
+    """
+
+    def __init__(self, shown: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.shown = shown
+        self._properties: dict[str, Mapping[str, Any]] = {}
+        for tool in shown:
+            function = tool.get("function")
+            if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+                parameters = function.get("parameters")
+                properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+                self._properties[function["name"]] = properties if isinstance(properties, Mapping) else {}
+
+    def has(self, name: str) -> bool:
+        return name in self._properties
+
+    def may_begin(self, name: str) -> bool:
+        """Whether a tool's name begins so."""
+        return any(known.startswith(name) for known in self._properties)
+
+    def types(self, name: str, argument: str) -> frozenset[str]:
+        """JSON schema's names of the types that an argument may have; none where nothing is known."""
+        return frozenset(_types(self._properties.get(name, {}).get(argument)))
+
+
+_TYPE_OF: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+
+
+def _types(schema: Any, depth: int = 0) -> set[str]:
+    if not isinstance(schema, Mapping) or depth > 8:
+        return set()
+    named = schema.get("type")
+    found = {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
+    if not found and isinstance(schema.get("enum"), list):
+        found = {_TYPE_OF[type(value)] for value in schema["enum"] if type(value) in _TYPE_OF}
+    for key in ("anyOf", "oneOf", "allOf"):
+        alternatives = schema.get(key)
+        for alternative in alternatives if isinstance(alternatives, list) else ():
+            found |= _types(alternative, depth + 1)
+    return found
+
+
+def partial_end(text: str, strings: Sequence[str]) -> int:
+    """Length of the longest end of `text` with which one of `strings` could begin, but is not complete."""
+    return max((_partial(text, string) for string in strings), default=0)
+
+
+def _partial(text: str, string: str) -> int:
+    at = max(0, len(text) - len(string) + 1)
+    while string and (at := text.find(string[0], at)) >= 0:
+        if string.startswith(text[at:]):
+            return len(text) - at
+        at += 1
+    return 0
+
+
+class Steps(ABC):
+    """A reader of calls that goes on in steps, as far as its text allows."""
+
+    def __init__(self, sink: CallSink, close: str) -> None:
+        self._sink = sink
+        self._close = close
+        self._text = ""  # not read yet
+        self._raw = ""  # since the call's beginning, to be shown if it is none
+        self._started = False  # the call at work is with the sink
+
+    def feed(self, text: str, final: bool) -> Left | None:
+        self._text += text
+        if not self._started:
+            self._raw += text
+        while True:
+            before = len(self._text), self._state
+            left = self._step(final)
+            if left is not None:
+                return left
+            if (len(self._text), self._state) == before:
+                return self._cut_off() if final else None
+
+    @property
+    @abstractmethod
+    def _state(self) -> Enum: ...
+
+    @abstractmethod
+    def _step(self, final: bool) -> Left | None:
+        """Read a piece of the text; Left when all is over."""
+
+    @abstractmethod
+    def _cut_off(self) -> Left:
+        """No more text comes."""
+
+    def _failed(self) -> Left:
+        """No call after all."""
+        return Left(shown=self._raw.removesuffix(self._text), rest=self._text)
+
+    def _behind_call(self, left_over: str) -> str:
+        """The text behind a call without what does not matter there: closing brackets too many, a fence's end."""
+        self._text = self._text.lstrip(SPACE + left_over)
+        return self._text
+
+    def _after(self, text: str, final: bool) -> Left | None:
+        """What follows the calls: the closing marker, or what is no part of them."""
+        if self._close and text.startswith(self._close):
+            return Left(rest=text[len(self._close) :])
+        if final or (text and partial_end(text, [self._close]) != len(text)):
+            return Left(rest=text)
+        return None

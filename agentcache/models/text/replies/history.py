@@ -1,0 +1,167 @@
+"""Replies in a prompt that a chat template has written, set against what the model generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from agentcache.blocks.prefix_match import len_common_prefix
+from agentcache.blocks.transcript import Transcript
+from agentcache.models.text.marks import any_of
+from agentcache.models.text.replies.calls import Tools
+from agentcache.models.text.replies.events import Call, Reasoning, Text, blocks_of
+from agentcache.models.text.replies.format import ReplyFormat
+from agentcache.models.text.replies.reader import open_reader
+from agentcache.models.text.template import REASONING_KEYS
+from agentcache.models.text.tokenizer import Tokenizer
+
+_PROMPT_END = 256  # characters in front of a reply, in which it may have been begun
+_MOST_ENDS = 8  # places that are tried as a reply's end
+
+
+@dataclass(frozen=True)
+class ReadReply:
+    """What a reply says, whatever its spelling: calls are names with the values of their arguments."""
+
+    thought: str
+    text: str
+    calls: tuple[tuple[str, Any], ...]
+
+    def says(self, other: ReadReply) -> bool:
+        """Whether it says what another one says, but for the thought, which it may lack."""
+        return (self.text, self.calls) == (other.text, other.calls) and self.thought in ("", other.thought)
+
+    def answers(self, message: Mapping[str, Any]) -> bool:
+        """Whether a client's message has the same text and calls."""
+        content = message.get("content")
+        calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+        said = tuple((call.get("name"), _value(call.get("arguments"))) for call in calls)
+        return isinstance(content, str) and content.strip() == self.text and said == self.calls
+
+
+class ReplyReading:
+    """Reads replies in marked text.
+
+    Args:
+        tools: that the template shows; None for none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        self._tokenizer = tokenizer
+        self._form: ReplyFormat = tokenizer.reply_format
+        self._tools = Tools(tools) if tools else None
+        self._shown = {token.name: token.is_shown for token in self._form.tokens}
+        self._markers = any_of(self._shown)
+        self._turn_ends = any_of(tokenizer.turn_ends)
+
+    def read(self, reply: str, prompt_end: str) -> ReadReply:
+        """A reply in marked text; `prompt_end` stands in front of it."""
+        reader = open_reader(self._form, self._tools, thoughts=True)
+        reader.begin(prompt_end)
+        text, placed, done = "", list[tuple[int, str]](), 0
+        for found in self._markers.finditer(reply):
+            text += self._tokenizer.unmark(reply[done : found.start()])
+            placed.append((len(text), found[0]))
+            text += found[0] if self._shown[found[0]] else ""
+            done = found.end()
+        text += self._tokenizer.unmark(reply[done:])
+        blocks = blocks_of([*reader.add(text, placed), *reader.finish(cut_off=False)])
+        return ReadReply(
+            "".join(block.text for block in blocks if isinstance(block, Reasoning)).strip(),
+            "".join(block.text for block in blocks if isinstance(block, Text)).strip(),
+            tuple((block.name, _value(block.arguments)) for block in blocks if isinstance(block, Call)),
+        )
+
+    def read_at(self, text: str, begin: int, end: int) -> ReadReply:
+        """The reply between two places of a marked text."""
+        return self.read(text[begin:end], text[max(0, begin - _PROMPT_END) : begin])
+
+    def opened_at(self, text: str, begin: int) -> int:
+        """Where a reply at `begin` begins, with the marker in front of it that has opened its thought."""
+        front = text[max(0, begin - _PROMPT_END) : begin].rstrip()
+        opener = next((start for start, _ in self._form.thoughts if front.endswith(start)), None)
+        return begin if opener is None else max(0, begin - _PROMPT_END) + len(front) - len(opener)
+
+    def same_reply(self, text: str, begin: int, reply: ReadReply, *, longest: int) -> tuple[bool, int | None]:
+        """Where a reply that begins at `begin` and says the same ends, and whether its thought is there, too.
+
+        It ends in front of what ends a turn; None where there is none such.
+        """
+        without_thought: int | None = None
+        for found in islice(self._turn_ends.finditer(text, begin, begin + longest), _MOST_ENDS):
+            other = self.read_at(text, begin, found.start())
+            if other == reply:
+                return True, found.start()
+            if without_thought is None and other.says(reply):
+                without_thought = found.start()
+        return False, without_thought
+
+
+@dataclass(frozen=True)
+class Retold:
+    """A prompt in the words of a transcript.
+
+    Args:
+        is_same: whether it goes on from all that the transcript holds, but for thoughts that it leaves out.
+    """
+
+    text: str
+    is_same: bool
+
+
+def as_generated(text: str, transcript: Transcript, reading: ReplyReading) -> Retold:
+    """`text` with the replies in it as the model generated them, as far as they say the same.
+
+    A template may order and space things in another way than the model does; the model's own words are in the cache.
+    What the template leaves out stays left out: from there on the text stays as it is.
+    """
+    old, done, at, old_at = transcript.text, "", 0, 0
+    is_own = True  # all so far is as it was generated
+    for begin, end in transcript.generated_ranges():
+        shared = len_common_prefix(old[old_at:], text[at:])
+        front = reading.opened_at(old, begin)
+        if old_at + shared >= end:
+            continue
+        if old_at + shared < front:
+            return Retold(done + text[at:], False)
+        opened = front if old_at + shared < begin else begin
+        start, reply = at + opened - old_at, reading.read_at(old, begin, end)
+        exact, same = reading.same_reply(text, start, reply, longest=4 * (end - begin) + _PROMPT_END)
+        if same is None:
+            return Retold(done + text[at:], False)
+        is_own = is_own and exact and opened == begin
+        done += text[at:start] + old[begin:end] if is_own else text[at:same]
+        at, old_at = same, end
+    return Retold(done + text[at:], text.startswith(old[old_at:], at))
+
+
+def with_thoughts(
+    messages: Sequence[dict[str, Any]], transcript: Transcript, reading: ReplyReading
+) -> list[dict[str, Any]] | None:
+    """Messages with what the model thought where the client has left it out; None where nothing is to be added."""
+    known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
+    full: list[dict[str, Any]] = []
+    added = False
+    for message in messages:
+        if message.get("role") == "assistant":
+            place = next((i for i, reply in enumerate(known) if reply.answers(message)), None)
+            if place is not None:
+                thought = known[place].thought
+                if thought and not any(message.get(key) for key in REASONING_KEYS):
+                    message, added = {**message, "reasoning_content": thought}, True
+                del known[: place + 1]
+        full.append(message)
+    return full if added else None
+
+
+def _value(arguments: Any) -> Any:
+    """Arguments as data; what cannot be read stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

@@ -1,0 +1,354 @@
+"""Calls that are written with a tag for each argument."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from agentcache.models.text.json_values import written_and_read
+from agentcache.models.text.replies.calls import SPACE, CallSink, Left, Steps, Tools, partial_end
+from agentcache.models.text.replies.json_calls import ObjectCalls
+from agentcache.models.text.replies.json_text import JsonText
+
+_LONGEST_LITERAL = 10_000  # characters that are read as a Python literal
+_NAME_ATTRIBUTE = re.compile(r'(?:name|tool|key)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'>]+))')
+_TYPE_ATTRIBUTE = re.compile(r'\btype\s*=\s*"([^"]*)"')
+_NAME = re.compile(r"[\w.:/\-]+")
+_CDATA, _CDATA_END = "<![CDATA[", "]]>"
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How a family writes a call.
+
+    Args:
+        call: what the name stands behind; empty where it stands first.
+        name_end: what ends the name; empty where the first tag or line break behind it does.
+        argument, argument_end: what the name of an argument stands between.
+        value: what its value stands behind; empty where that is `argument_end`.
+        value_end: what ends the value.
+        call_end: what ends the call; empty where that is the marker that closes all calls.
+        strips: whether white space around a value is no part of it; else one line break on either side is none.
+        untyped: whether a value of unknown type may be more than a string.
+        cdata: whether values may stand in `<![CDATA[…]]>`.
+    """
+
+    call: str
+    name_end: str
+    argument: str
+    argument_end: str
+    value: str
+    value_end: str
+    call_end: str
+    strips: bool = True
+    untyped: bool = False
+    cdata: bool = False
+
+    def coded(self, code: Callable[[str], str]) -> Tags:
+        return Tags(
+            code(self.call),
+            code(self.name_end),
+            code(self.argument),
+            code(self.argument_end),
+            code(self.value),
+            code(self.value_end),
+            code(self.call_end),
+            self.strips,
+            self.untyped,
+            self.cdata,
+        )
+
+
+class _At(Enum):
+    CALL = auto()
+    NAME = auto()
+    ARGUMENTS = auto()
+    KEY = auto()
+    VALUE = auto()
+    IN_VALUE = auto()
+    JSON = auto()
+    OBJECTS = auto()
+
+
+class TaggedCalls(Steps):
+    """Calls up to a marker that closes them.
+
+    A string argument is passed on while it comes, if the tool says that it is a string; any other when it is complete.
+
+    Args:
+        close: empty where the calls have no marker around them.
+    """
+
+    def __init__(self, sink: CallSink, close: str, tools: Tools, tags: Tags) -> None:
+        super().__init__(sink, close)
+        self._tools = tools
+        self._tags = tags
+        self._objects = ObjectCalls(sink, close, tools)
+        self._at = _At.CALL
+        self._any = False  # call so far
+        self._begin("")
+
+    @property
+    def _state(self) -> Enum:
+        return self._at
+
+    def _begin(self, name: str) -> None:
+        self._name = name
+        self._num_arguments = 0
+        self._key = ""
+        self._types: frozenset[str] = frozenset()
+        self._begun = False  # with passing on the value at work
+        self._json = JsonText()
+
+    def _step(self, final: bool) -> Left | None:
+        match self._at:
+            case _At.CALL:
+                return self._next_call(final)
+            case _At.NAME:
+                return self._in_name(final)
+            case _At.ARGUMENTS:
+                return self._next_argument(final)
+            case _At.KEY:
+                return self._in_key()
+            case _At.VALUE:
+                return self._begin_value(final)
+            case _At.IN_VALUE:
+                return self._in_value()
+            case _At.JSON:
+                return self._in_json()
+            case _At.OBJECTS:
+                text, self._text = self._text, ""
+                return self._objects.feed(text, final)
+
+    def _next_call(self, final: bool) -> Left | None:
+        text = self._text = self._text.lstrip(SPACE)
+        if self._any:
+            if not (self._tags.call and text.startswith(self._tags.call)):
+                waits = self._tags.call and partial_end(text, [self._tags.call]) == len(text) and not final
+                return None if waits else self._after(text, final)
+        elif text.startswith(("{", "[")) and self._close:
+            self._at = _At.OBJECTS
+            return None
+        elif not text.startswith(self._tags.call):
+            waits = partial_end(text, [self._tags.call]) == len(text) and not final
+            return None if waits else self._failed()
+        if text:
+            self._raw = text
+            self._text, self._at = text[len(self._tags.call) :], _At.NAME
+        return None
+
+    def _in_name(self, final: bool) -> Left | None:
+        tags = self._tags
+        marks = [tags.name_end] if tags.name_end else [mark for mark in (tags.argument, self._close, "\n") if mark]
+        found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
+        if not found:
+            return None
+        at, mark = min(found)
+        name = _name_in(self._text[:at])
+        if _NAME.fullmatch(name) is None:
+            return self._failed()
+        self._text = self._text[at + len(mark) if mark == tags.name_end else at :]
+        self._begin(name)
+        self._sink.start(name)
+        self._started = self._any = True
+        self._at = _At.ARGUMENTS
+        return None
+
+    def _next_argument(self, final: bool) -> Left | None:
+        text, tags = self._text.lstrip(SPACE), self._tags
+        if text.startswith(tags.argument):
+            self._text, self._at = text[len(tags.argument) :], _At.KEY
+            return None
+        if text.startswith("{") and not self._num_arguments:
+            self._text, self._at = text, _At.JSON
+            return None
+        if tags.call_end and text.startswith(tags.call_end):
+            self._text = text[len(tags.call_end) :]
+        elif not (self._close and text.startswith(self._close)):
+            ends = [end for end in (tags.argument, tags.call_end, self._close) if end]
+            if partial_end(text, ends) == len(text) and not final:
+                return None
+            self._text = text
+            return self._cut_off()
+        self._end_call()
+        return None
+
+    def _end_call(self) -> None:
+        self._sink.arguments("}" if self._num_arguments else "{}")
+        self._sink.end()
+        self._started = False
+        self._at = _At.CALL
+
+    def _in_key(self) -> Left | None:
+        end = self._text.find(self._tags.argument_end)
+        if end < 0:
+            return None
+        named = self._text[:end]
+        self._key = _name_in(named)
+        type_ = _TYPE_ATTRIBUTE.search(named)
+        self._types = frozenset([type_[1]]) if type_ is not None else self._tools.types(self._name, self._key)
+        self._text, self._at = self._text[end + len(self._tags.argument_end) :], _At.VALUE
+        self._begun = False
+        return None
+
+    def _begin_value(self, final: bool) -> Left | None:
+        if self._tags.value:
+            text = self._text.lstrip(SPACE)
+            if not text.startswith(self._tags.value):
+                waits = partial_end(text, [self._tags.value]) == len(text) and not final
+                return None if waits else self._cut_off()
+            self._text = text[len(self._tags.value) :]
+        self._at = _At.IN_VALUE
+        return None
+
+    def _in_value(self) -> Left | None:
+        value, tag, behind = self._text.partition(self._tags.value_end)
+        if self._passes_on():
+            self._text = self._pass_on(value, is_whole=bool(tag))
+        if not tag:
+            return None
+        if self._begun:
+            self._sink.arguments('"')
+        else:
+            self._put(json.dumps(self._converted(value), ensure_ascii=False))
+        self._text, self._at = behind, _At.ARGUMENTS
+        return None
+
+    def _passes_on(self) -> bool:
+        if self._types != {"string"}:
+            return False
+        return not self._tags.cdata or self._begun or not _CDATA.startswith(self._text.lstrip(SPACE)[: len(_CDATA)])
+
+    def _pass_on(self, value: str, *, is_whole: bool) -> str:
+        """Pass on what is certain of a string; what is not, for what comes to be put behind it."""
+        if not self._begun:
+            begins = value.lstrip(SPACE) if self._tags.strips else value.removeprefix("\n")
+            if not begins and not is_whole:
+                return value
+            value = begins
+            self._put('"')
+            self._begun = True
+        certain = value if is_whole else value[: len(value) - partial_end(value, [self._tags.value_end])]
+        certain = certain.rstrip(SPACE) if self._tags.strips else certain.removesuffix("\n")
+        self._sink.arguments(json.dumps(certain, ensure_ascii=False)[1:-1])
+        return value[len(certain) :]
+
+    def _put(self, value: str) -> None:
+        """The argument's name, and its value or the beginning of that."""
+        key = json.dumps(self._key, ensure_ascii=False)
+        self._sink.arguments(f"{', ' if self._num_arguments else '{'}{key}: {value}")
+        self._num_arguments += 1
+
+    def _converted(self, value: str) -> Any:
+        inner = value.strip(SPACE)
+        if self._tags.cdata and inner.startswith(_CDATA):
+            return converted(inner.removeprefix(_CDATA).removesuffix(_CDATA_END), self._types, untyped=False)
+        value = value.strip(SPACE) if self._tags.strips else value.removeprefix("\n").removesuffix("\n")
+        return converted(value, self._types, untyped=self._tags.untyped)
+
+    def _in_json(self) -> Left | None:
+        self._text = self._text[self._json.feed(self._text, 0) :]
+        self._sink.arguments(self._json.take())
+        if self._json.is_broken:
+            return self._cut_off()
+        if self._json.is_done:
+            self._sink.end()
+            self._started = False
+            text = self._text.lstrip(SPACE)
+            self._text = text.removeprefix(self._tags.call_end) if self._tags.call_end else text
+            self._at = _At.CALL
+        return None
+
+    def _cut_off(self) -> Left:
+        if self._at is _At.OBJECTS:
+            return self._objects.feed("", True) or Left()
+        if not self._started:
+            return Left(rest=self._text) if self._any else self._failed()
+        if self._at is _At.JSON:
+            self._json.close()
+            self._sink.arguments(self._json.take())
+        else:
+            if self._at is _At.IN_VALUE and self._begun:
+                self._sink.arguments('"')
+                self._text = ""
+            self._sink.arguments("}" if self._num_arguments else "{}")
+        self._sink.end()
+        self._started = False
+        in_argument = self._at in (_At.KEY, _At.IN_VALUE)
+        return Left(rest="" if in_argument else self._text)
+
+
+def _name_in(tag: str) -> str:
+    """The name in a tag: an attribute's value, or all there is."""
+    attribute = _NAME_ATTRIBUTE.search(tag)
+    if attribute is None:
+        return tag.strip().strip("\"'")
+    return next(group for group in attribute.groups() if group is not None).replace("&quot;", '"').replace("&amp;", "&")
+
+
+def converted(text: str, types: frozenset[str], *, untyped: bool) -> Any:
+    """The value that an argument's text stands for.
+
+    Args:
+        types: that the tool knows it to have.
+        untyped: whether it is what it looks like where those are none, instead of a string.
+    """
+    if "string" in types and len(types) == 1:
+        return text
+    if not types and not untyped:
+        return None if text.lower() == "null" else text
+    if text.lower() == "null" or (text.lower() == "none" and "string" not in types):
+        return None
+    for kind, read in _READERS.items():
+        if kind in types:
+            try:
+                return written_and_read(read(text))
+            except (ValueError, LookupError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
+                continue
+    if "string" in types:
+        return text
+    try:
+        return written_and_read(_structure(text))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def _integer(text: str) -> int:
+    value = float(text)
+    if value != int(value):
+        raise ValueError(f"{text!r:.40} is no integer")
+    return int(text) if text.lstrip("+-").isdigit() else int(value)
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if value == int(value) else value
+
+
+def _boolean(text: str) -> bool:
+    return {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}[
+        text.lower()
+    ]
+
+
+def _structure(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        if len(text) > _LONGEST_LITERAL:
+            raise
+        return ast.literal_eval(text)
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "integer": _integer,
+    "number": _number,
+    "boolean": _boolean,
+    "object": _structure,
+    "array": _structure,
+}

@@ -1,0 +1,202 @@
+"""Settings files of other programs: a few values put in, and taken out again, while all else stays as it is.
+
+Knows JSON and TOML, in which comments and order stay. What was put in and what it replaced is remembered in a note of
+ours, so that `undo` needs nothing else, and leaves alone what has been changed since.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import stat
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+
+from agentcache.errors import AgentCacheError
+
+Path_ = tuple[str, ...]
+_ABSENT = object()
+
+
+class UnreadableSettings(AgentCacheError):
+    """A settings file that is not what its program would read, so that nothing can be put into it."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One setting: its path of keys, and what it is to be (something that JSON can say)."""
+
+    path: Path_
+    value: Any
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is to be done to a settings file.
+
+    Args:
+        file: where it is, links followed.
+        before: its text; None where there is none.
+        after: what it is to be; None for no file.
+        note: what undoes it; None for nothing that is to be undone any more.
+        kept: settings that were changed by somebody else since, and stay.
+    """
+
+    file: Path
+    before: str | None
+    after: str | None
+    note: dict[str, Any] | None
+    kept: tuple[str, ...] = ()
+
+
+def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) -> Change:
+    """Put values into a settings file.
+
+    Args:
+        note: of the last time, if that was not undone.
+
+    Raises:
+        UnreadableSettings: it cannot be parsed, or has something else where a table should be; or the note is of
+            another file.
+    """
+    file = file.resolve()
+    if note is not None and note["file"] != str(file):
+        raise UnreadableSettings(f"{note['file']} was changed before: take that back first, with --undo")
+    before = _read(file)
+    document = _parsed(file, before)
+    known = _noted(note)
+    entries = []
+    for each in values:
+        current = _get(document, each.path)
+        if each.path in known and _equal(current, known[each.path]["value"]):
+            entries.append(known[each.path] | {"value": each.value})
+        else:
+            entries.append(_entry(each, current, _num_tables(document, each.path)))
+        _set(file, document, each.path, each.value)
+    entries += [entry for path, entry in known.items() if path not in {each.path for each in values}]
+    existed = bool(note["existed"]) if note is not None else before is not None
+    return Change(file, before, _text(file, document), {"file": str(file), "existed": existed, "set": entries})
+
+
+def take_out(note: Mapping[str, Any]) -> Change:
+    """Undo what a note says. Raises UnreadableSettings."""
+    file = Path(note["file"])
+    before = _read(file)
+    document, kept = _parsed(file, before), []
+    for path, entry in reversed(_noted(note).items()):
+        if not _equal(_get(document, path), entry["value"]):
+            kept.append(".".join(path))
+        elif "before" in entry:
+            _set(file, document, path, entry["before"])
+        else:
+            _remove(document, path, entry["tables"])
+    after = None if before is None or (not document and not note["existed"]) else _text(file, document)
+    return Change(file, before, after, None, tuple(kept))
+
+
+def write(change: Change) -> None:
+    """Put the new text in the file's place; a new one is 0600. Raises OSError."""
+    if change.after is None:
+        change.file.unlink(missing_ok=True)
+        return
+    change.file.parent.mkdir(parents=True, exist_ok=True)
+    mode = stat.S_IMODE(change.file.stat().st_mode) if change.before is not None else 0o600
+    temp = change.file.with_name(f".{change.file.name}.{os.getpid()}.tmp")
+    try:
+        with open(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8", newline="") as out:
+            os.fchmod(out.fileno(), mode)
+            out.write(change.after)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temp, change.file)
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+# --- documents ---
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnreadableSettings(f"{file} cannot be read: {error}") from error
+
+
+def _parsed(file: Path, text: str | None) -> MutableMapping[str, Any]:
+    is_toml = file.suffix == ".toml"
+    try:
+        document: Any = tomlkit.parse(text or "") if is_toml else json.loads(text or "{}")
+    except (TOMLKitError, ValueError, RecursionError) as error:
+        raise UnreadableSettings(f"{file} cannot be parsed: {error}") from error
+    if not isinstance(document, MutableMapping):
+        raise UnreadableSettings(f"{file} holds no table of settings")
+    return document
+
+
+def _text(file: Path, document: MutableMapping[str, Any]) -> str:
+    if file.suffix == ".toml":
+        return tomlkit.dumps(document)
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+def _get(document: Any, path: Path_) -> Any:
+    for key in path:
+        if not isinstance(document, Mapping) or key not in document:
+            return _ABSENT
+        document = document[key]
+    return document
+
+
+def _set(file: Path, document: MutableMapping[str, Any], path: Path_, value: Any) -> None:
+    for depth, key in enumerate(path[:-1]):
+        if key not in document:
+            # Of TOML, a table that holds tables only needs no heading of its own.
+            document[key] = tomlkit.table(is_super_table=depth < len(path) - 2) if file.suffix == ".toml" else {}
+        document = document[key]
+        if not isinstance(document, MutableMapping):
+            raise UnreadableSettings(f"{file}: {'.'.join(path[: depth + 1])} is no table")
+    document[path[-1]] = copy.deepcopy(value)
+
+
+def _num_tables(document: Any, path: Path_) -> int:
+    """How many of the tables that the setting is in are there."""
+    return sum(_get(document, path[:depth]) is not _ABSENT for depth in range(1, len(path)))
+
+
+def _remove(document: MutableMapping[str, Any], path: Path_, num_tables: int) -> None:
+    """The setting, and the tables that are empty then, but for the outermost ones, which were there before."""
+    if len(path) > 1:
+        inner = document[path[0]]
+        _remove(inner, path[1:], num_tables - 1)
+        if inner or num_tables > 0:
+            return
+    del document[path[0]]
+
+
+def _equal(current: Any, value: Any) -> bool:
+    if current is _ABSENT:
+        return False
+    return bool(getattr(current, "unwrap", lambda: current)() == value)
+
+
+# --- notes ---
+
+
+def _entry(value: Value, replaced: Any, num_tables: int) -> dict[str, Any]:
+    entry = {"path": list(value.path), "value": value.value, "tables": num_tables}
+    if replaced is not _ABSENT:
+        entry["before"] = getattr(replaced, "unwrap", lambda: replaced)()
+    return entry
+
+
+def _noted(note: Mapping[str, Any] | None) -> dict[Path_, dict[str, Any]]:
+    return {} if note is None else {tuple(entry["path"]): entry for entry in note["set"]}

@@ -1,0 +1,70 @@
+"""What each agent's last turn reused, and why it did not reuse more: for who looks at the agents."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from agentcache.blocks.prefix_match import Match
+from agentcache.report import Report
+
+_MOST_AGENTS = 1024
+
+_WHY = {
+    Match.NEW: "no conversation of the agent began like this prompt",
+    Match.PARTIAL: "the prompt changes the end of what the conversation said",
+    Match.DIVERGE: "the prompt says something else than the conversation, from an early point on",
+}
+
+
+@dataclass(frozen=True)
+class _Turn:
+    at: float
+    report: Report
+
+
+class LastTurns:
+    """The last turn of each agent since the server was started, of those that had one last. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[str, _Turn] = OrderedDict()
+
+    def note(self, report: Report) -> None:
+        """A turn has ended."""
+        if report.agent is None:
+            return
+        self._turns[report.agent] = _Turn(time.time(), report)
+        self._turns.move_to_end(report.agent)
+        while len(self._turns) > _MOST_AGENTS:
+            self._turns.popitem(last=False)
+
+    def describe(self, agent: str, lineages: tuple[str, ...]) -> dict[str, Any] | None:
+        """The agent's last turn, as the API shows it; None for none, and where its conversation is gone.
+
+        Args:
+            lineages: the agent's.
+        """
+        turn = self._turns.get(agent)
+        if turn is None or turn.report.lineage not in lineages:
+            return None
+        report = turn.report
+        return {
+            "at": turn.at,
+            "lineage": report.lineage,
+            "match": report.match,
+            "cache_state": report.cache_state,
+            "prompt_tokens": report.prompt_tokens,
+            "reused_tokens": report.reused_tokens,
+            "computed_tokens": report.computed_tokens,
+            "time_to_first_token_ms": report.time_to_first_token_ms,
+            "why": why(report),
+        }
+
+
+def why(report: Report) -> str | None:
+    """Why more of the prompt was computed than what is new; None where nothing was."""
+    if report.lost_tokens:
+        return f"{report.lost_tokens} tokens of the conversation were neither in RAM nor on disk any more"
+    return _WHY.get(report.match)

@@ -1,0 +1,76 @@
+"""How the reply to a request is read: one reader for a stream and for a whole answer, so that both say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentcache.models.text.replies.calls import Tools
+from agentcache.models.text.replies.events import Block, Event, blocks_of
+from agentcache.models.text.replies.format import ReplyFormat
+from agentcache.models.text.replies.reader import open_reader
+from agentcache.report import FinishReason, ModelInfo, Update
+from agentcache.server.reply import Completion
+from agentcache.server.validate import Reader
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What to look for in a reply; without arguments, nothing: all of it is text.
+
+    Args:
+        form: how the model writes.
+        tools: the request's; None where calls are left in the text.
+        thoughts: whether thoughts are told from text.
+    """
+
+    form: ReplyFormat = ReplyFormat()
+    tools: Tools | None = None
+    thoughts: bool = False
+
+    def reader(self) -> ReplyReader:
+        """A reader for one stream."""
+        return ReplyReader(self)
+
+    def blocks(self, completion: Completion) -> list[Block]:
+        """A whole answer."""
+        reader = self.reader()
+        return blocks_of(event for update in completion.updates for event in reader.add(update))
+
+
+def read_reading(model: ModelInfo, tools: Sequence[Mapping[str, Any]] | None, body: Reader) -> Reading:
+    """How the reply to the request `body` is read.
+
+    With `agentcache.parse_tools` false calls are left in the text, with `agentcache.parse_reasoning` false thoughts.
+
+    Args:
+        tools: those that the chat template shows, in OpenAI's shape; None for none.
+    """
+    extras = body.object("agentcache")
+    reads_calls = bool(tools) and extras.boolean("parse_tools", True)
+    reads_thoughts = extras.boolean("parse_reasoning", True)
+    return Reading(model.reply_format, Tools(tools or ()) if reads_calls else None, reads_thoughts)
+
+
+class ReplyReader:
+    """Takes the updates of one completion, each once and in order, and gives the events of what it says.
+
+    The update with the `finish_reason` gives the last ones.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self._reader = open_reader(reading.form, reading.tools, thoughts=reading.thoughts)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far."""
+        return self._reader.num_calls
+
+    def add(self, update: Update) -> list[Event]:
+        if update.prompt_end is not None:
+            self._reader.begin(update.prompt_end)
+        events = self._reader.add(update.text, update.markers)
+        if update.finish_reason is not None:
+            events += self._reader.finish(cut_off=update.finish_reason is FinishReason.LENGTH)
+        return events

@@ -1,0 +1,158 @@
+"""What `/v1/responses` is sent as `input`: items, brought into the messages that chat templates expect."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from agentcache.server.context import Call
+from agentcache.server.messages import ROLES, read_arguments, without_billing_header
+from agentcache.server.parts import read_part
+from agentcache.server.validate import Reader
+
+_BETWEEN_SYSTEM_TEXTS = "\n\n"
+_SEALED = "agentcache:"  # in front of thoughts that the client is to keep for us
+
+
+def read_items(call: Call) -> list[dict[str, Any]]:
+    """`instructions` and `input` as messages.
+
+    What the model said in one reply is one message, as it was: its thoughts, its text and its calls. System texts in
+    front are one, too: many templates allow no more.
+    """
+    messages = _Messages()
+    messages.system(call.body.string("instructions") or "")
+    given = call.body.get("input")
+    if isinstance(given, str):
+        messages.add("user", given)
+    elif not isinstance(given, list) or not given:
+        call.body.fail("input", "must be a string, or a list of at least one item")
+    for item in call.body.objects("input") if isinstance(given, list) else ():
+        _read_item(item, messages, call)
+    if not messages.list:
+        call.body.fail("input", "must hold more than an empty system text")
+    return messages.list
+
+
+class _Messages:
+    """Messages as they grow by items."""
+
+    def __init__(self) -> None:
+        self.list: list[dict[str, Any]] = []
+
+    def add(self, role: str, content: str, **fields: Any) -> None:
+        self.list.append({"role": role, "content": content} | fields)
+
+    def system(self, text: str) -> None:
+        text = without_billing_header(text)
+        if not text:
+            return
+        if len(self.list) == 1 and self.list[0]["role"] == "system":
+            self.list[0]["content"] += _BETWEEN_SYSTEM_TEXTS + text
+        else:
+            self.add("system", text)
+
+    @property
+    def reply(self) -> dict[str, Any]:
+        """The model's message that is being put together."""
+        if not self.list or self.list[-1]["role"] != "assistant":
+            self.add("assistant", "")
+        return self.list[-1]
+
+
+def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
+    kind = item.string("type") or ("message" if item.get("role") is not None else None)
+    match kind:
+        case "message":
+            _read_message(item, messages, call)
+        case "reasoning":
+            if text := _read_thought(item):
+                messages.reply["reasoning_content"] = messages.reply.get("reasoning_content", "") + text
+        case "function_call":
+            function = {"name": item.required_string("name"), "arguments": read_arguments(item)}
+            said = {"id": item.required_string("call_id"), "type": "function", "function": function}
+            messages.reply.setdefault("tool_calls", []).append(said)
+        case "function_call_output":
+            output = _read_content(item, "output", "tool", call)
+            messages.add("tool", output, tool_call_id=item.required_string("call_id"))
+        case "item_reference":
+            item.fail("type", "is 'item_reference', but nothing is stored here: send the item itself")
+        case None:
+            item.fail("type", "is required")
+        case _:
+            # Of a tool that the model was not shown, or of a server that keeps more: a refusal would end the session.
+            call.notes.append(f"{item.path}: an item of type {kind!r:.80} was left out")
+
+
+def _read_message(item: Reader, messages: _Messages, call: Call) -> None:
+    given = item.required_string("role")
+    role = ROLES.get(given)
+    if role not in ("system", "user", "assistant"):
+        item.fail("role", "must be one of system, developer, user, assistant")
+    text = _read_content(item, "content", role, call)
+    if role == "system":
+        messages.system(text)
+    elif role == "assistant":
+        messages.reply["content"] += text
+    else:
+        messages.add(role, text)
+
+
+def _read_content(item: Reader, name: str, role: str, call: Call) -> str:
+    """A string, or parts as one text."""
+    content = item.get(name)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        item.fail(name, "must be a string or a list of parts")
+    return "".join(read_part(part, role, call) for part in item.objects(name))
+
+
+def _read_thought(item: Reader) -> str:
+    """What the model thought. Of items that are not ours, what the client shows of it."""
+    for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+        texts = [part.required_string("text") for part in item.objects(name) if part.string("type") == kind]
+        if texts:
+            return "\n".join(texts)
+    return _unsealed(item.string("encrypted_content") or "")
+
+
+def sealed(thought: str) -> str:
+    """For `encrypted_content`, which clients send back where they leave out the thought itself. It hides nothing."""
+    return _SEALED + base64.b64encode(thought.encode()).decode()
+
+
+def _unsealed(content: str) -> str:
+    if not content.startswith(_SEALED):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_SEALED), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return ""
+
+
+def read_response_tools(call: Call) -> list[dict[str, Any]] | None:
+    """Functions, in the shape that chat templates expect; None for none, and where the model is not to call any.
+
+    Tools that a server would run, and groups of them, are left out: agents have them on by default.
+    """
+    body = call.body
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        body.fail("tool_choice", 'must be "auto" or "none"; forcing a call is not supported')
+    tools = [read for tool in body.objects("tools") if (read := _read_tool(tool, call)) is not None]
+    return tools if tools and choice != "none" else None
+
+
+def _read_tool(tool: Reader, call: Call) -> dict[str, Any] | None:
+    kind = tool.required_string("type")
+    if kind != "function":
+        call.notes.append(f"{tool.path}: a tool of type {kind!r:.80} was left out")
+        return None
+    function = {
+        "name": tool.required_string("name"),
+        "description": tool.string("description") or "",
+        "parameters": tool.object("parameters").value,
+    }
+    return {"type": "function", "function": function}

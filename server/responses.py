@@ -1,0 +1,132 @@
+"""`POST /v1/responses`: from OpenAI's fields to a request. Nothing is stored: clients send all of the conversation."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from agentcache.request import ChatPrompt
+from agentcache.server.completion import Job, answer
+from agentcache.server.context import Call, read_prompt
+from agentcache.server.model_names import check_model
+from agentcache.server.options import check_chat, read_options, refuse_unless_neutral, refuse_unsupported
+from agentcache.server.replies import read_reading
+from agentcache.server.response_items import read_items, read_response_tools
+from agentcache.server.responses_reply import ResponseReply
+from agentcache.server.sampling import read_max_tokens, read_sampling
+from agentcache.server.validate import Reader
+
+# Fields that would change the answer if they were ignored, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"background": (False,), "prompt": (), "top_logprobs": (0,)}
+_STATE = ("previous_response_id", "conversation")
+_LOGPROBS = "message.output_text.logprobs"
+_SEALED_REASONING = "reasoning.encrypted_content"
+_EFFORTS: dict[str, dict[str, Any]] = {
+    "none": {"enable_thinking": False},
+    "minimal": {"reasoning_effort": "low"},
+    "low": {"reasoning_effort": "low"},
+    "medium": {"reasoning_effort": "medium"},
+    "high": {"reasoning_effort": "high"},
+    "xhigh": {"reasoning_effort": "high"},
+}
+
+
+async def responses(request: HttpRequest) -> Response:
+    return await answer(request, await read_prompt(request, "input", read_response))
+
+
+def read_response(call: Call) -> Job:
+    body, model = call.body, call.model
+    check_model(call)
+    _refuse(body)
+    check_chat(model, "input")
+    messages, tools = read_items(call), read_response_tools(call)
+    prompt = ChatPrompt(messages, tools, _template_kwargs(body), param="input")
+    if body.string("truncation") == "auto":
+        call.notes.append("truncation: nothing is left out of a prompt that is too long; it is refused")
+    sampling = read_sampling(
+        body,
+        vocab_size=model.vocab_size,
+        max_tokens=read_max_tokens(body, "max_output_tokens", default=None),
+        logprobs=None,
+    )
+    options = read_options(call)
+    job_id = f"resp_{uuid.uuid4().hex}"
+    reply = ResponseReply(
+        job_id,
+        options.adapter or model.id,
+        read_reading(model, tools, body),
+        asked=_asked(body),
+        seals_reasoning=_SEALED_REASONING in _read_include(body),
+        return_token_ids=options.return_token_ids,
+        notes=tuple(call.notes),
+    )
+    return Job([options.request(job_id, prompt, sampling)], reply, body.boolean("stream"), options.timeout)
+
+
+def _refuse(body: Reader) -> None:
+    for name in _STATE:
+        if body.get(name) is not None:
+            body.fail(name, "is not supported: nothing is stored here; send the whole conversation as input")
+    refuse_unsupported(body)
+    refuse_unless_neutral(body, _UNSUPPORTED)
+    kind = body.object("text").object("format").string("type")
+    if kind not in (None, "text"):
+        body.object("text").fail("format", "must be of type 'text'", code="unsupported_parameter")
+    if _LOGPROBS in _read_include(body):
+        body.fail("include", f"{_LOGPROBS!r} is not supported", code="unsupported_parameter")
+
+
+def _read_include(body: Reader) -> list[str]:
+    """What else to send; nearly all of it is about tools that this server does not have."""
+    include = body.get("include")
+    if include is None:
+        return []
+    if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
+        body.fail("include", "must be a list of strings")
+    return include
+
+
+def _template_kwargs(body: Reader) -> dict[str, Any]:
+    reasoning, given = body.object("reasoning"), body.object("chat_template_kwargs").value
+    effort = reasoning.string("effort")
+    if effort is None:
+        return given
+    if effort not in _EFFORTS:
+        reasoning.fail("effort", f"must be one of {', '.join(_EFFORTS)}")
+    return _EFFORTS[effort] | given
+
+
+def _asked(body: Reader) -> dict[str, Any]:
+    """What a response repeats of its request, as far as it was said."""
+    parallel = body.boolean("parallel_tool_calls", True)
+    reasoning, text = body.object("reasoning"), body.object("text")
+    asked = {
+        "instructions": body.string("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.object("metadata").value,
+        "parallel_tool_calls": parallel,
+        "prompt_cache_key": body.get("prompt_cache_key"),
+        "reasoning": {"effort": reasoning.string("effort"), "summary": None},
+        "temperature": body.number("temperature", 1.0, minimum=0.0),
+        "text": {"format": {"type": "text"}} | ({"verbosity": v} if (v := text.string("verbosity")) else {}),
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [tool.value for tool in body.objects("tools") if tool.get("type") == "function"],
+        "top_p": body.number("top_p", 1.0, minimum=0.0, maximum=1.0),
+        "truncation": "disabled",
+        "user": body.get("user"),
+    }
+    return {name: _finite(value) for name, value in asked.items()}
+
+
+def _finite(value: Any) -> Any:
+    """As it was sent, but for numbers that are too large to be written."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,258 @@
+"""Answers in the shapes of `/v1/responses`: a response, its output items, and the events of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentcache.errors import ContextLengthExceeded, Overloaded
+from agentcache.models.text.replies.events import (
+    Event,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from agentcache.report import FinishReason, Update
+from agentcache.server.errors import WireError
+from agentcache.server.replies import Reading
+from agentcache.server.reply import Completion, report_object
+from agentcache.server.response_items import sealed
+from agentcache.server.stream import event
+
+# The events of an item in a stream, without their numbers: type and fields.
+Said = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ResponseReply:
+    """An answer to `/v1/responses`.
+
+    Args:
+        id: the response's.
+        model: the served model's id.
+        asked: what the response repeats of its request.
+        seals_reasoning: whether thoughts go with an `encrypted_content`, from which they are read when they come back.
+        notes: for the report.
+    """
+
+    id: str
+    model: str
+    reading: Reading
+    asked: Mapping[str, Any]
+    seals_reasoning: bool
+    return_token_ids: bool
+    notes: tuple[str, ...] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """As the last event of a stream has it."""
+        [completion] = completions
+        output = Output(self)
+        for update in completion.updates:
+            for _ in output.add(update):
+                pass
+        for _ in output.finish(completion):
+            pass
+        return self.ended(completion, output)
+
+    def writer(self) -> ResponseWriter:
+        return ResponseWriter(self)
+
+    def response(self, status: str, output: Sequence[Mapping[str, Any]] = (), **fields: Any) -> dict[str, Any]:
+        stable = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.model,
+            "output": list(output),
+            "previous_response_id": None,
+            "store": False,
+            "usage": None,
+        }
+        return stable | dict(self.asked) | fields
+
+    def ended(self, completion: Completion, output: Output) -> dict[str, Any]:
+        accounting = self._accounting(completion, output)
+        if completion.finish_reason is FinishReason.LENGTH:
+            details = {"reason": "max_output_tokens"}
+            return self.response("incomplete", output.items, incomplete_details=details, **accounting)
+        return self.response("completed", output.items, completed_at=int(time.time()), **accounting)
+
+    def _accounting(self, completion: Completion, output: Output) -> dict[str, Any]:
+        """`usage`, and beside it what every dialect of ours reports."""
+        report = completion.final_report
+        written = report.prompt_tokens - report.reused_tokens if report.agent is not None else 0
+        usage = {
+            "input_tokens": report.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": report.reused_tokens, "cache_write_tokens": written},
+            "output_tokens": report.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": output.reasoning_tokens},
+            "total_tokens": report.prompt_tokens + report.completion_tokens,
+        }
+        token_ids = completion.token_id_fields() if self.return_token_ids else {}
+        notes = list(self.notes)
+        if output.num_calls > 1 and not self.asked["parallel_tool_calls"]:
+            notes.append("parallel_tool_calls: the model made several calls all the same")
+        return {"usage": usage, "agentcache": report_object(report, notes)} | token_ids
+
+
+class Output:
+    """The output items of one response as they grow; each piece gives the events that tell of it.
+
+    Attributes:
+        items: all of them; the last one is open until an event of another kind, or the end.
+        reasoning_tokens: tokens that were thoughts, as far as updates tell them apart.
+    """
+
+    def __init__(self, reply: ResponseReply) -> None:
+        self.items: list[dict[str, Any]] = []
+        self.reasoning_tokens = 0
+        self._reply = reply
+        self._reader = reply.reading.reader()
+        self._is_open = False
+
+    @property
+    def num_calls(self) -> int:
+        return self._reader.num_calls
+
+    def add(self, update: Update) -> Iterator[Said]:
+        events = self._reader.add(update)
+        if any(isinstance(each, ReasoningDelta) for each in events):
+            self.reasoning_tokens += len(update.token_ids)
+        for each in events:
+            yield from self._translated(each)
+
+    def finish(self, completion: Completion) -> Iterator[Said]:
+        """Close what is open. An answer without anything is a message without text."""
+        if not self.items:
+            yield from self._begin_text("message")
+        yield from self._close("incomplete" if completion.finish_reason is FinishReason.LENGTH else "completed")
+
+    def _translated(self, each: Event) -> Iterator[Said]:
+        match each:
+            case TextDelta(text):
+                yield from self._grow_text("message", text)
+            case ReasoningDelta(text):
+                yield from self._grow_text("reasoning", text)
+            case ToolCallStart(_, name):
+                yield from self._close()
+                ids = {"id": f"fc_{uuid.uuid4().hex}", "call_id": f"call_{uuid.uuid4().hex}"}
+                yield self._begin({"type": "function_call", **ids, "name": name, "arguments": ""})
+            case ToolCallArguments(_, arguments):
+                self.items[-1]["arguments"] += arguments
+                yield "response.function_call_arguments.delta", self._place | {"delta": arguments}
+            case ToolCallEnd():
+                yield from self._close()
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _begin(self, item: dict[str, Any]) -> Said:
+        self._is_open = True
+        self.items.append(item | {"status": "in_progress"})
+        return "response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+    def _grow_text(self, kind: str, text: str) -> Iterator[Said]:
+        """Into the item of that kind which is open, or a new one."""
+        if not self._is_open or self.items[-1]["type"] != kind:
+            yield from self._close()
+            yield from self._begin_text(kind)
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        yield f"response.{part['type']}.delta", self._part_place | {"delta": text} | _logprobs(part)
+
+    def _begin_text(self, kind: str) -> Iterator[Said]:
+        if kind == "message":
+            item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": []}  # type: ignore[dict-item]
+            part = {"type": "reasoning_text", "text": ""}
+        yield self._begin(item | {"content": []})
+        self.items[-1]["content"] = [part]
+        yield "response.content_part.added", self._part_place | {"part": dict(part)}
+
+    @property
+    def _part_place(self) -> dict[str, Any]:
+        return self._place | {"content_index": 0}
+
+    def _close(self, status: str = "completed") -> Iterator[Said]:
+        """End the open item, if there is one."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            arguments = {"name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", self._place | arguments
+        else:
+            [part] = item["content"]
+            said = {"text": part["text"]} | _logprobs(part)
+            yield f"response.{part['type']}.done", self._part_place | said
+            yield "response.content_part.done", self._part_place | {"part": dict(part)}
+            if item["type"] == "reasoning" and self._reply.seals_reasoning:
+                item["encrypted_content"] = sealed(part["text"])
+        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
+
+
+def _logprobs(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The field that events of text have, and those of thoughts have not."""
+    return {"logprobs": []} if part["type"] == "output_text" else {}
+
+
+def _code(error: WireError) -> str:
+    """One of OpenAI's codes: clients know by it whether to try again, or to make the conversation shorter."""
+    if error.code == ContextLengthExceeded.code:
+        return error.code
+    if error.status == Overloaded.status:
+        return "rate_limit_exceeded"
+    return "server_error" if error.status >= 500 else "invalid_prompt"
+
+
+class ResponseWriter:
+    """A stream: every event with its number."""
+
+    def __init__(self, reply: ResponseReply) -> None:
+        self._reply = reply
+        self._output = Output(reply)
+        self._sent = 0
+
+    def begin(self, first: Update | None) -> Iterator[bytes]:
+        yield self._event("response.created", {"response": self._reply.response("in_progress")})
+        yield self.keep_alive()
+
+    def write(self, update: Update) -> Iterator[bytes]:
+        for kind, fields in self._output.add(update):
+            yield self._event(kind, fields)
+
+    def keep_alive(self) -> bytes:
+        """A stream has no event for silence; this one says what it says, however often."""
+        return self._event("response.in_progress", {"response": self._reply.response("in_progress")})
+
+    def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
+        [completion] = completions
+        for kind, fields in self._output.finish(completion):
+            yield self._event(kind, fields)
+        response = self._reply.ended(completion, self._output)
+        yield self._event(f"response.{response['status']}", {"response": response})
+
+    def fail(self, error: WireError) -> Iterator[bytes]:
+        told = {"code": _code(error), "message": error.message}
+        response = self._reply.response("failed", self._output.items, error=told)
+        yield self._event("response.failed", {"response": response})
+
+    def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        self._sent += 1
+        return event({"type": kind, "sequence_number": self._sent - 1} | dict(fields), kind)

@@ -1,0 +1,263 @@
+"""Coding agents' settings: what is put in, what stays, and how all of it is taken back."""
+
+from __future__ import annotations
+
+import json
+import stat
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentcache.cli import launch as launch_module
+from agentcache.cli.client_settings import UnreadableSettings, Value, put_in, take_out, write
+from agentcache.cli.launch import PROGRAMS, Agent, Served
+from tests.cli.conftest import Invoke
+from tests.examples import examples
+
+URL = "http://127.0.0.1:8000"
+SERVED = Served(URL, "tiny-model", 4096, has_key=False)
+FILES = {
+    Agent.CLAUDE: ".claude/settings.json",
+    Agent.CODEX: ".codex/config.toml",
+    Agent.OPENCODE: ".config/opencode/opencode.json",
+    Agent.PI: ".pi/agent/models.json",
+}
+CODEX = """# mine
+model = "gpt-5"  # the best
+approval_policy = "never"
+
+[model_providers.other]
+name = "Other"
+
+[mcp_servers.docs]
+command = "docs"
+"""
+OWN = {
+    Agent.CLAUDE: '{"model": "opus", "env": {"EDITOR": "vi", "ANTHROPIC_BASE_URL": "https://proxy.example"}}',
+    Agent.CODEX: CODEX,
+    Agent.OPENCODE: '{"$schema": "x", "model": "anthropic/claude", "provider": {"mine": {"npm": "y"}}}',
+    Agent.PI: '{"providers": {"ollama": {"baseUrl": "z"}}}',
+}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "XDG_CONFIG_HOME", "PI_CODING_AGENT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "_served", lambda *options: SERVED)
+
+
+def parsed(file: Path) -> dict[str, Any]:
+    text = file.read_text()
+    found: dict[str, Any] = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    return found
+
+
+def own(home: Path, agent: Agent) -> Path:
+    file = home / FILES[agent]
+    file.parent.mkdir(parents=True)
+    file.write_text(OWN[agent])
+    file.chmod(0o640)
+    return file
+
+
+def kept(before: Any, after: Any, changed: list[tuple[str, ...]], at: tuple[str, ...] = ()) -> bool:
+    """Whether all of `before` is in `after`, but for what stands at the paths `changed`."""
+    if at in changed:
+        return True
+    if isinstance(before, dict):
+        return isinstance(after, dict) and all(
+            kept(value, after.get(name), changed, (*at, name)) for name, value in before.items()
+        )
+    return bool(before == after)
+
+
+@pytest.mark.parametrize("agent", Agent)
+@pytest.mark.usefixtures("served")
+def test_there_and_back(agent: Agent, home: Path, invoke: Invoke) -> None:
+    file = own(home, agent)
+    before = parsed(file)
+    done = invoke("launch", agent)
+    assert done.exit_code == 0, done.stderr
+    values = PROGRAMS[agent].values(SERVED)
+    after = parsed(file)
+    for value in values:
+        found: Any = after
+        for key in value.path:
+            found = found[key]
+        assert found == value.value
+    assert kept(before, after, [value.path for value in values])
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert invoke("launch", agent, "--undo").exit_code == 0
+    assert parsed(file) == before
+    if agent is Agent.CODEX:
+        assert file.read_text() == CODEX  # comments too
+    assert invoke("launch", agent, "--undo").stdout == f"nothing to undo for {agent}\n"
+
+
+@pytest.mark.parametrize("agent", Agent)
+@pytest.mark.usefixtures("served")
+def test_settings_that_were_not_there(agent: Agent, home: Path, invoke: Invoke) -> None:
+    file = home / FILES[agent]
+    assert invoke("launch", agent).exit_code == 0
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    once = file.read_bytes()
+    again = invoke("launch", agent)
+    assert again.exit_code == 0 and "stays as it is" in again.stdout and file.read_bytes() == once
+    assert invoke("launch", agent, "--undo").exit_code == 0
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("agent", Agent)
+@pytest.mark.usefixtures("served")
+def test_a_dry_run_only_shows(agent: Agent, home: Path, invoke: Invoke) -> None:
+    file = own(home, agent)
+    shown = invoke("launch", agent, "--dry-run")
+    assert shown.exit_code == 0 and file.read_text() == OWN[agent]
+    assert f"--- {file}" in shown.stdout and any(
+        line.startswith("+") and URL in line for line in shown.stdout.split("\n")
+    )
+    assert not (home / ".agentcache" / "launch").exists()
+    invoke("launch", agent)
+    written = file.read_text()
+    undone = invoke("launch", agent, "--undo", "--dry-run")
+    assert any(line.startswith("-") and URL in line for line in undone.stdout.split("\n"))
+    assert file.read_text() == written
+
+
+@pytest.mark.parametrize("agent", Agent)
+@pytest.mark.parametrize("text", ["{", "// a comment\n{}", "[1]", "\x00", "a = = 1", '"x"'])
+@pytest.mark.usefixtures("served")
+def test_what_cannot_be_parsed_is_not_touched(agent: Agent, text: str, home: Path, invoke: Invoke) -> None:
+    file = own(home, agent)
+    if agent is Agent.CODEX and text.startswith(("[1]", "//")):
+        text = "= 1"  # that was good TOML, or so it began
+    file.write_text(text)
+    for options in (["--dry-run"], []):
+        refused = invoke("launch", agent, *options)
+        assert refused.exit_code == 1 and str(file) in refused.stderr and URL in refused.stderr
+        assert file.read_text() == text
+    assert list(file.parent.iterdir()) == [file]
+    agreed = invoke("launch", agent, input="y\n")
+    assert agreed.exit_code == 0 and (file.parent / f"{file.name}.bak").read_text() == text
+    assert URL in file.read_text()
+
+
+@pytest.mark.usefixtures("served")
+def test_a_value_where_a_table_should_be(home: Path, invoke: Invoke) -> None:
+    file = own(home, Agent.CLAUDE)
+    file.write_text('{"env": "x"}')
+    assert invoke("launch", "claude").exit_code == 1
+    assert file.read_text() == '{"env": "x"}'
+
+
+@pytest.mark.usefixtures("served")
+def test_what_was_changed_since_stays(home: Path, invoke: Invoke) -> None:
+    file = own(home, Agent.CLAUDE)
+    invoke("launch", "claude")
+    changed = parsed(file)
+    changed["env"]["ANTHROPIC_BASE_URL"] = "https://newer.example"
+    changed["theme"] = "dark"
+    file.write_text(json.dumps(changed))
+    undone = invoke("launch", "claude", "--undo")
+    assert "env.ANTHROPIC_BASE_URL was changed since, and stays" in undone.stderr
+    assert parsed(file) == {
+        "model": "opus",
+        "env": {"EDITOR": "vi", "ANTHROPIC_BASE_URL": "https://newer.example"},
+        "theme": "dark",
+    }
+
+
+def test_another_server_later(home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undoing brings back what was there before the first one."""
+    file = own(home, Agent.CLAUDE)
+    for served in (SERVED, replace(SERVED, url="http://127.0.0.1:9000", has_key=True)):
+        monkeypatch.setattr(launch_module, "_served", lambda *options, served=served: served)
+        assert invoke("launch", "claude").exit_code == 0
+    assert parsed(file)["env"]["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9000"
+    invoke("launch", "claude", "--undo")
+    assert parsed(file) == json.loads(OWN[Agent.CLAUDE])
+
+
+@pytest.mark.usefixtures("served")
+def test_a_link_stays_one(home: Path, invoke: Invoke) -> None:
+    file = own(home, Agent.CLAUDE)
+    file.rename(home / "dotfile.json")
+    file.symlink_to(home / "dotfile.json")
+    invoke("launch", "claude")
+    assert file.is_symlink() and URL in (home / "dotfile.json").read_text()
+    invoke("launch", "claude", "--undo")
+    assert parsed(file) == json.loads(OWN[Agent.CLAUDE])
+
+
+@pytest.mark.parametrize("agent", Agent)
+def test_no_key_is_written_to_a_file(agent: Agent) -> None:
+    """How the agent gets it is said by name."""
+    program = PROGRAMS[agent]
+    values = json.dumps([value.value for value in program.values(replace(SERVED, has_key=True))])
+    assert ("AGENTCACHE_API_KEY" in values) == (agent is not Agent.CLAUDE)
+    assert "key in" in program.key
+
+
+def test_a_note_that_is_none(home: Path, invoke: Invoke) -> None:
+    note = home / ".agentcache" / "launch" / "claude.json"
+    note.parent.mkdir(parents=True)
+    for text in ("{", "[]", '{"file": 1}', '{"file": "x", "existed": true, "set": [{}]}'):
+        note.write_text(text)
+        result = invoke("launch", "claude", "--undo")
+        assert result.exit_code == 1 and str(note) in result.stderr
+
+
+def test_without_a_server(invoke: Invoke) -> None:
+    result = invoke("launch", "codex")
+    assert result.exit_code == 1 and "agentcache serve" in result.stderr
+
+
+TEXT = st.text("ab.\"'é ", min_size=1, max_size=3)
+JSON = st.recursive(
+    st.booleans() | st.integers(-5, 5) | TEXT, lambda inner: st.dictionaries(TEXT, inner, max_size=3), max_leaves=6
+)
+PATHS = st.lists(TEXT, min_size=1, max_size=3).map(tuple)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.dictionaries(TEXT, JSON, max_size=4), st.lists(st.tuples(PATHS, JSON), min_size=1, max_size=3))
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+def test_any_settings_come_back(
+    suffix: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    own: dict[str, Any],
+    wanted: list[tuple[tuple[str, ...], Any]],
+) -> None:
+    file = tmp_path_factory.mktemp("any") / f"settings{suffix}"
+    file.write_text(tomlkit.dumps(own) if suffix == ".toml" else json.dumps(own))
+    paths = [path for path, _ in wanted]
+    if any(a != b and a[: len(b)] == b for a in paths for b in paths) or len(set(paths)) < len(paths):
+        return  # nobody puts a value into another one
+    try:
+        change = put_in(file, [Value(path, value) for path, value in wanted], None)
+    except UnreadableSettings:
+        assert parsed(file) == own
+        return
+    write(change)
+    after = parsed(file)
+    for path, value in wanted:
+        found: Any = after
+        for key in path:
+            found = found[key]
+        assert found == value
+    assert kept(own, after, paths)
+    assert change.note is not None
+    write(take_out(json.loads(json.dumps(change.note))))
+    assert parsed(file) == own

@@ -1,0 +1,133 @@
+"""Golden replies of every format, through a real tokenizer, split at tokens and at bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentcache.engine.output import Output
+from agentcache.models.text.replies.calls import Tools
+from agentcache.models.text.replies.events import (
+    Block,
+    Call,
+    Event,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    blocks_of,
+)
+from agentcache.models.text.replies.reader import open_reader
+from agentcache.models.text.tokenizer import Tokenizer
+from tests.examples import examples
+from tests.reply_formats import FAMILIES, TOOLS
+
+GOLDEN = [
+    pytest.param(name, reply, blocks, id=f"{name} {number}")
+    for name, family in FAMILIES.items()
+    for number, (reply, blocks) in enumerate(family.replies)
+]
+QUESTION = [{"role": "user", "content": "Hi"}]
+
+
+@cache
+def tokenizer_of(name: str, folder: Path) -> Tokenizer:
+    return Tokenizer.load(FAMILIES[name].write(folder / name.replace(" ", "-")))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("replies")
+
+
+def in_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
+    """The same text in tokens of one byte each; markers stay."""
+    one = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1}
+    split: list[int] = []
+    for token in token_ids:
+        whole = token in tokenizer.markers or token in tokenizer.control_ids
+        split += [token] if whole else [one[bytes([byte])] for byte in tokenizer.token_bytes(token)]
+    return split
+
+
+def events_of(tokenizer: Tokenizer, token_ids: Sequence[int], stop: Sequence[str] = ()) -> list[Event]:
+    prompt = tokenizer.render_chat(QUESTION, TOOLS)
+    output = Output(tokenizer.detokenizer(tokenizer.encode(prompt).ids[-1]), stop, tokenizer.markers)
+    reader = open_reader(tokenizer.reply_format, Tools(TOOLS), thoughts=True)
+    reader.begin(prompt[-256:])
+    events: list[Event] = []
+    for token in token_ids:
+        shown = output.add(token)
+        events += reader.add(shown.text, shown.markers)
+    rest = output.finish()
+    return [*events, *reader.add(rest.text, rest.markers), *reader.finish(cut_off=False)]
+
+
+@pytest.mark.parametrize("cut", ["tokens", "bytes"])
+@pytest.mark.parametrize(("name", "reply", "blocks"), GOLDEN)
+def test_what_a_reply_says(name: str, reply: str, blocks: tuple[Block, ...], cut: str, folder: Path) -> None:
+    tokenizer = tokenizer_of(name, folder)
+    ids = list(tokenizer.encode(reply).ids)
+    events = events_of(tokenizer, ids if cut == "tokens" else in_bytes(tokenizer, ids))
+    assert blocks_of(events) == list(blocks)
+    check(events, name)
+
+
+def check(events: Sequence[Event], name: str) -> None:
+    """Calls are whole, one at a time, and readable; no marker is in what is shown."""
+    open_call: int | None = None
+    num_calls = 0
+    for event in events:
+        match event:
+            case ToolCallStart(index):
+                assert open_call is None and index == num_calls
+                open_call, num_calls = index, num_calls + 1
+            case ToolCallArguments(index):
+                assert index == open_call
+            case ToolCallEnd(index):
+                assert index == open_call
+                open_call = None
+            case TextDelta(text) | ReasoningDelta(text):
+                assert open_call is None and text
+                assert not any(marker in text for marker in (*FAMILIES[name].special, *FAMILIES[name].plain))
+    assert open_call is None
+    assert all(isinstance(json.loads(each.arguments), dict) for each in blocks_of(events) if isinstance(each, Call))
+
+
+# mlx-lm's parsers read a call when it is complete; and where the name comes last, everything waits for it.
+AT_ONCE = ("gemma", "lfm")
+STREAMED = [
+    pytest.param(name, reply, id=f"{name} {number}")
+    for name, family in FAMILIES.items()
+    for number, (reply, blocks) in enumerate(family.replies)
+    if name not in AT_ONCE and '{"arguments"' not in reply
+    if any(isinstance(each, Call) and len(each.arguments) > 20 for each in blocks)
+]
+
+
+@pytest.mark.parametrize(("name", "reply"), STREAMED)
+def test_arguments_come_while_they_are_generated(name: str, reply: str, folder: Path) -> None:
+    tokenizer = tokenizer_of(name, folder)
+    events = events_of(tokenizer, in_bytes(tokenizer, tokenizer.encode(reply).ids))
+    assert len([event for event in events if isinstance(event, ToolCallArguments) and event.index == 0]) > 10
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_anything_that_is_cut_off_or_garbled_is_readable(name: str, data: st.DataObject, folder: Path) -> None:
+    tokenizer = tokenizer_of(name, folder)
+    replies = [list(tokenizer.encode(reply).ids) for reply, _ in FAMILIES[name].replies]
+    pieces = [reply[begin : begin + 7] for reply in replies for begin in range(0, len(reply), 7)]
+    reply = data.draw(st.sampled_from(replies))[: data.draw(st.integers(0, 80))]
+    ids = [*reply, *(token for piece in data.draw(st.lists(st.sampled_from(pieces), max_size=6)) for token in piece)]
+    events = events_of(tokenizer, ids)
+    assert blocks_of(events) == blocks_of(events_of(tokenizer, in_bytes(tokenizer, ids)))
+    check(events, name)

@@ -1,0 +1,89 @@
+"""Which replies of a rendered history are told in the words that the model generated, and which are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentcache.blocks.transcript import Transcript
+from agentcache.models.text.replies.history import ReplyReading, as_generated, with_thoughts
+from agentcache.models.text.tokenizer import Tokenizer
+from tests.reply_formats import FAMILIES, TOOLS
+
+QUESTION = {"role": "user", "content": "Where?"}
+SPACED = '<think>\nI look.\n</think>\n\n<tool_call>\n{"arguments": {"n":1,   "at":"sky"}, "name": "look"}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(FAMILIES["qwen3"].write(tmp_path_factory.mktemp("qwen3")))
+
+
+def told(tokenizer: Tokenizer, reply: str) -> Transcript:
+    """What a model has read and said."""
+    prompt = tokenizer.render_chat([QUESTION], TOOLS)
+    asked, said = tokenizer.encode(prompt), tokenizer.encode(reply)
+    return (
+        Transcript.empty()
+        .extended(prompt, asked.ids, asked.ends, "prompt")
+        .extended(reply, said.ids, said.ends, "generated")
+    )
+
+
+def message(thought: str | None = "I look.", at: str = "sky", text: str = "") -> dict[str, Any]:
+    function = {"name": "look", "arguments": {"at": at, "n": 1}}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    known = {"role": "assistant", "content": text, "tool_calls": calls}
+    return known if thought is None else known | {"reasoning_content": thought}
+
+
+def history(reply: dict[str, Any], *more: dict[str, Any]) -> list[dict[str, Any]]:
+    return [QUESTION, reply, {"role": "tool", "tool_call_id": "a", "content": "blue"}, *more]
+
+
+@pytest.mark.parametrize(
+    ("reply", "more", "is_found", "is_same"),
+    [
+        (message(), [], True, True),
+        (message(thought=None), [], False, True),
+        (message(thought="Another thought."), [], False, False),
+        (message(at="sea"), [], False, False),
+        (message(text="I have said more."), [], False, False),
+        (message(), [{"role": "user", "content": "And now?"}], False, True),  # the template leaves out what was thought
+    ],
+    ids=["same", "no thought", "other thought", "other call", "more text", "thought left out"],
+)
+def test_only_what_says_the_same_is_told_again(
+    tokenizer: Tokenizer, reply: dict[str, Any], more: list[dict[str, Any]], is_found: bool, is_same: bool
+) -> None:
+    transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
+    text = tokenizer.render_chat(history(reply, *more), TOOLS)
+    found = as_generated(text, transcript, reading)
+    assert found.text.startswith(transcript.text) == is_found and found.is_same == is_same
+    if is_found:
+        assert found.text.removeprefix(transcript.text) == text[text.index("<|im_end|>", len(transcript.text) - 80) :]
+    else:
+        assert found.text == text
+
+
+def test_thoughts_are_put_back_where_the_client_has_none(tokenizer: Tokenizer) -> None:
+    transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
+    full = with_thoughts(history(message(thought=None)), transcript, reading)
+    assert full == history(message())
+    assert with_thoughts(history(message()), transcript, reading) is None
+    assert with_thoughts(history(message(thought=None, at="sea")), transcript, reading) is None
+
+
+def test_a_conversation_that_ends_earlier_is_not_the_same(tokenizer: Tokenizer) -> None:
+    transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
+    text = tokenizer.render_chat([QUESTION], TOOLS)
+    assert not as_generated(text, transcript, reading).is_same
+
+
+def test_a_reply_is_read_in_its_prompt(tokenizer: Tokenizer) -> None:
+    transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
+    [(begin, end)] = transcript.generated_ranges()
+    read = reading.read_at(transcript.text, begin, end)
+    assert (read.thought, read.text) == ("I look.", "")
+    assert read.calls == (("look", {"at": "sky", "n": 1}),) and read.answers(message())

@@ -1,0 +1,133 @@
+"""Calls in the dialects that mlx-lm reads: what comes of them piece by piece is what mlx-lm makes of the whole."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentcache.models.text.replies.calls import Tools
+from agentcache.models.text.replies.dialects import DIALECTS
+from agentcache.models.text.replies.events import Call, blocks_of
+from agentcache.models.text.replies.format import ReplyFormat
+from agentcache.models.text.replies.json_text import JsonText
+from agentcache.models.text.replies.reader import open_reader
+from agentcache.models.text.replies.tagged_calls import converted
+
+PROPERTIES: dict[str, Any] = {
+    "s": {"type": "string"},
+    "i": {"type": "integer"},
+    "f": {"type": "number"},
+    "b": {"type": "boolean"},
+    "o": {"type": "object"},
+    "a": {"type": "array"},
+    "e": {"type": "string", "enum": ["x", "y"]},
+}
+TOOLS = [{"type": "function", "function": {"name": "make", "parameters": {"type": "object", "properties": PROPERTIES}}}]
+VALUES = {
+    "s": 'a "b" \\ <c> {d}\n  e',
+    "i": "7",
+    "f": "2.5",
+    "b": "true",
+    "o": '{"k": [1, {"l": null}]}',
+    "a": '["x", 2]',
+    "e": "x",
+}
+
+
+def xml(begin: str, end: str) -> str:
+    return "".join(f"{begin.format(key)}{value}{end}" for key, value in VALUES.items())
+
+
+JSON = '{"s": "a \\"b\\" \\n", "i": 7, "o": {"k": [1, {"l": null}]}}'
+INSIDES = {
+    "json_tools": f'\n{{"name": "make", "arguments": {JSON}}}\n',
+    "qwen3_coder": "\n<function=make>\n" + xml("<parameter={}>\n", "\n</parameter>\n") + "</function>\n",
+    "glm47": "make\n" + xml("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n"),
+    "longcat": "make\n" + xml("<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>", "</longcat_arg_value>\n"),
+    "minimax_m2": '\n<invoke name="make">\n' + xml('<parameter name="{}">', "</parameter>\n") + "</invoke>\n",
+    "minicpm5": '"make">' + xml('<param name="{}"><![CDATA[', "]]></param>"),
+    "muse_spark": '\n<atem:invoke name="make">\n'
+    + '<atem:parameter name="i">7</atem:parameter><atem:parameter name="o">{"k": [1]}</atem:parameter>'
+    + "</atem:invoke>\n",
+    "kimi_k3": '<|open|>call tool="make" index="1"<|sep|>'
+    + '<|open|>argument key="s" type="string"<|sep|>a "b" {c}<|close|>argument<|sep|>'
+    + '<|open|>argument key="o" type="object"<|sep|>{"k": [1]}<|close|>argument<|sep|>'
+    + "<|close|>call<|sep|>",
+    "kimi_k2": f"<|tool_call_begin|>functions.make:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>",
+    "mistral": f"make[ARGS]{JSON}",
+    "gemma4": 'call:make{s:<|"|>a "b"<|"|>,i:7,o:{k:[1]}}',
+    "pythonic": "[make(s='a \"b\"', i=7, a=[1, None], b=True)]",
+}
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("name", sorted(INSIDES))
+def test_calls_are_those_that_mlx_lm_reads(name: str, step: int) -> None:
+    parser = import_module(f"mlx_lm.tool_parsers.{name}")
+    theirs = parser.parse_tool_call(INSIDES[name], TOOLS)
+    [expected] = theirs if isinstance(theirs, list) else [theirs]
+    text = parser.tool_call_start + INSIDES[name] + parser.tool_call_end
+    reader = open_reader(ReplyFormat(name), Tools(TOOLS), thoughts=False)
+    events = [event for at in range(0, len(text), step) for event in reader.add(text[at : at + step])]
+    [call] = blocks_of([*events, *reader.finish(cut_off=False)])
+    assert isinstance(call, Call) and call.name == expected["name"]
+    assert json.loads(call.arguments) == expected["arguments"]
+
+
+def test_every_dialect_of_mlx_lm_is_read() -> None:
+    folder = import_module("mlx_lm.tool_parsers").__path__[0]
+    assert {path.stem for path in Path(folder).glob("[a-z]*.py")} <= set(DIALECTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "mended"),
+    [
+        ('{"a": [1, 2,], "b": {"c": true,},}', '{"a": [1, 2], "b": {"c": true}}'),
+        ('{"a": "one\ntwo\ttabs \\d"}', '{"a": "one\\ntwo\\ttabs \\\\d"}'),
+        ('{"a": True, "b": None}', '{"a": true, "b": null}'),
+        (r'{"a": "\ud83d\ude42 \ud83d \ude42"}', r'{"a": "\ud83d\ude42 \ufffd \ufffd"}'),
+        ('{"a": "cut \\u12', '{"a": "cut "}'),
+        ('{"a": {"b": [1, {"c": "d', '{"a": {"b": [1, {"c": "d"}]}}'),
+        ('{"a": 1, "b": tru', '{"a": 1}'),
+        ('{"a": 1, "bcd', '{"a": 1}'),
+        ('{"a": 1 nonsense', '{"a": 1}'),
+        ('{"a": 1e400, "b": 2}', "{}"),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 1000])
+def test_json_is_mended(text: str, mended: str, step: int) -> None:
+    value, out = JsonText(), ""
+    for at in range(0, len(text), step):
+        piece = text[at : at + step]
+        if value.feed(piece, 0) < len(piece):
+            break
+        out += value.take()
+    value.close()
+    out += value.take()
+    assert out == mended and isinstance(json.loads(out), dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "value"),
+    [
+        ("7", {"integer"}, 7),
+        ("7.0", {"integer"}, 7),
+        ("7.5", {"integer"}, 7.5),
+        ("seven", {"integer"}, "seven"),
+        ("null", {"string"}, "null"),
+        ("null", {"string", "null"}, None),
+        ("null", {"integer", "null"}, None),
+        ("True", {"boolean"}, True),
+        ("maybe", {"boolean"}, "maybe"),
+        ("{'a': (1, 2)}", {"object"}, {"a": [1, 2]}),
+        ("1e400", {"number"}, "1e400"),
+        ("12", {"string", "integer"}, 12),
+    ],
+)
+def test_arguments_have_the_types_that_the_tool_asks_for(text: str, types: set[str], value: object) -> None:
+    found = converted(text, frozenset(types), untyped=False)
+    assert found == value and type(found) is type(value)

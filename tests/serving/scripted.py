@@ -1,0 +1,51 @@
+"""Real models that say what a test wants: instead of choosing from logits, tokens come from a script.
+
+Everything else is what runs: prefill, decoding, cache, transcripts, detokenising.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import pytest
+
+from agentcache.engine import batch
+from agentcache.models.sampler import Row, Sampler
+from agentcache.sampling import SamplingParams
+
+
+@dataclass
+class Script:
+    """What the next request will say, as token ids; the last one should end it."""
+
+    token_ids: Sequence[int] = ()
+    num_said: int = field(default=0)
+
+
+class _ScriptedSampler(Sampler):
+    def __init__(self, params: SamplingParams, script: Script) -> None:
+        super().__init__(params)
+        self.script = list(script.token_ids)
+
+
+@contextmanager
+def scripted() -> Iterator[Script]:
+    """Requests that begin within say what the script holds at that time."""
+    script = Script()
+
+    def say(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
+        return mx.array([_token(row) for row in rows], mx.int32)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "Sampler", lambda params: _ScriptedSampler(params, script))
+        patch.setattr(batch, "choose", say)
+        yield script
+
+
+def _token(row: Row) -> int:
+    assert isinstance(row.sampler, _ScriptedSampler)
+    said = row.sampler.script
+    return said[min(row.position, len(said) - 1)]  # one step of lookahead may ask for what follows the end

@@ -1,0 +1,187 @@
+"""Replies on the wire, and their way back: what a client sends of them goes on from what was generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ModelFolder
+from tests.reply_formats import FAMILIES, TOOLS
+from tests.serving.front import Front, open_front
+from tests.serving.scripted import Script, scripted
+
+NAMES = ("qwen3", "deepseek", "harmony")
+ANTHROPIC_TOOLS = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
+SYSTEM = {"role": "system", "content": "You look around and say what is there, in as few words as you can. " * 3}
+
+
+class Talk:
+    """A conversation in which the model says what it is told to.
+
+    Attributes:
+        reports: of all turns.
+    """
+
+    def __init__(self, front: Front, script: Script) -> None:
+        self.front = front
+        self._script = script
+        self.reports: list[dict[str, Any]] = []
+
+    def say(self, reply: str) -> None:
+        tokenizer = self.front.tokenizer
+        self._script.token_ids = [*tokenizer.encode(reply).ids, min(tokenizer.eos_ids)]
+
+    def chat(self, reply: str, messages: list[dict[str, Any]], agent: str | None = "a") -> dict[str, Any]:
+        """The assistant's message."""
+        self.say(reply)
+        body = {"messages": messages, "agent": agent, "tools": TOOLS, "agentcache": {"report": True}}
+        answer = self.front.post("/v1/chat/completions", body).json()
+        self.reports.append(answer["agentcache"])
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        return message
+
+
+@pytest.fixture(params=NAMES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def talk(family: str, model_folder: ModelFolder, tmp_path: Path) -> Iterator[Talk]:
+    folder = model_folder("mistral", family, num_hidden_layers=2)
+    with scripted() as script, open_front(folder, tmp_path / "cache") as front:
+        yield Talk(front, script)
+
+
+def test_streams_say_what_whole_answers_say(talk: Talk, family: str) -> None:
+    for reply, blocks in FAMILIES[family].replies:
+        question = [{"role": "user", "content": "Hi"}]
+        message = talk.chat(reply, question, agent=None)
+        chunks = talk.front.events("/v1/chat/completions", {"messages": question, "tools": TOOLS})
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == (message["content"] or "")
+        thoughts = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        assert thoughts == message.get("reasoning_content", "")
+        calls: dict[int, list[str]] = {}
+        for each in [call for delta in deltas for call in delta.get("tool_calls", [])]:
+            function = each["function"]
+            calls.setdefault(each["index"], [function.get("name", ""), ""])[1] += function["arguments"]
+        whole = [[each["function"]["name"], each["function"]["arguments"]] for each in message.get("tool_calls", [])]
+        assert list(calls.values()) == whole
+        assert whole == [[each.name, each.arguments] for each in blocks if hasattr(each, "arguments")]
+        finish = "tool_calls" if whole else "stop"
+        assert chunks[-1]["choices"][0]["finish_reason"] == finish
+        check_anthropic(talk, question, message)
+
+
+def check_anthropic(talk: Talk, question: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    body = {"messages": question, "max_tokens": 500, "tools": ANTHROPIC_TOOLS}
+    answer = talk.front.post("/v1/messages", body).json()
+    blocks: dict[int, dict[str, Any]] = {}
+    for event in talk.front.events("/v1/messages", body):
+        if event["type"] == "content_block_start":
+            blocks[event["index"]] = event["content_block"] | {"json": ""}
+        elif event["type"] == "content_block_delta":
+            block, delta = blocks[event["index"]], event["delta"]
+            for kind in ("text", "thinking", "signature"):
+                if kind in delta:
+                    block[kind] += delta[kind]
+            block["json"] += delta.get("partial_json", "")
+    streamed = []
+    for block in blocks.values():
+        written = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(written)
+        streamed.append({name: value for name, value in block.items() if name != "id"})
+    whole = [{name: value for name, value in block.items() if name != "id"} for block in answer["content"]]
+    assert streamed == whole
+    thoughts = "".join(block["thinking"] for block in whole if block["type"] == "thinking")
+    assert thoughts == message.get("reasoning_content", "")
+    assert all(block["signature"] for block in whole if block["type"] == "thinking")
+    assert "".join(block["text"] for block in whole if block["type"] == "text") == (message["content"] or "")
+    quiet = talk.front.post("/v1/messages", body | {"thinking": {"type": "disabled"}}).json()
+    assert [block["type"] for block in quiet["content"] if block["type"] == "thinking"] == []
+
+
+def calling(family: str, number: int) -> str:
+    """A reply that thinks and calls, in the words of the model, which need not be those of its template."""
+    arguments = f'{{"at":"place {number}",  "n": {number}}}'
+    if family == "harmony":
+        return (
+            f"<|channel|>analysis<|message|>Where is {number}?<|end|><|start|>assistant<|channel|>commentary"
+            f" to=functions.look <|constrain|>json<|message|>{arguments}"
+        )
+    if family == "deepseek":
+        return (
+            f"Where is {number}?</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{arguments}"
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        )
+    call = f'{{"name": "look", "arguments": {arguments}}}'
+    return f"<think>\nWhere is {number}?\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
+
+
+def answering(family: str, number: int) -> str:
+    if family == "harmony":
+        return (
+            f"<|channel|>analysis<|message|>I saw {number}.<|end|><|start|>assistant<|channel|>final<|message|>"
+            f"It is the number {number}."
+        )
+    start = "" if family == "deepseek" else "<think>\n"
+    return f"{start}I saw {number}.\n</think>\n\nIt is the number {number}."
+
+
+def result(message: dict[str, Any], number: int) -> dict[str, Any]:
+    text = f"This is what was there at place {number}: nothing but {number} cats on a mat, and a door."
+    return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": text}
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["thoughts sent back", "thoughts dropped"])
+@pytest.mark.parametrize("num_turns", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_turns_with_tools_compute_what_they_add(talk: Talk, family: str, num_turns: int, drops: bool) -> None:
+    messages: list[dict[str, Any]] = [SYSTEM, {"role": "user", "content": "Look around."}]
+    new_tokens = [0]
+    for number in range(num_turns):
+        message = talk.chat(calling(family, number), messages)
+        if drops:
+            message.pop("reasoning_content")
+        read = result(message, number)
+        messages += [message, read]
+        new_tokens.append(num_new_tokens(talk, family, messages))
+    for report, new in list(zip(talk.reports, new_tokens, strict=False))[1:]:
+        if family != "deepseek":  # whose template leaves out at once what was thought
+            assert report["match"] == "EXTEND"
+        assert report["computed_tokens"] <= 1.2 * new
+        assert report["lineage"] == talk.reports[0]["lineage"]
+
+
+# Behind the last of these is what a turn adds: where the reply ends, or where its template begins to write it anew.
+ADDED = {"qwen3": "</tool_call>", "harmony": "<|call|>", "deepseek": "<｜Assistant｜></think>"}
+
+
+def num_new_tokens(talk: Talk, family: str, messages: list[dict[str, Any]]) -> int:
+    tokenizer = talk.front.tokenizer
+    whole = tokenizer.render_chat(messages, TOOLS)
+    return len(tokenizer.encode(whole[whole.rindex(ADDED[family]) :]).ids)
+
+
+def test_thoughts_that_a_template_leaves_out_are_gone(talk: Talk, family: str) -> None:
+    """A template's own rule wins: what is computed is what it has written anew."""
+    messages: list[dict[str, Any]] = [SYSTEM]
+    tokenizer = talk.front.tokenizer
+    for number in range(4):
+        asked = {"role": "user", "content": f"What is the number {number}? Say it in many words."}
+        before = len(tokenizer.encode(tokenizer.render_chat(messages, TOOLS)).ids)
+        messages.append(asked)
+        message = talk.chat(answering(family, number), messages)
+        assert f"I saw {number}" in message["reasoning_content"] and "I saw" not in message["content"]
+        messages.append(message)
+        report = talk.reports[-1]
+        written = len(tokenizer.encode(tokenizer.render_chat(messages[:-1], TOOLS)).ids)
+        assert report["prompt_tokens"] == written
+        if number:
+            assert report["computed_tokens"] <= written - before + 40
+            assert report["lineage"] == talk.reports[0]["lineage"]
