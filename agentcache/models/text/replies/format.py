@@ -89,7 +89,7 @@ def _find_dialect(template: str, tokens: Mapping[str, object], mlx_lm_parser: st
 
     if mlx_lm_parser in DIALECTS:
         return mlx_lm_parser
-    if has("<｜tool▁calls▁begin｜>") or "<|tool_calls_begin|>" in template:
+    if has("<｜tool▁calls▁begin｜>") or "<|tool_calls_end|>" in template:
         return "deepseek"
     if has("[TOOL_CALLS]"):
         return "mistral"
