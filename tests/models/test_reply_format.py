@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.models.text.replies.format import HARMONY, ReplyFormat, find_format
+from agentcache.models.text.replies.find_format import find_format
+from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.models.templates import TEMPLATES
 from tests.reply_formats import FAMILIES
