@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,9 @@ from typing import Any, TypeVar
 from agentcache.adapter_settings import AdapterFolder, Policy, parse_policy
 from agentcache.config import Config, load_config
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.models.text.replies.calls import Tools
+from agentcache.models.text.replies.events import Block, Event, blocks_of
+from agentcache.models.text.replies.reader import open_reader
 from agentcache.report import (
     AdapterInfo,
     AgentInfo,
@@ -48,6 +51,7 @@ class Completion:
         logprobs: one per token, where asked for.
         prompt_logprobs: one per prompt token, where asked for.
         report: what it cost and what it reused.
+        blocks: what a chat's `text` says: thoughts, text and calls, in their order.
     """
 
     text: str
@@ -57,6 +61,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: FinishReason
     report: Report
+    blocks: tuple[Block, ...] = ()
 
 
 class LLM:
@@ -211,7 +216,22 @@ class LLM:
             prompt_logprobs=first.prompt_logprobs,
             finish_reason=last.finish_reason,
             report=last.report,
+            blocks=self._read(request, updates),
         )
+
+    def _read(self, request: Request, updates: Sequence[Update]) -> tuple[Block, ...]:
+        """What a chat's reply says."""
+        if not isinstance(request.prompt, ChatPrompt):
+            return ()
+        tools = Tools(request.prompt.tools) if request.prompt.tools else None
+        reader = open_reader(self._engine.model.reply_format, tools, thoughts=True)
+        events: list[Event] = []
+        for update in updates:
+            if update.prompt_end is not None:
+                reader.begin(update.prompt_end)
+            events += reader.add(update.text, update.markers)
+        is_cut_off = updates[-1].finish_reason is FinishReason.LENGTH
+        return tuple(blocks_of([*events, *reader.finish(cut_off=is_cut_off)]))
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """All adapters, by name."""

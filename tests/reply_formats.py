@@ -204,6 +204,7 @@ FAMILIES: dict[str, Family] = {
                 (Reasoning("hm"), Text("Ok"), _LOOK, _NOW),
             ),
             (f"[TOOL_CALLS][{_CALL}]", (_LOOK,)),
+            ("Ok [TOOL_CALLS]and no call", (Text("Ok and no call"),)),
         ),
     ),
     "llama": Family(

@@ -63,7 +63,7 @@ def test_a_chat_stream_becomes_a_completion() -> None:
     assert 0 < done.ttft_ms < done.last_token_ms < done.total_ms
     path, body = seen[0]
     assert path == "/v1/chat/completions"
-    assert body["agentcache"] == {"report": True, "return_token_ids": True, "salt": "s"}
+    assert body["agentcache"] == {"report": True, "return_token_ids": True, "salt": "s", "parse_reasoning": False}
     assert (body["agent"], body["max_tokens"], "seed" in body, "salt" in body) == ("ann", 4, False, False)
 
 

@@ -108,7 +108,7 @@ def read_conversation(
     chat, held = request.prompt, _lineages_of(request, agents)
     if not isinstance(chat, ChatPrompt) or not tokenizer.reply_format.is_known:
         return prompt
-    if any(prompt.extends(transcript) for transcript in held):
+    if not held or prompt.extends(max(held, key=prompt.shared_with)):
         return prompt
     reading = ReplyReading(tokenizer, chat.tools)
     best, most, retells = prompt.content, 0, list[Transcript]()

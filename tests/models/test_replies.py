@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentcache.engine.output import Output
 from agentcache.models.text.replies.calls import Tools
+from agentcache.models.text.replies.dialects import DIALECTS
 from agentcache.models.text.replies.events import (
     Block,
     Call,
@@ -131,3 +132,34 @@ def test_anything_that_is_cut_off_or_garbled_is_readable(name: str, data: st.Dat
     events = events_of(tokenizer, ids)
     assert blocks_of(events) == blocks_of(events_of(tokenizer, in_bytes(tokenizer, ids)))
     check(events, name)
+
+
+# Not: those whose prompt opens a thought, and Harmony, in which every text has a marker in front of it.
+PLAIN = [name for name in FAMILIES if name not in ("deepseek", "closing marker only", "harmony")]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@settings(max_examples=examples(100))
+@given(text=st.text(alphabet='ab{}[]":, \n\té🙂', max_size=40), size=st.integers(1, 8))
+@example(text=' {"name": "nobody", "a": [1]} \n', size=1)
+def test_text_without_markers_stays_as_it_is(name: str, text: str, size: int, folder: Path) -> None:
+    reader = open_reader(tokenizer_of(name, folder).reply_format, Tools(TOOLS), thoughts=True)
+    reader.begin("<|im_start|>assistant\n")
+    events = [event for at in range(0, len(text), size) for event in reader.add(text[at : at + size])]
+    shown = [event.text for event in [*events, *reader.finish(cut_off=False)] if isinstance(event, TextDelta)]
+    assert "".join(shown) == text
+
+
+@pytest.mark.parametrize("name", ["hermes, markers in pieces", "bare function", "mistral", "kimi", "glm"])
+def test_an_opening_without_a_call_holds_no_text_back(name: str, folder: Path) -> None:
+    """A model that talks on behind a marker is shown while it does."""
+    tokenizer = tokenizer_of(name, folder)
+    opening = next(iter(DIALECTS[tokenizer.reply_format.dialect or ""].opens))
+    ids = tokenizer.encode(opening + "and so on, without an end " * 60).ids
+    output = Output(tokenizer.detokenizer(None), (), tokenizer.markers)
+    reader = open_reader(tokenizer.reply_format, Tools(TOOLS), thoughts=True)
+    shown = ""
+    for token in ids:
+        piece = output.add(token)
+        shown += "".join(e.text for e in reader.add(piece.text, piece.markers) if isinstance(e, TextDelta))
+    assert len(shown) > 1400 and opening not in shown

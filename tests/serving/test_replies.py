@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from agentcache.models.text.tokenizer import Tokenizer
 from tests.conftest import ModelFolder
 from tests.reply_formats import FAMILIES, TOOLS
+from tests.serving.conversation import open_llm
 from tests.serving.front import Front, open_front
 from tests.serving.scripted import Script, scripted
 
@@ -185,3 +187,14 @@ def test_thoughts_that_a_template_leaves_out_are_gone(talk: Talk, family: str) -
         if number:
             assert report["computed_tokens"] <= written - before + 40
             assert report["lineage"] == talk.reports[0]["lineage"]
+
+
+def test_offline_a_reply_is_read_too(family: str, model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder = model_folder("mistral", family, num_hidden_layers=2)
+    reply, blocks = FAMILIES[family].replies[1]
+    tokenizer = Tokenizer.load(folder)
+    with scripted() as script, open_llm(folder, tmp_path / "cache") as llm:
+        script.token_ids = [*tokenizer.encode(reply).ids, min(tokenizer.eos_ids)]
+        said = llm.chat([{"role": "user", "content": "Hi"}], tools=TOOLS)
+        assert said.blocks == blocks and said.text != ""
+        assert llm.generate("Hi").blocks == ()

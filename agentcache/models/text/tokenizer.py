@@ -20,7 +20,8 @@ from agentcache.models.text.encoder import MarkedEncoder
 from agentcache.models.text.longest_token import longest_token
 from agentcache.models.text.marks import MarkedEnds, Marks
 from agentcache.models.text.messages import plain_messages, with_strings
-from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat, find_format
+from agentcache.models.text.replies.find_format import find_format
+from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat
 from agentcache.models.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, is_rendered_here, refused
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 

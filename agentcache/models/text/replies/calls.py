@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from agentcache.models.text.replies.events import Event, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 SPACE = " \t\n\r"
+LONGEST_HEADER = 512  # characters in which a call's name has to come
 
 
 def _as_it_is(text: str) -> str:
@@ -57,10 +58,12 @@ class Left:
     Args:
         shown: text of what was no call after all.
         rest: text that it did not read.
+        has_failed: whether there was something that was no call.
     """
 
     shown: str = ""
     rest: str = ""
+    has_failed: bool = False
 
 
 class CallReader(Protocol):
@@ -174,7 +177,7 @@ class Steps(ABC):
 
     def _failed(self) -> Left:
         """No call after all."""
-        return Left(shown=self._raw.removesuffix(self._text), rest=self._text)
+        return Left(shown=self._raw.removesuffix(self._text), rest=self._text, has_failed=True)
 
     def _behind_call(self, left_over: str) -> str:
         """The text behind a call without what does not matter there: closing brackets too many, a fence's end."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from agentcache.models.text.json_values import parse_json
-from agentcache.models.text.replies.calls import SPACE, CallSink, Left, Steps, Tools
+from agentcache.models.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools
 from agentcache.models.text.replies.json_text import JsonText
 
 _NAME_KEYS = ("name", "tool_name")
@@ -62,13 +62,11 @@ class HeaderCall(Steps):
             return None
         brace = self._text.find("{")
         close = self._text.find(self._close) if self._close else -1
-        ends = [end for end in (brace, close) if end >= 0]
-        if not ends and not final:
+        end = min((end for end in (brace, close) if end >= 0), default=-1)
+        if end < 0 and not final and len(self._text) <= LONGEST_HEADER:
             return None
-        end = min(ends, default=len(self._text))
-        name = self._name_of(self._text[:end])
-        if name is None or not ends:
-            self._text = self._text[end:]
+        name = self._name_of(self._text[:end]) if 0 <= end <= LONGEST_HEADER else None
+        if name is None:
             return self._failed()
         self._text = self._text[end:]
         if end == brace:

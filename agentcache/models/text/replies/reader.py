@@ -273,7 +273,7 @@ class MarkedReader:
             self._said = True
             self._sink.events.append(TextDelta(self._gap + shown))
             self._gap = ""
-        elif shown:
+        elif left.has_failed:
             self._say(shown)
         else:
             self._gap, self._strips = "", True

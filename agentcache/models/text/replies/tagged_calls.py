@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import Any
 
 from agentcache.models.text.json_values import written_and_read
-from agentcache.models.text.replies.calls import SPACE, CallSink, Left, Steps, Tools, partial_end
+from agentcache.models.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools, partial_end
 from agentcache.models.text.replies.json_calls import ObjectCalls
 from agentcache.models.text.replies.json_text import JsonText
 
@@ -146,11 +146,11 @@ class TaggedCalls(Steps):
         tags = self._tags
         marks = [tags.name_end] if tags.name_end else [mark for mark in (tags.argument, self._close, "\n") if mark]
         found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
-        if not found:
+        at, mark = min(found, default=(len(self._text), ""))
+        if at <= LONGEST_HEADER and not found:
             return None
-        at, mark = min(found)
         name = _name_in(self._text[:at])
-        if _NAME.fullmatch(name) is None:
+        if at > LONGEST_HEADER or _NAME.fullmatch(name) is None:
             return self._failed()
         self._text = self._text[at + len(mark) if mark == tags.name_end else at :]
         self._begin(name)

@@ -40,7 +40,7 @@ class WholeCalls:
         try:
             calls = parse_calls(self._parser, self._spell(inside), self._tools)
         except ValueError:
-            return Left(shown=inside, rest=rest)
+            return Left(shown=inside, rest=rest, has_failed=True)
         for name, arguments in calls:
             self._sink.whole(name, arguments)
         return Left(rest=rest)
