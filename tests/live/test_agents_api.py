@@ -114,7 +114,7 @@ def test_a_fork_shares_and_then_goes_its_own_way(live_server: ServerProcess, htt
     assert forked.status_code == 201
     [lineage] = forked.json()["lineages"]
     assert lineage | {"last_used": 0} == before["lineages"][0] | {"last_used": 0}
-    same = {"id": agent, "created": 0, "last_used": 0, "lineages": []}
+    same = {"id": agent, "created": 0, "last_used": 0, "lineages": [], "last_turn": None}
     assert forked.json() | same == before | same
     # A table is copied, and the transcript; no block is.
     assert stats(live_server)["disk_bytes"] - disk < before["disk_bytes"] / 10
