@@ -55,7 +55,9 @@ class Snapshots:
         self._most = budget // self._bytes
         self._pool = BlockPool()
         self._rows = 0
-        self._nodes: dict[Node, None] = {}  # with a snapshot in RAM, least recently used first
+        # Nodes with a snapshot in RAM, least recently used first: those that have been replaced, and the others.
+        self._spent: dict[Node, None] = {}
+        self._fresh: dict[Node, None] = {}
         self._account = ledger.open(STATE, floor=budget)
         self._prune = prune
 
@@ -67,11 +69,9 @@ class Snapshots:
 
     @property
     def nodes(self) -> Iterator[Node]:
-        """Nodes with a snapshot in RAM, least recently used first."""
-        return iter(self._nodes)
-
-    def __len__(self) -> int:
-        return len(self._nodes)
+        """Nodes with a snapshot in RAM, in the order in which they leave."""
+        yield from self._spent
+        yield from self._fresh
 
     @property
     def num_slots(self) -> int:
@@ -130,19 +130,23 @@ class Snapshots:
             self.release(slot)
         else:
             node.state = slot
-            self._nodes[node] = None
         self.touch(node)
 
     def touch(self, node: Node) -> None:
         """Mark a snapshot as just used."""
-        if node in self._nodes:
-            self._nodes[node] = self._nodes.pop(node)
+        if node.state is not None:
+            self._drop(node)
+            self._fresh[node] = None
 
     def expire(self, node: Node) -> None:
-        """Mark a snapshot as used longest ago: another one has taken its place."""
-        if node in self._nodes:
-            del self._nodes[node]
-            self._nodes = {node: None, **self._nodes}
+        """Another snapshot has taken the place of this one, which leaves before those that none has replaced."""
+        if node in self._fresh:
+            self._drop(node)
+            self._spent[node] = None
+
+    def _drop(self, node: Node) -> None:
+        self._spent.pop(node, None)
+        self._fresh.pop(node, None)
 
     def evict(self, node: Node) -> bool:
         """Free the node's slot if nobody is about to start from it; False if somebody is. Files stay known."""
@@ -150,7 +154,7 @@ class Snapshots:
             return False
         slot, node.state = node.state, None
         assert slot is not None  # it is idle
-        del self._nodes[node]
+        self._drop(node)
         self.release(slot)
         self._prune(node)
         return True
@@ -161,7 +165,7 @@ class Snapshots:
     def _make_room(self, count: int) -> None:
         """Have snapshots leave until so many more states fit. Raises OutOfBlocks, and then none has left."""
         short = self._states + count - self._most
-        idle = [node for node in self._nodes if self._is_idle(node)][: max(0, short)]
+        idle = [node for node in self.nodes if self._is_idle(node)][: max(0, short)]
         if len(idle) < short:
             raise OutOfBlocks(f"the budget of {self._most} recurrent states is in use by running requests")
         self.evicted += sum(self.evict(node) for node in idle)
@@ -183,7 +187,7 @@ class Snapshots:
         """
         self._pool.check_integrity()
         listed = {node: node.state for node in nodes if node.state is not None}
-        if listed.keys() != self._nodes.keys():
+        if Counter(listed.keys()) != Counter(self.nodes):
             raise BrokenInvariant("the list of snapshots is wrong")
         expected = Counter(listed.values()) + Counter(started)
         if Counter({slot: self._pool.ref_cnt(slot) for slot in range(self._pool.capacity)}) != expected:
