@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from agentcache.blocks.keys import BLOCK_SIZE, STATE_GROUP
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import BrokenInvariant, UnsupportedModel
 
 POSITION = "@"
@@ -127,15 +127,8 @@ class GroupSpec:
         sizes = [tensor.numpy_dtype.itemsize for tensor in self.tensors]
         if sizes != sorted(sizes, reverse=True):
             raise BrokenInvariant(f"the tensors of group {self.name} do not begin with the widest dtypes")
-        if self.is_state and (self.bytes_per_token or self.layers):
-            raise BrokenInvariant("a snapshot of recurrent state has nothing a token")
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             raise BrokenInvariant(f"two tensors of group {self.name} have one name")
-
-    @property
-    def is_state(self) -> bool:
-        """Whether its blocks are snapshots of recurrent state: what layers keep of all tokens up to a block's end."""
-        return self.name == STATE_GROUP
 
     def __hash__(self) -> int:
         return self._hash
@@ -195,16 +188,6 @@ class CacheSpec:
     def digest(self) -> str:
         """Digest of everything above; part of every key."""
         return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
-
-    @cached_property
-    def block_groups(self) -> tuple[GroupSpec, ...]:
-        """The groups of which every block has its part: all but the recurrent state's."""
-        return tuple(group for group in self.groups if not group.is_state)
-
-    @cached_property
-    def state_group(self) -> GroupSpec | None:
-        """The group of snapshots of recurrent state; None for a model without recurrent layers."""
-        return self.groups[-1] if self.groups and self.groups[-1].is_state else None
 
     @property
     def num_layers(self) -> int:

@@ -175,7 +175,7 @@ def test_an_adapter_has_snapshots_of_its_own_behind_its_start() -> None:
 
 
 def test_without_attention_positions_are_all_there_is() -> None:
-    cache, tokens = PrefixCache((), Ledger(1000), state=STATE_GROUP, state_budget=200), list(range(600))
+    cache, tokens = PrefixCache((), Ledger(1000), state=STATE_GROUP, state_budget=200), list(range(601))
     sequence = start(cache, tokens)
     grow(cache, sequence, tokens, 512, 600)
     cache.close(sequence)
