@@ -177,10 +177,12 @@ class Persistence:
             early: what the turn gave to `save_blocks`.
         """
         # The durable part of the record in memory changes only when the disk has changed.
-        durable = self._agents.find(record.name) or replace(record, num_saved=0, blocks=())
-        self._agents.put(replace(record, num_saved=durable.num_saved, blocks=durable.blocks))
+        durable = self._agents.find(record.name) or replace(record, num_saved=0, blocks=(), snapshots=())
+        self._agents.put(
+            replace(record, num_saved=durable.num_saved, blocks=durable.blocks, snapshots=durable.snapshots)
+        )
         self._in_use.hold_lineage(record.name)  # so that nobody drops the durable ones for room
-        counted_on = names_of(set(record.blocks).difference(durable.blocks))
+        counted_on = names_of(set(record.held).difference(durable.held))
         self._in_use.hold_blocks(counted_on)
 
         def settle(outcome: Committed) -> None:
@@ -239,7 +241,7 @@ class Persistence:
             log.error("agent %s was not saved: %s", record.name, outcome.error)
             return Saved(error=outcome.error)
         current = self._agents.find(record.name) or record
-        self._agents.put(replace(current, num_saved=record.num_saved, blocks=record.blocks))
+        self._agents.put(replace(current, num_saved=record.num_saved, blocks=record.blocks, snapshots=record.snapshots))
         return Saved(outcome.num_bytes)
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
@@ -291,7 +293,7 @@ class Persistence:
     def _evict(self, record: AgentRecord, outcome: Committed) -> None:
         """From RAM goes what was deleted of a lineage that is forgotten."""
         deleted = set(outcome.deleted)
-        self._cache.evict(block for block in record.blocks if deleted.issuperset(block.names))
+        self._cache.evict(block for block in record.held if deleted.issuperset(block.names))
 
     def when_settled(self, done: Callable[[], None]) -> None:
         """Call `done` when all that was queued until now is on disk, or gone from it, and known here."""
@@ -336,10 +338,10 @@ class Persistence:
             self._forget(name)
         for dropped in (*outcome.emptied, *outcome.removed):
             known = self._agents.find(dropped.name)
-            if known is None or known.blocks != dropped.blocks:
+            if known is None or known.held != dropped.held:
                 continue  # it was deleted, and perhaps made again, since
             if dropped in outcome.emptied:
-                self._agents.put(replace(known, num_saved=0, blocks=()))
+                self._agents.put(replace(known, num_saved=0, blocks=(), snapshots=()))
             else:
                 self._agents.remove(known)
                 self._evict(dropped, outcome)

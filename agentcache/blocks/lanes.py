@@ -139,6 +139,24 @@ class NamedBlock(NamedTuple):
         return [BlockName(self.chain, group) for group in self.groups]
 
 
+class NamedSnapshot(NamedTuple):
+    """A snapshot of recurrent state by its address.
+
+    Attributes:
+        num_tokens: behind which it is the state.
+        chain: of the block that ends there, in the lane that has the state.
+        group: number of the state's cache group.
+    """
+
+    num_tokens: int
+    chain: str
+    group: int
+
+    @property
+    def block(self) -> NamedBlock:
+        return NamedBlock(self.chain, (self.group,))
+
+
 def name_blocks(chains: Iterable[str], blocks: Iterable[BlockSpan]) -> tuple[NamedBlock, ...]:
     """The spans with these chain keys, one each."""
     return tuple(NamedBlock(chain, span.groups) for chain, span in zip(chains, blocks, strict=True))

@@ -114,6 +114,10 @@ class Snapshots:
         self._settle()
         return slot
 
+    def is_free(self, slot: int) -> bool:
+        """Whether nobody refers to the slot."""
+        return self._pool.ref_cnt(slot) == 0
+
     def retain(self, slot: int) -> None:
         self._pool.retain(slot)
 
