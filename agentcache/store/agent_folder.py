@@ -211,9 +211,7 @@ class AgentFolder:
         if len(record.blocks) != len(spans(record.num_saved, record.producer, num_groups, has_state=has_state)):
             raise BrokenInvariant(f"agent {record.id}: {len(record.blocks)} blocks for {record.num_saved} tokens")
         if not all(0 < each.num_tokens <= record.num_saved for each in record.snapshots):
-            raise BrokenInvariant(
-                f"agent {record.id}: snapshots {record.snapshots!r:.100} of {record.num_saved} tokens"
-            )
+            raise BrokenInvariant(f"agent {record.id}: snapshots behind its {record.num_saved} saved tokens")
 
     def _clashes(self, agent_id: str) -> bool:
         folded = agent_id.casefold()
