@@ -277,8 +277,10 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
 
 
 def _cache_from(fields: Mapping[str, Any]) -> SavedCache:
+    if not isinstance(fields, dict):
+        raise TypeError("the cache is none")
     producer = _producer_from(fields["producer"]) if "producer" in fields else None
-    snapshots = tuple(map(_snapshot_from, fields["snapshots"] if "snapshots" in fields else ()))
+    snapshots = tuple(map(_snapshot_from, fields.get("snapshots", ())))
     cache = SavedCache(**{**fields, "groups": tuple(fields["groups"]), "producer": producer, "snapshots": snapshots})
     if type(cache.num_saved) is not int or type(cache.name) is not str or type(cache.spec) is not str:
         raise TypeError("the cache is none")
