@@ -216,10 +216,10 @@ class SnapshotSearch:
 
     def longest(self, limit: int) -> Node | None:
         """The node that ends last, in front of or behind token `limit - 1`, and has a snapshot; None without one."""
-        return next(self._ends(limit), None)
+        return next(self.ends(limit), None)
 
-    def _ends(self, limit: int) -> Iterator[Node]:
-        """All of them, the last one first."""
+    def ends(self, limit: int) -> Iterator[Node]:
+        """All nodes with a snapshot that end there or before, the last one first."""
         for node in reversed(self._path[: limit // BLOCK_SIZE + 1]):
             tails = [tail for tail in node.children if self._is_usable_tail(tail, limit)]
             yield from sorted(tails, key=lambda tail: tail.num_tokens, reverse=True)
@@ -232,6 +232,20 @@ class SnapshotSearch:
         begin = tail.position * BLOCK_SIZE * BYTES_PER_TOKEN
         fits = self._packed[begin : begin + len(tail.packed)] == tail.packed
         return fits and tail.producer == self._layout.producer_of(tail.end)
+
+
+def find_snapshots(
+    tree: RadixTree,
+    num_groups: int,
+    root: str,
+    token_ids: Sequence[int],
+    producer: Producer | None,
+    snapshots: Snapshots,
+) -> list[Node]:
+    """The nodes of all snapshots of these tokens, in RAM or on disk, in their order."""
+    layouts = lay_out(producer, num_groups, has_state=True)
+    search = SnapshotSearch(tree, root, pack(token_ids), layouts, snapshots)
+    return list(search.ends(len(token_ids)))[::-1]
 
 
 def in_ram(prefix: CachedPrefix, groups: Sequence[Group]) -> bool:

@@ -26,7 +26,7 @@ from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
 from agentcache.blocks.lane_search import CachedPrefix
-from agentcache.blocks.lanes import NamedBlock, has_base_tail
+from agentcache.blocks.lanes import NamedBlock, has_base_tail, lay_out
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.placement import place
 from agentcache.blocks.pool import BlockTable
@@ -34,6 +34,7 @@ from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.blocks.sequence import Lane, LaneBlock, Load, Sequence
 from agentcache.blocks.siblings import unpack
 from agentcache.blocks.slots import BlockCounts, Group, Slots
+from agentcache.blocks.snapshot_plan import DEFAULT_INTERVAL
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 
@@ -48,13 +49,20 @@ class PrefixCache:
         ledger: grants the bytes that all slots together take.
         state: the group of its recurrent state, if it has any.
         state_budget: bytes that running rows and snapshots may take of it.
+        snapshot_tokens: tokens between two snapshots of a conversation.
 
     Attributes:
         snapshots: of recurrent state; None for a model without.
     """
 
     def __init__(
-        self, groups: TokenIds[Group], ledger: Ledger, *, state: Group | None = None, state_budget: int = 0
+        self,
+        groups: TokenIds[Group],
+        ledger: Ledger,
+        *,
+        state: Group | None = None,
+        state_budget: int = 0,
+        snapshot_tokens: int = DEFAULT_INTERVAL,
     ) -> None:
         self.groups = tuple(groups)
         self.ledger = ledger
@@ -62,7 +70,9 @@ class PrefixCache:
         self.slots = Slots(self.groups, self.tree)
         self.allocator = BlockAllocator(self.slots, EvictionOrder(self.slots, self.tree), ledger)
         self.snapshots = (
-            None if state is None else Snapshots(state, len(self.groups), state_budget, ledger, self.slots.prune)
+            None
+            if state is None
+            else Snapshots(state, len(self.groups), state_budget, ledger, self.slots.prune, snapshot_tokens)
         )
         self._sequences: set[Sequence] = set()
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
@@ -80,6 +90,11 @@ class PrefixCache:
         Changes nothing. A few tokens of a longer block are not worth a copy and count as not there.
         """
         return lane_search.match_prefix(self.tree, self.groups, root, token_ids, limit, producer, self.snapshots)
+
+    @property
+    def all_groups(self) -> TokenIds[Group]:
+        """The groups of keys and values, and behind them the recurrent state's."""
+        return self.groups if self.snapshots is None else (*self.groups, self.snapshots.group)
 
     def in_ram(self, prefix: CachedPrefix) -> bool:
         """Whether the prefix can be used without reading a file."""
@@ -311,6 +326,25 @@ class PrefixCache:
             snapshots.touch(node)
         return slot
 
+    def find_snapshots(
+        self, root: str, token_ids: TokenIds[int], num_tokens: int, producer: Producer | None
+    ) -> list[Node]:
+        """The nodes of all snapshots of the first `num_tokens` tokens, in RAM or on disk, in their order."""
+        if self.snapshots is None:
+            return []
+        return lane_search.find_snapshots(
+            self.tree, len(self.groups), root, token_ids[:num_tokens], producer, self.snapshots
+        )
+
+    def snapshot_node(self, root: str, token_ids: TokenIds[int], num_tokens: int, producer: Producer | None) -> Node:
+        """The node of a snapshot behind the first `num_tokens` tokens, made if it is not there."""
+        layout = lay_out(producer, len(self.groups), has_state=True)
+        lane, node = next(each for each in layout if each.has_state), self.tree.root(root)
+        for begin in range(0, num_tokens, BLOCK_SIZE):
+            end = min(begin + BLOCK_SIZE, num_tokens)
+            node = self.tree.insert(node, token_ids[begin:end], lane.producer_of(end))
+        return node
+
     def _state_node(self, sequence: Sequence) -> Node:
         """The node that ends behind the sequence's last token; of a tail, without keys and values as yet."""
         lane, (count, rest) = sequence.state_lane, divmod(sequence.num_tokens, BLOCK_SIZE)
@@ -341,7 +375,10 @@ class PrefixCache:
         """Free the RAM of blocks, the last ones of their sequences first, as far as nobody reads or writes them."""
         found = [(node, block.groups) for block in blocks if (node := self.tree.node(block.chain)) is not None]
         for node, groups in sorted(found, key=lambda entry: entry[0].position, reverse=True):
-            self.slots.evict(node, groups)
+            if self.snapshots is not None and self.snapshots.index in groups:
+                self.snapshots.evict(node)
+            else:
+                self.slots.evict(node, groups)
 
     def count_blocks(self) -> BlockCounts:
         """How many slots are free, read by sequences, and cached only."""

@@ -18,6 +18,7 @@ from agentcache.blocks.ledger import STATE, Ledger
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.slots import Group
+from agentcache.blocks.snapshot_plan import DEFAULT_INTERVAL
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 
 # States that a running row holds at a time: that before the step under way, its result, and that of the step behind it.
@@ -41,14 +42,24 @@ class Snapshots:
         index: its number, behind those of keys and values.
         budget: bytes for snapshots and rows.
         prune: forgets a node that may be of no use any more.
+        every: tokens between two snapshots of a conversation (`snapshot_plan`).
 
     Attributes:
         evicted: counts the snapshots that left RAM for others.
     """
 
-    def __init__(self, group: Group, index: int, budget: int, ledger: Ledger, prune: Callable[[Node], None]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        index: int,
+        budget: int,
+        ledger: Ledger,
+        prune: Callable[[Node], None],
+        every: int = DEFAULT_INTERVAL,
+    ) -> None:
         self.group = group
         self.index = index
+        self.every = every
         self.evicted = 0
         self._bytes = group.bytes_per_block
         budget = max(budget, least_state_bytes(group))

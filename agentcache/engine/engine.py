@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 from agentcache.adapters.weights import AdapterWeightSet
@@ -43,6 +44,8 @@ from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, RequestCancelled
 from agentcache.models.loader import LoadedModel
 from agentcache.report import CacheStats, FinishReason
+
+_IDLE_SECONDS = 60.0  # an agent that has not been used for so long is likely to be left alone for longer
 
 
 @dataclass(frozen=True)
@@ -305,6 +308,19 @@ class Engine:
             self.persistence.save_blocks(sequence, published, generation.note_written)
         self.cache.leave_window(sequence)
 
+    def seconds_to_rest(self) -> float | None:
+        """When `rest` will have something to do; None for never."""
+        since = self.persistence.unsaved_since
+        return None if since is None else max(0.0, since + _IDLE_SECONDS - time.monotonic())
+
+    def rest(self, *, for_good: bool = False) -> None:
+        """Have agents that are idle go on where they ended, without computing anything again, after a restart.
+
+        Args:
+            for_good: all of them: nothing comes any more.
+        """
+        self.persistence.save_snapshots(time.monotonic(), 0.0 if for_good else _IDLE_SECONDS)
+
     # -- the whole ----------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
@@ -313,6 +329,9 @@ class Engine:
         evicted = True
         while evicted:  # leaves first: each round makes new ones
             evicted = sum(self.cache.slots.evict(node) for node in list(self.cache.tree.residents)) > 0
+        if self.cache.snapshots is not None:
+            for node in list(self.cache.snapshots.nodes):
+                self.cache.snapshots.evict(node)
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless every block of cache and trunk is accounted for."""
