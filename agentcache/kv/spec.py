@@ -58,11 +58,13 @@ class LayerSpec:
     """What one layer caches per token.
 
     Args:
-        index: the layer's position in the model.
+        index: the layer's place in the order of computation: how many layers are computed before it. (A model may run
+            through its layers twice; then the second round goes on counting.)
         num_kv_heads: heads that are cached (1 for MLA's latent).
         key_dim: values per head in the key cache.
         value_dim: values per head in the value cache; 0 where values are read from the key cache (MLA).
         window: number of most recent tokens attended to; None for all.
+        nth: which of the layer's caches it is, where a layer has several.
     """
 
     index: int
@@ -70,6 +72,33 @@ class LayerSpec:
     key_dim: int
     value_dim: int
     window: int | None = None
+    nth: int = 0
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One array of a recurrent layer's state, as one row has it.
+
+    Args:
+        shape: without the batch axis.
+        dtype: as MLX names it, such as `float32`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """What one recurrent layer (Mamba, gated delta, a short convolution) keeps, however many tokens it has read.
+
+    Args:
+        index: the layer's place in the order of computation, as in `LayerSpec`.
+        tensors: of its state, in the order of mlx-lm's `ArraysCache`; None for an entry that the model never fills.
+    """
+
+    index: int
+    tensors: tuple[StateTensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -176,6 +205,7 @@ class CacheSpec:
         num_attention_heads: query heads, for the file header.
         groups: the cache groups, in order of depth.
         rope: a text that changes whenever rope would rotate differently.
+        recurrent: one per layer that keeps a state instead, or besides, in order of depth.
     """
 
     model_type: str
@@ -183,11 +213,13 @@ class CacheSpec:
     groups: tuple[GroupSpec, ...]
     rope: str = ""
     block_size: int = field(default=BLOCK_SIZE)
+    recurrent: tuple[RecurrentSpec, ...] = ()
 
     @cached_property
     def digest(self) -> str:
         """Digest of everything above; part of every key."""
-        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
+        fields = asdict(self, dict_factory=_without_new_defaults)
+        return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
     def num_layers(self) -> int:
@@ -207,9 +239,15 @@ class CacheSpec:
         return {group.name: group for group in self.groups}
 
 
-def tensor_name(layer: int, side: str, part: str) -> str:
+def _without_new_defaults(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Entries that came later are left out where they say nothing: files that there are keep their addresses."""
+    return {name: value for name, value in entries if (name, value) not in (("nth", 0), ("recurrent", ()))}
+
+
+def tensor_name(layer: LayerSpec, side: str, part: str) -> str:
     """Name in files of one of `PARTS` of a layer's `key_cache` or `value_cache`."""
-    return f"cache.layers.{layer}.{side}.{POSITION}.{part}"
+    owner = f"{layer.index}.{layer.nth}" if layer.nth else str(layer.index)
+    return f"cache.layers.{owner}.{side}.{POSITION}.{part}"
 
 
 def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:
@@ -222,7 +260,7 @@ def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:
 def packed_tensor(layer: LayerSpec, side: str, part: str, dim: int, quantisation: Quantisation) -> TensorSpec:
     """In blocks of k tokens: data uint32 [H_kv, k, D * bits / 32], scales, biases float16 [H_kv, k, D / group_size]."""
     width = dim * quantisation.bits // 32 if part == "data" else dim // quantisation.group_size
-    name = tensor_name(layer.index, side, part)
+    name = tensor_name(layer, side, part)
     return TensorSpec(name, PARTS[part], (layer.num_kv_heads, width), token_axis=1)
 
 
