@@ -161,7 +161,7 @@ class BatchBuilder:
             trunk=self._trunk.plan(rows, num_tokens),
             all_logits=score_prompt,
         )
-        logits = self._runner.forward(step)
+        logits = self._runner.forward(step).logits
         complete = [row.is_complete for row in made]
         ends = [start + num_tokens for start in starts]
         tokens = self._choose(rows, ends, logits[:, -1], inputs[:, -1]) if any(complete) else None

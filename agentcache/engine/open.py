@@ -27,7 +27,7 @@ from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, UnsupportedModel
 from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel, load
@@ -56,6 +56,8 @@ def open_engine(
     keep_freed_memory()
     memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
     loaded = load(model_path, memo=memo, max_context=config.max_context)
+    if loaded.spec.recurrent:
+        raise UnsupportedModel(f"{loaded.spec.model_type} keeps recurrent state, which is not kept between steps yet")
     ledger = Ledger(config.ram_budget)
     cache = PrefixCache(loaded.spec.groups, ledger)
     if config.ram_budget < ledger.floors:

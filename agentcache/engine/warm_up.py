@@ -36,7 +36,7 @@ def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_con
                 break
             tables, lengths = [sequence.tables], [num_tokens - count]
             reads, writes = runner.reads(tables, lengths, count), runner.writes(tables, lengths, count)
-            logits = runner.forward(StepInputs(mx.zeros((1, count), mx.int32), lengths, reads, writes))
+            logits = runner.forward(StepInputs(mx.zeros((1, count), mx.int32), lengths, reads, writes)).logits
             runner.start(mx.argmax(logits[:, -1], axis=-1))
             runner.wait()
     finally:

@@ -12,10 +12,9 @@ import mlx.nn as nn
 import numpy as np
 
 from agentcache.errors import UnsupportedAdapter
-from agentcache.kv.spec import CacheSpec
+from agentcache.kv.spec import CacheSpec, LayerSpec
 from agentcache.models.adapter_files import MAX_BYTES, LowRank, ModuleName, read_folder
-from agentcache.models.attention import Attention, activation_dtype
-from agentcache.models.mla import LatentAttention
+from agentcache.models.attention import activation_dtype
 
 # Inside attention, these change neither keys nor values of their own layer.
 _WITHOUT_KEYS_AND_VALUES = {"q_proj", "q_a_proj", "q_b_proj", "o_proj"}
@@ -74,22 +73,23 @@ class TargetModules:
         return self.places[name]
 
 
-def target_modules(layers: Sequence[nn.Module]) -> TargetModules:
-    """Look at a model's layers, whose attention is re-hosted already."""
+def target_modules(layers: Sequence[nn.Module], specs: Sequence[LayerSpec]) -> TargetModules:
+    """Look at the layers of a model that is on the paged cache, and at what they cache."""
     linears: dict[ModuleName, LinearShape] = {}
     places: dict[ModuleName, Place] = {}
     absorbed = set()
     for index, layer in enumerate(layers):
         modules = dict(layer.named_modules())
         for path, module in modules.items():
-            name, parent = ModuleName(index, path), modules[path.rpartition(".")[0]]
+            name, parent = ModuleName(index, path), modules.get(path.rpartition(".")[0], layer)
             if not isinstance(module, (nn.Linear, nn.QuantizedLinear)):
                 continue
-            if isinstance(parent, LatentAttention) and path.endswith("kv_b_proj"):
+            if path.endswith("kv_b_proj"):
                 absorbed.add(name)
                 continue
             linears[name] = _shape(module)
-            places |= _places(name, linears[name].out_dim, parent)
+            kv_dim = sum(spec.num_kv_heads * spec.key_dim for spec in specs if spec.index == index)
+            places |= _places(name, linears[name].out_dim, parent, kv_dim)
     return TargetModules(len(layers), linears, places, frozenset(absorbed))
 
 
@@ -100,11 +100,11 @@ def _shape(linear: nn.Module) -> LinearShape:
     return LinearShape(in_dim, out_dim, activation_dtype(linear).size)
 
 
-def _places(name: ModuleName, out_dim: int, parent: nn.Module) -> dict[ModuleName, Place]:
+def _places(name: ModuleName, out_dim: int, parent: nn.Module, kv_dim: int) -> dict[ModuleName, Place]:
     """The whole module's, and those of its parts where it is a fused one."""
     before, _, leaf = name.path.rpartition(".")
-    in_attention = isinstance(parent, (Attention, LatentAttention))
-    spans = {leaf: (0, out_dim), **_fused_spans(leaf, out_dim, parent)}
+    in_attention = any(part in parent for part in ("k_proj", "qkv_proj", "kv_a_proj_with_mqa"))
+    spans = {leaf: (0, out_dim), **_fused_spans(leaf, out_dim, kv_dim)}
     return {
         ModuleName(name.layer, f"{before}.{part}" if before else part): Place(
             name, *span, makes_kv=in_attention and part not in _WITHOUT_KEYS_AND_VALUES
@@ -113,9 +113,9 @@ def _places(name: ModuleName, out_dim: int, parent: nn.Module) -> dict[ModuleNam
     }
 
 
-def _fused_spans(leaf: str, out_dim: int, parent: nn.Module) -> dict[str, tuple[int, int]]:
-    if leaf == "qkv_proj" and isinstance(parent, Attention):
-        q_end, k_end = parent.fused_ends
+def _fused_spans(leaf: str, out_dim: int, kv_dim: int) -> dict[str, tuple[int, int]]:
+    if leaf == "qkv_proj":
+        q_end, k_end = out_dim - 2 * kv_dim, out_dim - kv_dim
         return {"q_proj": (0, q_end), "k_proj": (q_end, k_end), "v_proj": (k_end, out_dim)}
     if leaf == "gate_up_proj":
         return {"gate_proj": (0, out_dim // 2), "up_proj": (out_dim // 2, out_dim)}

@@ -14,7 +14,8 @@ from agentcache.kv.block_layout import Array
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.loader import LoadedModel
-from agentcache.models.step import StepInputs
+from agentcache.models.recurrent import join, make_caches, state_of
+from agentcache.models.step import StepInputs, StepOutputs
 
 Tables = Sequence[Sequence[BlockTable]]  # per row one block table per group
 
@@ -30,6 +31,8 @@ class ModelRunner:
         self._pools = pools
         self.arenas: list[GroupArena] = make_arenas(loaded.spec)
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
+        self._recurrent = loaded.spec.recurrent
+        self._states: list[mx.array] = []  # of steps that have not been started
         self._is_busy = False
         self.forward_tokens = 0
         self.copied_blocks = 0
@@ -53,30 +56,34 @@ class ModelRunner:
             for index, end in enumerate(self._layer_ends)
         ]
 
-    def forward(self, step: StepInputs) -> mx.array:
+    def forward(self, step: StepInputs) -> StepOutputs:
         """Compute a step and write its keys and values; nothing is evaluated yet.
 
-        Returns:
-            Logits [B, n or 1, vocabulary].
+        The states that it gives are evaluated with the writes, when `start` is called next.
         """
         self.fit()
         self.forward_tokens += step.token_ids.size
         self._loaded.trunk.prepare(step)
         model = self._loaded.model if step.model is None else step.model
+        states = make_caches(join(step.states, self._recurrent), self._recurrent)
         with self._loaded.current.of(step):
-            return model(step.token_ids, cache=self._caches(step))
+            logits = model(step.token_ids, cache=self._loaded.survey.caches(self._paged(step), states))
+        after = state_of(states, len(step.lengths))
+        self._states += [array for cache in after.arrays for array in cache if array is not None]
+        return StepOutputs(logits if step.all_logits else logits[:, -1:], after.rows())
 
     def reset_counters(self) -> None:
         """What was computed until now does not count."""
         self.forward_tokens = self._loaded.trunk.layer_tokens = 0
 
-    def _caches(self, step: StepInputs) -> list[StepCache]:
-        """One a layer, in the model's order."""
-        caches: dict[int, StepCache] = {}
-        for arena, reads, writes in zip(self.arenas, step.reads, step.writes, strict=True):
-            for layer in arena.layers:
-                caches[layer.layer.index] = StepCache(layer, reads, writes, step.offset)
-        return [caches[index] for index in sorted(caches)]
+    def _paged(self, step: StepInputs) -> list[StepCache]:
+        """One per cache of keys and values, in the model's order."""
+        caches = {
+            layer.layer: StepCache(layer, reads, writes, step.offset)
+            for arena, reads, writes in zip(self.arenas, step.reads, step.writes, strict=True)
+            for layer in arena.layers
+        }
+        return [caches[layer] for layer in self._loaded.survey.layers]
 
     def fit(self) -> None:
         """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""
@@ -95,7 +102,8 @@ class ModelRunner:
         """
         self.wait()
         self._is_busy = True
-        mx.async_eval(*outputs, *self._arena_arrays(), *self._loaded.trunk.blocks.written())
+        states, self._states = self._states, []
+        mx.async_eval(*outputs, *self._arena_arrays(), *states, *self._loaded.trunk.blocks.written())
 
     def wait(self) -> None:
         """Return when the device has done what was started last."""

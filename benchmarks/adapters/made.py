@@ -69,7 +69,7 @@ def make_adapters(
 
 def _random_matrices(model: Any, rank: int, targets: set[str], first: int, key: mx.array) -> dict[str, mx.array]:
     matrices: dict[str, mx.array] = {}
-    for name, linear in sorted(target_modules(model.layers).linears.items()):
+    for name, linear in sorted(target_modules(model.layers, ()).linears.items()):
         if name.layer >= first and name.path.rpartition(".")[2] in targets:
             key, for_a, for_b = mx.random.split(key, 3)
             a = mx.random.normal((linear.in_dim, rank), key=for_a) / math.sqrt(linear.in_dim)

@@ -1,0 +1,279 @@
+"""What a model caches, found out by running mlx-lm's own modules on a few tokens. Only shapes are looked at: nothing is
+evaluated, so it costs the same for models of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
+
+from agentcache.errors import UnsupportedModel
+from agentcache.kv.spec import CacheSpec, LayerSpec, RecurrentSpec, StateTensor, make_groups, quantisation_for
+from agentcache.models.layers import Stand, hooked, layer_lists
+from agentcache.models.mla import latent_shape
+
+_NUM_TOKENS = 8  # more than a short convolution looks back, so that its state has its full length
+_HEADS = ("n_heads", "num_attention_heads", "num_heads", "n_head")
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Where in the list of a model's caches one of keys and values stands; `layer` is a place in `Survey.layers`."""
+
+    layer: int
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """The same for a state; `cache` is a place in `Survey.recurrent`."""
+
+    cache: int
+
+
+# None is a cache that the model makes and does not use; a tuple is mlx-lm's CacheList.
+Place = Paged | Recurrent | tuple[Any, ...] | None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A model's caches.
+
+    Args:
+        places: as the model takes them.
+        layers: those of keys and values, in order of computation.
+        recurrent: those of a state, in order of computation.
+        latent_ranks: of the layers that cache MLA's latent, its size.
+        num_heads: query heads.
+        hidden: values that go from layer to layer, a token.
+        dtype: theirs.
+        final_norm: the module that owns the first norm behind the last layer, and its name there; None without one.
+    """
+
+    places: tuple[Place, ...]
+    layers: tuple[LayerSpec, ...]
+    recurrent: tuple[RecurrentSpec, ...]
+    latent_ranks: frozenset[int]
+    num_heads: int
+    hidden: int
+    dtype: mx.Dtype
+    final_norm: tuple[nn.Module, str] | None
+
+    def spec(self, model_type: str, config: dict[str, Any]) -> CacheSpec:
+        """Raises UnsupportedModel where heads cannot be quantised."""
+        dims = {dim for layer in self.layers for dim in (layer.key_dim, layer.value_dim) if dim}
+        quantisation = quantisation_for(*sorted(dims | self.latent_ranks))
+        groups = make_groups(list(self.layers), quantisation)
+        return CacheSpec(model_type, self.num_heads, groups, _rope_text(config), recurrent=self.recurrent)
+
+    def caches(self, paged: Sequence[Any], states: Sequence[ArraysCache]) -> list[Any]:
+        """The model's caches, made of those for `layers` and for `recurrent`."""
+
+        def make(place: Place) -> Any:
+            if isinstance(place, tuple):
+                return CacheList(*[make(inner) for inner in place])
+            if isinstance(place, Paged):
+                return paged[place.layer]
+            return None if place is None else states[place.cache]
+
+        return [make(place) for place in self.places]
+
+
+@dataclass
+class _Seen:
+    """What is seen of one cache: who it is first used by, and with what."""
+
+    cache: Any
+    depth: int | None = None
+    keys: tuple[int, ...] = ()
+    values: tuple[int, ...] = ()
+    latent: tuple[int, int] | None = None
+
+
+@dataclass
+class _Run:
+    """A model's run on its own caches, watched."""
+
+    depth: int = 0
+    layer: nn.Module | None = None
+    x: mx.array | None = None
+    used: list[_Seen] = field(default_factory=list)
+
+    def compute(self, layer: nn.Module, x: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.layer, self.x = layer, x
+        out = layer(x, *args, **kwargs)
+        self.depth += 1
+        self.layer = None
+        return out
+
+    def note(self, seen: _Seen) -> None:
+        if seen.depth is None:
+            seen.depth = self.depth
+            self.used.append(seen)
+
+    def watch_keys(self, seen: _Seen) -> None:
+        update_and_fetch = seen.cache.update_and_fetch
+
+        def watched(keys: mx.array, values: mx.array) -> Any:
+            self.note(seen)
+            seen.keys, seen.values = keys.shape, values.shape
+            seen.latent = None if self.layer is None else latent_shape(self.layer, keys, values)
+            return update_and_fetch(keys, values)
+
+        seen.cache.update_and_fetch = watched
+
+
+class _WatchedArrays(ArraysCache):
+    """A state that says when it is written."""
+
+    def __init__(self, size: int, run: _Run) -> None:
+        super().__init__(size)
+        self.seen = _Seen(self)
+        self._run = run
+
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        self._run.note(self.seen)
+        super().__setitem__(index, value)
+
+
+class _WatchedNorm(Stand):
+    """A norm that says behind how many layers it is computed."""
+
+    def __init__(self, original: nn.Module, run: _Run) -> None:
+        super().__init__(original)
+        self.depth = -1
+        self._run = run
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self.depth = self._run.depth
+        return self.original(x)
+
+
+@contextmanager
+def _watched_norms(model: nn.Module, run: _Run) -> Iterator[list[tuple[nn.Module, str, _WatchedNorm]]]:
+    """Inside, norms outside of the layers are watched; each comes with the module that owns it and its name there."""
+    inside = {id(module) for layers in layer_lists(model) for layer in layers for module in layer.modules()}
+    norms = [
+        (owner, name, _WatchedNorm(child, run))
+        for owner in model.modules()
+        if id(owner) not in inside
+        for name, child in owner.items()
+        if isinstance(child, nn.Module) and "norm" in type(child).__name__.lower()
+    ]
+    try:
+        for owner, name, norm in norms:
+            setattr(owner, name, norm)
+        yield norms
+    finally:
+        for owner, name, norm in norms:
+            setattr(owner, name, norm.original)
+
+
+def survey(model: nn.Module) -> Survey:
+    """Run the model once and say what it caches.
+
+    Raises:
+        UnsupportedModel: it keeps something that is not understood, or does not run.
+    """
+    _check_ropes(model)
+    run = _Run()
+    try:
+        watched = [_watch(cache, index, run) for index, cache in enumerate(make_prompt_cache(model))]
+        with hooked(model, run.compute), _watched_norms(model, run) as norms:
+            model(mx.zeros((1, _NUM_TOKENS), mx.int32), cache=_unwrap(watched))
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm, in any way
+        raise UnsupportedModel(f"{type(model).__name__} does not run: {error!s:.300}") from error
+    if run.x is None:
+        raise UnsupportedModel(f"{type(model).__name__} computes none of its layers")
+    paged = [seen for seen in run.used if not isinstance(seen.cache, ArraysCache)]
+    states = [seen for seen in run.used if isinstance(seen.cache, ArraysCache)]
+    first = {id(seen): nth for nth, seen in enumerate(paged)} | {id(seen): nth for nth, seen in enumerate(states)}
+    return Survey(
+        places=tuple(_place(each, first) for each in watched),
+        layers=tuple(_layer_spec(seen, paged) for seen in paged),
+        recurrent=tuple(_recurrent_spec(seen) for seen in states),
+        latent_ranks=frozenset(seen.latent[0] for seen in paged if seen.latent is not None),
+        num_heads=_num_heads(model),
+        hidden=run.x.shape[-1],
+        dtype=run.x.dtype,
+        final_norm=next(((owner, name) for owner, name, norm in norms if norm.depth == run.depth), None),
+    )
+
+
+def _check_ropes(model: nn.Module) -> None:
+    for index, layer in enumerate(getattr(model, "layers", None) or ()):
+        if any(isinstance(module, DynamicNTKScalingRoPE) for module in layer.modules()):
+            raise UnsupportedModel(f"layer {index} uses dynamic NTK rope, whose keys depend on the prompt's length")
+
+
+def _watch(cache: Any, index: int, run: _Run) -> Any:
+    """A `_Seen` whose cache goes to the model in place of `cache`; a tuple of them for a CacheList."""
+    if type(cache) is CacheList:
+        return tuple(_watch(inner, index, run) for inner in cache.caches)
+    if type(cache) is ArraysCache:
+        return _WatchedArrays(len(cache.cache), run).seen
+    if type(cache) not in (KVCache, RotatingKVCache):
+        raise UnsupportedModel(f"layer {index} keeps a {type(cache).__name__}, not keys and values per token")
+    if getattr(cache, "keep", 0):
+        raise UnsupportedModel(f"layer {index} attends to its first {cache.keep} tokens and to a window")
+    seen = _Seen(cache)
+    run.watch_keys(seen)
+    return seen
+
+
+def _unwrap(watched: Sequence[Any]) -> list[Any]:
+    return [CacheList(*_unwrap(each)) if isinstance(each, tuple) else each.cache for each in watched]
+
+
+def _place(watched: Any, numbers: dict[int, int]) -> Place:
+    if isinstance(watched, tuple):
+        return tuple(_place(each, numbers) for each in watched)
+    if watched.depth is None:
+        return None
+    kind = Recurrent if isinstance(watched.cache, ArraysCache) else Paged
+    return kind(numbers[id(watched)])
+
+
+def _layer_spec(seen: _Seen, paged: Sequence[_Seen]) -> LayerSpec:
+    assert seen.depth is not None  # it is used
+    nth = [other for other in paged if other.depth == seen.depth].index(seen)
+    window = seen.cache.max_size if isinstance(seen.cache, RotatingKVCache) else None
+    if seen.latent is not None:
+        return LayerSpec(seen.depth, 1, sum(seen.latent), 0, window, nth)
+    (_, heads, _, key_dim), (_, _, _, value_dim) = seen.keys, seen.values
+    return LayerSpec(seen.depth, heads, key_dim, value_dim, window, nth)
+
+
+def _recurrent_spec(seen: _Seen) -> RecurrentSpec:
+    assert seen.depth is not None  # it is used
+    tensors = [
+        None if array is None else StateTensor(array.shape[1:], _name(array.dtype)) for array in seen.cache.cache
+    ]
+    return RecurrentSpec(seen.depth, tuple(tensors))
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def _num_heads(model: nn.Module) -> int:
+    """Query heads, whatever the attribute is called; of several sorts of layers, those of the first."""
+    for layer in model.layers:
+        for module in layer.modules():
+            for name in _HEADS:
+                if isinstance(heads := getattr(module, name, None), int):
+                    return heads
+    return 1  # a model without attention
+
+
+def _rope_text(config: dict[str, Any]) -> str:
+    """Every config entry that rope may be made from, also where text has a config of its own."""
+    entries = [*config.items(), *(config.get("text_config") or {}).items()]
+    return repr(sorted((k, v) for k, v in entries if "rope" in k or "rotary" in k or k == "max_position_embeddings"))
