@@ -107,6 +107,16 @@ def parse_trunk_budget(text: str | int, ram_budget: int) -> int:
     return budget
 
 
+def parse_state_budget(text: str | int, ram_budget: int) -> int | None:
+    """Bytes, None for `auto`; raises ConfigError for more than `ram_budget`, of which it is a part."""
+    if str(text).strip().lower() == "auto":
+        return None
+    budget = parse_size(text, key="state_budget", whole=total_ram, auto=int)
+    if budget > ram_budget:
+        raise ConfigError(f"state_budget = {text!r} is more than the ram_budget of {ram_budget} bytes")
+    return budget
+
+
 def _auto_ram() -> int:
     return int(total_ram() * AUTO_RAM_SHARE)
 

@@ -225,7 +225,7 @@ class Persistence:
             found, saved, lasting=lasting, num_tokens=record.num_saved, every=snapshots.every, final=final
         )
         # A file holds finite values only.
-        sound = (end for end in chosen if end in saved or self._runner.is_finite_state(found[end].state))
+        sound = (end for end in chosen if end in saved or self._is_finite(found[end]))
         named = tuple(NamedSnapshot(end, found[end].chain, snapshots.index) for end in sound)
         self._unsaved.pop(record.name, None)
         if not final and max(found, default=0) > max((each.num_tokens for each in named), default=0):
@@ -234,6 +234,9 @@ class Persistence:
         if self.fits(with_all, record.num_saved):
             return with_all
         return replace(record, snapshots=tuple(each for each in named if each.num_tokens in saved))
+
+    def _is_finite(self, node: Node) -> bool:
+        return node.state is not None and self._runner.is_finite_state(node.state)
 
     def _try_to_commit(self, commit: _Commit) -> None:
         """Where files went meanwhile, again, as long as RAM has what is to be written."""

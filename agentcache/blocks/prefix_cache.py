@@ -296,8 +296,8 @@ class PrefixCache:
             assert self.snapshots is not None
             self.snapshots.release(slot)
 
-    def keep_state(self, sequence: Sequence, *, lasts: bool = False) -> int | None:
-        """A slot for the state behind all tokens of an open sequence, where it is found from now on.
+    def keep_state(self, sequence: Sequence, num_tokens: int, *, lasts: bool = False) -> int | None:
+        """A slot for the state behind the first tokens of an open sequence, where it is found from now on.
 
         None where there is a snapshot already, or no room for one. Of what a sequence leaves behind, the last two are
         worth most; those before leave RAM first.
@@ -305,10 +305,10 @@ class PrefixCache:
         Args:
             lasts: it is as good as the last ones, however many come: others begin there too.
         """
-        snapshots, num_tokens = self.snapshots, sequence.num_tokens
+        snapshots = self.snapshots
         if snapshots is None or not num_tokens:
             return None
-        node = self._state_node(sequence)
+        node = self._state_node(sequence, num_tokens)
         if not lasts and node not in sequence.snapshots:
             sequence.snapshots.append(node)
             for older in sequence.snapshots[:-_FRESH_SNAPSHOTS]:
@@ -345,14 +345,14 @@ class PrefixCache:
             node = self.tree.insert(node, token_ids[begin:end], lane.producer_of(end))
         return node
 
-    def _state_node(self, sequence: Sequence) -> Node:
-        """The node that ends behind the sequence's last token; of a tail, without keys and values as yet."""
-        lane, (count, rest) = sequence.state_lane, divmod(sequence.num_tokens, BLOCK_SIZE)
+    def _state_node(self, sequence: Sequence, num_tokens: int) -> Node:
+        """The node that ends behind these tokens of a sequence; of a tail, without keys and values as yet."""
+        lane, (count, rest) = sequence.state_lane, divmod(num_tokens, BLOCK_SIZE)
         if not rest:
             return lane.nodes[count - 1]
         parent = lane.parent_of(count, self.tree.root(sequence.root))
-        tokens = sequence.token_ids[count * BLOCK_SIZE :]
-        return self.tree.insert(parent, tokens, lane.layout.producer_of(sequence.num_tokens))
+        tokens = sequence.token_ids[count * BLOCK_SIZE : num_tokens]
+        return self.tree.insert(parent, tokens, lane.layout.producer_of(num_tokens))
 
     # -- files ------------------------------------------------------------------------------------------------------
 

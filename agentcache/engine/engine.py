@@ -171,6 +171,7 @@ class Engine:
             submitted=submitted,
             submitted_at=submitted.submitted_at,
             found=submitted.found,
+            system_tokens=submitted.system_tokens,
             goes_on=submitted.goes_on,
             adapter=use,
             producer=None if use is None else use.producer,
@@ -290,6 +291,9 @@ class Engine:
                 self.turns.note_prompt_scores(generation, result.prompt_scores)
             start = generation.num_computed
             self._advance(generation, result.row.work, generation.token_ids[start : start + batch.num_tokens])
+            if result.state is not None:
+                generation.settle_state(result.state)
+                self._keep_state(generation)
             if result.token is not None:
                 before = generation.num_generated
                 reason = self.turns.take(generation, result.token, result.score)
@@ -307,6 +311,14 @@ class Engine:
             generation.saved_early += published
             self.persistence.save_blocks(sequence, published, generation.note_written)
         self.cache.leave_window(sequence)
+
+    def _keep_state(self, generation: Generation) -> None:
+        """Take a snapshot where one is wanted."""
+        plan, num_tokens = generation.snapshots, generation.num_computed
+        if plan is not None and plan.wants(num_tokens) and generation.row_state is not None:
+            slot = self.cache.keep_state(generation.place, num_tokens, lasts=num_tokens == plan.lasting)
+            if slot is not None:
+                self.device.keep_state(slot, generation.row_state)
 
     def seconds_to_rest(self) -> float | None:
         """When `rest` will have something to do; None for never."""

@@ -13,8 +13,10 @@ from agentcache.agents.memory import AgentMemory
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.snapshot_plan import interval_for, whole_blocks
 from agentcache.config import Config
 from agentcache.engine.batch import BatchBuilder
 from agentcache.engine.device import MlxDevice
@@ -27,7 +29,8 @@ from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
-from agentcache.errors import ConfigError, UnsupportedModel
+from agentcache.errors import ConfigError
+from agentcache.kv.spec import CacheSpec
 from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel, load
@@ -35,6 +38,7 @@ from agentcache.models.runner import ModelRunner
 from agentcache.store.store import Store
 
 _PREALLOCATED_BYTES = 32 << 20
+_STATE_SHARE = 4  # of the RAM budget, one part is for recurrent state
 # Of prefilling, until it has been measured: slow machines of their kind.
 _CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS = 50e9, 2e12, 50e12
 
@@ -56,13 +60,17 @@ def open_engine(
     keep_freed_memory()
     memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
     loaded = load(model_path, memo=memo, max_context=config.max_context)
-    if loaded.spec.recurrent:
-        raise UnsupportedModel(f"{loaded.spec.model_type} keeps recurrent state, which is not kept between steps yet")
     ledger = Ledger(config.ram_budget)
-    cache = PrefixCache(loaded.spec.groups, ledger)
+    cache = PrefixCache(
+        loaded.spec.groups,
+        ledger,
+        state=loaded.spec.state_group,
+        state_budget=config.ram_budget // _STATE_SHARE if config.state_budget is None else config.state_budget,
+        snapshot_tokens=_snapshot_tokens(config, loaded.spec),
+    )
     if config.ram_budget < ledger.floors:
         raise ConfigError(f"ram_budget must be at least {ledger.floors} bytes for this model")
-    runner = ModelRunner(loaded, cache.slots.pools)
+    runner = ModelRunner(loaded, cache.slots.pools, cache.snapshots)
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
     in_use = InUse()
     agents = AgentTable(loaded.fingerprint, store.load_agents(), in_use)
@@ -72,20 +80,22 @@ def open_engine(
     cache.allocator.preallocate(min(config.ram_budget // 8, _PREALLOCATED_BYTES))
     runner.fit()
     adapters = AdapterWeightSet(loaded, runner, ledger)
-    block_bytes = loaded.trunk.block_bytes() if config.trunk_budget else 0
-    trunk = Trunk(cache, adapters, config.trunk_budget // max(1, block_bytes), block_bytes)
+    trunk_budget = 0 if loaded.spec.recurrent else config.trunk_budget  # see `trunk_cut`
+    block_bytes = loaded.trunk.block_bytes() if trunk_budget else 0
+    trunk = Trunk(cache, adapters, trunk_budget // max(1, block_bytes), block_bytes)
     if warm:
         warm_up(cache, runner, restorer, loaded.max_context)
     guard = MemoryGuard(Footprint.of(loaded.spec, loaded.config), ledger)
     requests = Requests()
+    device = MlxDevice(runner, BatchBuilder(runner, adapters, trunk), guard)
     return Engine(
         Parts(
             loaded=loaded,
             cache=cache,
-            device=MlxDevice(runner, BatchBuilder(runner, adapters, trunk), guard),
+            device=device,
             requests=requests,
             scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=_pace(config, loaded)),
-            turns=Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests),
+            turns=Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests, device),
             agents=agents,
             memory=AgentMemory(cache, runner, agents, persistence, in_use, restorer, loaded.namespace),
             persistence=persistence,
@@ -103,6 +113,13 @@ def open_engine(
             ),
         )
     )
+
+
+def _snapshot_tokens(config: Config, spec: CacheSpec) -> int:
+    if config.snapshot_tokens is not None:
+        return max(BLOCK_SIZE, whole_blocks(config.snapshot_tokens))
+    state_bytes = 0 if spec.state_group is None else spec.state_group.bytes_per_block
+    return interval_for(state_bytes, spec.bytes_per_token)
 
 
 def _pace(config: Config, loaded: LoadedModel) -> Pace:

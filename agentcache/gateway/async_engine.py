@@ -228,6 +228,7 @@ class AsyncEngine:
             found=claim.found,
             goes_on=claim.lineage is not None,
             adapter=prepared.adapter,
+            system_tokens=prepared.system_tokens,
         )
 
     # -- agents -----------------------------------------------------------------------------------------------------

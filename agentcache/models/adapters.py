@@ -256,6 +256,8 @@ def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
 
     0 where that is not so: then the adapter has no trunk to go on from.
     """
+    if spec.recurrent:
+        return 0  # the trunk has hidden states; what lower recurrent layers keep would be missing
     own = producer_groups(adapter, spec)
     cut = min((layer.index for index in own for layer in spec.groups[index].layers), default=0)
     others = [layer.index for index, group in enumerate(spec.groups) if index not in own for layer in group.layers]
@@ -263,9 +265,12 @@ def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
 
 
 def producer_groups(adapter: Adapter, spec: CacheSpec) -> frozenset[int]:
-    """Indices of the cache groups in which some layer's keys or values can differ from base's."""
-    return frozenset(
+    """Indices of the cache groups in which some layer's keys, values or recurrent state can differ from base's."""
+    changed = {
         index
         for index, group in enumerate(spec.groups)
         if any(layer.index >= adapter.first_kv_layer for layer in group.layers)
-    )
+    }
+    # The state's group is one for all recurrent layers, and the last. What changes a layer may change its own state.
+    has_own_state = any(each.index >= adapter.first_layer for each in spec.recurrent)
+    return frozenset(changed | {len(spec.groups)} if has_own_state else changed)

@@ -55,7 +55,7 @@ class Footprint:
         sizes = config | (config.get("text_config") or {})
         wide = max(sizes.get(name) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
         experts = max(sizes.get(name) or 1 for name in ("num_experts_per_tok", "num_experts_per_token"))
-        query_dim, unpacked_dim = max(layer.key_dim for group in spec.groups for layer in group.layers), 0
+        query_dim, unpacked_dim = max((layer.key_dim for group in spec.groups for layer in group.layers), default=0), 0
         if sizes.get("kv_lora_rank"):  # a chunk reads the latent decompressed, for each head
             query_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
             unpacked_dim = spec.num_attention_heads * (query_dim + sizes["v_head_dim"])
@@ -79,7 +79,10 @@ class Footprint:
         logits = rows * (num_tokens if all_logits else 1) * self.vocab * _LOGIT_COPIES * _FLOAT
         packed = reads_packed(num_tokens, rows, self.softcap)
         attention = self._packed_bytes if packed else self._unpacked_bytes
-        return activations + logits + max(attention(kind, contexts, num_tokens) for kind in self._kinds)
+        # Recurrent layers make new states of the old ones.
+        states = 0 if self.spec.state_group is None else 2 * rows * self.spec.state_group.bytes_per_block
+        reads = max((attention(kind, contexts, num_tokens) for kind in self._kinds), default=0)
+        return activations + logits + states + reads
 
     @cached_property
     def _kinds(self) -> set[_LayerKind]:

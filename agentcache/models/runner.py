@@ -9,12 +9,15 @@ import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
+from agentcache.blocks.snapshots import Snapshots
+from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import GroupArena, make_arenas
 from agentcache.kv.block_layout import Array
+from agentcache.kv.states import StateArena
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.loader import LoadedModel
-from agentcache.models.recurrent import join, make_caches, state_of
+from agentcache.models.recurrent import RowState, join, make_caches, state_of
 from agentcache.models.step import StepInputs, StepOutputs
 
 Tables = Sequence[Sequence[BlockTable]]  # per row one block table per group
@@ -23,16 +26,20 @@ Tables = Sequence[Sequence[BlockTable]]  # per row one block table per group
 class ModelRunner:
     """Owns the arenas and the only calls into the model. All methods belong to the thread that loaded the model.
 
+    Args:
+        snapshots: of recurrent state, for a model that has any.
+
     Counters: `forward_tokens` tokens computed, `copied_blocks` blocks copied on write.
     """
 
-    def __init__(self, loaded: LoadedModel, pools: Sequence[BlockPool]) -> None:
+    def __init__(self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None = None) -> None:
         self._loaded = loaded
         self._pools = pools
         self.arenas: list[GroupArena] = make_arenas(loaded.spec)
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
         self._recurrent = loaded.spec.recurrent
         self._states: list[mx.array] = []  # of steps that have not been started
+        self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
         self._is_busy = False
         self.forward_tokens = 0
         self.copied_blocks = 0
@@ -134,10 +141,41 @@ class ModelRunner:
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks that were read from files: uint8 [n] each."""
+        if group == len(self.arenas):
+            for slot, data in zip(block_ids, blocks, strict=True):
+                self._state_arena.put_bytes(slot, data)
+            return
         self.fit()
         self.arenas[group].put(block_ids, blocks)
 
     def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
         """Copies of a block's bytes, for the writer."""
         self.wait()
+        if group == len(self.arenas):
+            return self._state_arena.copies(block_id)
         return self.arenas[group].snapshot(block_id, position, num_tokens)
+
+    # -- recurrent state ----------------------------------------------------------------------------------------------
+
+    @property
+    def _state_arena(self) -> StateArena:
+        if self.states is None:
+            raise BrokenInvariant("this model has no recurrent state")
+        return self.states
+
+    def keep_state(self, slot: int, state: RowState) -> None:
+        """Keep a row's state as the snapshot in `slot`; lazy."""
+        self._state_arena.put(slot, state.batch.arrays, state.place)
+
+    def row_state(self, slot: int) -> RowState:
+        """The state that the snapshot in `slot` is of, for a row that goes on from there."""
+        return RowState.of(self._state_arena.arrays(slot))
+
+    def is_finite_state(self, slot: int) -> bool:
+        """Whether the snapshot in `slot` can be written."""
+        return self._state_arena.is_finite(slot)
+
+    def free_states(self) -> None:
+        """Give back the memory of snapshots that nobody refers to any more."""
+        if self.states is not None:
+            self.states.sweep()

@@ -211,7 +211,7 @@ class SequenceMachine(WatchedCache):
 
     def snap(self, running: Running, lasts: bool = False) -> None:
         before = {node for node in self.nodes() if node.state is not None}
-        slot = self.cache.keep_state(running.sequence, lasts=lasts)
+        slot = self.cache.keep_state(running.sequence, running.sequence.num_tokens, lasts=lasts)
         if slot is not None:
             self.arena.slots[len(self.groups), slot] = list(running.state)
         made = {node for node in self.nodes() if node.state is not None} - before

@@ -71,7 +71,7 @@ def grow(cache: PrefixCache, sequence: Sequence, token_ids: list[int], *at: int)
         cache.reserve(sequence, end - sequence.num_tokens)
         cache.advance(sequence, token_ids[sequence.num_tokens : end])
         if end in at:
-            assert cache.keep_state(sequence) is not None
+            assert cache.keep_state(sequence, end) is not None
     cache.check_integrity()
 
 
@@ -122,7 +122,7 @@ def test_where_others_begin_too_a_snapshot_lasts() -> None:
     sequence = start(cache, tokens)
     cache.reserve(sequence, 256)
     cache.advance(sequence, tokens[:256])
-    assert cache.keep_state(sequence, lasts=True) is not None
+    assert cache.keep_state(sequence, 256, lasts=True) is not None
     grow(cache, sequence, tokens, 512, 768, 1000)
     assert sorted(node.end for node in snapshots_of(cache)) == [256, 768, 1000]
 
@@ -140,7 +140,7 @@ def test_rows_go_before_snapshots_and_wait_for_other_rows() -> None:
     cache.check_integrity()
     cache.abandon(first)
     cache.abandon(second)
-    assert cache.keep_state(start(cache, [3] * 10)) is None, "nothing is computed, and nothing is kept"
+    assert cache.keep_state(start(cache, [3] * 10), 0) is None, "nothing is computed, and nothing is kept"
 
 
 def test_the_snapshot_that_a_row_is_about_to_start_from_is_not_given_to_it_as_room() -> None:
