@@ -1,0 +1,104 @@
+"""Tiny models with recurrent layers as folders, and conversations on them, compared with what is computed cold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from agentcache.llm import LLM, Completion
+from tests.models.model_files import CONFIGS
+from tests.models.zoo import build
+from tests.serving.conversation import greedy, make_ids
+from tests.tiny import _token_config
+from tests.tokenizers_factory import byte_bpe
+
+_SIZES = {name: value for name, value in CONFIGS["jamba"].items() if name in ("hidden_size", "intermediate_size")}
+_MORE: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        **CONFIGS["jamba"],
+        "attention_bias": False,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_proj_bias": False,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_n_groups": 1,
+        "mamba_conv_bias": True,
+    },
+    "kimi_linear": {
+        **CONFIGS["qwen3_next"],
+        "linear_attn_config": {
+            "num_heads": 4,
+            "head_dim": 32,
+            "short_conv_kernel_size": 3,
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3],
+        },
+        "model_max_length": 32768,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "num_experts_per_token": 2,
+        "first_k_dense_replace": 1,
+    },
+}
+HYBRIDS = (
+    "qwen3_5",
+    "nemotron_h",
+    "qwen3_next",
+    "lfm2",
+    "granitemoehybrid",
+    "falcon_h1",
+    "jamba",
+    "mamba2",
+    "kimi_linear",
+)
+EVERY = 512  # tokens between snapshots
+MARGIN = 1e-2  # of the two best logits: where it is less, 4-bit rounding decides
+
+
+def write_hybrid(folder: Path, file: str) -> Path:
+    """A model folder of this file of mlx-lm."""
+    byte_bpe(folder)
+    config = {
+        **(_MORE.get(file) or CONFIGS[file]),
+        **_token_config(folder),
+        "model_type": file,
+        "max_position_embeddings": 32768,
+        "torch_dtype": "float32",
+    }
+    # As it is on people's disks, for who reads them: its own weights, as mlx-lm saves them.
+    weights = dict(tree_flatten(build(file, config).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def answer(llm: LLM, ids: Sequence[int], agent: str | None, count: int = 4, **options: Any) -> Completion:
+    """The next tokens, with the two likeliest each time."""
+    return llm.generate(list(ids), greedy(count, logprobs=2), agent=agent, **options)
+
+
+def check_same(completion: Completion, cold: Completion) -> None:
+    """The same tokens, as far as the choice is clear."""
+    for mine, other in zip(completion.logprobs, cold.logprobs, strict=True):
+        margin = other.top[0][2] - other.top[1][2]
+        if mine.token_id != other.token_id:
+            assert margin <= MARGIN, "another token, where the choice was clear"
+            return
+
+
+def more(ids: Sequence[int], count: int, seed: int) -> list[int]:
+    return [*ids, *make_ids(count, seed=seed)]
