@@ -17,7 +17,6 @@ from tests.serving.conversation import greedy, make_ids
 from tests.tiny import _token_config
 from tests.tokenizers_factory import byte_bpe
 
-_SIZES = {name: value for name, value in CONFIGS["jamba"].items() if name in ("hidden_size", "intermediate_size")}
 _MORE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         **CONFIGS["jamba"],
@@ -28,13 +27,15 @@ _MORE: dict[str, dict[str, Any]] = {
         "residual_multiplier": 1.0,
         "layer_types": ["mamba", "attention", "mamba", "attention"],
         "mamba_n_heads": 8,
-        "mamba_d_head": 16,
+        "mamba_d_head": 32,
+        "mamba_expand": 2,
         "mamba_proj_bias": False,
         "mamba_d_state": 16,
         "mamba_d_conv": 4,
         "mamba_n_groups": 1,
         "mamba_conv_bias": True,
     },
+    "mamba2": {**CONFIGS["mamba2"], "time_step_limit": [0.01, 10.0], "expand": 1},
     "kimi_linear": {
         **CONFIGS["qwen3_next"],
         "linear_attn_config": {
