@@ -67,6 +67,7 @@ HYBRIDS = (
     "kimi_linear",
 )
 EVERY = 512  # tokens between snapshots
+CLOSE = 4e-4  # of log probabilities: without its state a row is off by some 1e-3, with it by 1e-5
 MARGIN = 1e-2  # of the two best logits: where it is less, 4-bit rounding decides
 
 
@@ -93,12 +94,15 @@ def answer(llm: LLM, ids: Sequence[int], agent: str | None, count: int = 4, **op
 
 
 def check_same(completion: Completion, cold: Completion) -> None:
-    """The same tokens, as far as the choice is clear."""
+    """The same tokens, as far as the choice is clear, with the same probabilities: a state that is wrong shows there."""
     for mine, other in zip(completion.logprobs, cold.logprobs, strict=True):
         margin = other.top[0][2] - other.top[1][2]
         if mine.token_id != other.token_id:
             assert margin <= MARGIN, "another token, where the choice was clear"
             return
+        assert mine.logprob is not None
+        assert other.logprob is not None
+        assert abs(mine.logprob - other.logprob) < CLOSE
 
 
 def more(ids: Sequence[int], count: int, seed: int) -> list[int]:
