@@ -59,6 +59,7 @@ class CachedPrefix:
         snapshot: the node of whose end there is a snapshot of recurrent state, in RAM or on disk; it ends there.
             None at a sequence's start, and for models without recurrent layers.
         known_tokens: as far as every lane has the tokens, with a snapshot behind them or not; for such models only.
+            Without attention there is nothing to have.
     """
 
     producer: Producer | None
@@ -95,7 +96,7 @@ def match_prefix(
     least = MIN_TAIL_TOKENS if snapshots is None else 1
     searches = [LaneSearch(tree, groups, root, packed, layout, least) for layout in layouts]
     ends = None if snapshots is None else SnapshotSearch(tree, root, packed, layouts, snapshots)
-    known = None
+    known = None if groups else min(limit, len(token_ids))
     while True:
         lanes = tuple(search.longest(limit) for search in searches)
         shortest = min(lane.num_tokens for lane in lanes)

@@ -71,8 +71,8 @@ CLOSE = 4e-4  # of log probabilities: without its state a row is off by some 1e-
 MARGIN = 1e-2  # of the two best logits: where it is less, 4-bit rounding decides
 
 
-def write_hybrid(folder: Path, file: str) -> Path:
-    """A model folder of this file of mlx-lm."""
+def write_hybrid(folder: Path, file: str, **overrides: Any) -> Path:
+    """A model folder of this file of mlx-lm; `overrides` are entries of its config."""
     byte_bpe(folder)
     config = {
         **(_MORE.get(file) or CONFIGS[file]),
@@ -80,6 +80,7 @@ def write_hybrid(folder: Path, file: str) -> Path:
         "model_type": file,
         "max_position_embeddings": 32768,
         "torch_dtype": "float32",
+        **overrides,
     }
     # As it is on people's disks, for who reads them: its own weights, as mlx-lm saves them.
     weights = dict(tree_flatten(build(file, config).parameters()))

@@ -301,6 +301,7 @@ def test_fifty_turns_write_few_snapshots(qwen: Path, tmp_path: Path) -> None:
             assert completion.report.saved
             assert turn == 0 or completion.report.computed_tokens <= 199
             ids = more([*ids, *completion.token_ids], 198, seed=turn)
+            inside.flush(inside.engine_of(llm))
             assert len(snapshot_files(tmp_path)) <= MOST_SAVED
         keys_and_values = spec.bytes_per_token * len(ids)
         written = llm.stats().written_bytes
@@ -344,12 +345,16 @@ def test_an_idle_agent_is_saved_to_its_last_token(qwen: Path, tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_a_long_session_keeps_three_snapshots(qwen: Path, tmp_path: Path) -> None:
-    with open_llm(qwen, tmp_path, ram_budget=256 << 20, disk_budget=1 << 30) as llm:
+def test_a_long_session_keeps_three_snapshots(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = write_hybrid(tmp_path / "model", "qwen3_5", max_position_embeddings=100_000)
+    with open_llm(model, tmp_path / "cache", ram_budget=256 << 20, disk_budget=1 << 30) as llm:
         ids: list[int] = []
-        while len(ids) < 30_000:
-            ids = more(ids, 5000, seed=len(ids))
+        while len(ids) < 80_000:
+            ids = more(ids, 8000, seed=len(ids))
             completion = answer(llm, ids, "alice", 2)
             ids += completion.token_ids
-            assert completion.report.computed_tokens <= 5001
-            assert len(snapshot_files(tmp_path)) <= MOST_SAVED
+            assert completion.report.saved
+            assert completion.report.computed_tokens <= 8001
+            inside.flush(inside.engine_of(llm))
+            assert 0 < len(snapshot_files(tmp_path / "cache")) <= MOST_SAVED
