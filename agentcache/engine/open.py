@@ -73,7 +73,7 @@ def open_engine(
     runner.fit()
     adapters = AdapterWeightSet(loaded, runner, ledger)
     block_bytes = loaded.trunk.block_bytes() if config.trunk_budget else 0
-    trunk = Trunk(cache, adapters, config.trunk_budget // max(1, block_bytes), block_bytes)
+    trunk = Trunk(cache, adapters, config.trunk_budget // block_bytes if block_bytes else 0, block_bytes)
     if warm:
         warm_up(cache, runner, restorer, loaded.max_context)
     guard = MemoryGuard(Footprint.of(loaded.spec, loaded.config), ledger)
