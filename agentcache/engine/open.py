@@ -82,7 +82,7 @@ def open_engine(
     adapters = AdapterWeightSet(loaded, runner, ledger)
     trunk_budget = 0 if loaded.spec.recurrent else config.trunk_budget  # see `trunk_cut`
     block_bytes = loaded.trunk.block_bytes() if trunk_budget else 0
-    trunk = Trunk(cache, adapters, trunk_budget // max(1, block_bytes), block_bytes)
+    trunk = Trunk(cache, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
     if warm:
         warm_up(cache, runner, restorer, loaded.max_context)
     guard = MemoryGuard(Footprint.of(loaded.spec, loaded.config), ledger)

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from agentcache.kv.spec import CacheSpec
 from agentcache.models import mla, softcap
 from agentcache.models.interception import intercept
+from agentcache.models.proof import Proof
 from agentcache.models.survey import Survey, survey
 
 
@@ -43,4 +44,7 @@ def host_in_pieces(
         mla.adapt(layer)
         softcap.adapt(layer)
     intercept(model)
+    if check:
+        for _ in Proof(model, seen).steps():
+            yield None
     yield Hosted(seen, spec)

@@ -20,6 +20,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_cache import Handle
 from agentcache.models.attention import AttentionOptions, paged_attention
 from agentcache.models.mla import latent_attention
+from agentcache.models.observation import observe
 
 _NAME = "scaled_dot_product_attention"
 _ORIGINAL = base.scaled_dot_product_attention
@@ -62,6 +63,19 @@ def attention(
     Returns:
         [B, H_q, n, D_v].
     """
+    return observe(_attention(queries, keys, values, cache, scale, mask, sinks, others))
+
+
+def _attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+    others: dict[str, Any],
+) -> mx.array:
     if not isinstance(values, Handle):
         if isinstance(keys, Handle):
             raise BrokenInvariant("cached keys with values that are not")

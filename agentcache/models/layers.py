@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -27,19 +29,45 @@ class Stand(nn.Module):
         raise AttributeError(key)
 
 
-# Computes a layer: given the layer, its input [B, n, hidden], and what else it is called with.
-Hook = Callable[[nn.Module, mx.array, tuple[Any, ...], dict[str, Any]], Any]
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """A layer about to be computed.
+
+    Args:
+        function: computes it.
+        args, kwargs: what it is called with; its input [B, n, hidden] comes first.
+    """
+
+    layer: nn.Module
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def x(self) -> mx.array:
+        return self.args[0] if self.args else next(iter(self.kwargs.values()))
+
+    def compute(self, x: mx.array | None = None) -> Any:
+        """What the layer gives, of another input if one is given."""
+        if x is None:
+            return self.function(*self.args, **self.kwargs)
+        if self.args:
+            return self.function(x, *self.args[1:], **self.kwargs)
+        return self.function(**{**self.kwargs, next(iter(self.kwargs)): x})
 
 
-class HookedLayer(Stand):
-    """A layer that is computed by a hook."""
+Hook = Callable[[LayerCall], Any]
 
-    def __init__(self, original: nn.Module, hook: Hook) -> None:
-        super().__init__(original)
-        self._hook = hook
 
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        return self._hook(self.original, x, args, kwargs)
+@functools.cache
+def _hooked(kind: Any) -> Any:
+    """A class of layers, as one that is computed by its `_hook`. Models tell their layers apart by their classes."""
+
+    class Hooked(kind):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self._hook(LayerCall(self, super().__call__, args, kwargs))
+
+    return Hooked
 
 
 def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
@@ -63,12 +91,14 @@ def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
 @contextmanager
 def hooked(model: nn.Module, hook: Hook) -> Iterator[None]:
     """Inside, every layer of the model is computed by `hook`."""
-    lists = layer_lists(model)
-    originals = [list(layers) for layers in lists]
+    kinds: list[tuple[nn.Module, Any]] = [(layer, type(layer)) for layers in layer_lists(model) for layer in layers]
     try:
-        for layers in lists:
-            layers[:] = [HookedLayer(layer, hook) for layer in layers]
+        for layer, kind in kinds:
+            layer._hook = hook
+            layer.__class__ = _hooked(kind)
         yield
     finally:
-        for layers, before in zip(lists, originals, strict=True):
-            layers[:] = before
+        for layer, kind in kinds:
+            layer.__class__ = kind
+            layer.pop("_hook", None)
+            layer.__dict__.pop("_hook", None)

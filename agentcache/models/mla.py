@@ -9,6 +9,8 @@ attention modules stay as they are.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -43,13 +45,28 @@ def is_absorbed(module: nn.Module) -> bool:
     return all(isinstance(module.get(part), (MultiLinear, QuantizedMultiLinear)) for part in _ABSORBED)
 
 
-def latent_shape(layer: nn.Module, keys: mx.array, values: mx.array) -> tuple[int, int] | None:
-    """Sizes of the latent and of its rope part, if what a layer gives its cache can be kept as a latent."""
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of what is cached of a token.
+
+    Args:
+        rank: of the latent.
+        rope: of the key part that all heads share.
+        nope: of the part of keys that is made of the latent; None where the model caches the latent itself.
+    """
+
+    rank: int
+    rope: int
+    nope: int | None
+
+
+def latent_of(layer: nn.Module, keys: mx.array, values: mx.array) -> Latent | None:
+    """The latent that a layer's cache can keep in place of what the layer gives it; None for other attention."""
     for module in layer.modules():
         if is_absorbed(module) and keys.shape[1] == 1:
-            return keys.shape[-1], values.shape[-1]
+            return Latent(keys.shape[-1], values.shape[-1], None)
         if is_expanded(module) and keys.shape[1] == module.num_heads:
-            return int(module.kv_lora_rank), int(module.qk_rope_head_dim)
+            return Latent(int(module.kv_lora_rank), int(module.qk_rope_head_dim), int(module.qk_nope_head_dim))
     return None
 
 
@@ -275,7 +292,30 @@ def _adapt_expanded(module: nn.Module) -> None:
     module._projections = ExpandedProjections(module)
     module.kv_a_layernorm = _NotedNorm(module.kv_a_layernorm)
     # Not put in a module's place but made of it: adapters find its linears under the names that they have.
-    module.__class__ = _with_latent_cache(type(module))
+    kind: Any = type(module)
+    module.__class__ = _with_latent_cache(kind)
+
+
+@contextmanager
+def rounded_latents(model: nn.Module, round_trip: Callable[[mx.array], mx.array]) -> Iterator[None]:
+    """Inside, modules of DeepSeek-V2's form expand what `round_trip` makes of their latents."""
+    noted = [(module, module.kv_a_layernorm) for module in model.modules() if is_expanded(module)]
+    try:
+        for module, norm in noted:
+            module.kv_a_layernorm = _Rounded(norm, round_trip)
+        yield
+    finally:
+        for module, norm in noted:
+            module.kv_a_layernorm = norm
+
+
+class _Rounded(Stand):
+    def __init__(self, original: nn.Module, round_trip: Callable[[mx.array], mx.array]) -> None:
+        super().__init__(original)
+        self._round_trip = round_trip
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self._round_trip(self.original(x))
 
 
 def adapt(layer: nn.Module) -> None:

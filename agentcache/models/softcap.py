@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from agentcache.kv.step_cache import StepCache
 from agentcache.models.attention import AttentionOptions, paged_attention
+from agentcache.models.observation import observe
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "rope")
 _SIZES = ("n_heads", "n_kv_heads", "scale", "attn_logit_softcapping")
@@ -30,7 +31,7 @@ def _on_step_caches(kind: Any) -> Any:
         def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
             """[B, n, hidden] to [B, n, hidden]."""
             if not isinstance(cache, StepCache):
-                return super().__call__(x, mask, cache)
+                return observe(super().__call__(x, mask, cache))
             options = AttentionOptions(self.scale, self.attn_logit_softcapping)
             queries, keys, values = (
                 projected.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
@@ -42,7 +43,7 @@ def _on_step_caches(kind: Any) -> Any:
             )
             queries, keys = (self.rope(each, offset=cache.offset) for each in (queries, keys))
             out = paged_attention(queries, cache.update(keys, values), options)
-            return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+            return observe(self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)))
 
     return CappedAttention
 
@@ -51,4 +52,5 @@ def adapt(layer: nn.Module) -> None:
     """Have a layer's capped attention compute with step caches; with others it computes as before."""
     for module in layer.modules():
         if is_capped(module):
-            module.__class__ = _on_step_caches(type(module))
+            kind: Any = type(module)
+            module.__class__ = _on_step_caches(kind)

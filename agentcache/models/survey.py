@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -14,9 +15,17 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.spec import CacheSpec, LayerSpec, RecurrentSpec, StateTensor, make_groups, quantisation_for
-from agentcache.models.layers import Stand, hooked, layer_lists
-from agentcache.models.mla import latent_shape
+from agentcache.kv.spec import (
+    CacheSpec,
+    LayerSpec,
+    Quantisation,
+    RecurrentSpec,
+    StateTensor,
+    make_groups,
+    quantisation_for,
+)
+from agentcache.models.layers import LayerCall, Stand, hooked, layer_lists
+from agentcache.models.mla import Latent, latent_of
 
 _NUM_TOKENS = 8  # more than a short convolution looks back, so that its state has its full length
 _HEADS = ("n_heads", "num_attention_heads", "num_heads", "n_head")
@@ -48,27 +57,30 @@ class Survey:
         places: as the model takes them.
         layers: those of keys and values, in order of computation.
         recurrent: those of a state, in order of computation.
-        latent_ranks: of the layers that cache MLA's latent, its size.
+        latents: of each of `layers`, what is known of MLA's latent; None for other attention.
         num_heads: query heads.
-        hidden: values that go from layer to layer, a token.
-        dtype: theirs.
+        hidden_bytes: of what goes from layer to layer, a token; 0 where layers cannot be passed by: they keep a state, are
+            not computed once each and in order, or give more than hidden states.
         final_norm: the module that owns the first norm behind the last layer, and its name there; None without one.
     """
 
     places: tuple[Place, ...]
     layers: tuple[LayerSpec, ...]
     recurrent: tuple[RecurrentSpec, ...]
-    latent_ranks: frozenset[int]
+    latents: tuple[Latent | None, ...]
     num_heads: int
-    hidden: int
-    dtype: mx.Dtype
+    hidden_bytes: int
     final_norm: tuple[nn.Module, str] | None
+
+    @cached_property
+    def quantisation(self) -> Quantisation:
+        """Of keys and values; raises UnsupportedModel where heads have no groups."""
+        dims = {dim for layer in self.layers for dim in (layer.key_dim, layer.value_dim) if dim}
+        return quantisation_for(*sorted(dims | {latent.rank for latent in self.latents if latent is not None}))
 
     def spec(self, model_type: str, config: dict[str, Any]) -> CacheSpec:
         """Raises UnsupportedModel where heads cannot be quantised."""
-        dims = {dim for layer in self.layers for dim in (layer.key_dim, layer.value_dim) if dim}
-        quantisation = quantisation_for(*sorted(dims | self.latent_ranks))
-        groups = make_groups(list(self.layers), quantisation)
+        groups = make_groups(list(self.layers), self.quantisation)
         return CacheSpec(model_type, self.num_heads, groups, _rope_text(config), recurrent=self.recurrent)
 
     def caches(self, paged: Sequence[Any], states: Sequence[ArraysCache]) -> list[Any]:
@@ -92,28 +104,34 @@ class _Seen:
     depth: int | None = None
     keys: tuple[int, ...] = ()
     values: tuple[int, ...] = ()
-    latent: tuple[int, int] | None = None
+    latent: Latent | None = None
 
 
 @dataclass
 class _Run:
     """A model's run on its own caches, watched."""
 
-    depth: int = 0
+    calls: list[nn.Module] = field(default_factory=list)
+    tuples: bool = False
     layer: nn.Module | None = None
     x: mx.array | None = None
     used: list[_Seen] = field(default_factory=list)
 
-    def compute(self, layer: nn.Module, x: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.layer, self.x = layer, x
-        out = layer(x, *args, **kwargs)
-        self.depth += 1
+    def compute(self, call: LayerCall) -> Any:
+        self.layer, self.x = call.layer, call.x
+        out = call.compute()
+        self.calls.append(call.layer)
+        self.tuples |= isinstance(out, tuple)
         self.layer = None
         return out
 
+    @property
+    def depth(self) -> int:
+        return len(self.calls)
+
     def note(self, seen: _Seen) -> None:
         if seen.depth is None:
-            seen.depth = self.depth
+            seen.depth = self.depth if self.calls or self.layer is not None else len(self.used)
             self.used.append(seen)
 
     def watch_keys(self, seen: _Seen) -> None:
@@ -122,7 +140,7 @@ class _Run:
         def watched(keys: mx.array, values: mx.array) -> Any:
             self.note(seen)
             seen.keys, seen.values = keys.shape, values.shape
-            seen.latent = None if self.layer is None else latent_shape(self.layer, keys, values)
+            seen.latent = None if self.layer is None else latent_of(self.layer, keys, values)
             return update_and_fetch(keys, values)
 
         seen.cache.update_and_fetch = watched
@@ -190,8 +208,6 @@ def survey(model: nn.Module) -> Survey:
         raise
     except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm, in any way
         raise UnsupportedModel(f"{type(model).__name__} does not run: {error!s:.300}") from error
-    if run.x is None:
-        raise UnsupportedModel(f"{type(model).__name__} computes none of its layers")
     paged = [seen for seen in run.used if not isinstance(seen.cache, ArraysCache)]
     states = [seen for seen in run.used if isinstance(seen.cache, ArraysCache)]
     first = {id(seen): nth for nth, seen in enumerate(paged)} | {id(seen): nth for nth, seen in enumerate(states)}
@@ -199,10 +215,9 @@ def survey(model: nn.Module) -> Survey:
         places=tuple(_place(each, first) for each in watched),
         layers=tuple(_layer_spec(seen, paged) for seen in paged),
         recurrent=tuple(_recurrent_spec(seen) for seen in states),
-        latent_ranks=frozenset(seen.latent[0] for seen in paged if seen.latent is not None),
+        latents=tuple(seen.latent for seen in paged),
         num_heads=_num_heads(model),
-        hidden=run.x.shape[-1],
-        dtype=run.x.dtype,
+        hidden_bytes=0 if states else _hidden_bytes(model, run),
         final_norm=next(((owner, name) for owner, name, norm in norms if norm.depth == run.depth), None),
     )
 
@@ -246,7 +261,7 @@ def _layer_spec(seen: _Seen, paged: Sequence[_Seen]) -> LayerSpec:
     nth = [other for other in paged if other.depth == seen.depth].index(seen)
     window = seen.cache.max_size if isinstance(seen.cache, RotatingKVCache) else None
     if seen.latent is not None:
-        return LayerSpec(seen.depth, 1, sum(seen.latent), 0, window, nth)
+        return LayerSpec(seen.depth, 1, seen.latent.rank + seen.latent.rope, 0, window, nth)
     (_, heads, _, key_dim), (_, _, _, value_dim) = seen.keys, seen.values
     return LayerSpec(seen.depth, heads, key_dim, value_dim, window, nth)
 
@@ -261,6 +276,14 @@ def _recurrent_spec(seen: _Seen) -> RecurrentSpec:
 
 def _name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
+
+
+def _hidden_bytes(model: nn.Module, run: _Run) -> int:
+    lists = layer_lists(model)
+    in_order = [id(layer) for layer in run.calls] == [id(layer) for layer in lists[0]]
+    if run.x is None or run.tuples or len(lists) > 1 or not in_order:
+        return 0
+    return run.x.shape[-1] * run.x.dtype.size
 
 
 def _num_heads(model: nn.Module) -> int:

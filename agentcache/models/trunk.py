@@ -15,7 +15,7 @@ import mlx.nn as nn
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.trunk import Piece, TrunkPlan
 from agentcache.errors import BrokenInvariant
-from agentcache.models.layers import Stand, layer_lists
+from agentcache.models.layers import LayerCall, Stand, layer_lists
 from agentcache.models.step import CurrentStep, StepInputs
 from agentcache.models.survey import Survey
 
@@ -84,8 +84,8 @@ class ModelTrunk:
                 self._layers[index] = TrunkLayer(self._layers[index], index, self)
 
     def block_bytes(self) -> int:
-        """Size of a block, from the shape that hidden states have."""
-        return BLOCK_SIZE * self._survey.hidden * self._survey.dtype.size
+        """Size of a block; 0 where the model's layers cannot be passed by."""
+        return BLOCK_SIZE * self._survey.hidden_bytes
 
     @property
     def _plan(self) -> TrunkPlan:
@@ -114,10 +114,11 @@ class TrunkLayer(Stand):
         self._index = index
         self._trunk = trunk
 
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = LayerCall(self.original, self.original, args, kwargs)
         if self._trunk.skips(self._index):
-            return x
-        return self.original(self._trunk.enter(self._index, x), *args, **kwargs)
+            return call.x
+        return call.compute(self._trunk.enter(self._index, call.x))
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -13,14 +13,14 @@ from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import BatchState, RowState, join, make_caches, state_of
 from tests.models import zoo
 from tests.models.driver import Driver
-from tests.models.model_files import CONFIGS
+from tests.models.model_files import MODEL_FILES
 
 HYBRIDS = ("baichuan_m1", "falcon_h1", "jamba", "lfm2", "mamba2", "nemotron_h", "qwen3_5", "qwen3_next")
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
-    return zoo.load(request.param, CONFIGS[request.param])
+    return zoo.load(request.param, MODEL_FILES[request.param].config)
 
 
 def random_ids(*shape: int) -> np.ndarray:
