@@ -11,49 +11,17 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from agentcache.llm import LLM, Completion
-from tests.models.model_files import CONFIGS
+from tests.models.model_files import MODEL_FILES
 from tests.models.zoo import build
 from tests.serving.conversation import greedy, make_ids
 from tests.tiny import _token_config
 from tests.tokenizers_factory import byte_bpe
 
+# Beside what `model_files` has: what the tokenizer's library checks, too.
 _MORE: dict[str, dict[str, Any]] = {
-    "granitemoehybrid": {
-        **CONFIGS["jamba"],
-        "attention_bias": False,
-        "embedding_multiplier": 1.0,
-        "attention_multiplier": 0.2,
-        "logits_scaling": 1.0,
-        "residual_multiplier": 1.0,
-        "layer_types": ["mamba", "attention", "mamba", "attention"],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
-        "mamba_expand": 2,
-        "mamba_proj_bias": False,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-        "mamba_n_groups": 1,
-        "mamba_conv_bias": True,
-    },
-    "mamba2": {**CONFIGS["mamba2"], "time_step_limit": [0.01, 10.0], "expand": 1},
-    "kimi_linear": {
-        **CONFIGS["qwen3_next"],
-        "linear_attn_config": {
-            "num_heads": 4,
-            "head_dim": 32,
-            "short_conv_kernel_size": 3,
-            "kda_layers": [1, 2, 4],
-            "full_attn_layers": [3],
-        },
-        "model_max_length": 32768,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 32,
-        "num_experts_per_token": 2,
-        "first_k_dense_replace": 1,
-    },
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_expand": 2, "mamba_n_groups": 1},
+    "mamba2": {"time_step_limit": [0.01, 10.0], "expand": 2},
+    "kimi_linear": {"model_max_length": 32768},
 }
 HYBRIDS = (
     "qwen3_5",
@@ -75,7 +43,8 @@ def write_hybrid(folder: Path, file: str, **overrides: Any) -> Path:
     """A model folder of this file of mlx-lm; `overrides` are entries of its config."""
     byte_bpe(folder)
     config = {
-        **(_MORE.get(file) or CONFIGS[file]),
+        **MODEL_FILES[file].config,
+        **_MORE.get(file, {}),
         **_token_config(folder),
         "model_type": file,
         "max_position_embeddings": 32768,
