@@ -14,6 +14,7 @@ import pytest
 from agentcache.blocks.snapshot_plan import MOST_SAVED
 from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.llm import LLM, Completion
+from agentcache.store.verify import verify_folder
 from tests.serving import inside
 from tests.serving.block_damage import block_files, metadata_of
 from tests.serving.conversation import Chat, Stream, check_idle, greedy, make_ids, make_text, open_llm
@@ -130,6 +131,8 @@ def test_the_same_words_at_the_cost_of_what_is_new(file: str, hybrid: Callable[[
                         assert report.computed_tokens <= new + (EVERY if how == "killed" else 1)
                     assert process.llm.stats().quarantined == 0
                 process.llm.check_integrity()
+            report = verify_folder(process.cache_dir)
+            assert (report.problems, report.missing_blocks, report.unnamed_blocks) == ((), 0, 0)
 
 
 def test_an_answer_given_anew_begins_near_the_prompts_end(qwen: Path, tmp_path: Path) -> None:
