@@ -113,7 +113,7 @@ def load(path_or_hub_id: str, *, memo: Path | None = None, max_context: int | No
     return LoadedModel(
         model=model,
         current=current,
-        adapters=ModelAdapters(model, hosted.survey.layers, current),
+        adapters=ModelAdapters(model, hosted.survey, current),
         trunk=ModelTrunk(model, hosted.survey, current),
         tokenizer=tokenizer,
         survey=hosted.survey,
@@ -172,7 +172,8 @@ def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
         return load()
     except UnsupportedModel:
         raise
-    except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm or transformers, in any way
+    # A wrong entry in a config fails anywhere in mlx-lm or transformers, in any way; one file of mlx-lm even exits.
+    except (Exception, SystemExit) as error:
         raise UnsupportedModel(f"the {what} in {folder} cannot be loaded: {error}") from error
 
 
