@@ -15,6 +15,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.spec import DTYPES, PARTS, CacheSpec, LayerSpec, Quantisation
 from agentcache.models.attention import reads_packed
 from agentcache.models.packed_product import kernel_is_right
+from agentcache.models.survey import text_config
 from agentcache.sizes import total_ram
 
 _FLOAT = 4  # bytes; half-precision models take less
@@ -26,7 +27,7 @@ _LOGIT_COPIES = 3  # as given, in float32, normalised
 _UNPACKED_COPIES = 3  # of keys and values: dequantised, in order, and what they are dequantised from
 _FLASH_SCORES = 1.25  # softmax takes the place of the scores
 _FLASH_SCORES_WITH_SINKS = 3.25  # a sink's logit is put beside them, and taken away again
-_HAVE_SINKS = ("gpt_oss",)
+_HAVE_SINKS = ("gpt_oss", "mimo_v2_flash")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Footprint:
     @classmethod
     def of(cls, spec: CacheSpec, config: dict[str, Any]) -> Footprint:
         """From a model's config.json."""
-        sizes = config | (config.get("text_config") or {})
+        sizes = config | text_config(config)
         hidden = _first_int(sizes, "hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim", default=8192)
         wide = max(_int(sizes.get(name)) for name in ("intermediate_size", "moe_intermediate_size")) or 4 * hidden
         experts = max(_int(sizes.get(name)) for name in ("num_experts_per_tok", "num_experts_per_token")) or 1

@@ -18,7 +18,7 @@ from agentcache.models.fingerprint import model_fingerprint
 from agentcache.models.hosting import host
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep
-from agentcache.models.survey import Survey
+from agentcache.models.survey import Survey, text_config
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.trunk import ModelTrunk
 
@@ -185,7 +185,7 @@ def install_wanted_positions(survey: Survey, current: CurrentStep) -> None:
 
 
 def _context_length(config: dict[str, Any]) -> int:
-    for holder in (config, config.get("text_config") or {}):
+    for holder in (config, text_config(config)):
         if isinstance(length := holder.get("max_position_embeddings"), int):
             return length
     return _DEFAULT_CONTEXT

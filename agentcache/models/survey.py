@@ -347,5 +347,15 @@ def _num_heads(model: nn.Module) -> int:
 
 def _rope_text(config: dict[str, Any]) -> str:
     """Every config entry that rope may be made from, also where text has a config of its own."""
-    entries = [*config.items(), *(config.get("text_config") or {}).items()]
-    return repr(sorted((k, v) for k, v in entries if "rope" in k or "rotary" in k or k == "max_position_embeddings"))
+    entries = [*config.items(), *text_config(config).items()]
+    of_rope = [(k, v) for k, v in entries if "rope" in k or "rotary" in k or k == "max_position_embeddings"]
+    try:
+        return repr(sorted(of_rope))
+    except TypeError:  # one name twice, with values that have no order
+        return repr(sorted(of_rope, key=repr))
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config says of the text model, where that has a config of its own; else nothing."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else {}
