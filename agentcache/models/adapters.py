@@ -12,12 +12,14 @@ import mlx.nn as nn
 import numpy as np
 
 from agentcache.errors import UnsupportedAdapter
-from agentcache.kv.spec import CacheSpec, LayerSpec
+from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_files import MAX_BYTES, LowRank, ModuleName, read_folder
 from agentcache.models.attention import activation_dtype
+from agentcache.models.mla import is_expanded
+from agentcache.models.survey import Survey
 
-# Inside attention, these change neither keys nor values of their own layer.
-_WITHOUT_KEYS_AND_VALUES = {"q_proj", "q_a_proj", "q_b_proj", "o_proj"}
+_MAKE_KEYS = ("k_proj", "qkv_proj", "kv_a_proj_with_mqa")
+_QUERIES = {"q_proj", "q_a_proj", "q_b_proj"}  # beside one of the above
 
 
 @dataclass(frozen=True)
@@ -73,23 +75,27 @@ class TargetModules:
         return self.places[name]
 
 
-def target_modules(layers: Sequence[nn.Module], specs: Sequence[LayerSpec]) -> TargetModules:
-    """Look at the layers of a model that is on the paged cache, and at what they cache."""
+def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules:
+    """Look at the layers of a model that is on the paged cache."""
     linears: dict[ModuleName, LinearShape] = {}
     places: dict[ModuleName, Place] = {}
     absorbed = set()
     for index, layer in enumerate(layers):
         modules = dict(layer.named_modules())
+        recurrent = any(spec.index == index for spec in survey.recurrent)
+        kv_dim = sum(spec.num_kv_heads * spec.key_dim for spec in survey.layers if spec.index == index)
         for path, module in modules.items():
             name, parent = ModuleName(index, path), modules.get(path.rpartition(".")[0], layer)
-            if not isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+            if (index, path) not in survey.linears:
                 continue
-            if path.endswith("kv_b_proj"):
+            if path.endswith("kv_b_proj") and is_expanded(parent):
                 absorbed.add(name)
                 continue
             linears[name] = _shape(module)
-            kv_dim = sum(spec.num_kv_heads * spec.key_dim for spec in specs if spec.index == index)
-            places |= _places(name, linears[name].out_dim, parent, kv_dim)
+            # What is called before the layer has written its cache may be what is written, unless it makes queries.
+            makes_queries = not recurrent and any(part in parent for part in _MAKE_KEYS)
+            makes_kv = not survey.linears[index, path]
+            places |= _places(name, linears[name].out_dim, kv_dim, makes_kv, makes_queries)
     return TargetModules(len(layers), linears, places, frozenset(absorbed))
 
 
@@ -100,14 +106,19 @@ def _shape(linear: nn.Module) -> LinearShape:
     return LinearShape(in_dim, out_dim, activation_dtype(linear).size)
 
 
-def _places(name: ModuleName, out_dim: int, parent: nn.Module, kv_dim: int) -> dict[ModuleName, Place]:
-    """The whole module's, and those of its parts where it is a fused one."""
+def _places(
+    name: ModuleName, out_dim: int, kv_dim: int, makes_kv: bool, makes_queries: bool
+) -> dict[ModuleName, Place]:
+    """The whole module's, and those of its parts where it is a fused one.
+
+    Args:
+        makes_queries: whether it is a part of attention; then its name says if it makes queries only.
+    """
     before, _, leaf = name.path.rpartition(".")
-    in_attention = any(part in parent for part in ("k_proj", "qkv_proj", "kv_a_proj_with_mqa"))
     spans = {leaf: (0, out_dim), **_fused_spans(leaf, out_dim, kv_dim)}
     return {
         ModuleName(name.layer, f"{before}.{part}" if before else part): Place(
-            name, *span, makes_kv=in_attention and part not in _WITHOUT_KEYS_AND_VALUES
+            name, *span, makes_kv=makes_kv and not (makes_queries and part in _QUERIES)
         )
         for part, span in spans.items()
     }

@@ -18,7 +18,7 @@ from agentcache.models.fingerprint import model_fingerprint
 from agentcache.models.hosting import host
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep
-from agentcache.models.survey import Survey
+from agentcache.models.survey import Survey, text_config
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.trunk import ModelTrunk
 
@@ -113,7 +113,7 @@ def load(path_or_hub_id: str, *, memo: Path | None = None, max_context: int | No
     return LoadedModel(
         model=model,
         current=current,
-        adapters=ModelAdapters(model, hosted.survey.layers, current),
+        adapters=ModelAdapters(model, hosted.survey, current),
         trunk=ModelTrunk(model, hosted.survey, current),
         tokenizer=tokenizer,
         survey=hosted.survey,
@@ -172,7 +172,8 @@ def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
         return load()
     except UnsupportedModel:
         raise
-    except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm or transformers, in any way
+    # A wrong entry in a config fails anywhere in mlx-lm or transformers, in any way; one file of mlx-lm even exits.
+    except (Exception, SystemExit) as error:
         raise UnsupportedModel(f"the {what} in {folder} cannot be loaded: {error}") from error
 
 
@@ -184,7 +185,7 @@ def install_wanted_positions(survey: Survey, current: CurrentStep) -> None:
 
 
 def _context_length(config: dict[str, Any]) -> int:
-    for holder in (config, config.get("text_config") or {}):
+    for holder in (config, text_config(config)):
         if isinstance(length := holder.get("max_position_embeddings"), int):
             return length
     return _DEFAULT_CONTEXT

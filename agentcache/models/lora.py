@@ -15,13 +15,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.spec import LayerSpec
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.adapter_rows import AdapterRows, AdapterWeights
 from agentcache.models.adapters import AdapterContent, target_modules
 from agentcache.models.attention import activation_dtype
 from agentcache.models.layers import Stand
 from agentcache.models.step import CurrentStep
+from agentcache.models.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ModelAdapters:
     """Adapters of one model: wraps its modules.
 
     Args:
-        specs: what its layers cache.
+        survey: of the model.
         current: the step that the model computes.
 
     Attributes:
@@ -100,8 +100,8 @@ class ModelAdapters:
         stacks: copies of adapters for steps that use several; steps do without where they are not covered.
     """
 
-    def __init__(self, model: nn.Module, specs: Sequence[LayerSpec], current: CurrentStep) -> None:
-        self.modules = target_modules(model.layers, specs)
+    def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep) -> None:
+        self.modules = target_modules(model.layers, survey)
         self.stacks = Stacks()
         self._layers = list(model.layers)  # whatever stands in their places later
         self._wrapped: dict[ModuleName, AdaptedLinear] = {}

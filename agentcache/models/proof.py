@@ -90,14 +90,11 @@ def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
         present = [array for array in arrays if array is not None]
         return mx.concatenate(present, axis=max(0, present[0].ndim - 3)) if present else None
 
-    def join_heads(arrays: Sequence[mx.array]) -> mx.array:
-        return mx.concatenate(arrays, axis=0)
-
     return [
         _Layer(
             join_arrays([call.x for call in calls]),
             join_arrays([call.out for call in calls]),
-            [join_heads(arrays) for arrays in zip(*(call.attended for call in calls), strict=True)],
+            [mx.concatenate(arrays, axis=0) for arrays in zip(*(call.attended for call in calls), strict=True)],
         )
         for calls in zip(*(trace.layers for trace in traces), strict=True)
     ]
@@ -198,7 +195,7 @@ class Proof:
             self._lengths[row] += step.num_tokens
 
     def _reference_caches(self) -> list[Any]:
-        nopes = [latent and latent.nope for latent in self._survey.latents]
+        nopes = [None if latent is None else latent.nope for latent in self._survey.latents]
         paged = [
             _RoundTripCache(spec, layer.window, nope, self._quantisation)
             for spec, layer, nope in zip(self._specs, self._survey.layers, nopes, strict=True)
@@ -272,16 +269,22 @@ class _Difference:
 
 
 def _compare(expected: Sequence[_Layer], actual: Sequence[_Layer]) -> None:
-    differences = []
-    for index, (theirs, ours) in enumerate(zip(expected, actual, strict=True), start=-1):
-        where = "the model" if index < 0 else f"layer {index}"
-        if len(theirs.attended) != len(ours.attended):
-            raise UnsupportedModel(f"{where} calls attention {len(ours.attended)} times on the paged cache")
-        for one, other in zip(theirs.attended, ours.attended, strict=True):
-            differences.append(_Difference.of(where, "attention", one, other))
-        assert theirs.out is not None and ours.out is not None  # the run is over
-        if theirs.out.dtype == mx.float32:
-            differences.append(_Difference.of(where, "what it gives", theirs.out, ours.out))
+    if len(expected) != len(actual):
+        raise UnsupportedModel(f"{len(actual) - 1} layers are computed on the paged cache, not {len(expected) - 1}")
+    (whole, *layers), (our_whole, *our_layers) = expected, actual
+    differences = list(_differences("the model", whole, our_whole))
+    for index in reversed(range(len(layers))):
+        differences += _differences(f"layer {index}", layers[index], our_layers[index])
     mx.eval([[each.difference, each.size, each.finite] for each in differences])
-    for each in differences:
+    for each in reversed(differences):
         each.check()
+
+
+def _differences(where: str, theirs: _Layer, ours: _Layer) -> Iterator[_Difference]:
+    if len(theirs.attended) != len(ours.attended):
+        raise UnsupportedModel(f"{where} calls attention {len(ours.attended)} times on the paged cache")
+    assert theirs.out is not None and ours.out is not None  # the run is over
+    if theirs.out.dtype == mx.float32:
+        yield _Difference.of(where, "what it gives", theirs.out, ours.out)
+    for one, other in zip(theirs.attended, ours.attended, strict=True):
+        yield _Difference.of(where, "attention", one, other)

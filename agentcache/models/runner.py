@@ -37,6 +37,8 @@ class ModelRunner:
         self._pools = pools
         self.arenas: list[GroupArena] = make_arenas(loaded.spec)
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
+        places = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
+        self._layers = [places[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
         self._recurrent = loaded.spec.recurrent
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
@@ -85,12 +87,7 @@ class ModelRunner:
 
     def _paged(self, step: StepInputs) -> list[StepCache]:
         """One per cache of keys and values, in the model's order."""
-        caches = {
-            layer.layer: StepCache(layer, reads, writes, step.offset)
-            for arena, reads, writes in zip(self.arenas, step.reads, step.writes, strict=True)
-            for layer in arena.layers
-        }
-        return [caches[layer] for layer in self._loaded.survey.layers]
+        return [StepCache(layer, step.reads[group], step.writes[group], step.offset) for group, layer in self._layers]
 
     def fit(self) -> None:
         """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""

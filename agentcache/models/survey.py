@@ -3,7 +3,8 @@ evaluated, so it costs the same for models of any size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -59,8 +60,10 @@ class Survey:
         recurrent: those of a state, in order of computation.
         latents: of each of `layers`, what is known of MLA's latent; None for other attention.
         num_heads: query heads.
-        hidden_bytes: of what goes from layer to layer, a token; 0 where layers cannot be passed by: they keep a state, are
-            not computed once each and in order, or give more than hidden states.
+        hidden_bytes: of what goes from layer to layer, a token; 0 where layers cannot be passed by: they keep a state,
+            are not computed once each and in order, or give more than hidden states.
+        linears: of each linear module that is called token by token, by its layer's number and its path in the layer:
+            whether the layer has written all that it caches before it is called, so that it has no part in that.
         final_norm: the module that owns the first norm behind the last layer, and its name there; None without one.
     """
 
@@ -70,6 +73,7 @@ class Survey:
     latents: tuple[Latent | None, ...]
     num_heads: int
     hidden_bytes: int
+    linears: Mapping[tuple[int, str], bool]
     final_norm: tuple[nn.Module, str] | None
 
     @cached_property
@@ -116,10 +120,15 @@ class _Run:
     layer: nn.Module | None = None
     x: mx.array | None = None
     used: list[_Seen] = field(default_factory=list)
+    num_writes: int = 0
+    called: dict[tuple[int, str], int] = field(default_factory=dict)
+    behind: dict[tuple[int, str], bool] = field(default_factory=dict)
 
     def compute(self, call: LayerCall) -> Any:
         self.layer, self.x = call.layer, call.x
+        self.called.clear()
         out = call.compute()
+        self.settle(lambda num_writes: num_writes == self.num_writes)
         self.calls.append(call.layer)
         self.tuples |= isinstance(out, tuple)
         self.layer = None
@@ -129,7 +138,14 @@ class _Run:
     def depth(self) -> int:
         return len(self.calls)
 
+    def settle(self, is_behind: Callable[[int], bool]) -> None:
+        """Judge the linears called since the last time by how much had been written before."""
+        for name, num_writes in self.called.items():
+            self.behind[name] = self.behind.get(name, True) and is_behind(num_writes)
+        self.called.clear()
+
     def note(self, seen: _Seen) -> None:
+        self.num_writes += 1
         if seen.depth is None:
             seen.depth = self.depth if self.calls or self.layer is not None else len(self.used)
             self.used.append(seen)
@@ -164,11 +180,11 @@ class _WatchedNorm(Stand):
 
     def __init__(self, original: nn.Module, run: _Run) -> None:
         super().__init__(original)
-        self.depth = -1
+        self.depths: list[int] = []
         self._run = run
 
     def __call__(self, x: mx.array) -> mx.array:
-        self.depth = self._run.depth
+        self.depths.append(self._run.depth)
         return self.original(x)
 
 
@@ -192,6 +208,35 @@ def _watched_norms(model: nn.Module, run: _Run) -> Iterator[list[tuple[nn.Module
             setattr(owner, name, norm.original)
 
 
+@functools.cache
+def _watched(kind: Any) -> Any:
+    class Watched(kind):
+        def __call__(self, x: mx.array) -> mx.array:
+            if x.shape[:-1] == (1, _NUM_TOKENS):
+                self._run.called.setdefault(self._place, self._run.num_writes)
+            return super().__call__(x)
+
+    return Watched
+
+
+@contextmanager
+def _watched_linears(model: nn.Module, run: _Run) -> Iterator[None]:
+    """Inside, linear modules of layers say when they are called."""
+    linears: list[tuple[nn.Module, Any]] = []
+    try:
+        for index, layer in enumerate(model.layers):
+            for path, module in layer.named_modules():
+                if isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+                    linears.append((module, type(module)))
+                    module._run, module._place = run, (index, path)
+                    module.__class__ = _watched(linears[-1][1])
+        yield
+    finally:
+        for module, kind in linears:
+            module.__class__ = kind
+            del module._run, module._place
+
+
 def survey(model: nn.Module) -> Survey:
     """Run the model once and say what it caches.
 
@@ -202,12 +247,15 @@ def survey(model: nn.Module) -> Survey:
     run = _Run()
     try:
         watched = [_watch(cache, index, run) for index, cache in enumerate(make_prompt_cache(model))]
-        with hooked(model, run.compute), _watched_norms(model, run) as norms:
+        with hooked(model, run.compute), _watched_norms(model, run) as norms, _watched_linears(model, run):
             model(mx.zeros((1, _NUM_TOKENS), mx.int32), cache=_unwrap(watched))
+        run.settle(lambda num_writes: False)  # called outside of layers
     except UnsupportedModel:
         raise
     except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm, in any way
         raise UnsupportedModel(f"{type(model).__name__} does not run: {error!s:.300}") from error
+    if run.calls and [id(layer) for layer in run.calls[: len(model.layers)]] != [id(layer) for layer in model.layers]:
+        raise UnsupportedModel(f"{type(model).__name__} does not compute its layers one after the other")
     paged = [seen for seen in run.used if not isinstance(seen.cache, ArraysCache)]
     states = [seen for seen in run.used if isinstance(seen.cache, ArraysCache)]
     first = {id(seen): nth for nth, seen in enumerate(paged)} | {id(seen): nth for nth, seen in enumerate(states)}
@@ -218,7 +266,8 @@ def survey(model: nn.Module) -> Survey:
         latents=tuple(seen.latent for seen in paged),
         num_heads=_num_heads(model),
         hidden_bytes=0 if states else _hidden_bytes(model, run),
-        final_norm=next(((owner, name) for owner, name, norm in norms if norm.depth == run.depth), None),
+        linears=run.behind,
+        final_norm=next(((owner, name) for owner, name, norm in norms if norm.depths == [run.depth]), None),
     )
 
 
@@ -298,5 +347,15 @@ def _num_heads(model: nn.Module) -> int:
 
 def _rope_text(config: dict[str, Any]) -> str:
     """Every config entry that rope may be made from, also where text has a config of its own."""
-    entries = [*config.items(), *(config.get("text_config") or {}).items()]
-    return repr(sorted((k, v) for k, v in entries if "rope" in k or "rotary" in k or k == "max_position_embeddings"))
+    entries = [*config.items(), *text_config(config).items()]
+    of_rope = [(k, v) for k, v in entries if "rope" in k or "rotary" in k or k == "max_position_embeddings"]
+    try:
+        return repr(sorted(of_rope))
+    except TypeError:  # one name twice, with values that have no order
+        return repr(sorted(of_rope, key=repr))
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config says of the text model, where that has a config of its own; else nothing."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else {}

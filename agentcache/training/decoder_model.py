@@ -81,7 +81,7 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
     if hosted.survey.places != tuple(map(Paged, range(len(read.model.layers)))):
         raise UnsupportedModel("decoders are trained for models whose layers each keep their own keys and values only")
     current = CurrentStep()
-    adapters = ModelAdapters(read.model, hosted.survey.layers, current)
+    adapters = ModelAdapters(read.model, hosted.survey, current)
     return FrozenBase(
         model=read.model,
         current=current,

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, attention_group, make_groups, quantisation_for
+from agentcache.kv.spec import (
+    CacheSpec,
+    LayerSpec,
+    Quantisation,
+    RecurrentSpec,
+    StateTensor,
+    attention_group,
+    make_groups,
+    quantisation_for,
+)
 
 LAYER = LayerSpec(0, num_kv_heads=2, key_dim=128, value_dim=64)
 WINDOWS = st.integers(1, 2000)
@@ -74,11 +83,17 @@ def test_totals() -> None:
         {"groups": make_groups([LAYER, replace(LAYER, index=1)], Quantisation(8))},
         {"groups": make_groups([LAYER, replace(LAYER, index=1)], Quantisation(4, 32))},
         {"groups": make_groups([LAYER, replace(LAYER, index=1, window=512)], Quantisation())},
+        {"groups": make_groups([LAYER, replace(LAYER, nth=1)], Quantisation())},
+        {"recurrent": (RecurrentSpec(0, (StateTensor((3,), "float32"),)),)},
     ],
 )
 def test_the_digest_covers_everything(changed: dict[str, object]) -> None:
     assert spec(**changed).digest != spec().digest
     assert spec().digest == spec().digest
+
+
+def test_caches_of_earlier_versions_keep_their_addresses() -> None:
+    assert spec().digest == "3f6a1fa0872c84db6686c0767e724960"
 
 
 def test_a_group_by_name() -> None:

@@ -46,7 +46,7 @@ def load(file: str, config: dict[str, Any], *, check: bool = True) -> LoadedMode
     return LoadedModel(
         model=model,
         current=current,
-        adapters=ModelAdapters(model, hosted.survey.layers, current),
+        adapters=ModelAdapters(model, hosted.survey, current),
         trunk=ModelTrunk(model, hosted.survey, current),
         tokenizer=None,  # type: ignore[arg-type]  # nothing that runs a model asks for it
         survey=hosted.survey,
