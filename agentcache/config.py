@@ -22,6 +22,7 @@ from agentcache.sizes import (
     parse_bytes,
     parse_disk_budget,
     parse_share_of_ram,
+    parse_state_budget,
     parse_trunk_budget,
     parse_wired_limit,
 )
@@ -117,6 +118,10 @@ class Config:
         memory_pressure: whether memory is given back while the system is short of it.
         trunk_budget: bytes of RAM for hidden states that adapters go on from, taken only once there are adapters that
             can; 0 for none, None for an eighth of the cache's where there is room.
+        state_budget: bytes of `ram_budget` for the recurrent state of running requests and for snapshots of it, in
+            models that have recurrent layers; None for a quarter of it.
+        snapshot_tokens: tokens between two snapshots of a conversation's recurrent state; None for as many as make
+            snapshots cost at most twice the keys and values.
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
@@ -179,6 +184,12 @@ class Config:
         Kind.SWITCH,
         Flag("Give memory back while the system is short of it (on).", metavar="on|off"),
         default=True,
+    )
+    state_budget: int | None = _setting(
+        Kind.SIZE, Flag("Of that RAM, for recurrent state: 2GB, 5%, auto (a quarter)."), above_zero=True, default=None
+    )
+    snapshot_tokens: int | None = _setting(
+        Kind.INTEGER, Flag("Tokens between snapshots of recurrent state."), above_zero=True, default=None
     )
     max_concurrent_requests: int = _setting(
         Kind.INTEGER, Flag("Requests in one batch (16); more wait."), above_zero=True, default=16
@@ -335,6 +346,7 @@ def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     settings["wired_limit"] = parse_wired_limit(settings.get("wired_limit", "auto"))
     settings["disk_budget"] = parse_disk_budget(settings.get("disk_budget", "auto"), cache_dir)
     settings["trunk_budget"] = parse_trunk_budget(settings.get("trunk_budget", "auto"), settings["ram_budget"])
+    settings["state_budget"] = parse_state_budget(settings.get("state_budget", "auto"), settings["ram_budget"])
     if "max_body_bytes" in settings:
         settings["max_body_bytes"] = parse_bytes(settings["max_body_bytes"], key="max_body_bytes")
     for key, value in settings.items():

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from agentcache.adapter_settings import Policy
-from agentcache.blocks.ledger import ADAPTERS, BASE, STACKS, TRUNK, RamUse
+from agentcache.blocks.ledger import ADAPTERS, BASE, STACKS, STATE, TRUNK, RamUse
 from agentcache.blocks.prefix_match import Match
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.pressure import Level
@@ -220,6 +220,7 @@ class CacheStats:
             "residual": self.residual_ram_bytes,
             "adapters": self.adapter_ram_bytes,
             "trunk": self.trunk_ram_bytes,
+            **self._of_states(self._held_by(STATE)),
         }
 
     @property
@@ -230,7 +231,15 @@ class CacheStats:
             "residual": None,
             "adapters": self._used_by(ADAPTERS, STACKS),
             "trunk": self._used_by(TRUNK),
+            **self._of_states(self._used_by(STATE)),
         }
+
+    def _of_states(self, num_bytes: int) -> dict[str, int | None]:
+        """Of recurrent state; nothing for a model without recurrent layers."""
+        return {STATE: num_bytes} if any(each.kind == STATE for each in self.ram_accounts) else {}
+
+    def _held_by(self, family: str) -> int:
+        return sum(each.capacity_bytes for each in self.ram_accounts if each.kind.partition(".")[0] == family)
 
     def _used_by(self, *families: str) -> int:
         return sum(each.used_bytes for each in self.ram_accounts if each.kind.partition(".")[0] in families)

@@ -9,28 +9,28 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 
-from agentcache.kv.spec import CacheSpec
 from agentcache.models import loader
+from agentcache.models.hosting import Hosted
 
 State = tuple[Any, ...]
 
 
 def prove_once(patch: pytest.MonkeyPatch) -> None:
-    """From now on `loader.load` proves the re-hosted attention of the same files once only."""
-    read, rehost, proven, reading = loader.read_model, loader.rehost, set[State](), threading.local()
+    """From now on `loader.load` proves the attention of the same files once only."""
+    read, host, proven, reading = loader.read_model, loader.host, set[State](), threading.local()
 
     def read_and_note(path_or_hub_id: str) -> loader.ReadModel:
         model = read(path_or_hub_id)
         reading.state = _state(model.path)
         return model
 
-    def rehost_unless_proven(model: nn.Module, model_type: str, config: dict[str, Any]) -> CacheSpec:
-        spec = rehost(model, model_type, config, check=reading.state not in proven)
+    def host_unless_proven(model: nn.Module, model_type: str, config: dict[str, Any]) -> Hosted:
+        hosted = host(model, model_type, config, check=reading.state not in proven)
         proven.add(reading.state)
-        return spec
+        return hosted
 
     patch.setattr(loader, "read_model", read_and_note)
-    patch.setattr(loader, "rehost", rehost_unless_proven)
+    patch.setattr(loader, "host", host_unless_proven)
 
 
 def _state(folder: Path) -> State:

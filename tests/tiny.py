@@ -139,7 +139,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 # Another config for code that one of the others runs, too: what goes on above the model is tested with them in the
-# long tests, and that they are computed as mlx-lm does (models/test_rehost.py), always.
+# long tests, and that they are computed as mlx-lm does (models/test_hosting.py), always.
 VARIANTS = ("llama_bias", "mistral", "qwen3_tied", "gemma3_text_wide", "gemma3", "phi3", "deepseek_v2_q_lora")
 VARIANTS_SLOW = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in ARCHITECTURES]
 

@@ -114,11 +114,15 @@ class Disk:
         blocks = sum(
             full * group.bytes_per_block + bool(rest) * group.bytes_of(rest) + num_blocks * _BLOCK_HEADER_BYTES
             for group in self._store.groups
+            if not group.is_state
+        )
+        snapshots = sum(
+            self._store.groups[each.group].bytes_per_block + _BLOCK_HEADER_BYTES for each in record.snapshots
         )
         known = self._lineages.find(record.name)
         logged = 0 if known is None else len(known.transcript)
         log_bytes = max(0, num_tokens - logged) * _LOG_BYTES_PER_TOKEN + _MANIFEST_BYTES
-        return self._store.agent_bytes + blocks + log_bytes
+        return self._store.agent_bytes + blocks + snapshots + log_bytes
 
     # -- jobs -------------------------------------------------------------------------------------------------------
 
@@ -284,14 +288,14 @@ class Disk:
         if victim is self._lineages.get(victim.id):
             done.emptied.append(victim)
             self._behind.add(victim.name)
-            self._delete(self._put(replace(victim, num_saved=0, blocks=())), done)
+            self._delete(self._put(replace(victim, num_saved=0, blocks=(), snapshots=())), done)
         else:
             done.removed.append(victim)
             self._remove(victim, done)
         return True
 
     def _stalest(self, now: float) -> AgentRecord | None:
-        with_blocks = (record for record in self._lineages if record.blocks)
+        with_blocks = (record for record in self._lineages if record.held)
         idle = (record for record in with_blocks if not self._in_use.has_lineage(record.name))
         return max(idle, key=lambda record: self._staleness(record, now), default=None)
 
@@ -314,13 +318,13 @@ class Disk:
         known = self._lineages.find(record.name)
         if known is not None:
             self._lineages.remove(known)
-            self._delete(self._recount(record.id, set(known.blocks), set()), done)
+            self._delete(self._recount(record.id, set(known.held), set()), done)
 
     def _put(self, record: AgentRecord) -> list[BlockName]:
         """The lineage is, or will be, so on disk; returns what it named before and names no more."""
         known = self._lineages.find(record.name)
         self._lineages.put(record)
-        return self._recount(record.id, set(known.blocks) if known else set(), set(record.blocks))
+        return self._recount(record.id, set(known.held) if known else set(), set(record.held))
 
     def _recount(self, agent_id: str, before: Set[NamedBlock], after: Set[NamedBlock]) -> list[BlockName]:
         self._unshared.pop(agent_id, None)

@@ -79,7 +79,13 @@ class AgentMemory:
             for node in lane.all_nodes
             for index in node.block_ids.keys() & set(lane.groups)
         }
-        return sum(self._cache.groups[index].bytes_per_block for _, index in held)
+        of_states = {node for prefix in prefixes if (node := prefix.snapshot) is not None and node.state is not None}
+        return sum(self._cache.groups[index].bytes_per_block for _, index in held) + self._state_bytes * len(of_states)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Of one snapshot of recurrent state."""
+        return 0 if self._cache.snapshots is None else self._cache.snapshots.group.bytes_per_block
 
     def _disk_bytes(self, block: NamedBlock) -> int:
         """Of what the manifest names: the tree may know longer tails of others with the same beginning."""
@@ -87,7 +93,9 @@ class AgentMemory:
         if node is None:
             return 0
         stored = node.stored.intersection(block.groups)
-        return sum(groups[index].bytes_per_block * node.num_tokens // BLOCK_SIZE for index in stored)
+        of_state = self._state_bytes if len(groups) in stored else 0
+        of_tokens = (groups[index].bytes_per_block for index in stored if index < len(groups))
+        return of_state + sum(each * node.num_tokens // BLOCK_SIZE for each in of_tokens)
 
     def list(self) -> list[AgentInfo]:
         """All agents, by id."""
@@ -129,13 +137,15 @@ class AgentMemory:
 
     def _as_far_as_saved(self, record: AgentRecord) -> AgentRecord:
         """The record without blocks that are not of its transcript: a turn may have changed it and not been saved."""
-        layout = spans(record.num_saved, record.producer, len(self._cache.groups))
+        has_state = self._cache.snapshots is not None
+        layout = spans(record.num_saved, record.producer, len(self._cache.groups), has_state=has_state)
         chains = chain_keys(self._namespace(record.salt).root, record.transcript.ids, layout)
         blocks, saved = name_blocks(chains, layout), set(record.block_names)
         lost = (span.begin for span, block in zip(layout, blocks, strict=True) if not saved.issuperset(block.names))
         num_saved = min(lost, default=record.num_saved)
         kept = tuple(block for span, block in zip(layout, blocks, strict=True) if span.end <= num_saved)
-        return replace(record, num_saved=num_saved, blocks=kept)
+        snapshots = tuple(each for each in record.snapshots if each.num_tokens <= num_saved)
+        return replace(record, num_saved=num_saved, blocks=kept, snapshots=snapshots)
 
     def delete(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
         """Forget an agent (or one of its lineages) in RAM and on disk, but for what others name. Raises NotFound.
@@ -156,9 +166,13 @@ class AgentMemory:
         With it goes what was in RAM only as somebody's last, partly filled block, and belongs to nobody any more: it
         would keep the blocks before it. Raises NotFound.
         """
-        blocks = blocks_of(self._agents.lineages(agent_id, lineage))
+        known = self._agents.lineages(agent_id, lineage)
+        blocks = blocks_of(known)
+        for record in known:
+            self._persistence.save_snapshot(record)
 
         def evict() -> None:
+            self._evict_snapshots(known)
             self._evict_superseded_tails(blocks)
             self._cache.evict(block for block in blocks if self._is_on_disk(block))
             done(None)
@@ -188,6 +202,14 @@ class AgentMemory:
         behind = (each for each in self._agents if each.num_saved < len(each.transcript.ids) - 1)
         nodes = (node for each in behind for lane in self._prefix(each).lanes for node in lane.all_nodes)
         return {node for node in nodes if not node.block_ids.keys() <= node.stored}
+
+    def _evict_snapshots(self, records: Iterable[AgentRecord]) -> None:
+        """All of these lineages': what is not on disk by now is not worth it."""
+        for record in records:
+            root, ids = self._namespace(record.salt).root, record.transcript.ids
+            for node in self._cache.find_snapshots(root, ids, len(ids), record.producer):
+                assert self._cache.snapshots is not None  # it has found some
+                self._cache.snapshots.evict(node)
 
     def _evict_superseded_tails(self, blocks: Iterable[NamedBlock]) -> None:
         nodes = filter(None, (self._cache.tree.node(block.chain) for block in blocks))

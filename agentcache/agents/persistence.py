@@ -6,6 +6,7 @@ What the disk then did is told to the tree (which blocks have files) and to the 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -17,11 +18,12 @@ from agentcache.agents.restore import header_of
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable, names_of
 from agentcache.blocks.keys import BlockName, Namespace
-from agentcache.blocks.lanes import spans
+from agentcache.blocks.lanes import NamedSnapshot, spans
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import LaneBlock
 from agentcache.blocks.sequence import Sequence as CacheSequence
+from agentcache.blocks.snapshot_plan import choose_saved
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
 from agentcache.store.archive import Archive
@@ -76,6 +78,7 @@ class Persistence:
         max_lineages: int,
     ) -> None:
         self._cache = cache
+        self._groups = cache.all_groups
         self._runner = runner
         self._store = store
         self._agents = agents
@@ -86,6 +89,7 @@ class Persistence:
         self._disk = Disk(store, agents, in_use)
         self._writer = Writer()
         self._unsettled = 0
+        self._unsaved: dict[str, float] = {}  # lineages whose last snapshot is in RAM only, since when; oldest first
         store.when_lost = lambda: post(self._forget_lost)
         self.save_failures = 0
 
@@ -110,14 +114,24 @@ class Persistence:
         for block in blocks:
             names = (BlockName(block.node.chain, index) for index in block.groups)
             block.node.stored.update(name.group for name in names if self._disk.has(name))
-        for block in reversed(blocks):
-            self._cache.slots.prune(block.node)
+        nodes = [block.node for block in blocks]
+        for snapshot in record.snapshots:
+            nodes.append(self._snapshot_node(record, snapshot.num_tokens))
+            if nodes[-1].chain == snapshot.chain and self._disk.has(BlockName(snapshot.chain, snapshot.group)):
+                nodes[-1].stored.add(snapshot.group)
+        for node in reversed(nodes):
+            self._cache.slots.prune(node)
+
+    def _snapshot_node(self, record: AgentRecord, num_tokens: int) -> Node:
+        root = self._namespace(record.salt).root
+        return self._cache.snapshot_node(root, record.transcript.ids, num_tokens, record.producer)
 
     def blocks_of(self, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
         """The blocks of an agent's first `num_tokens` tokens, in the order of `spans`. What the tree lacks is made."""
         tree, blocks = self._cache.tree, list[LaneBlock]()
         root = tree.root(self._namespace(record.salt).root)
-        for span in spans(num_tokens, record.producer, len(self._cache.groups)):
+        has_state = self._cache.snapshots is not None
+        for span in spans(num_tokens, record.producer, len(self._cache.groups), has_state=has_state):
             parent = root if span.parent is None else blocks[span.parent].node
             node = tree.insert(parent, record.transcript.ids[span.begin : span.end], span.producer)
             blocks.append(LaneBlock(node, span.groups))
@@ -168,6 +182,9 @@ class Persistence:
         blocks: Sequence[LaneBlock],
         done: Callable[[Saved], None],
         early: Iterable[LaneBlock] = (),
+        lasting: int = 0,
+        *,
+        final: bool = False,
     ) -> None:
         """Make a turn durable: its blocks, then the lineage's manifest. A turn that fails leaves no file.
 
@@ -176,12 +193,17 @@ class Persistence:
             blocks: all blocks of the lineage.
             done: gets the outcome, on the engine thread.
             early: what the turn gave to `save_blocks`.
+            lasting: the position of the snapshot behind its system prompt; 0 where that is not known.
+            final: nothing of it is to be computed again after a restart.
         """
+        record = self._with_snapshots(record, lasting, final=final)
         # The durable part of the record in memory changes only when the disk has changed.
-        durable = self._agents.find(record.name) or replace(record, num_saved=0, blocks=())
-        self._agents.put(replace(record, num_saved=durable.num_saved, blocks=durable.blocks))
+        durable = self._agents.find(record.name) or replace(record, num_saved=0, blocks=(), snapshots=())
+        self._agents.put(
+            replace(record, num_saved=durable.num_saved, blocks=durable.blocks, snapshots=durable.snapshots)
+        )
         self._in_use.hold_lineage(record.name)  # so that nobody drops the durable ones for room
-        counted_on = names_of(set(record.blocks).difference(durable.blocks))
+        counted_on = names_of(set(record.held).difference(durable.held))
         self._in_use.hold_blocks(counted_on)
 
         def settle(outcome: Committed) -> None:
@@ -189,6 +211,33 @@ class Persistence:
             done(self._saved(record, outcome))
 
         self._try_to_commit(_Commit(record, blocks, [*counted_on, *_names(early)], settle))
+
+    def _with_snapshots(self, record: AgentRecord, lasting: int, *, final: bool) -> AgentRecord:
+        """The record with the snapshots that are to be on disk; those that there is no room for are left out."""
+        snapshots = self._cache.snapshots
+        if snapshots is None:
+            return record
+        root = self._namespace(record.salt).root
+        nodes = self._cache.find_snapshots(root, record.transcript.ids, record.num_saved, record.producer)
+        found = {node.end: node for node in nodes}
+        saved = {end for end, node in found.items() if not _is_wanted(node, snapshots.index)}
+        lasting = lasting or min((each.num_tokens for each in record.snapshots), default=0)
+        chosen = choose_saved(
+            found, saved, lasting=lasting, num_tokens=record.num_saved, every=snapshots.every, final=final
+        )
+        # A file holds finite values only.
+        sound = (end for end in chosen if end in saved or self._is_finite(found[end]))
+        named = tuple(NamedSnapshot(end, found[end].chain, snapshots.index) for end in sound)
+        self._unsaved.pop(record.name, None)
+        if not final and max(found, default=0) > max((each.num_tokens for each in named), default=0):
+            self._unsaved[record.name] = time.monotonic()
+        with_all = replace(record, snapshots=named)
+        if self.fits(with_all, record.num_saved):
+            return with_all
+        return replace(record, snapshots=tuple(each for each in named if each.num_tokens in saved))
+
+    def _is_finite(self, node: Node) -> bool:
+        return node.state is not None and self._runner.is_finite_state(node.state)
 
     def _try_to_commit(self, commit: _Commit) -> None:
         """Where files went meanwhile, again, as long as RAM has what is to be written."""
@@ -198,6 +247,10 @@ class Persistence:
             for index in block.groups
             if index in block.node.block_ids and _is_wanted(block.node, index)
         ]
+        for snapshot in commit.record.snapshots:
+            node = self._cache.tree.node(snapshot.chain)
+            if node is not None and node.state is not None and _is_wanted(node, snapshot.group):
+                targets.append(_Target(node, snapshot.group, node.state))
         needed = self._needed(commit.blocks, commit.record.num_saved)
         turn = Turn(commit.record, [name for _, name in needed], self._snapshots(targets), commit.held)
 
@@ -219,7 +272,7 @@ class Persistence:
         for target in targets:
             node = target.node
             arrays = self._runner.snapshot(target.group, target.block_id, node.position, node.num_tokens)
-            writes.append(BlockWrite(header_of(node, self._cache.groups[target.group].name), arrays))
+            writes.append(BlockWrite(header_of(node, self._groups[target.group].name), arrays))
             node.pending.add(target.group)
         return writes
 
@@ -240,8 +293,32 @@ class Persistence:
             log.error("agent %s was not saved: %s", record.name, outcome.error)
             return Saved(error=outcome.error)
         current = self._agents.find(record.name) or record
-        self._agents.put(replace(current, num_saved=record.num_saved, blocks=record.blocks))
+        self._agents.put(replace(current, num_saved=record.num_saved, blocks=record.blocks, snapshots=record.snapshots))
         return Saved(outcome.num_bytes)
+
+    def save_snapshots(self, now: float, idle: float = 0.0) -> None:
+        """Have lineages that were not used for `idle` seconds go on where they ended, whatever becomes of this process.
+
+        Args:
+            now: as `time.monotonic` has it.
+        """
+        for name in [name for name, since in self._unsaved.items() if now - since >= idle]:
+            if (record := self._agents.find(name)) is not None:
+                self.save_snapshot(record)
+            self._unsaved.pop(name, None)
+
+    def save_snapshot(self, record: AgentRecord) -> None:
+        """Write a lineage's last snapshot, if that is in RAM only and nobody is at work on the lineage."""
+        if record.name in self._unsaved and not self._in_use.has_lineage(record.name):
+            blocks = self.blocks_of(record, record.num_saved)
+            self.commit(record, blocks, lambda saved: None, final=True)  # what is not saved is computed again
+            for block in reversed(blocks):
+                self._cache.slots.prune(block.node)
+
+    @property
+    def unsaved_since(self) -> float | None:
+        """When the first of the lineages ended its turn whose last snapshot is in RAM only; None if there is none."""
+        return next(iter(self._unsaved.values()), None)
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
         """Write only a lineage's manifest and transcript (a new agent, a fork); it is in use until that is done."""
@@ -310,7 +387,7 @@ class Persistence:
     def _evict(self, record: AgentRecord, outcome: Committed) -> None:
         """From RAM goes what was deleted of a lineage that is forgotten."""
         deleted = set(outcome.deleted)
-        self._cache.evict(block for block in record.blocks if deleted.issuperset(block.names))
+        self._cache.evict(block for block in record.held if deleted.issuperset(block.names))
 
     def when_settled(self, done: Callable[[], None]) -> None:
         """Call `done` when all that was queued until now is on disk, or gone from it, and known here."""
@@ -330,7 +407,7 @@ class Persistence:
             targets: whose blocks it writes.
         """
         self._unsettled += 1
-        num_bytes = sum(self._cache.groups[target.group].bytes_per_block for target in targets)
+        num_bytes = sum(self._groups[target.group].bytes_per_block for target in targets)
 
         def applied(result: Committed | StoreError) -> None:
             self._unsettled -= 1
@@ -355,10 +432,10 @@ class Persistence:
             self._forget(name)
         for dropped in (*outcome.emptied, *outcome.removed):
             known = self._agents.find(dropped.name)
-            if known is None or known.blocks != dropped.blocks:
+            if known is None or known.held != dropped.held:
                 continue  # it was deleted, and perhaps made again, since
             if dropped in outcome.emptied:
-                self._agents.put(replace(known, num_saved=0, blocks=()))
+                self._agents.put(replace(known, num_saved=0, blocks=(), snapshots=()))
             else:
                 self._agents.remove(known)
                 self._evict(dropped, outcome)

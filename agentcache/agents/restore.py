@@ -90,7 +90,8 @@ class Restorer:
         self._runner = runner
         self._store = store
         self._post = post
-        large = max(group.bytes_per_block for group in cache.groups) >= _LARGE_BLOCK_BYTES
+        self._groups = cache.all_groups
+        large = max(group.bytes_per_block for group in self._groups) >= _LARGE_BLOCK_BYTES
         self._readers = ThreadPoolExecutor(_READERS if large else 1, thread_name_prefix="agentcache-reader")
 
     def warm_up(self, tables: Sequence[BlockTable]) -> None:
@@ -110,7 +111,7 @@ class Restorer:
         batches = list(self._batches(sequence.loads))
         restore = _Restore(sequence, done, batches_due=len(batches))
         for batch in batches:
-            headers = [header_of(load.node, self._cache.groups[load.group].name) for load in batch]
+            headers = [header_of(load.node, self._groups[load.group].name) for load in batch]
             future = self._readers.submit(self._read, batch, headers)
             future.add_done_callback(partial(self._hand_over, restore))
         if not batches:
@@ -119,7 +120,7 @@ class Restorer:
     def _batches(self, loads: Sequence[Load]) -> Iterator[list[Load]]:
         for group, same in groupby(sorted(loads, key=lambda load: load.group), key=lambda load: load.group):
             members = list(same)
-            size = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._cache.groups[group].bytes_per_block))
+            size = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._groups[group].bytes_per_block))
             yield from (members[start : start + size] for start in range(0, len(members), size))
 
     def _read(self, batch: Sequence[Load], headers: Sequence[BlockHeader]) -> list[_Read]:

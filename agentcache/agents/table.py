@@ -201,7 +201,7 @@ class AgentTable(Lineages):
 
 def without_memory(record: AgentRecord) -> AgentRecord:
     """A lineage of the same agent that holds nothing."""
-    return replace(record, salt="", producer=None, transcript=Transcript.empty(), num_saved=0, blocks=())
+    return replace(record, salt="", producer=None, transcript=Transcript.empty(), num_saved=0, blocks=(), snapshots=())
 
 
 def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
@@ -210,5 +210,5 @@ def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
 
 
 def blocks_of(records: Sequence[AgentRecord]) -> set[NamedBlock]:
-    """All blocks that these lineages name."""
-    return {block for record in records for block in record.blocks}
+    """All blocks that these lineages name, those of their snapshots too."""
+    return {block for record in records for block in record.held}

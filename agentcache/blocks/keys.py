@@ -18,6 +18,7 @@ BLOCK_SIZE = 256
 FORMAT_VERSION = 2
 BASE_PRODUCER = "base"
 BASE_CACHE = "base"
+STATE_GROUP = "recurrent"  # the last of a model's cache groups, where it has recurrent layers
 _DIGEST_BYTES = 20
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from agentcache.blocks.lanes import LaneLayout, Source, lay_out
 from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, pack
 from agentcache.blocks.slots import Group
+from agentcache.blocks.snapshots import Snapshots
 
 MIN_TAIL_TOKENS = 16  # copying fewer tokens of another block costs more than computing them
 
@@ -53,10 +54,18 @@ class CachedPrefix:
     """Tokens that need not be computed, the same in every lane. Valid until the cache is next changed.
 
     The base lane of a prompt that goes on from the trunk reaches further, in whole blocks (`trunk_match`).
+
+    Args:
+        snapshot: the node of whose end there is a snapshot of recurrent state, in RAM or on disk; it ends there.
+            None at a sequence's start, and for models without recurrent layers.
+        known_tokens: as far as every lane has the tokens, with a snapshot behind them or not; for such models only.
+            Without attention there is nothing to have.
     """
 
     producer: Producer | None
     lanes: tuple[LanePrefix, ...]
+    snapshot: Node | None = None
+    known_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -74,17 +83,35 @@ def match_prefix(
     token_ids: Sequence[int],
     limit: int,
     producer: Producer | None,
+    snapshots: Snapshots | None = None,
 ) -> CachedPrefix:
-    """The longest prefix of at most `limit` tokens that every lane has in RAM or on disk. Changes nothing."""
+    """The longest prefix of at most `limit` tokens that every lane has in RAM or on disk. Changes nothing.
+
+    Args:
+        snapshots: those of a model with recurrent layers; the prefix ends where there is one.
+    """
     packed = pack(token_ids[:limit])
-    searches = [LaneSearch(tree, groups, root, packed, layout) for layout in lay_out(producer, len(groups))]
+    layouts = lay_out(producer, len(groups), has_state=snapshots is not None)
+    # Where a sequence may begin at few positions only, no tokens are too few to be worth a copy.
+    least = MIN_TAIL_TOKENS if snapshots is None else 1
+    searches = [LaneSearch(tree, groups, root, packed, layout, least) for layout in layouts]
+    ends = None if snapshots is None else SnapshotSearch(tree, root, packed, layouts, snapshots)
+    known = None if groups else min(limit, len(token_ids))
     while True:
         lanes = tuple(search.longest(limit) for search in searches)
         shortest = min(lane.num_tokens for lane in lanes)
-        if all(lane.num_tokens == shortest for lane in lanes):
-            return CachedPrefix(producer, lanes)
-        # Cut to this a longer lane may lack something: a window's older blocks, or tokens worth a copy.
-        limit = shortest
+        is_even = all(lane.num_tokens == shortest for lane in lanes)
+        if ends is None:
+            if is_even:
+                return CachedPrefix(producer, lanes)
+            # Cut to this a longer lane may lack something: a window's older blocks, or tokens worth a copy.
+            limit = shortest
+            continue
+        known = shortest if known is None else known
+        node = ends.longest(shortest)
+        limit = 0 if node is None else node.end
+        if is_even and limit == shortest:
+            return CachedPrefix(producer, lanes, node, known)
 
 
 class LaneSearch:
@@ -92,10 +119,20 @@ class LaneSearch:
 
     Args:
         packed: the prompt's tokens (`siblings.pack`).
+        least: tokens of another block that are worth a copy.
     """
 
-    def __init__(self, tree: RadixTree, groups: Sequence[Group], root: str, packed: bytes, layout: LaneLayout) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        groups: Sequence[Group],
+        root: str,
+        packed: bytes,
+        layout: LaneLayout,
+        least: int = MIN_TAIL_TOKENS,
+    ) -> None:
         self._root = tree.peek(root)
+        self._least = least
         self._packed = packed
         self._layout = layout
         self._all = frozenset(layout.groups)
@@ -143,10 +180,10 @@ class LaneSearch:
         parent = self._nodes[count - 1] if count else self._root
         rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : min(limit, source.end) * BYTES_PER_TOKEN]
         usable = partial(_has, self._all)
-        nearest = parent.nearest(rest, usable, least=MIN_TAIL_TOKENS, producer=source.producer)
+        nearest = parent.nearest(rest, usable, least=self._least, producer=source.producer)
         if nearest.items:
             return nearest
-        short = min(MIN_TAIL_TOKENS - 1, len(rest) // BYTES_PER_TOKEN)
+        short = min(self._least - 1, len(rest) // BYTES_PER_TOKEN)
         for num_tokens in range(short, 0, -1):
             tail = parent.child(rest[: num_tokens * BYTES_PER_TOKEN], source.producer)
             if tail is not None and usable(tail):
@@ -157,8 +194,65 @@ class LaneSearch:
         return len(self._all - node.block_ids.keys())
 
 
+class SnapshotSearch:
+    """The positions of a prompt behind which there is a snapshot. Valid until the tree is next changed.
+
+    Args:
+        packed: the prompt's tokens.
+        layouts: its lanes, of which one has the state.
+    """
+
+    def __init__(
+        self, tree: RadixTree, root: str, packed: bytes, layouts: Iterable[LaneLayout], snapshots: Snapshots
+    ) -> None:
+        layout = next(each for each in layouts if each.has_state)
+        # Of each node only that it is there: keys and values may be in another lane, or in a longer block.
+        self._path = [
+            tree.peek(root),
+            *tree.match_prefix(root, packed, lambda node: True, layout.producer_of),
+        ]
+        self._packed = packed
+        self._snapshots = snapshots
+        self._layout = layout
+
+    def longest(self, limit: int) -> Node | None:
+        """The node that ends last, in front of or behind token `limit - 1`, and has a snapshot; None without one."""
+        return next(self.ends(limit), None)
+
+    def ends(self, limit: int) -> Iterator[Node]:
+        """All nodes with a snapshot that end there or before, the last one first."""
+        for node in reversed(self._path[: limit // BLOCK_SIZE + 1]):
+            tails = [tail for tail in node.children if self._is_usable_tail(tail, limit)]
+            yield from sorted(tails, key=lambda tail: tail.num_tokens, reverse=True)
+            if node.parent is not None and self._snapshots.has(node):
+                yield node
+
+    def _is_usable_tail(self, tail: Node, limit: int) -> bool:
+        if tail.is_full or tail.end > limit or not self._snapshots.has(tail):
+            return False
+        begin = tail.position * BLOCK_SIZE * BYTES_PER_TOKEN
+        fits = self._packed[begin : begin + len(tail.packed)] == tail.packed
+        return fits and tail.producer == self._layout.producer_of(tail.end)
+
+
+def find_snapshots(
+    tree: RadixTree,
+    num_groups: int,
+    root: str,
+    token_ids: Sequence[int],
+    producer: Producer | None,
+    snapshots: Snapshots,
+) -> list[Node]:
+    """The nodes of all snapshots of these tokens, in RAM or on disk, in their order."""
+    layouts = lay_out(producer, num_groups, has_state=True)
+    search = SnapshotSearch(tree, root, pack(token_ids), layouts, snapshots)
+    return list(search.ends(len(token_ids)))[::-1]
+
+
 def in_ram(prefix: CachedPrefix, groups: Sequence[Group]) -> bool:
     """Whether the prefix can be used without reading a file."""
+    if prefix.snapshot is not None and prefix.snapshot.state is None:
+        return False
     return all(index in node.block_ids for index, node in _needed(prefix, groups))
 
 

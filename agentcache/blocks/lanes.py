@@ -34,10 +34,12 @@ class LaneLayout:
     Args:
         groups: indices of the cache groups whose keys and values its blocks hold for it.
         producer: who computes them; None for base.
+        has_state: whether snapshots of recurrent state belong to its blocks; then it may have no groups.
     """
 
     groups: tuple[int, ...]
     producer: Producer | None
+    has_state: bool = False
 
     def producer_of(self, end: int) -> str:
         """Producer of the lane's block that ends in front of token `end`, as it stands in keys."""
@@ -52,11 +54,20 @@ class LaneLayout:
         return [own] if self.producer.start <= begin else [Source(BASE_PRODUCER, self.producer.start), own]
 
 
-def lay_out(producer: Producer | None, num_groups: int) -> tuple[LaneLayout, ...]:
-    """The lanes of a sequence: base's unless the producer has all groups, then the producer's own, if there is one."""
+def lay_out(producer: Producer | None, num_groups: int, *, has_state: bool = False) -> tuple[LaneLayout, ...]:
+    """The lanes of a sequence: base's unless the producer has all groups, then the producer's own, if there is one.
+
+    Args:
+        num_groups: groups of keys and values, numbered from 0.
+        has_state: whether the model has recurrent layers; their group has the number behind these.
+    """
     own = frozenset[int]() if producer is None else producer.groups
-    base = LaneLayout(tuple(index for index in range(num_groups) if index not in own), None)
-    return tuple(lane for lane in (base, LaneLayout(tuple(sorted(own)), producer)) if lane.groups)
+    keys_and_values = range(num_groups)
+    lanes = (
+        LaneLayout(tuple(i for i in keys_and_values if i not in own), None, has_state and num_groups not in own),
+        LaneLayout(tuple(i for i in keys_and_values if i in own), producer, has_state and num_groups in own),
+    )
+    return tuple(lane for lane in lanes if lane.groups or lane.has_state)
 
 
 def has_base_tail(producer: Producer | None, num_tokens: int) -> bool:
@@ -78,7 +89,7 @@ class BlockSpan:
     """One block of a lane: tokens ``begin … end - 1`` as `producer` computed them.
 
     Args:
-        groups: the cache groups that the lane has in it.
+        groups: the cache groups of keys and values that the lane has in it.
         parent: place of the block before it in the list of spans; None for a sequence's first.
     """
 
@@ -89,10 +100,13 @@ class BlockSpan:
     parent: int | None
 
 
-def spans(num_tokens: int, producer: Producer | None, num_groups: int) -> list[BlockSpan]:
-    """All blocks of a sequence: lane after lane, each from its start to its tail, and last the base tail."""
+def spans(num_tokens: int, producer: Producer | None, num_groups: int, *, has_state: bool = False) -> list[BlockSpan]:
+    """All blocks of a sequence: lane after lane, each from its start to its tail, and last the base tail.
+
+    The arguments are those of `lay_out`.
+    """
     result: list[BlockSpan] = []
-    for lane in lay_out(producer, num_groups):
+    for lane in lay_out(producer, num_groups, has_state=has_state):
         first = len(result)
         for begin in range(0, num_tokens, BLOCK_SIZE):
             end, parent = min(begin + BLOCK_SIZE, num_tokens), len(result) - 1 if begin else None
@@ -125,6 +139,36 @@ class NamedBlock(NamedTuple):
         return [BlockName(self.chain, group) for group in self.groups]
 
 
+class NamedSnapshot(NamedTuple):
+    """A snapshot of recurrent state by its address.
+
+    Attributes:
+        num_tokens: behind which it is the state.
+        chain: of the block that ends there, in the lane that has the state.
+        group: number of the state's cache group.
+    """
+
+    num_tokens: int
+    chain: str
+    group: int
+
+    @property
+    def block(self) -> NamedBlock:
+        return NamedBlock(self.chain, (self.group,))
+
+
 def name_blocks(chains: Iterable[str], blocks: Iterable[BlockSpan]) -> tuple[NamedBlock, ...]:
     """The spans with these chain keys, one each."""
     return tuple(NamedBlock(chain, span.groups) for chain, span in zip(chains, blocks, strict=True))
+
+
+def state_chain(
+    root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None, num_groups: int
+) -> str:
+    """The chain key of the block that ends behind the first `num_tokens` tokens, in the lane that has the state."""
+    layout = next(lane for lane in lay_out(producer, num_groups, has_state=True) if lane.has_state)
+    chain = root
+    for begin in range(0, num_tokens, BLOCK_SIZE):
+        end = min(begin + BLOCK_SIZE, num_tokens)
+        chain = chain_key(chain, token_ids[begin:end], layout.producer_of(end))
+    return chain

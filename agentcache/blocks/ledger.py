@@ -9,6 +9,7 @@ budget beside all that is claimed and all floors. Where an account lacks room it
     stacks        copies of adapters for steps that mix them: on loan, so all comes back when another account asks
     weights       of the model; loaded before there was a cache, and counted beside its budget
     trunk         hidden states; a budget of its own
+    state         recurrent state of running rows, and snapshots of it; its floor is its budget, so nobody gives way
     temporaries   what the step that was let through last takes, by estimate; the device's free memory is its limit
 """
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from agentcache.errors import BrokenInvariant
 
-BASE, ADAPTERS, STACKS, TRUNK, TEMPORARIES = "base", "adapters", "stacks", "trunk", "temporaries"
+BASE, ADAPTERS, STACKS, TRUNK, STATE, TEMPORARIES = "base", "adapters", "stacks", "trunk", "state", "temporaries"
 WEIGHTS = "weights"
 
 # Who is asked for room, first to last, by whom. Weights never give way: they leave when no request needs them.

@@ -26,7 +26,7 @@ from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
 from agentcache.blocks.lane_search import CachedPrefix
-from agentcache.blocks.lanes import NamedBlock, has_base_tail
+from agentcache.blocks.lanes import NamedBlock, has_base_tail, lay_out
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.placement import place
 from agentcache.blocks.pool import BlockTable
@@ -34,23 +34,46 @@ from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.blocks.sequence import Lane, LaneBlock, Load, Sequence
 from agentcache.blocks.siblings import unpack
 from agentcache.blocks.slots import BlockCounts, Group, Slots
+from agentcache.blocks.snapshot_plan import DEFAULT_INTERVAL
+from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant, OutOfBlocks
+
+_FRESH_SNAPSHOTS = 2
 
 
 class PrefixCache:
     """All cached blocks of one model.
 
     Args:
-        groups: the model's cache groups.
+        groups: the model's cache groups of keys and values; none for a model that has only recurrent layers.
         ledger: grants the bytes that all slots together take.
+        state: the group of its recurrent state, if it has any.
+        state_budget: bytes that running rows and snapshots may take of it.
+        snapshot_tokens: tokens between two snapshots of a conversation.
+
+    Attributes:
+        snapshots: of recurrent state; None for a model without.
     """
 
-    def __init__(self, groups: TokenIds[Group], ledger: Ledger) -> None:
+    def __init__(
+        self,
+        groups: TokenIds[Group],
+        ledger: Ledger,
+        *,
+        state: Group | None = None,
+        state_budget: int = 0,
+        snapshot_tokens: int = DEFAULT_INTERVAL,
+    ) -> None:
         self.groups = tuple(groups)
         self.ledger = ledger
         self.tree = RadixTree()
         self.slots = Slots(self.groups, self.tree)
         self.allocator = BlockAllocator(self.slots, EvictionOrder(self.slots, self.tree), ledger)
+        self.snapshots = (
+            None
+            if state is None
+            else Snapshots(state, len(self.groups), state_budget, ledger, self.slots.prune, snapshot_tokens)
+        )
         self._sequences: set[Sequence] = set()
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
 
@@ -66,7 +89,12 @@ class PrefixCache:
 
         Changes nothing. A few tokens of a longer block are not worth a copy and count as not there.
         """
-        return lane_search.match_prefix(self.tree, self.groups, root, token_ids, limit, producer)
+        return lane_search.match_prefix(self.tree, self.groups, root, token_ids, limit, producer, self.snapshots)
+
+    @property
+    def all_groups(self) -> TokenIds[Group]:
+        """The groups of keys and values, and behind them the recurrent state's."""
+        return self.groups if self.snapshots is None else (*self.groups, self.snapshots.group)
 
     def in_ram(self, prefix: CachedPrefix) -> bool:
         """Whether the prefix can be used without reading a file."""
@@ -79,6 +107,8 @@ class PrefixCache:
 
         Raises OutOfBlocks; then no more has happened than that idle blocks were evicted.
         """
+        if self.snapshots is not None and prefix.snapshot is not None:
+            self.snapshots.touch(prefix.snapshot)
         sequence = self._enter(root, prefix)
         try:
             place(sequence, prefix, self.allocator)
@@ -98,7 +128,13 @@ class PrefixCache:
         lanes = [
             Lane(lane.layout, list(lane.nodes[:count]), lane.tail, list(lane.nodes[count:])) for lane in prefix.lanes
         ]
-        sequence = Sequence(root, prefix.producer, token_ids, tables, lanes)
+        state = None if self.snapshots is None else self.snapshots.enter(prefix.snapshot)
+        sequence = Sequence(root, prefix.producer, token_ids, tables, lanes, state=state)
+        start = prefix.snapshot
+        if self.snapshots is not None and start is not None:
+            sequence.snapshots.append(start)
+            if start.state is None and state is not None:
+                sequence.loads.append(Load(start, self.snapshots.index, state, start.num_tokens))
         self._sequences.add(sequence)
         for lane in lanes:
             for node in lane.read_nodes:
@@ -108,6 +144,11 @@ class PrefixCache:
     def loaded(self, sequence: Sequence, load: Load) -> None:
         """A load is done: a whole block becomes the tree's too, so that others find it."""
         node = load.node
+        if self.snapshots is not None and load.group == self.snapshots.index:
+            if not sequence.closed:
+                self.snapshots.retain(load.block_id)
+                self.snapshots.list_in(node, load.block_id)
+            return
         if load.num_tokens == node.num_tokens and load.group not in node.block_ids and not sequence.closed:
             self.slots.list_in(node, load.group, load.block_id)
 
@@ -131,6 +172,7 @@ class PrefixCache:
         published = [block for lane in sequence.lanes for block in self._publish_full(sequence, lane)]
         if has_base_tail(sequence.producer, sequence.num_tokens) and not was_hidden:
             published.append(self._publish_base_tail(sequence))
+            self.slots.prune(published[-1].node)  # without attention there is nothing in it
         return published
 
     def _publish_full(self, sequence: Sequence, lane: Lane) -> list[LaneBlock]:
@@ -255,6 +297,76 @@ class PrefixCache:
             for node in lane.read_nodes:
                 node.readers -= 1
                 self.slots.prune(node)
+        if self.snapshots is not None:
+            self.state_taken(sequence)
+            self.snapshots.leave()
+
+    # -- recurrent state ----------------------------------------------------------------------------------------------
+
+    def state_taken(self, sequence: Sequence) -> None:
+        """The sequence's row has the state that it starts from; its slot may be given to others."""
+        slot, sequence.state = sequence.state, None
+        if slot is not None:
+            assert self.snapshots is not None
+            self.snapshots.release(slot)
+
+    def keep_state(self, sequence: Sequence, num_tokens: int, *, lasts: bool = False) -> int | None:
+        """A slot for the state behind the first tokens of an open sequence, where it is found from now on.
+
+        None where there is a snapshot already, or no room for one. Of what a sequence leaves behind, the last two are
+        worth most; those before leave RAM first.
+
+        Args:
+            lasts: it is as good as the last ones, however many come: others begin there too.
+        """
+        snapshots = self.snapshots
+        if snapshots is None or not num_tokens:
+            return None
+        node = self._state_node(sequence, num_tokens)
+        if not lasts and node not in sequence.snapshots:
+            sequence.snapshots.append(node)
+            for older in sequence.snapshots[:-_FRESH_SNAPSHOTS]:
+                snapshots.expire(older)
+            del sequence.snapshots[:-_FRESH_SNAPSHOTS]
+        slot = None
+        if node.state is None:
+            try:
+                slot = snapshots.allocate()
+            except OutOfBlocks:
+                self.slots.prune(node)
+                return None
+            snapshots.list_in(node, slot)
+        else:
+            snapshots.touch(node)
+        return slot
+
+    def find_snapshots(
+        self, root: str, token_ids: TokenIds[int], num_tokens: int, producer: Producer | None
+    ) -> list[Node]:
+        """The nodes of all snapshots of the first `num_tokens` tokens, in RAM or on disk, in their order."""
+        if self.snapshots is None:
+            return []
+        return lane_search.find_snapshots(
+            self.tree, len(self.groups), root, token_ids[:num_tokens], producer, self.snapshots
+        )
+
+    def snapshot_node(self, root: str, token_ids: TokenIds[int], num_tokens: int, producer: Producer | None) -> Node:
+        """The node of a snapshot behind the first `num_tokens` tokens, made if it is not there."""
+        layout = lay_out(producer, len(self.groups), has_state=True)
+        lane, node = next(each for each in layout if each.has_state), self.tree.root(root)
+        for begin in range(0, num_tokens, BLOCK_SIZE):
+            end = min(begin + BLOCK_SIZE, num_tokens)
+            node = self.tree.insert(node, token_ids[begin:end], lane.producer_of(end))
+        return node
+
+    def _state_node(self, sequence: Sequence, num_tokens: int) -> Node:
+        """The node that ends behind these tokens of a sequence; of a tail, without keys and values as yet."""
+        lane, (count, rest) = sequence.state_lane, divmod(num_tokens, BLOCK_SIZE)
+        if not rest:
+            return lane.nodes[count - 1]
+        parent = lane.parent_of(count, self.tree.root(sequence.root))
+        tokens = sequence.token_ids[count * BLOCK_SIZE : num_tokens]
+        return self.tree.insert(parent, tokens, lane.layout.producer_of(num_tokens))
 
     # -- files ------------------------------------------------------------------------------------------------------
 
@@ -277,7 +389,10 @@ class PrefixCache:
         """Free the RAM of blocks, the last ones of their sequences first, as far as nobody reads or writes them."""
         found = [(node, block.groups) for block in blocks if (node := self.tree.node(block.chain)) is not None]
         for node, groups in sorted(found, key=lambda entry: entry[0].position, reverse=True):
-            self.slots.evict(node, groups)
+            if self.snapshots is not None and self.snapshots.index in groups:
+                self.snapshots.evict(node)
+            else:
+                self.slots.evict(node, groups)
 
     def count_blocks(self) -> BlockCounts:
         """How many slots are free, read by sequences, and cached only."""
@@ -291,6 +406,9 @@ class PrefixCache:
         """Raise BrokenInvariant unless every reference is accounted for: free + live + cached == total, tree sound."""
         self.tree.check_integrity()
         self._check_readers()
+        if self.snapshots is not None:
+            started = [sequence.state for sequence in self._sequences if sequence.state is not None]
+            self.snapshots.check_integrity(len(self._sequences), started, self.tree.walk())
         for sequence in self._sequences:
             self._check_lanes(sequence)
         for index in range(len(self.groups)):
@@ -312,6 +430,8 @@ class PrefixCache:
         """Each group is in one lane, and each lane is a path of full blocks by who has to have computed them."""
         if sorted(index for lane in sequence.lanes for index in lane.groups) != list(range(len(self.groups))):
             raise BrokenInvariant("a sequence's lanes do not have each group once")
+        if [lane.has_state for lane in sequence.lanes].count(True) != (self.snapshots is not None):
+            raise BrokenInvariant("not one lane of a sequence has its state")
         for lane in sequence.lanes:
             if len(lane.nodes) != sequence.num_tokens // BLOCK_SIZE:
                 raise BrokenInvariant("a lane has not published what its sequence has computed")

@@ -2,7 +2,8 @@
 
 One node is one block: 256 tokens, or fewer for the last block of some agent's context (a tail, always a leaf), as one
 producer computed them: the same tokens of another producer are another node. A node holds one slot per cache group
-where its data is in RAM, and knows for which groups its file is on disk. The tree holds no data and counts no
+where its data is in RAM, and knows for which groups its file is on disk. Of some nodes there is a snapshot of recurrent
+state, too (`snapshots`): such a node stays, even without keys and values. The tree holds no data and counts no
 references; `prefix_cache` does that.
 """
 
@@ -27,6 +28,7 @@ class Node:
         stored: group indices whose file is on disk.
         pending: group indices whose file is being written.
         readers: lanes of running sequences that go through it; it stays in the tree for them.
+        state: slot in RAM of the snapshot of recurrent state behind its last token; None for none.
     """
 
     __slots__ = (
@@ -40,6 +42,7 @@ class Node:
         "producer",
         "readers",
         "resident_children",
+        "state",
         "stored",
     )
 
@@ -53,6 +56,7 @@ class Node:
         self.stored: set[int] = set()
         self.pending: set[int] = set()
         self.readers = 0
+        self.state: int | None = None
         self.resident_children = 0
         self._families: dict[str, Siblings[Node]] = {}
 
@@ -187,7 +191,17 @@ class RadixTree:
 
     @staticmethod
     def _is_useless(node: Node) -> bool:
-        return node.is_leaf and not (node.block_ids or node.stored or node.pending or node.readers)
+        if node.block_ids or node.stored or node.pending or node.readers or node.state is not None:
+            return False
+        return node.is_leaf
+
+    def path(self, node: Node) -> list[Node]:
+        """The nodes from a sequence's first block to this one."""
+        nodes = []
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
 
     def set_block(self, node: Node, group: int, block_id: int) -> None:
         """Record that `group`'s data of the node lies in slot `block_id`."""

@@ -66,6 +66,10 @@ class Lane:
         """All nodes that it keeps in the tree, the last one first."""
         return [*([] if self.tail is None else [self.tail]), *reversed(self.ahead), *reversed(self.nodes)]
 
+    @property
+    def has_state(self) -> bool:
+        return self.layout.has_state
+
     def parent_of(self, position: int, root: Node) -> Node:
         """The node in front of its block number `position`."""
         return self.nodes[position - 1] if position else root
@@ -78,6 +82,8 @@ class Sequence:
     Attributes:
         root: chain key of its namespace.
         producer: who computes its keys and values; None for base.
+        state: slot of the snapshot that it starts from, until the row has it; None without one.
+        snapshots: nodes whose snapshots it has started from or made, in their order.
         token_ids: the tokens whose keys and values are computed or cached.
         tables: one block table per group.
         lanes: one path of nodes per producer of its groups; each group is in one of them.
@@ -92,7 +98,14 @@ class Sequence:
     loads: list[Load] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     closed: bool = False
+    state: int | None = None
+    snapshots: list[Node] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def state_lane(self) -> Lane:
+        """The lane to whose blocks snapshots of recurrent state belong."""
+        return next(lane for lane in self.lanes if lane.has_state)

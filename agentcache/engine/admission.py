@@ -9,6 +9,7 @@ from agentcache.blocks.keys import Namespace
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.engine.device import Device
 from agentcache.engine.generation import Generation, Outcome, State
 from agentcache.engine.requests import Requests
@@ -74,6 +75,7 @@ class Admission:
         in_ram = self._cache.in_ram(prefix)
         sequence = self._cache.open(root, prefix)
         generation.take_place(sequence, ahead)
+        self._plan_snapshots(generation, prefix)
         self._device.copy_blocks(sequence.copies)
         if ahead is not None:
             self._trunk.begin(generation, ahead)
@@ -81,8 +83,29 @@ class Admission:
             generation.prompt_logprobs.clear()  # after a preemption the prompt is computed again
             _note_cached(generation, prefix)
         self._scheduler.admit(generation, loading=not in_ram)
-        if not in_ram:
+        if in_ram:
+            self._begin_state(generation, sequence)
+        else:
             self._restorer.restore(sequence, lambda restored: self._restored(generation, sequence, restored))
+
+    def _plan_snapshots(self, generation: Generation, prefix: CachedPrefix) -> None:
+        snapshots = self._cache.snapshots
+        if snapshots is None:
+            return
+        self._device.free_states()  # of those that have left for this one
+        generation.snapshots = SnapshotPlan.of(
+            snapshots.every,
+            prefix.num_tokens,
+            len(generation.token_ids),
+            generation.system_tokens,
+            prefix.known_tokens,
+        )
+
+    def _begin_state(self, generation: Generation, sequence: Sequence) -> None:
+        """The row takes the snapshot that it goes on from, if it does; arrays are values, so the slot is free then."""
+        if sequence.state is not None:
+            generation.begin_state(self._device.row_state(sequence.state))
+            self._cache.state_taken(sequence)
 
     def _usable_prefix(self, generation: Generation, root: str) -> CachedPrefix:
         # One token at least is computed, for its logits; all are where the prompt's own logprobs are wanted.
@@ -107,6 +130,8 @@ class Admission:
         if not restored.complete:
             # What was wrong is in quarantine; match again and compute the rest.
             self.give_up_place(generation)
+        else:
+            self._begin_state(generation, sequence)
         self._requests.move(generation, State.RUNNING if restored.complete else State.WAITING)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
@@ -154,7 +179,8 @@ class Admission:
 
 def _note_cached(generation: Generation, prefix: CachedPrefix) -> None:
     own = min(generation.own_tokens, prefix.num_tokens)
-    generation.lost_tokens = max(0, generation.expected_tokens - prefix.num_tokens)
+    # What is there but for a state to go on from is computed again, and not lost.
+    generation.lost_tokens = max(0, generation.expected_tokens - max(prefix.num_tokens, prefix.known_tokens))
     generation.cached = CachedTokens(own=own, shared=prefix.num_tokens - own)
     generation.computed_prompt_tokens = generation.num_prompt_tokens - prefix.num_tokens
 

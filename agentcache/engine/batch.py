@@ -16,6 +16,7 @@ from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.engine.generation import Generation
 from agentcache.engine.passes import Pass
 from agentcache.engine.trunk import Trunk
+from agentcache.models.recurrent import RowState
 from agentcache.models.runner import ModelRunner
 from agentcache.models.sampler import REPETITION_CONTEXT, Row, Sampler, Scores, TokenScore, choose
 from agentcache.models.step import StepInputs
@@ -54,12 +55,14 @@ class Result:
         token: the one chosen; None where the row was not complete.
         score: the token's, where asked for.
         prompt_scores: of the prompt tokens behind the computed ones, where asked for; else empty.
+        state: the recurrent state behind the batch; None for a model without.
     """
 
     row: BatchRow
     token: int | None
     score: TokenScore | None
     prompt_scores: list[TokenScore]
+    state: RowState | None = None
 
 
 class Batch:
@@ -73,6 +76,7 @@ class Batch:
         scores: of the tokens of `scored` rows.
         prompt_scores: of the only row's prompt.
         contended: it lets others wait, see `Scheduler.contended`.
+        states: per row its recurrent state behind the batch; nothing for a model without.
     """
 
     def __init__(
@@ -87,8 +91,10 @@ class Batch:
         scores: Scores | None,
         prompt_scores: Scores | None,
         contended: bool,
+        states: Sequence[RowState] = (),
     ) -> None:
         self._runner = runner
+        self._states = states
         self.rows = rows
         self.num_tokens = num_tokens
         self.context = context
@@ -123,7 +129,8 @@ class Batch:
         prompt_scores = self._prompt_scores.read() if self._prompt_scores else []
         for i, row in enumerate(self.rows):
             if not row.is_void:
-                yield Result(row, tokens[i] if row.is_complete else None, scores.get(i), prompt_scores)
+                state = self._states[i] if self._states else None
+                yield Result(row, tokens[i] if row.is_complete else None, scores.get(i), prompt_scores, state)
 
 
 class BatchBuilder:
@@ -161,8 +168,10 @@ class BatchBuilder:
             adapters=self._adapters.rows([row.work.computes for row in made]),
             trunk=self._trunk.plan(rows, num_tokens),
             all_logits=score_prompt,
+            states=[generation.launched_state for generation in rows] if self._runner.states is not None else (),
         )
-        logits = self._runner.forward(step)
+        outputs = self._runner.forward(step)
+        logits, states = outputs.logits, outputs.states if self._runner.states is not None else ()
         complete = [row.is_complete for row in made]
         ends = [start + num_tokens for start in starts]
         tokens = self._choose(rows, ends, logits[:, -1], inputs[:, -1]) if any(complete) else None
@@ -177,9 +186,12 @@ class BatchBuilder:
             scores=_score(rows, scored, logits[:, -1], tokens),
             prompt_scores=_score_prompt(rows[0], logits[0]) if score_prompt else None,
             contended=contended,
+            states=states,
         )
         for generation in rows:
             generation.in_flight += num_tokens
+        for generation, state in zip(rows, states, strict=False):
+            generation.launched_state = state
         return batch
 
     def _inputs(

@@ -9,6 +9,7 @@ from agentcache.blocks.sequence import Copy
 from agentcache.engine.batch import Batch, BatchBuilder, BatchRow, Result
 from agentcache.engine.generation import Generation
 from agentcache.engine.guard import MemoryGuard
+from agentcache.models.recurrent import RowState
 from agentcache.models.runner import ModelRunner
 
 
@@ -61,6 +62,15 @@ class Device(Protocol):
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
         """Before anything that is built later reads them."""
 
+    def row_state(self, slot: int) -> RowState:
+        """The recurrent state that the snapshot in `slot` is of."""
+
+    def keep_state(self, slot: int, state: RowState) -> None:
+        """Keep a row's recurrent state as the snapshot in `slot`."""
+
+    def free_states(self) -> None:
+        """Give back the memory of snapshots that nobody refers to any more."""
+
     def evaluate(self) -> None:
         """Return when every write into the cache is done."""
 
@@ -87,6 +97,9 @@ class MlxDevice:
         self.limit = guard.limit
         self.prepare = builder.prepare
         self.copy_blocks = runner.copy_blocks
+        self.row_state = runner.row_state
+        self.keep_state = runner.keep_state
+        self.free_states = runner.free_states
         self.evaluate = runner.evaluate
         self.wait = runner.wait
         self.release_buffers = runner.release_buffers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 from agentcache.adapters.weights import AdapterWeightSet
@@ -49,6 +50,8 @@ from agentcache.models.loader import LoadedModel
 from agentcache.pressure import Level
 from agentcache.report import CacheStats, FinishReason
 from agentcache.request import ChatPrompt
+
+_IDLE_SECONDS = 60.0  # an agent that has not been used for so long is likely to be left alone for longer
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,7 @@ class Engine:
             submitted=submitted,
             submitted_at=submitted.submitted_at,
             found=submitted.found,
+            system_tokens=submitted.system_tokens,
             goes_on=submitted.goes_on,
             adapter=use,
             producer=None if use is None else use.producer,
@@ -306,6 +310,9 @@ class Engine:
                 self.turns.note_prompt_scores(generation, result.prompt_scores)
             start = generation.num_computed
             self._advance(generation, result.row.work, generation.token_ids[start : start + batch.num_tokens])
+            if result.state is not None:
+                generation.settle_state(result.state)
+                self._keep_state(generation)
             if result.token is not None:
                 before = generation.num_generated
                 reason = self.turns.take(generation, result.token, result.score)
@@ -324,6 +331,27 @@ class Engine:
             self.persistence.save_blocks(sequence, published, generation.note_written)
         self.cache.leave_window(sequence)
 
+    def _keep_state(self, generation: Generation) -> None:
+        """Take a snapshot where one is wanted."""
+        plan, num_tokens = generation.snapshots, generation.num_computed
+        if plan is not None and plan.wants(num_tokens) and generation.row_state is not None:
+            slot = self.cache.keep_state(generation.place, num_tokens, lasts=num_tokens == plan.lasting)
+            if slot is not None:
+                self.device.keep_state(slot, generation.row_state)
+
+    def seconds_to_rest(self) -> float | None:
+        """When `rest` will have something to do; None for never."""
+        since = self.persistence.unsaved_since
+        return None if since is None else max(0.0, since + _IDLE_SECONDS - time.monotonic())
+
+    def rest(self, *, for_good: bool = False) -> None:
+        """Have agents that are idle go on where they ended, without computing anything again, after a restart.
+
+        Args:
+            for_good: all of them: nothing comes any more.
+        """
+        self.persistence.save_snapshots(time.monotonic(), 0.0 if for_good else _IDLE_SECONDS)
+
     # -- the whole ----------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
@@ -332,6 +360,9 @@ class Engine:
         evicted = True
         while evicted:  # leaves first: each round makes new ones
             evicted = sum(self.cache.slots.evict(node) for node in list(self.cache.tree.residents)) > 0
+        if self.cache.snapshots is not None:
+            for node in list(self.cache.snapshots.nodes):
+                self.cache.snapshots.evict(node)
 
     def relieve(self, level: Level) -> None:
         """Give memory back, as the pressure on it asks for; in the end running requests wait for one another."""

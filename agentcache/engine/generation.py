@@ -14,6 +14,7 @@ from agentcache.agents.saved import Saved
 from agentcache.blocks.keys import Producer
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.sequence import LaneBlock, Sequence
+from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.blocks.trunk_match import TrunkMatch
 from agentcache.engine.output import Output
 from agentcache.engine.passes import Pass, plan_passes
@@ -24,6 +25,7 @@ from agentcache.store.manifest import AgentRecord
 
 if TYPE_CHECKING:
     from agentcache.engine.messages import Submit
+    from agentcache.models.recurrent import RowState
     from agentcache.models.sampler import Sampler
 
 Emit = Callable[[Update | BaseException], None]
@@ -81,6 +83,12 @@ class Generation:
         expected_tokens: of these, how many were computed for it, and are not to be computed again.
         lost_tokens: of these, how many were neither in RAM nor on disk, and had to be.
         saved_early: blocks that were sent to disk before the turn's end.
+        system_tokens: leading prompt tokens that other conversations may share, as far as that is known.
+        snapshots: where its recurrent state is kept; None for a model without.
+        row_state: that behind `num_computed` tokens, or None where there are none; `launched_state` is the one behind
+            `num_launched`, which the device may be at work on.
+        shown_state: the last one, and its number of tokens, with all text before it shown: none of that is taken back.
+        shown_tokens: as many tokens have all their text shown.
     """
 
     request: Request
@@ -115,10 +123,16 @@ class Generation:
     passes: list[Pass] = field(default_factory=list)
     passed_over: int = 0
     decoded_at: int = 0
+    system_tokens: int = 0
+    snapshots: SnapshotPlan | None = None
+    row_state: RowState | None = None
+    launched_state: RowState | None = None
+    shown_state: tuple[int, RowState] | None = None
+    shown_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.match.transcript.ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.shown_tokens = len(self.token_ids)
         self.background = self.request.is_background
 
     @property
@@ -184,11 +198,22 @@ class Generation:
         while len(self.passes) > 1 and self.passes[0].is_done:
             del self.passes[0]
 
+    def begin_state(self, state: RowState) -> None:
+        """Its row goes on from this recurrent state."""
+        self.row_state = self.launched_state = state
+
+    def settle_state(self, state: RowState) -> None:
+        """What the device has computed has this recurrent state behind it."""
+        self.row_state = state
+        if self.num_computed <= self.shown_tokens:
+            self.shown_state = self.num_computed, state
+
     def lose_place(self) -> None:
         """Its sequence has been given up; what the device computes for it has no meaning any more."""
         self.sequence = None
         self.in_flight = 0
         self.passes = []
+        self.snapshots = self.row_state = self.launched_state = self.shown_state = None
 
     @property
     def is_chat(self) -> bool:

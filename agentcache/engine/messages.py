@@ -29,6 +29,7 @@ class Submit:
         goes_on: whether the prompt goes on from `found`, and does not change what it says.
         adapter: None for base.
         submitted_at: by `time.perf_counter`.
+        system_tokens: how many of the prompt are its system prompt and tools, as far as that is known.
     """
 
     request: Request
@@ -38,6 +39,7 @@ class Submit:
     found: AgentRecord | None = None
     goes_on: bool = False
     adapter: AdapterUse | None = None
+    system_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.allocator import least_bytes
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import WEIGHTS, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.snapshot_plan import interval_for, whole_blocks
 from agentcache.config import Config
 from agentcache.engine.batch import BatchBuilder
 from agentcache.engine.device import MlxDevice
@@ -30,6 +32,8 @@ from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
+from agentcache.errors import ConfigError
+from agentcache.kv.spec import CacheSpec
 from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory
 from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.device_memory import Limits, device_memory, wanted_limits
@@ -39,6 +43,7 @@ from agentcache.models.runner import ModelRunner
 from agentcache.store.store import Store
 
 _PREALLOCATED_BYTES = 32 << 20
+_STATE_SHARE = 4  # of the RAM budget, one part is for recurrent state
 # Of prefilling, until it has been measured: slow machines of their kind.
 _CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS = 50e9, 2e12, 50e12
 
@@ -86,9 +91,17 @@ def _put_together(
     guard = MemoryGuard(
         footprint, ledger, partial(free_memory, plan.limit), partial(spare_memory, plan.limit), plan.temporaries
     )
-    cache = PrefixCache(loaded.spec.groups, ledger)
+    cache = PrefixCache(
+        loaded.spec.groups,
+        ledger,
+        state=loaded.spec.state_group,
+        state_budget=plan.ram_budget // _STATE_SHARE if config.state_budget is None else config.state_budget,
+        snapshot_tokens=_snapshot_tokens(config, loaded.spec),
+    )
+    if plan.ram_budget < ledger.floors:
+        raise ConfigError(f"ram_budget must be at least {ledger.floors} bytes for this model")
     cache.allocator.headroom = guard.headroom
-    runner = ModelRunner(loaded, cache.slots.pools)
+    runner = ModelRunner(loaded, cache.slots.pools, cache.snapshots)
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
     in_use = InUse()
     agents = AgentTable(loaded.fingerprint, store.load_agents(), in_use)
@@ -98,19 +111,21 @@ def _put_together(
     cache.allocator.preallocate(min(plan.ram_budget // 8, _PREALLOCATED_BYTES))
     runner.fit()
     adapters = AdapterWeightSet(loaded, runner, ledger)
-    block_bytes = loaded.trunk.block_bytes() if plan.trunk_budget else 0
-    trunk = Trunk(cache, adapters, plan.trunk_budget // max(1, block_bytes), block_bytes)
+    trunk_budget = 0 if loaded.spec.recurrent else plan.trunk_budget  # see `trunk_cut`
+    block_bytes = loaded.trunk.block_bytes() if trunk_budget else 0
+    trunk = Trunk(cache, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
     if warm:
         warm_up(cache, runner, restorer, loaded.max_context)
     requests = Requests()
+    device = MlxDevice(runner, BatchBuilder(runner, adapters, trunk, loaded.tokenizer.eos_ids), guard)
     return Engine(
         Parts(
             loaded=loaded,
             cache=cache,
-            device=MlxDevice(runner, BatchBuilder(runner, adapters, trunk, loaded.tokenizer.eos_ids), guard),
+            device=device,
             requests=requests,
             scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=_pace(config, loaded)),
-            turns=Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests),
+            turns=Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests, device),
             agents=agents,
             memory=AgentMemory(cache, runner, agents, persistence, in_use, restorer, loaded.namespace),
             persistence=persistence,
@@ -151,6 +166,13 @@ def plan_for(wishes: Wishes, loaded: LoadedModel, footprint: Footprint, chunk: i
         temporaries=least_temporaries(footprint, chunk, loaded.max_context),
         least_cache=least_bytes(loaded.spec.groups),
     )
+
+
+def _snapshot_tokens(config: Config, spec: CacheSpec) -> int:
+    if config.snapshot_tokens is not None:
+        return max(BLOCK_SIZE, whole_blocks(config.snapshot_tokens))
+    state_bytes = 0 if spec.state_group is None else spec.state_group.bytes_per_block
+    return interval_for(state_bytes, spec.bytes_per_token)
 
 
 def _pace(config: Config, loaded: LoadedModel) -> Pace:

@@ -76,6 +76,11 @@ class Output:
         """Whether a stop string has appeared."""
         return self._end is not None
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether there is text that is not shown yet: it could become a stop string."""
+        return bool(self._stop) and self._sent < len(self._detokenizer.text)
+
     def add(self, token_id: int) -> Shown:
         """What can be shown now that `token_id` has come."""
         self._ids.append(token_id)

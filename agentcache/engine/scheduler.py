@@ -164,8 +164,13 @@ class Scheduler:
         return together
 
     def _chunk_for(self, prompt: Generation, *, contended: bool) -> int:
-        """Tokens of the prompt's next chunk, of which none crosses a block boundary unless it ends on one."""
+        """Tokens of the prompt's next chunk, of which none crosses a block boundary unless it ends on one.
+
+        It ends where a snapshot of recurrent state is to be taken.
+        """
         largest = self.pace.chunk_tokens(prompt.num_launched, contended=contended)
+        if prompt.snapshots is not None:
+            largest = min(largest, prompt.snapshots.next_after(prompt.num_launched) - prompt.num_launched)
         left, to_boundary = prompt.num_to_prefill, BLOCK_SIZE - prompt.num_launched % BLOCK_SIZE
         if left <= largest:
             return left

@@ -14,6 +14,7 @@ from agentcache.blocks.lanes import agreed_tokens
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
+from agentcache.engine.device import Device
 from agentcache.engine.generation import Generation, State, make_report
 from agentcache.engine.requests import Requests
 from agentcache.models.sampler import TokenScore
@@ -36,8 +37,10 @@ class Turns:
         persistence: Persistence,
         in_use: InUse,
         requests: Requests,
+        device: Device,
     ) -> None:
         self._cache = cache
+        self._device = device
         self._tokenizer = tokenizer
         self._agents = agents
         self._persistence = persistence
@@ -99,6 +102,8 @@ class Turns:
     def _add(self, generation: Generation, token: int, score: TokenScore | None) -> FinishReason | None:
         generation.token_ids.append(token)
         shown = generation.output.add(token)
+        if not generation.output.holds_back:
+            generation.shown_tokens = len(generation.token_ids)
         logprobs: tuple[TokenLogprob, ...] = ()
         if score is not None:
             count = generation.request.sampling.logprobs or 0
@@ -134,11 +139,22 @@ class Turns:
         if rest.text or rest.markers:
             generation.emit(Update(text=rest.text, markers=rest.markers))
         transcript = self._transcript(generation)
+        self._keep_state(generation, len(transcript))
         if generation.request.agent is None:
             self._cache.close(generation.place, min(generation.num_computed, len(transcript)))
             self._end(generation, None)
         else:
             self._commit(generation, transcript)
+
+    def _keep_state(self, generation: Generation, num_tokens: int) -> None:
+        """A snapshot at the turn's end: its next one goes on from there."""
+        # Where a stop string was found, the text before it ends further back than what was computed.
+        last = (generation.num_computed, generation.row_state) if generation.num_computed <= num_tokens else None
+        end, state = last or generation.shown_state or (0, None)
+        if state is not None and end <= num_tokens:
+            slot = self._cache.keep_state(generation.place, end)
+            if slot is not None:
+                self._device.keep_state(slot, state)
 
     def _transcript(self, generation: Generation) -> Transcript:
         generated = generation.output.generated()
@@ -165,7 +181,8 @@ class Turns:
             blocks=tuple(block.named for block in blocks),
         )
         early = generation.saved_early
-        self._persistence.commit(record, blocks, lambda saved: self._end(generation, saved), early)
+        lasting = 0 if generation.snapshots is None else generation.snapshots.lasting
+        self._persistence.commit(record, blocks, lambda saved: self._end(generation, saved), early, lasting)
 
     def _end(self, generation: Generation, saved: Saved | None) -> None:
         """The last update, when the turn is safe on disk or known not to be."""

@@ -24,7 +24,7 @@ def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_con
     The kernel hands out, and clears, every page that temporaries are put on for the first time. A turn behind 16K
     tokens took a quarter longer for that in a process that had computed nothing large.
     """
-    capacity = BLOCK_SIZE * min(pool.capacity for pool in cache.slots.pools)
+    capacity = BLOCK_SIZE * min((pool.capacity for pool in cache.slots.pools), default=1)
     num_tokens = min(_MOST_TOKENS, capacity, max_context)
     sequence = cache.open(_ROOT, cache.match_prefix(_ROOT, (), 0))
     try:
@@ -36,7 +36,9 @@ def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_con
                 break
             tables, lengths = [sequence.tables], [num_tokens - count]
             reads, writes = runner.reads(tables, lengths, count), runner.writes(tables, lengths, count)
-            logits = runner.forward(StepInputs(mx.zeros((1, count), mx.int32), lengths, reads, writes))
+            states = (None,) if runner.states is not None else ()
+            step = StepInputs(mx.zeros((1, count), mx.int32), lengths, reads, writes, states=states)
+            logits = runner.forward(step).logits
             runner.start(mx.argmax(logits[:, -1], axis=-1))
             runner.wait()
     finally:

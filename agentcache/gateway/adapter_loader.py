@@ -93,6 +93,9 @@ class AdapterLoader:
                 param="path",
                 code="insufficient_memory",
             )
+        if self._model.spec.recurrent and isinstance(source, Decoder):
+            message = f"decoders do not go with {self._model.spec.model_type}, whose layers keep recurrent state"
+            raise UnsupportedAdapter(f"{message}: they are trained to read base's keys and values", param="path")
         policy = settle_policy(folder.policy, source)
         groups = range(len(self._model.spec.groups))
         changed = groups if isinstance(source, Decoder) else producer_groups(source, self._model.spec)

@@ -280,6 +280,7 @@ class AsyncEngine:
             found=claim.found,
             goes_on=claim.lineage is not None,
             adapter=prepared.adapter,
+            system_tokens=prepared.system_tokens,
         )
 
     # -- agents -----------------------------------------------------------------------------------------------------
@@ -420,5 +421,5 @@ def describe(served: ServedModel | LoadedModel, config: Config) -> ModelInfo:
         has_chat_template=served.tokenizer.has_chat_template,
         reply_format=served.tokenizer.reply_format,
         kv_bits=served.spec.bits,
-        cache_groups=tuple(describe_group(group) for group in served.spec.groups),
+        cache_groups=tuple(describe_group(group) for group in served.spec.all_groups),
     )

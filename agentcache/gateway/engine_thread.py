@@ -98,6 +98,7 @@ class EngineThread:
         try:
             self._serve(engine)
             engine.drop_all(end)
+            engine.rest(for_good=True)
         except BaseException as error:
             log.exception("the engine has failed")
             self.failure = error
@@ -113,11 +114,18 @@ class EngineThread:
         while not self._stopping:
             # Not what comes meanwhile: it could keep those who run waiting for long.
             for _ in range(self._inbox.qsize() if engine.has_work else 1):
-                self._inbox.get()()
+                self._next(engine)()
             self._hand_over(engine)
             if engine.has_work:
                 engine.step()
                 self._hand_over(engine)
+            engine.rest()
+
+    def _next(self, engine: Engine) -> Callable[[], None]:
+        try:
+            return self._inbox.get(timeout=engine.seconds_to_rest())
+        except queue.Empty:
+            return engine.rest
 
     def _close(self, engine: Engine) -> None:
         """Have turns that are being saved become safe, and what nobody names deleted; then give the folder back."""

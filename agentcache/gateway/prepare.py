@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from agentcache.store.manifest import AgentRecord
 # A template may leave out what a model once thought, and tools that it does not know: messages get as much more room.
 _ROOM_TO_LEAVE_OUT = 4
 _ALWAYS_RENDERED = 1_000_000  # characters
+_SYSTEM_ROLES = ("system", "developer")
 
 
 def rough_size(prompt: Prompt) -> int:
@@ -219,10 +221,12 @@ class Prepared:
 
     Args:
         adapter: None for base.
+        system_tokens: see `count_system_tokens`.
     """
 
     match: PromptMatch
     adapter: AdapterUse | None
+    system_tokens: int = 0
 
 
 def prepare_request(
@@ -246,10 +250,30 @@ def prepare_request(
         InvalidRequest: the prompt does not go with the adapter.
     """
     matched = match(prompt, held_by(request, found), tokenizer, limit)
+    system_tokens = count_system_tokens(request.prompt, matched.transcript)
     if adapter is None:
         refuse_without_adapter(request)
-        return Prepared(matched, None)
-    return Prepared(matched, use_adapter(adapter, policy or adapter.policy, request, matched.transcript.ids))
+        return Prepared(matched, None, system_tokens)
+    use = use_adapter(adapter, policy or adapter.policy, request, matched.transcript.ids)
+    return Prepared(matched, use, system_tokens)
+
+
+def count_system_tokens(prompt: Prompt, transcript: Transcript) -> int:
+    """How many of a prompt's tokens stand in front of what its first user says: what others may have in common with it.
+
+    Found by the text, whatever the template; 0 where it cannot be told. Nothing but cost depends on it.
+    """
+    if not isinstance(prompt, ChatPrompt):
+        return 0
+    text, begin = transcript.text, 0
+    for message in prompt.messages:
+        content = message.get("content")
+        said = content.strip() if isinstance(content, str) else ""
+        found = text.find(said, begin) if said else -1
+        if message.get("role") not in _SYSTEM_ROLES:
+            return bisect_right(transcript.ends, found) if found > 0 else 0
+        begin = max(begin, found + len(said))
+    return 0
 
 
 def held_by(request: Request, found: AgentRecord | None) -> Transcript | None:

@@ -200,7 +200,7 @@ class LayerArena:
     def _parts(self, side: str, dim: int, tensors: Mapping[str, TensorArena] | None) -> dict[str, TensorArena]:
         if tensors is None:
             return {part: TensorArena(packed_tensor(self.layer, side, part, dim, self.quantisation)) for part in PARTS}
-        return {part: tensors[tensor_name(self.layer.index, side, part)] for part in PARTS}
+        return {part: tensors[tensor_name(self.layer, side, part)] for part in PARTS}
 
     @property
     def sides(self) -> list[tuple[str, SideArena]]:

@@ -2,7 +2,7 @@
 
 A batch is a table of slots, not a copy: rows join and leave by editing lists, there is no padding on the left, and no
 keys or values move. One object serves one layer, and takes the slots it needs from a pool; unmodified mlx-lm models run
-on it (`update_and_fetch` then gathers), and so does re-hosted attention, which reads the blocks in place (`update`).
+on it (`update_and_fetch` then gathers), and so does paged attention, which reads the blocks in place (`update`).
 The engine's rows are `StepCache`s: their blocks are reserved, counted and given up elsewhere.
 """
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from agentcache.blocks.allocator import window_blocks
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.keys import BLOCK_SIZE, STATE_GROUP
 from agentcache.errors import BrokenInvariant, UnsupportedModel
 
 POSITION = "@"
@@ -28,8 +28,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U32": np.dtype("<u4"),
     "I32": np.dtype("<i4"),
     "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),  # numpy has none; its bits
     "U8": np.dtype("u1"),
 }
+# Of recurrent state, as MLX names them and as safetensors does.
+STATE_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "uint32": "U32"}
 PARTS = {"data": "U32", "scales": "F16", "biases": "F16"}  # of what `mx.quantize` packs; whatever the model's dtype
 
 
@@ -61,11 +64,13 @@ class LayerSpec:
     """What one layer caches per token.
 
     Args:
-        index: the layer's position in the model.
+        index: the layer's place in the order of computation: how many layers are computed before it. (A model may run
+            through its layers twice; then the second round goes on counting.)
         num_kv_heads: heads that are cached (1 for MLA's latent).
         key_dim: values per head in the key cache.
         value_dim: values per head in the value cache; 0 where values are read from the key cache (MLA).
         window: number of most recent tokens attended to; None for all.
+        nth: which of the layer's caches it is, where a layer has several.
     """
 
     index: int
@@ -73,6 +78,33 @@ class LayerSpec:
     key_dim: int
     value_dim: int
     window: int | None = None
+    nth: int = 0
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One array of a recurrent layer's state, as one row has it.
+
+    Args:
+        shape: without the batch axis.
+        dtype: as MLX names it, such as `float32`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """What one recurrent layer (Mamba, gated delta, a short convolution) keeps, however many tokens it has read.
+
+    Args:
+        index: the layer's place in the order of computation, as in `LayerSpec`.
+        tensors: of its state, in the order of mlx-lm's `ArraysCache`; None for an entry that the model never fills.
+    """
+
+    index: int
+    tensors: tuple[StateTensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -141,6 +173,11 @@ class GroupSpec:
         """Once: what is known of blocks is looked up by their group, for every file."""
         return hash((self.name, self.tensors))
 
+    @property
+    def is_state(self) -> bool:
+        """Whether its blocks are snapshots of recurrent state: what layers keep of all tokens up to a block's end."""
+        return self.name == STATE_GROUP
+
     @cached_property
     def bytes_per_token(self) -> int:
         """Bytes that each token adds to a block."""
@@ -179,6 +216,7 @@ class CacheSpec:
         num_attention_heads: query heads, for the file header.
         groups: the cache groups, in order of depth.
         rope: a text that changes whenever rope would rotate differently.
+        recurrent: one per layer that keeps a state instead, or besides, in order of depth.
     """
 
     model_type: str
@@ -186,11 +224,31 @@ class CacheSpec:
     groups: tuple[GroupSpec, ...]
     rope: str = ""
     block_size: int = field(default=BLOCK_SIZE)
+    recurrent: tuple[RecurrentSpec, ...] = ()
 
     @cached_property
     def digest(self) -> str:
         """Digest of everything above; part of every key."""
-        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
+        fields = asdict(self, dict_factory=_without_new_defaults)
+        return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def state_group(self) -> GroupSpec | None:
+        """The group of snapshots of recurrent state, a block each; None for a model without recurrent layers."""
+        if not self.recurrent:
+            return None
+        tensors = [
+            TensorSpec(state_name(cache, place), STATE_DTYPES[tensor.dtype], tensor.shape, token_axis=None)
+            for cache, spec in enumerate(self.recurrent)
+            for place, tensor in enumerate(spec.tensors)
+            if tensor is not None
+        ]
+        return GroupSpec(STATE_GROUP, tuple(sorted(tensors, key=lambda each: -each.numpy_dtype.itemsize)))
+
+    @cached_property
+    def all_groups(self) -> tuple[GroupSpec, ...]:
+        """The cache groups, and behind them the state's."""
+        return self.groups if self.state_group is None else (*self.groups, self.state_group)
 
     @property
     def num_layers(self) -> int:
@@ -212,7 +270,7 @@ class CacheSpec:
 
     @cached_property
     def _groups_by_name(self) -> dict[str, GroupSpec]:
-        return {group.name: group for group in self.groups}
+        return {group.name: group for group in self.all_groups}
 
 
 class GroupKind(StrEnum):
@@ -283,9 +341,20 @@ def _kind_of(group: GroupSpec) -> GroupKind:
     return GroupKind.LATENT if is_latent else GroupKind.FULL
 
 
-def tensor_name(layer: int, side: str, part: str) -> str:
+def _without_new_defaults(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Entries that came later are left out where they say nothing: files that there are keep their addresses."""
+    return {name: value for name, value in entries if (name, value) not in (("nth", 0), ("recurrent", ()))}
+
+
+def tensor_name(layer: LayerSpec, side: str, part: str) -> str:
     """Name in files of one of `PARTS` of a layer's `key_cache` or `value_cache`."""
-    return f"cache.layers.{layer}.{side}.{POSITION}.{part}"
+    owner = f"{layer.index}.{layer.nth}" if layer.nth else str(layer.index)
+    return f"cache.layers.{owner}.{side}.{POSITION}.{part}"
+
+
+def state_name(cache: int, place: int) -> str:
+    """Name in files of one array of a recurrent layer's state: of the cache of that number, in order of depth."""
+    return f"cache.recurrent.{cache}.{place}"
 
 
 def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:
@@ -298,7 +367,7 @@ def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:
 def packed_tensor(layer: LayerSpec, side: str, part: str, dim: int, quantisation: Quantisation) -> TensorSpec:
     """In blocks of k tokens: data uint32 [H_kv, k, D * bits / 32], scales, biases float16 [H_kv, k, D / group_size]."""
     width = dim * quantisation.bits // 32 if part == "data" else dim // quantisation.group_size
-    name = tensor_name(layer.index, side, part)
+    name = tensor_name(layer, side, part)
     return TensorSpec(name, PARTS[part], (layer.num_kv_heads, width), token_axis=1)
 
 

@@ -7,7 +7,7 @@ contract, whose rows own their blocks, is kept by `BatchQuantizedKVCache`.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -24,15 +24,24 @@ class PagedKV:
     reads: Reads
 
 
-class PagedCache(Protocol):
-    """What re-hosted attention wants of a layer's cache."""
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """What a model gets in place of cached keys or values, for attention to look up (`models/interception.py`).
 
-    @property
-    def offset(self) -> int | mx.array:
-        """Position of each row's next token: an int for one row, else int32 [B]."""
+    No array: code that computes with cached keys fails loudly instead of wrongly.
 
-    def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
-        """Write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA) behind each row."""
+    Args:
+        dtype: of the keys that the model wrote.
+        projections: of MLA, what turns the cached latent into keys and values; None elsewhere.
+    """
+
+    kv: PagedKV
+    dtype: mx.Dtype
+    projections: Any = None
+
+    def astype(self, dtype: mx.Dtype) -> Handle:
+        """Itself: attention answers in the queries' type, whatever the keys' is."""
+        return self
 
 
 class StepCache:
@@ -48,13 +57,34 @@ class StepCache:
         self.offset = offset
         self._reads = reads
         self._writes = writes
+        self._written: tuple[Any, Any] | None = None
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
-        """As in `PagedCache`."""
+        """Write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA) behind each row."""
         if self._reads is None or self._writes is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is computed in a step that passes it by")
         self._writes.put(self.arena, keys, values)
         return PagedKV(self.arena, self._reads)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """mlx-lm's contract, with handles. MLA's latent and rope part, one head each, are kept as one key.
+
+        MLA multiplies its queries' rope part with the cached one's transpose before it calls attention; from here it
+        gets the identity [1, 1, D_rope, D_rope], so that what it gives attention is that part of the queries itself.
+        """
+        if self.arena.values is None:
+            kv = self.update(mx.concatenate([keys, values], axis=-1), None)
+            self._written = Handle(kv, keys.dtype), mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
+        else:
+            handle = Handle(self.update(keys, values), keys.dtype)
+            self._written = handle, handle
+        return self._written
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """mlx-lm's contract: what the step's update gave, for layers that read another one's keys and values."""
+        if self._written is None:
+            raise BrokenInvariant(f"layer {self.arena.layer.index} is read before it is written")
+        return self._written
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
         """mlx-lm's model gets no mask: attention masks by what the step reads."""

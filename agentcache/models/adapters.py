@@ -14,11 +14,12 @@ import numpy as np
 from agentcache.errors import UnsupportedAdapter
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_files import MAX_BYTES, LowRank, ModuleName, read_folder
-from agentcache.models.attention import Attention, activation_dtype
-from agentcache.models.mla import LatentAttention
+from agentcache.models.attention import activation_dtype
+from agentcache.models.mla import is_expanded
+from agentcache.models.survey import Survey
 
-# Inside attention, these change neither keys nor values of their own layer.
-_WITHOUT_KEYS_AND_VALUES = {"q_proj", "q_a_proj", "q_b_proj", "o_proj"}
+_MAKE_KEYS = ("k_proj", "qkv_proj", "kv_a_proj_with_mqa")
+_QUERIES = {"q_proj", "q_a_proj", "q_b_proj"}  # beside one of the above
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,27 @@ class TargetModules:
         return self.places[name]
 
 
-def target_modules(layers: Sequence[nn.Module]) -> TargetModules:
-    """Look at a model's layers, whose attention is re-hosted already."""
+def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules:
+    """Look at the layers of a model that is on the paged cache."""
     linears: dict[ModuleName, LinearShape] = {}
     places: dict[ModuleName, Place] = {}
     absorbed = set()
     for index, layer in enumerate(layers):
         modules = dict(layer.named_modules())
+        recurrent = any(spec.index == index for spec in survey.recurrent)
+        kv_dim = sum(spec.num_kv_heads * spec.key_dim for spec in survey.layers if spec.index == index)
         for path, module in modules.items():
-            name, parent = ModuleName(index, path), modules[path.rpartition(".")[0]]
-            if not isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+            name, parent = ModuleName(index, path), modules.get(path.rpartition(".")[0], layer)
+            if (index, path) not in survey.linears:
                 continue
-            if isinstance(parent, LatentAttention) and path.endswith("kv_b_proj"):
+            if path.endswith("kv_b_proj") and is_expanded(parent):
                 absorbed.add(name)
                 continue
             linears[name] = _shape(module)
-            places |= _places(name, linears[name].out_dim, parent)
+            # What is called before the layer has written its cache may be what is written, unless it makes queries.
+            makes_queries = not recurrent and any(part in parent for part in _MAKE_KEYS)
+            makes_kv = not survey.linears[index, path]
+            places |= _places(name, linears[name].out_dim, kv_dim, makes_kv, makes_queries)
     return TargetModules(len(layers), linears, places, frozenset(absorbed))
 
 
@@ -100,22 +106,27 @@ def _shape(linear: nn.Module) -> LinearShape:
     return LinearShape(in_dim, out_dim, activation_dtype(linear).size)
 
 
-def _places(name: ModuleName, out_dim: int, parent: nn.Module) -> dict[ModuleName, Place]:
-    """The whole module's, and those of its parts where it is a fused one."""
+def _places(
+    name: ModuleName, out_dim: int, kv_dim: int, makes_kv: bool, makes_queries: bool
+) -> dict[ModuleName, Place]:
+    """The whole module's, and those of its parts where it is a fused one.
+
+    Args:
+        makes_queries: whether it is a part of attention; then its name says if it makes queries only.
+    """
     before, _, leaf = name.path.rpartition(".")
-    in_attention = isinstance(parent, (Attention, LatentAttention))
-    spans = {leaf: (0, out_dim), **_fused_spans(leaf, out_dim, parent)}
+    spans = {leaf: (0, out_dim), **_fused_spans(leaf, out_dim, kv_dim)}
     return {
         ModuleName(name.layer, f"{before}.{part}" if before else part): Place(
-            name, *span, makes_kv=in_attention and part not in _WITHOUT_KEYS_AND_VALUES
+            name, *span, makes_kv=makes_kv and not (makes_queries and part in _QUERIES)
         )
         for part, span in spans.items()
     }
 
 
-def _fused_spans(leaf: str, out_dim: int, parent: nn.Module) -> dict[str, tuple[int, int]]:
-    if leaf == "qkv_proj" and isinstance(parent, Attention):
-        q_end, k_end = parent.fused_ends
+def _fused_spans(leaf: str, out_dim: int, kv_dim: int) -> dict[str, tuple[int, int]]:
+    if leaf == "qkv_proj":
+        q_end, k_end = out_dim - 2 * kv_dim, out_dim - kv_dim
         return {"q_proj": (0, q_end), "k_proj": (q_end, k_end), "v_proj": (k_end, out_dim)}
     if leaf == "gate_up_proj":
         return {"gate_proj": (0, out_dim // 2), "up_proj": (out_dim // 2, out_dim)}
@@ -256,6 +267,8 @@ def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
 
     0 where that is not so: then the adapter has no trunk to go on from.
     """
+    if spec.recurrent:
+        return 0  # the trunk has hidden states; what lower recurrent layers keep would be missing
     own = producer_groups(adapter, spec)
     cut = min((layer.index for index in own for layer in spec.groups[index].layers), default=0)
     others = [layer.index for index, group in enumerate(spec.groups) if index not in own for layer in group.layers]
@@ -263,9 +276,12 @@ def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
 
 
 def producer_groups(adapter: Adapter, spec: CacheSpec) -> frozenset[int]:
-    """Indices of the cache groups in which some layer's keys or values can differ from base's."""
-    return frozenset(
+    """Indices of the cache groups in which some layer's keys, values or recurrent state can differ from base's."""
+    changed = {
         index
         for index, group in enumerate(spec.groups)
         if any(layer.index >= adapter.first_kv_layer for layer in group.layers)
-    )
+    }
+    # The state's group is one for all recurrent layers, and the last. What changes a layer may change its own state.
+    has_own_state = any(each.index >= adapter.first_layer for each in spec.recurrent)
+    return frozenset(changed | {len(spec.groups)} if has_own_state else changed)

@@ -1,25 +1,20 @@
-"""mlx-lm attention modules, re-hosted on the paged Q4 cache.
+"""Attention over the paged Q4 cache.
 
-`Attention` takes over a module's own submodules (projections, norms, rope, sinks) and replaces only where keys and
-values are kept and how they are read. Attention always reads what the cache holds, the quantised values, also inside
-the chunk being prefilled: cold, warm and hot read the same. (Where chunks fall changes the last bit of a float, which
-now and then rounds a 4-bit value to its neighbour.)
+It always reads what the cache holds, the quantised values, also inside the chunk being prefilled: cold, warm and hot
+read the same. (Where chunks fall changes the last bit of a float, which now and then rounds a 4-bit value to its
+neighbour.)
 """
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.errors import UnsupportedModel
 from agentcache.kv.arena import Packed, SideArena, dequantise
-from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_cache import PagedCache, PagedKV
+from agentcache.kv.step_cache import PagedKV
 from agentcache.kv.step_plan import Reads
 from agentcache.models.packed_product import packed_product
 
@@ -123,88 +118,7 @@ def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple
     return weights, reads.blocks.sum(weights.sum(axis=-1)) + mx.exp(sinks - peak)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention of any mlx-lm model whose module has the usual parts.
-
-    Args:
-        original: the module taken over; its submodules are used as they are.
-        spec: heads, dimensions and window of the layer.
-    """
-
-    def __init__(self, original: nn.Module, spec: LayerSpec) -> None:
-        super().__init__()
-        for name, child in original.children().items():
-            setattr(self, name, child)
-        self._spec = spec
-        self._num_heads = num_query_heads(original)
-        self._options = AttentionOptions(attention_scale(original), softcap(original), getattr(original, "sinks", None))
-
-    def __call__(self, x: mx.array, mask: Any, cache: PagedCache) -> mx.array:
-        """`x` [B, n, hidden] to [B, n, hidden]; the mask comes from the cache, the argument is mlx-lm's and unused."""
-        batch, num_tokens, _ = x.shape
-        queries, keys, values = self._project(x)
-        queries = self.rope(queries, offset=cache.offset)
-        keys = self.rope(keys, offset=cache.offset)
-        out = paged_attention(queries, cache.update(keys, values), self._options)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, num_tokens, -1))
-
-    def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Queries, keys and values [B, H, n, D], normed where the model norms them, before rope."""
-        if "qkv_proj" in self:
-            queries, keys, values = mx.split(self.qkv_proj(x), self.fused_ends, axis=-1)
-        else:
-            queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        queries = self._split(queries, self._num_heads, "q_norm")
-        keys = self._split(keys, self._spec.num_kv_heads, "k_norm")
-        return queries, keys, self._split(values, self._spec.num_kv_heads, "")
-
-    @property
-    def fused_ends(self) -> tuple[int, int]:
-        """Where queries and keys end among the columns of a fused projection; values come last."""
-        q_end = self._num_heads * self._spec.key_dim
-        return q_end, q_end + self._spec.num_kv_heads * self._spec.key_dim
-
-    def _split(self, x: mx.array, num_heads: int, norm: str) -> mx.array:
-        x = x.reshape(*x.shape[:2], num_heads, -1)
-        return (self[norm](x) if norm in self else x).transpose(0, 2, 1, 3)
-
-
-def num_query_heads(module: nn.Module) -> int:
-    """Query heads of an mlx-lm attention module, whatever the attribute is called there."""
-    return int(_first_attribute(module, "n_heads", "num_attention_heads", "num_heads"))
-
-
-def num_kv_heads(module: nn.Module) -> int:
-    """Key/value heads of an mlx-lm attention module."""
-    return int(_first_attribute(module, "n_kv_heads", "num_key_value_heads", "num_kv_heads"))
-
-
-def attention_scale(module: nn.Module) -> float:
-    """Factor on q·k."""
-    return float(_first_attribute(module, "scale", "sm_scale"))
-
-
-def softcap(module: nn.Module) -> float | None:
-    """Cap on the scores (Gemma 2), or None."""
-    value = getattr(module, "attn_logit_softcapping", None)
-    return None if value is None else float(value)
-
-
 def activation_dtype(linear: nn.Module) -> mx.Dtype:
     """What a linear module computes in: the dtype of its float parameters."""
     dtype = linear.scales.dtype if "scales" in linear else linear.weight.dtype
     return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # mxfp4's scales are uint8
-
-
-def _first_attribute(module: nn.Module, *names: str) -> Any:
-    for name in names:
-        if hasattr(module, name):
-            return getattr(module, name)
-    raise UnsupportedModel(f"{type(module).__name__} has none of the attributes {', '.join(names)}")
-
-
-def can_rehost(module: nn.Module) -> bool:
-    """Whether the module has the parts that `Attention` takes over, and the call signature it imitates."""
-    has_qkv = "qkv_proj" in module or all(name in module for name in ("q_proj", "k_proj", "v_proj"))
-    has_rest = "o_proj" in module and "rope" in module
-    return has_qkv and has_rest and list(inspect.signature(module.__call__).parameters) == ["x", "mask", "cache"]

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from agentcache.errors import UnsupportedAdapter, UnsupportedModel
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.fingerprint import file_identity, model_fingerprint
+from agentcache.models.hosting import host_in_pieces
 from agentcache.models.loader import LoadedModel, check_files, install_wanted_positions
-from agentcache.models.rehost import rehost_in_pieces
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
@@ -142,14 +142,15 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
         for part in (*model.layers, model):
             mx.eval(part.parameters())
             yield None
-        install_wanted_positions(model, base.current)
-        for spec in rehost_in_pieces(model, config["model_type"], config):  # noqa: B007
+        for hosted in host_in_pieces(model, config["model_type"], config):  # noqa: B007
             yield None
+        assert hosted is not None  # it comes last
+        install_wanted_positions(hosted.survey, base.current)
         changed = _identities(decoder.path) != decoder.files
     except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm, in any way
         raise UnsupportedAdapter(f"the model in {decoder.path} cannot be loaded: {error!s:.200}") from None
     if changed:
         raise UnsupportedAdapter(f"the model in {decoder.path} is being changed; load it anew")
-    if spec != base.spec:
+    if hosted.spec != base.spec:
         raise UnsupportedAdapter(f"the model in {decoder.path} caches something else than base")
     yield DecoderWeights(decoder, model)

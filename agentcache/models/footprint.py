@@ -15,6 +15,7 @@ from agentcache.kv.spec import DTYPES, PARTS, CacheSpec, LayerSpec, Quantisation
 from agentcache.models.attention import reads_packed
 from agentcache.models.device_memory import device_memory
 from agentcache.models.packed_product import kernel_is_right
+from agentcache.models.survey import text_config
 from agentcache.system_memory import SystemMemory, free_heap
 
 _FLOAT = 4  # bytes; half-precision models take less
@@ -26,7 +27,7 @@ _LOGIT_COPIES = 3  # as given, in float32, normalised
 _UNPACKED_COPIES = 3  # of keys and values: dequantised, in order, and what they are dequantised from
 _FLASH_SCORES = 1.25  # softmax takes the place of the scores
 _FLASH_SCORES_WITH_SINKS = 3.25  # a sink's logit is put beside them, and taken away again
-_HAVE_SINKS = ("gpt_oss",)
+_HAVE_SINKS = ("gpt_oss", "mimo_v2_flash")
 _LEAST_TEMPORARIES = 64 << 20
 _USUAL_CONTEXT, _USUAL_ROWS = 8192, 8
 
@@ -54,18 +55,20 @@ class Footprint:
     @classmethod
     def of(cls, spec: CacheSpec, config: dict[str, Any]) -> Footprint:
         """From a model's config.json."""
-        sizes = config | (config.get("text_config") or {})
-        wide = max(sizes.get(name) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
-        experts = max(sizes.get(name) or 1 for name in ("num_experts_per_tok", "num_experts_per_token"))
-        query_dim, unpacked_dim = max(layer.key_dim for group in spec.groups for layer in group.layers), 0
+        sizes = config | text_config(config)
+        hidden = _first_int(sizes, "hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim", default=8192)
+        wide = max(_int(sizes.get(name)) for name in ("intermediate_size", "moe_intermediate_size")) or 4 * hidden
+        experts = max(_int(sizes.get(name)) for name in ("num_experts_per_tok", "num_experts_per_token")) or 1
+        query_dim = max((layer.key_dim for group in spec.groups for layer in group.layers), default=0)
+        unpacked_dim = 0
         if sizes.get("kv_lora_rank"):  # a chunk reads the latent decompressed, for each head
-            query_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
-            unpacked_dim = spec.num_attention_heads * (query_dim + sizes["v_head_dim"])
+            query_dim = _int(sizes.get("qk_nope_head_dim")) + _int(sizes.get("qk_rope_head_dim")) or query_dim
+            unpacked_dim = spec.num_attention_heads * (query_dim + (_int(sizes.get("v_head_dim")) or query_dim))
         return cls(
             spec=spec,
-            hidden=sizes["hidden_size"],
+            hidden=hidden,
             intermediate=wide * experts,
-            vocab=sizes["vocab_size"],
+            vocab=_first_int(sizes, "vocab_size", "num_vocab", default=1 << 18),
             query_dim=query_dim,
             unpacked_dim=unpacked_dim,
             softcap=sizes.get("attn_logit_softcapping"),
@@ -81,7 +84,10 @@ class Footprint:
         logits = rows * (num_tokens if all_logits else 1) * self.vocab * _LOGIT_COPIES * _FLOAT
         packed = reads_packed(num_tokens, rows, self.softcap)
         attention = self._packed_bytes if packed else self._unpacked_bytes
-        return activations + logits + max(attention(kind, contexts, num_tokens) for kind in self._kinds)
+        # Recurrent layers make new states of the old ones.
+        states = 0 if self.spec.state_group is None else 2 * rows * self.spec.state_group.bytes_per_block
+        reads = max((attention(kind, contexts, num_tokens) for kind in self._kinds), default=0)
+        return activations + logits + states + reads
 
     @cached_property
     def _kinds(self) -> set[_LayerKind]:
@@ -114,6 +120,15 @@ class Footprint:
         copies = _FLASH_SCORES_WITH_SINKS if self.spec.model_type in _HAVE_SINKS else _FLASH_SCORES
         mask = num_tokens * keys  # a byte each
         return unpacked + mask + (0 if self.fused else int(copies * scores))
+
+
+def _first_int(sizes: dict[str, Any], *names: str, default: int) -> int:
+    """What a config gives under the first of several names; where it has none of them, a generous guess."""
+    return next((size for name in names if (size := _int(sizes.get(name)))), default)
+
+
+def _int(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 @dataclass(frozen=True)

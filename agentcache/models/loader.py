@@ -1,4 +1,4 @@
-"""Load any mlx-lm model from a folder or hub id, re-host its attention, and say what it caches."""
+"""Load any mlx-lm model from a folder or hub id, put it on the paged cache, and say what it caches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from agentcache.blocks.keys import Namespace
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.fingerprint import model_fingerprint
+from agentcache.models.hosting import host
 from agentcache.models.lora import ModelAdapters
-from agentcache.models.rehost import rehost
 from agentcache.models.step import CurrentStep
+from agentcache.models.survey import Survey, text_config
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.trunk import ModelTrunk
 
@@ -34,10 +35,11 @@ class LoadedModel:
     """A model ready to run on the paged cache.
 
     Args:
-        model: the mlx-lm model with re-hosted attention; its cache argument is one `PagedCache` a layer.
+        model: the mlx-lm model; its cache argument is made by `survey`.
         current: the step that it computes; how adapters, the trunk and the wanted positions get to its modules.
         adapters: those that it can be computed with.
         trunk: keeps what goes in between layers, for steps that compute the upper ones only.
+        survey: what stands where among its caches.
         spec: what it caches.
         fingerprint: digest of weights, config and tokenizer.
         max_context: tokens the model was made for.
@@ -48,6 +50,7 @@ class LoadedModel:
     adapters: ModelAdapters
     trunk: ModelTrunk
     tokenizer: Tokenizer
+    survey: Survey
     spec: CacheSpec
     fingerprint: str
     path: Path
@@ -88,7 +91,7 @@ class WantedPositions(nn.Module):
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model folder as mlx-lm builds it: nothing is re-hosted yet, and weights are read by `evaluate`."""
+    """A model folder as mlx-lm builds it: on mlx-lm's caches; weights are read by `evaluate`."""
 
     path: Path
     model: nn.Module
@@ -123,15 +126,16 @@ def load(
     check_weights(weight_bytes(model))
     read.evaluate()
     current = CurrentStep()
-    install_wanted_positions(model, current)
-    spec = rehost(model, config["model_type"], config)
+    hosted = host(model, config["model_type"], config)
+    install_wanted_positions(hosted.survey, current)
     return LoadedModel(
         model=model,
         current=current,
-        adapters=ModelAdapters(model, current),
-        trunk=ModelTrunk(model, spec, current),
+        adapters=ModelAdapters(model, hosted.survey, current),
+        trunk=ModelTrunk(model, hosted.survey, current),
         tokenizer=tokenizer,
-        spec=spec,
+        survey=hosted.survey,
+        spec=hosted.spec,
         fingerprint=model_fingerprint(read.path, tokenizer.fingerprint, memo),
         path=read.path,
         config=config,
@@ -191,23 +195,20 @@ def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
         return load()
     except UnsupportedModel:
         raise
-    except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm or transformers, in any way
+    # A wrong entry in a config fails anywhere in mlx-lm or transformers, in any way; one file of mlx-lm even exits.
+    except (Exception, SystemExit) as error:
         raise UnsupportedModel(f"the {what} in {folder} cannot be loaded: {error}") from error
 
 
-def install_wanted_positions(model: nn.Module, current: CurrentStep) -> None:
-    """Put `WantedPositions` in front of a model's final norm."""
-    first_layer = model.layers[0]
-    for _, module in model.named_modules():
-        holds_layers = any(layer is first_layer for layer in module.get("layers") or ())
-        if holds_layers and isinstance(module.get("norm"), nn.Module):
-            module.norm = WantedPositions(module.norm, current)
-            return
-    raise UnsupportedModel(f"{type(model).__name__} has no final norm beside its layers")
+def install_wanted_positions(survey: Survey, current: CurrentStep) -> None:
+    """Put `WantedPositions` in front of a model's final norm; one without computes every position's logits."""
+    if survey.final_norm is not None:
+        owner, name = survey.final_norm
+        setattr(owner, name, WantedPositions(owner[name], current))
 
 
 def _context_length(config: dict[str, Any]) -> int:
-    for holder in (config, config.get("text_config") or {}):
+    for holder in (config, text_config(config)):
         if isinstance(length := holder.get("max_position_embeddings"), int):
             return length
     return _DEFAULT_CONTEXT

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,7 +19,9 @@ from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.adapter_rows import AdapterRows, AdapterWeights
 from agentcache.models.adapters import AdapterContent, target_modules
 from agentcache.models.attention import activation_dtype
+from agentcache.models.layers import Stand
 from agentcache.models.step import CurrentStep
+from agentcache.models.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class ModelAdapters:
     """Adapters of one model: wraps its modules.
 
     Args:
+        survey: of the model.
         current: the step that the model computes.
 
     Attributes:
@@ -98,8 +100,8 @@ class ModelAdapters:
         stacks: copies of adapters for steps that use several; steps do without where they are not covered.
     """
 
-    def __init__(self, model: nn.Module, current: CurrentStep) -> None:
-        self.modules = target_modules(model.layers)
+    def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep) -> None:
+        self.modules = target_modules(model.layers, survey)
         self.stacks = Stacks()
         self._layers = list(model.layers)  # whatever stands in their places later
         self._wrapped: dict[ModuleName, AdaptedLinear] = {}
@@ -113,7 +115,7 @@ class ModelAdapters:
         return weights
 
     def _put(self, name: ModuleName, pair: LowRank) -> LowRank:
-        dtype = activation_dtype(self._wrap(name).linear)
+        dtype = activation_dtype(self._wrap(name).original)
         return LowRank(mx.array(pair.a).astype(dtype), mx.array(pair.b).astype(dtype))
 
     def _wrap(self, name: ModuleName) -> AdaptedLinear:
@@ -154,8 +156,8 @@ class ModelAdapters:
         return mx.gather_mm(mx.gather_mm(x, stack.a, rhs_indices=index), stack.b, rhs_indices=index)
 
 
-class AdaptedLinear(nn.Module):
-    """A linear module and what adapters add to its output. Attributes of the original can be read here too.
+class AdaptedLinear(Stand):
+    """A linear module and what adapters add to its output.
 
     Args:
         original: used as it is.
@@ -163,16 +165,8 @@ class AdaptedLinear(nn.Module):
     """
 
     def __init__(self, original: nn.Module, adapt: partial[mx.array]) -> None:
-        super().__init__()
-        self.linear = original
+        super().__init__(original)
         self._adapt = adapt
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._adapt(x, self.linear(x))
-
-    def __getattr__(self, key: str) -> Any:
-        if key in self:
-            return self[key]
-        if "linear" in self:
-            return getattr(self["linear"], key)
-        raise AttributeError(key)
+        return self._adapt(x, self.original(x))

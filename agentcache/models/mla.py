@@ -1,42 +1,211 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on the paged Q4 cache.
 
-mlx-lm's module caches decompressed keys and values of every head. Here the cache holds what attention needs least of:
-the normed latent and the roped shared key part, as one pseudo head of `kv_lora_rank + qk_rope_head_dim` values. Few
-queries are moved into the latent space and read packed blocks (weights absorbed); many read one layer's latent
-decompressed.
+The cache holds what attention needs least of: the normed latent and the roped shared key part, as one pseudo head of
+`kv_lora_rank + qk_rope_head_dim` values. Few queries are moved into the latent space and read packed blocks (weights
+absorbed); many read one layer's latent decompressed. mlx-lm has two forms of it, each with an adapter here. Its
+attention modules stay as they are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
+from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import Packed
-from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_cache import PagedCache, PagedKV
+from agentcache.kv.step_cache import Handle, PagedKV, StepCache
 from agentcache.models.attention import (
     AttentionOptions,
-    attention_scale,
     flash_attention,
-    num_query_heads,
     packed_attention,
     reads_packed,
     unpack_row,
 )
+from agentcache.models.layers import Stand
 
-_PARTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "rope")
-
-
-def is_latent(module: nn.Module) -> bool:
-    """Whether the module is DeepSeek-V2's attention."""
-    return all(part in module for part in _PARTS)
+_EXPANDED = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+_ABSORBED = ("embed_q", "unembed_out")
 
 
-def latent_dim(module: nn.Module) -> int:
-    """Values cached per token: the latent and the rope part."""
-    return int(module.kv_lora_rank + module.qk_rope_head_dim)
+def is_expanded(module: nn.Module) -> bool:
+    """DeepSeek-V2's form: the latent is expanded to keys and values before these go to the cache."""
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "num_heads")
+    return all(part in module for part in _EXPANDED) and all(hasattr(module, size) for size in sizes)
+
+
+def is_absorbed(module: nn.Module) -> bool:
+    """The form of `mlx_lm/models/mla.py`, from DeepSeek-V3 on: the latent itself goes to the cache."""
+    return all(isinstance(module.get(part), (MultiLinear, QuantizedMultiLinear)) for part in _ABSORBED)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of what is cached of a token.
+
+    Args:
+        rank: of the latent.
+        rope: of the key part that all heads share.
+        nope: of the part of keys that is made of the latent; None where the model caches the latent itself.
+    """
+
+    rank: int
+    rope: int
+    nope: int | None
+
+
+def latent_of(layer: nn.Module, keys: mx.array, values: mx.array) -> Latent | None:
+    """The latent that a layer's cache can keep in place of what the layer gives it; None for other attention."""
+    for module in layer.modules():
+        if is_absorbed(module) and keys.shape[1] == 1:
+            return Latent(keys.shape[-1], values.shape[-1], None)
+        if is_expanded(module) and keys.shape[1] == module.num_heads:
+            return Latent(int(module.kv_lora_rank), int(module.qk_rope_head_dim), int(module.qk_nope_head_dim))
+    return None
+
+
+class Projections(Protocol):
+    """What a latent stands for: keys without rope, and values."""
+
+    @property
+    def rank(self) -> int:
+        """Size of the latent."""
+
+    def absorb(self, queries: mx.array) -> mx.array:
+        """Queries [B, H, n, nope] in the latent space, [B, H, n, rank]."""
+
+    def keys(self, latent: mx.array) -> mx.array:
+        """[1, 1, T, rank] to [1, H, T, nope]."""
+
+    def values(self, latent: mx.array) -> mx.array:
+        """[B, 1 or H, n, rank] to [B, H, n, v]."""
+
+
+def latent_attention(
+    queries: mx.array, keys: mx.array | Handle, values: Handle, scale: float, mask: mx.array | None
+) -> mx.array:
+    """Attention over cached latents, as mlx-lm's modules ask for it.
+
+    Args:
+        queries: [B, H, n, nope], without their rope part; with it where `mask` is None; or, where `values` knows no
+            projections, in the latent space, [B, H, n, rank].
+        keys: says nothing that `values` does not say.
+        mask: the queries' rope part times `scale`, [B, H, n, rope]: the modules have multiplied it with the identity
+            that the cache gave them in place of keys.
+
+    Returns:
+        [B, H, n, v], or [B, H, n, rank] where `values` knows no projections.
+    """
+    kv, projections = values.kv, values.projections
+    if projections is None:
+        if mask is None:
+            raise BrokenInvariant("latent attention without the queries' rope part")
+        return _packed(queries, _unscaled(mask, scale), kv, scale).astype(queries.dtype)
+    nope = queries.shape[-1] - (kv.arena.keys.dim - projections.rank if mask is None else 0)
+    q_nope, q_rope = queries[..., :nope], queries[..., nope:] if mask is None else _unscaled(mask, scale)
+    if reads_packed(queries.shape[2], kv.reads.batch_size):
+        latent = _packed(projections.absorb(q_nope), q_rope, kv, scale).astype(queries.dtype)
+        return projections.values(latent)
+    full_queries = mx.concatenate([q_nope, q_rope.astype(q_nope.dtype)], axis=-1)
+    full_keys, full_values = decompress(unpack_row(kv.arena.keys, kv.reads, queries.dtype), projections)
+    return flash_attention(full_queries, full_keys, full_values, kv.reads, AttentionOptions(scale))
+
+
+def decompress(cached: mx.array, projections: Projections) -> tuple[mx.array, mx.array]:
+    """Keys [1, H, T, nope + rope] and values [1, H, T, v] of cached latents [1, 1, T, rank + rope]."""
+    latent, k_rope = mx.split(cached, [projections.rank], axis=-1)
+    k_nope = projections.keys(latent)
+    k_rope = mx.broadcast_to(k_rope, (*k_nope.shape[:3], k_rope.shape[-1]))
+    return mx.concatenate([k_nope, k_rope], axis=-1), projections.values(latent)
+
+
+def _unscaled(mask: mx.array, scale: float) -> mx.array:
+    return mask.astype(mx.float32) / scale
+
+
+def _packed(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, scale: float) -> mx.array:
+    """Scores in the latent space: (q W_k) · latent; the values are the latent too."""
+    queries = mx.concatenate([q_latent.astype(mx.float32), q_rope.astype(mx.float32)], axis=-1)
+    side = kv.arena.keys
+    packed = side.gather(kv.reads.blocks.ids)
+    latent = _leading(packed, q_latent.shape[-1], kv)
+    return packed_attention(queries, packed, latent, kv.reads, AttentionOptions(scale), side)
+
+
+def _leading(packed: Packed, rank: int, kv: PagedKV) -> Packed:
+    """The latent part of packed keys; whole quantisation groups, as the rank is a multiple of their size."""
+    quantisation = kv.arena.quantisation
+    words, groups = rank * quantisation.bits // 32, rank // quantisation.group_size
+    return Packed(packed.data[..., :words], packed.scales[..., :groups], packed.biases[..., :groups])
+
+
+# -- the form of mlx_lm/models/mla.py ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _AbsorbedProjections:
+    """`MultiLinear` modules, one matrix a head."""
+
+    embed_q: nn.Module
+    unembed_out: nn.Module
+    rank: int
+
+    def absorb(self, queries: mx.array) -> mx.array:
+        return self.embed_q(queries)
+
+    def keys(self, latent: mx.array) -> mx.array:
+        return self.embed_q(latent, transpose=False)
+
+    def values(self, latent: mx.array) -> mx.array:
+        return self.unembed_out(latent)
+
+
+class _EmbedQ(Stand):
+    """Embeds queries; of a cached latent's keys it gives attention a stand-in [B, H, rope, 1], see `values`."""
+
+    def __init__(self, original: nn.Module, rank: int) -> None:
+        super().__init__(original)
+        self._rank = rank
+
+    def __call__(self, x: mx.array | Handle, transpose: bool = True) -> mx.array:
+        if not isinstance(x, Handle):
+            return self.original(x, transpose=transpose)
+        rope = x.kv.arena.keys.dim - self._rank
+        return mx.zeros((x.kv.reads.batch_size, self.original.weight.shape[0], rope, 1), x.dtype)
+
+
+class _UnembedOut(Stand):
+    """Makes values of latents; of a cached latent, a handle that knows how to."""
+
+    def __init__(self, original: nn.Module, projections: Projections) -> None:
+        super().__init__(original)
+        self._projections = projections
+
+    def __call__(self, x: Any, transpose: bool = True) -> Any:
+        if isinstance(x, Handle):
+            return replace(x, projections=self._projections)
+        return self.original(x, transpose=transpose)
+
+
+def _adapt_absorbed(module: nn.Module) -> None:
+    rank = _in_dim(module.unembed_out)
+    projections = _AbsorbedProjections(module.embed_q, module.unembed_out, rank)
+    module.embed_q = _EmbedQ(projections.embed_q, rank)
+    module.unembed_out = _UnembedOut(projections.unembed_out, projections)
+
+
+def _in_dim(linear: nn.Module) -> int:
+    width = int(linear.weight.shape[-1])
+    return width * 32 // linear.bits if "scales" in linear else width
+
+
+# -- DeepSeek-V2's form ------------------------------------------------------------------------------------------------
 
 
 def dense_weight(linear: nn.Module) -> mx.array:
@@ -47,69 +216,112 @@ def dense_weight(linear: nn.Module) -> mx.array:
     return mx.dequantize(linear.weight, linear.scales, linear.get("biases"), **packing)
 
 
-class LatentAttention(nn.Module):
-    """DeepSeek-V2's attention over a cached latent.
+class ExpandedProjections:
+    """Of a `kv_b_proj`, whose rows make keys, then values, head by head."""
 
-    Args:
-        original: the module taken over; its submodules are used as they are.
-        spec: one pseudo head of `kv_lora_rank + qk_rope_head_dim` values, value_dim 0.
+    def __init__(self, module: nn.Module) -> None:
+        self.rank = int(module.kv_lora_rank)
+        self.nope = int(module.qk_nope_head_dim)
+        weight = dense_weight(module.kv_b_proj).reshape(module.num_heads, -1, self.rank)
+        self._key_weight, self._value_weight = weight[:, : self.nope], weight[:, self.nope :]
+
+    def absorb(self, queries: mx.array) -> mx.array:
+        return queries @ self._key_weight
+
+    def keys(self, latent: mx.array) -> mx.array:
+        return latent @ self._key_weight.swapaxes(-1, -2)
+
+    def values(self, latent: mx.array) -> mx.array:
+        return latent @ self._value_weight.swapaxes(-1, -2)
+
+
+class _NotedNorm(Stand):
+    """Notes the latent [B, n, rank] that it gives, for the cache."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__(original)
+        self._noted: list[mx.array] = []
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self._noted[:] = [self.original(x)]
+        return self._noted[0]
+
+    def take(self) -> mx.array:
+        return self._noted.pop()
+
+
+class _LatentCache:
+    """A step's cache, which keeps the latent that keys and values are made of instead of them.
+
+    The module makes these all the same, but lazily: nobody asks for them.
     """
 
-    def __init__(self, original: nn.Module, spec: LayerSpec) -> None:
-        super().__init__()
-        for name, child in original.children().items():
-            setattr(self, name, child)
-        self._spec = spec
-        self._num_heads = num_query_heads(original)
-        self._rank = original.kv_lora_rank
-        self._nope = original.qk_nope_head_dim
-        self._options = AttentionOptions(attention_scale(original))
-        # [H, nope + v, rank]: rows that make keys, then rows that make values.
-        weight = dense_weight(original.kv_b_proj).reshape(self._num_heads, -1, self._rank)
-        self._key_weight, self._value_weight = weight[:, : self._nope], weight[:, self._nope :]
+    def __init__(self, cache: StepCache, norm: _NotedNorm, projections: ExpandedProjections) -> None:
+        self.offset = cache.offset
+        self.make_mask = cache.make_mask
+        self._cache = cache
+        self._norm = norm
+        self._projections = projections
 
-    def __call__(self, x: mx.array, mask: Any, cache: PagedCache) -> mx.array:
-        """`x` [B, n, hidden] to [B, n, hidden]; the mask comes from the cache, the argument is mlx-lm's and unused."""
-        batch, num_tokens, _ = x.shape
-        q_nope, q_rope = self._queries(x)
-        latent, k_rope = mx.split(self.kv_a_proj_with_mqa(x), [self._rank], axis=-1)
-        keys = mx.concatenate(
-            [self.kv_a_layernorm(latent)[:, None], self.rope(k_rope[:, None], offset=cache.offset)], axis=-1
-        )
-        q_rope = self.rope(q_rope, offset=cache.offset)
-        kv = cache.update(keys, None)
-        attend = self._absorbed if reads_packed(num_tokens, batch) else self._decompressed
-        out = attend(q_nope, q_rope, kv)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, num_tokens, -1))
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
+        """Keys [B, H, n, nope + rope], whose rope part is the same for all heads."""
+        k_rope = keys[:, :1, :, self._projections.nope :]
+        kv = self._cache.update(mx.concatenate([self._norm.take()[:, None], k_rope], axis=-1), None)
+        handle = Handle(kv, keys.dtype, self._projections)
+        return handle, handle
 
-    def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """The parts without and with rope, [B, H, n, nope] and [B, H, n, rope], before rope."""
-        q = self.q_proj(x) if "q_proj" in self else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q = q.reshape(*x.shape[:2], self._num_heads, -1).transpose(0, 2, 1, 3)
-        return tuple(mx.split(q, [self._nope], axis=-1))
 
-    def _absorbed(self, q_nope: mx.array, q_rope: mx.array, kv: PagedKV) -> mx.array:
-        """Scores in the latent space: (q W_k) · latent; the values are the latent too, W_v comes last."""
-        queries = mx.concatenate([q_nope @ self._key_weight, q_rope], axis=-1)
-        side = kv.arena.keys
-        packed = side.gather(kv.reads.blocks.ids)
-        out = packed_attention(queries, packed, self._latent(packed, kv), kv.reads, self._options, side)
-        return out @ self._value_weight.swapaxes(-1, -2)
+@functools.cache
+def _with_latent_cache(kind: Any) -> Any:
+    """The class of a module of DeepSeek-V2's form, as one whose step caches keep the latent."""
 
-    def _latent(self, packed: Packed, kv: PagedKV) -> Packed:
-        """The latent part of packed keys; whole quantisation groups, as the rank is a multiple of their size."""
-        quantisation = kv.arena.quantisation
-        words, groups = self._rank * quantisation.bits // 32, self._rank // quantisation.group_size
-        return Packed(packed.data[..., :words], packed.scales[..., :groups], packed.biases[..., :groups])
+    class LatentAttention(kind):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            swapped = {name: self._swap(value) for name, value in kwargs.items()}
+            return super().__call__(*map(self._swap, args), **swapped)
 
-    def _decompressed(self, q_nope: mx.array, q_rope: mx.array, kv: PagedKV) -> mx.array:
-        cached = unpack_row(kv.arena.keys, kv.reads, q_nope.dtype)
-        keys, values = self.decompress(cached)
-        return flash_attention(mx.concatenate([q_nope, q_rope], axis=-1), keys, values, kv.reads, self._options)
+        def _swap(self, value: Any) -> Any:
+            if isinstance(value, StepCache):
+                return _LatentCache(value, self.kv_a_layernorm, self._projections)
+            return value
 
-    def decompress(self, cached: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys [1, H, T, nope + rope] and values [1, H, T, v] of cached latents [1, 1, T, rank + rope]."""
-        latent, k_rope = mx.split(cached, [self._rank], axis=-1)
-        k_rope = mx.broadcast_to(k_rope, (1, self._num_heads, *k_rope.shape[2:]))
-        keys = mx.concatenate([latent @ self._key_weight.swapaxes(-1, -2), k_rope], axis=-1)
-        return keys, latent @ self._value_weight.swapaxes(-1, -2)
+    return LatentAttention
+
+
+def _adapt_expanded(module: nn.Module) -> None:
+    module._projections = ExpandedProjections(module)
+    module.kv_a_layernorm = _NotedNorm(module.kv_a_layernorm)
+    # Not put in a module's place but made of it: adapters find its linears under the names that they have.
+    kind: Any = type(module)
+    module.__class__ = _with_latent_cache(kind)
+
+
+@contextmanager
+def rounded_latents(model: nn.Module, round_trip: Callable[[mx.array], mx.array]) -> Iterator[None]:
+    """Inside, modules of DeepSeek-V2's form expand what `round_trip` makes of their latents."""
+    noted = [(module, module.kv_a_layernorm) for module in model.modules() if is_expanded(module)]
+    try:
+        for module, norm in noted:
+            module.kv_a_layernorm = _Rounded(norm, round_trip)
+        yield
+    finally:
+        for module, norm in noted:
+            module.kv_a_layernorm = norm
+
+
+class _Rounded(Stand):
+    def __init__(self, original: nn.Module, round_trip: Callable[[mx.array], mx.array]) -> None:
+        super().__init__(original)
+        self._round_trip = round_trip
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self._round_trip(self.original(x))
+
+
+def adapt(layer: nn.Module) -> None:
+    """Have a layer's latent attention, of either form, work on handles; arrays are computed as before."""
+    for module in list(layer.modules()):
+        if is_absorbed(module):
+            _adapt_absorbed(module)
+        elif is_expanded(module):
+            _adapt_expanded(module)

@@ -9,13 +9,17 @@ import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
+from agentcache.blocks.snapshots import Snapshots
+from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import GroupArena, make_arenas
 from agentcache.kv.block_layout import Array
+from agentcache.kv.states import StateArena
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.malloc import give_back_freed
 from agentcache.models.loader import LoadedModel
-from agentcache.models.step import StepInputs
+from agentcache.models.recurrent import RowState, join, make_caches, state_of
+from agentcache.models.step import StepInputs, StepOutputs
 
 Tables = Sequence[Sequence[BlockTable]]  # per row one block table per group
 
@@ -23,14 +27,22 @@ Tables = Sequence[Sequence[BlockTable]]  # per row one block table per group
 class ModelRunner:
     """Owns the arenas and the only calls into the model. All methods belong to the thread that loaded the model.
 
+    Args:
+        snapshots: of recurrent state, for a model that has any.
+
     Counters: `forward_tokens` tokens computed, `copied_blocks` blocks copied on write.
     """
 
-    def __init__(self, loaded: LoadedModel, pools: Sequence[BlockPool]) -> None:
+    def __init__(self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None = None) -> None:
         self._loaded = loaded
         self._pools = pools
         self.arenas: list[GroupArena] = make_arenas(loaded.spec)
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
+        places = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
+        self._layers = [places[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
+        self._recurrent = loaded.spec.recurrent
+        self._states: list[mx.array] = []  # of steps that have not been started
+        self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
         self._is_busy = False
         self.forward_tokens = 0
         self.copied_blocks = 0
@@ -54,30 +66,29 @@ class ModelRunner:
             for index, end in enumerate(self._layer_ends)
         ]
 
-    def forward(self, step: StepInputs) -> mx.array:
+    def forward(self, step: StepInputs) -> StepOutputs:
         """Compute a step and write its keys and values; nothing is evaluated yet.
 
-        Returns:
-            Logits [B, n or 1, vocabulary].
+        The states that it gives are evaluated with the writes, when `start` is called next.
         """
         self.fit()
         self.forward_tokens += step.token_ids.size
         self._loaded.trunk.prepare(step)
         model = self._loaded.model if step.model is None else step.model
+        states = make_caches(join(step.states, self._recurrent), self._recurrent)
         with self._loaded.current.of(step):
-            return model(step.token_ids, cache=self._caches(step))
+            logits = model(step.token_ids, cache=self._loaded.survey.caches(self._paged(step), states))
+        after = state_of(states, len(step.lengths))
+        self._states += [array for cache in after.arrays for array in cache if array is not None]
+        return StepOutputs(logits if step.all_logits else logits[:, -1:], after.rows())
 
     def reset_counters(self) -> None:
         """What was computed until now does not count."""
         self.forward_tokens = self._loaded.trunk.layer_tokens = 0
 
-    def _caches(self, step: StepInputs) -> list[StepCache]:
-        """One a layer, in the model's order."""
-        caches: dict[int, StepCache] = {}
-        for arena, reads, writes in zip(self.arenas, step.reads, step.writes, strict=True):
-            for layer in arena.layers:
-                caches[layer.layer.index] = StepCache(layer, reads, writes, step.offset)
-        return [caches[index] for index in sorted(caches)]
+    def _paged(self, step: StepInputs) -> list[StepCache]:
+        """One per cache of keys and values, in the model's order."""
+        return [StepCache(layer, step.reads[group], step.writes[group], step.offset) for group, layer in self._layers]
 
     def fit(self) -> None:
         """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""
@@ -96,7 +107,8 @@ class ModelRunner:
         """
         self.wait()
         self._is_busy = True
-        mx.async_eval(*outputs, *self._arena_arrays(), *self._loaded.trunk.blocks.written())
+        states, self._states = self._states, []
+        mx.async_eval(*outputs, *self._arena_arrays(), *states, *self._loaded.trunk.blocks.written())
 
     def wait(self) -> None:
         """Return when the device has done what was started last."""
@@ -138,10 +150,41 @@ class ModelRunner:
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks that were read from files: uint8 [n] each."""
+        if group == len(self.arenas):
+            for slot, data in zip(block_ids, blocks, strict=True):
+                self._state_arena.put_bytes(slot, data)
+            return
         self.fit()
         self.arenas[group].put(block_ids, blocks)
 
     def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
         """Copies of a block's bytes, for the writer."""
         self.wait()
+        if group == len(self.arenas):
+            return self._state_arena.copies(block_id)
         return self.arenas[group].snapshot(block_id, position, num_tokens)
+
+    # -- recurrent state ----------------------------------------------------------------------------------------------
+
+    @property
+    def _state_arena(self) -> StateArena:
+        if self.states is None:
+            raise BrokenInvariant("this model has no recurrent state")
+        return self.states
+
+    def keep_state(self, slot: int, state: RowState) -> None:
+        """Keep a row's state as the snapshot in `slot`; lazy."""
+        self._state_arena.put(slot, state.batch.arrays, state.place)
+
+    def row_state(self, slot: int) -> RowState:
+        """The state that the snapshot in `slot` is of, for a row that goes on from there."""
+        return RowState.of(self._state_arena.arrays(slot))
+
+    def is_finite_state(self, slot: int) -> bool:
+        """Whether the snapshot in `slot` can be written."""
+        return self._state_arena.is_finite(slot)
+
+    def free_states(self) -> None:
+        """Give back the memory of snapshots that nobody refers to any more."""
+        if self.states is not None:
+            self.states.sweep()

@@ -14,6 +14,7 @@ from agentcache.blocks.trunk import TrunkPlan
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_rows import AdapterRows, RowAdapter
+from agentcache.models.recurrent import RowState
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,8 @@ class StepInputs:
         trunk: hidden states to go on from and to keep, for a step of one row by the base model. The cache holds keys
             and values below its cut already.
         all_logits: logits of every position are wanted, not only of the last one.
+        states: per row what the model's recurrent layers keep of the tokens before; None for a row without tokens,
+            nothing at all for a model without such layers.
     """
 
     token_ids: mx.array
@@ -40,6 +43,7 @@ class StepInputs:
     adapters: Sequence[RowAdapter | None] = ()
     trunk: TrunkPlan = TrunkPlan()
     all_logits: bool = False
+    states: Sequence[RowState | None] = ()
 
     @cached_property
     def offset(self) -> int | mx.array:
@@ -50,6 +54,19 @@ class StepInputs:
     def adapter_rows(self) -> AdapterRows | None:
         """Who uses which adapter, for the modules that they act on; None where nobody does."""
         return AdapterRows(self.adapters, self.lengths, self.token_ids.shape[1]) if any(self.adapters) else None
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutputs:
+    """What one forward pass gives, all of it lazily computed.
+
+    Args:
+        logits: [B, n or 1, vocabulary].
+        states: per row what recurrent layers keep behind the step; one a row, also where there is nothing to keep.
+    """
+
+    logits: mx.array
+    states: Sequence[RowState]
 
 
 class CurrentStep:

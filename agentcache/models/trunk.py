@@ -13,13 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.trunk import Piece, TrunkPlan
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import make_arenas
-from agentcache.kv.batch_cache import BatchQuantizedKVCache
-from agentcache.kv.spec import CacheSpec
+from agentcache.models.layers import LayerCall, Stand, layer_lists
 from agentcache.models.step import CurrentStep, StepInputs
+from agentcache.models.survey import Survey
 
 
 class HiddenBlocks:
@@ -71,10 +69,9 @@ class ModelTrunk:
     Counter: `layer_tokens` is the sum over steps of tokens times layers that they went through.
     """
 
-    def __init__(self, model: nn.Module, spec: CacheSpec, current: CurrentStep) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep) -> None:
         self._layers = layers_of(model)
-        self._spec = spec
+        self._survey = survey
         self._current = current
         self.blocks = HiddenBlocks()
         self.layer_tokens = 0
@@ -84,7 +81,7 @@ class ModelTrunk:
         plan = step.trunk
         if plan.cut or plan.writes:
             self._wrap(max([plan.cut, *plan.writes]))
-        self.layer_tokens += step.token_ids.size * (self._spec.num_layers - plan.cut)
+        self.layer_tokens += step.token_ids.size * (len(self._layers) - plan.cut)
 
     def _wrap(self, last: int) -> None:
         """See to it that the layers up to `last` can be passed by."""
@@ -93,22 +90,8 @@ class ModelTrunk:
                 self._layers[index] = TrunkLayer(self._layers[index], index, self)
 
     def block_bytes(self) -> int:
-        """Size of a block, from the shape that hidden states have; computes nothing."""
-        last = self._spec.num_layers - 1
-        step = StepInputs(mx.array([[0]]), [0], trunk=TrunkPlan(writes={last: [Piece(-1, 0, 0, 1)]}))
-        caches = {
-            layer.layer.index: BatchQuantizedKVCache.empty_rows(layer, BlockPool())
-            for arena in make_arenas(self._spec)
-            for layer in arena.layers
-        }
-        self._wrap(last)
-        kept, self.blocks = self.blocks, HiddenBlocks()
-        try:
-            with self._current.of(step):
-                self._model(step.token_ids, cache=[caches[index] for index in sorted(caches)])
-            return self.blocks.nbytes
-        finally:
-            self.blocks = kept
+        """Size of a block; 0 where the model's layers cannot be passed by."""
+        return BLOCK_SIZE * self._survey.hidden_bytes
 
     @property
     def _plan(self) -> TrunkPlan:
@@ -129,33 +112,21 @@ class ModelTrunk:
         return x
 
 
-class TrunkLayer(nn.Module):
-    """A layer that steps may pass by. Attributes of the original can be read here too."""
+class TrunkLayer(Stand):
+    """A layer that steps may pass by."""
 
     def __init__(self, original: nn.Module, index: int, trunk: ModelTrunk) -> None:
-        super().__init__()
-        self.layer = original
+        super().__init__(original)
         self._index = index
         self._trunk = trunk
 
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = LayerCall(self.original, self.original, args, kwargs)
         if self._trunk.skips(self._index):
-            return x
-        return self.layer(self._trunk.enter(self._index, x), *args, **kwargs)
-
-    def __getattr__(self, key: str) -> Any:
-        if key in self:
-            return self[key]
-        if "layer" in self:
-            return getattr(self["layer"], key)
-        raise AttributeError(key)
+            return call.x
+        return call.compute(self._trunk.enter(self._index, call.x))
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The list that the model runs through, itself: `model.layers` may be a copy. Raises BrokenInvariant."""
-    first = model.layers[0]
-    for module in model.modules():
-        layers = module.get("layers")
-        if isinstance(layers, list) and layers and layers[0] is first:
-            return layers
-    raise BrokenInvariant(f"{type(model).__name__} has no list of layers")
+    """The list that the model runs through, itself; the first one, of several."""
+    return layer_lists(model)[0]

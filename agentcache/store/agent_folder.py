@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentcache.blocks.keys import BASE_CACHE, FORMAT_VERSION
+from agentcache.blocks.keys import BASE_CACHE, FORMAT_VERSION, STATE_GROUP
 from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest
 from agentcache.names import is_name
@@ -21,6 +21,7 @@ from agentcache.store.manifest import (
     AgentRecord,
     Manifest,
     SavedCache,
+    SavedSnapshot,
     agent_of,
     decode_manifest,
     encode_manifest,
@@ -73,6 +74,7 @@ class SavedAgent:
             num_saved=base.num_saved if fits else 0,
             blocks=name_blocks(content.chains.get(BASE_CACHE, ()), base.spans()) if fits else (),
             lineage=manifest.lineage,
+            snapshots=base.named_snapshots() if fits else (),
         )
 
 
@@ -165,7 +167,7 @@ class AgentFolder:
             DiskBudgetExceeded: it does not fit; nothing has changed.
             OSError: the disk is full, say; what is on disk is the lineage as before or, whole, as in `record`.
         """
-        self._check(record, len(groups))
+        self._check(record, groups)
         chains = {BASE_CACHE: record.chains} if record.chains else {}
         content = Content(record.transcript, chains, record.system)
         log = self._plan(record, content)
@@ -195,7 +197,7 @@ class AgentFolder:
         self._files.sync_folder(self._folder)
         self._remove_logs(name)
 
-    def _check(self, record: AgentRecord, num_groups: int) -> None:
+    def _check(self, record: AgentRecord, groups: tuple[str, ...]) -> None:
         if not is_name(record.id):
             raise InvalidRequest(f"{record.id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param="id")
         if not valid_lineage(record.lineage):
@@ -204,8 +206,12 @@ class AgentFolder:
             raise Conflict(f"another agent's id differs from {record.id} only by case", param="id")
         if not 0 <= record.num_saved <= len(record.transcript.ids) == len(record.transcript.ends):
             raise BrokenInvariant(f"agent {record.id}: {record.num_saved} tokens saved of {len(record.transcript.ids)}")
-        if len(record.blocks) != len(spans(record.num_saved, record.producer, num_groups)):
+        has_state = groups[-1:] == (STATE_GROUP,)
+        num_groups = len(groups) - has_state
+        if len(record.blocks) != len(spans(record.num_saved, record.producer, num_groups, has_state=has_state)):
             raise BrokenInvariant(f"agent {record.id}: {len(record.blocks)} blocks for {record.num_saved} tokens")
+        if not all(0 < each.num_tokens <= record.num_saved for each in record.snapshots):
+            raise BrokenInvariant(f"agent {record.id}: snapshots behind its {record.num_saved} saved tokens")
 
     def _clashes(self, agent_id: str) -> bool:
         folded = agent_id.casefold()
@@ -290,7 +296,9 @@ class AgentFolder:
 
 
 def _manifest_of(record: AgentRecord, spec: str, groups: tuple[str, ...], end: LogEnd) -> Manifest:
-    base = SavedCache(BASE_CACHE, spec, groups, record.num_saved, save_producer(record.producer, groups))
+    snapshots = tuple(SavedSnapshot(each.num_tokens, each.chain) for each in record.snapshots)
+    producer = save_producer(record.producer, groups)
+    base = SavedCache(BASE_CACHE, spec, groups, record.num_saved, producer, snapshots)
     return Manifest(
         id=record.id,
         model=record.model,
@@ -314,6 +322,8 @@ def check_caches(manifest: Manifest, content: Content) -> None:
         num_blocks = len(content.chains.get(cache.name, ()))
         if num_blocks != len(cache.spans()):
             raise BlockRejected(f"{num_blocks} blocks are named for {cache.num_saved} tokens")
+        if not all(0 < each.num_tokens <= cache.num_saved for each in cache.snapshots):
+            raise BlockRejected("it names snapshots of tokens that are not saved")
     if strange := content.chains.keys() - {cache.name for cache in manifest.caches}:
         raise BlockRejected(f"the log has blocks of caches that the manifest does not name: {sorted(strange)!r:.100}")
 

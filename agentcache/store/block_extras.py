@@ -24,7 +24,7 @@ Extras: TypeAlias = "Mapping[str, Extra]"
 
 MAX_EXTRAS_BYTES = 1 << 16
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.]{0,63}")
-_SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "BF16"}
 
 
 def encode_extras(extras: Extras) -> str:

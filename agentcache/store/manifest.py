@@ -10,8 +10,8 @@ from typing import Any
 
 import xxhash
 
-from agentcache.blocks.keys import BASE_CACHE, FORMAT_VERSION, BlockName, Producer, block_key
-from agentcache.blocks.lanes import BlockSpan, NamedBlock, name_blocks, spans
+from agentcache.blocks.keys import BASE_CACHE, FORMAT_VERSION, STATE_GROUP, BlockName, Producer, block_key
+from agentcache.blocks.lanes import BlockSpan, NamedBlock, NamedSnapshot, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected
 from agentcache.store.transcript_log import LogEnd
@@ -40,6 +40,7 @@ class AgentRecord:
         num_saved: tokens whose keys and values are on disk, at most `len(transcript.ids)`.
         blocks: the blocks of these, one for each of their `spans`.
         lineage: the lineage's short id, its own within the agent; `FIRST_LINEAGE` for the one an agent begins with.
+        snapshots: of recurrent state on disk, in their order; one that is not there is computed again.
     """
 
     id: str
@@ -55,11 +56,17 @@ class AgentRecord:
     num_saved: int
     blocks: tuple[NamedBlock, ...]
     lineage: str = FIRST_LINEAGE
+    snapshots: tuple[NamedSnapshot, ...] = ()
 
     @property
     def name(self) -> str:
         """Names the lineage's files."""
         return lineage_name(self.id, self.lineage)
+
+    @property
+    def held(self) -> tuple[NamedBlock, ...]:
+        """Its blocks, and those that its snapshots belong to."""
+        return (*self.blocks, *(snapshot.block for snapshot in self.snapshots)) if self.snapshots else self.blocks
 
     @property
     def chains(self) -> tuple[str, ...]:
@@ -69,7 +76,7 @@ class AgentRecord:
     @property
     def block_names(self) -> list[BlockName]:
         """All that it needs on disk."""
-        return [name for block in self.blocks for name in block.names]
+        return [name for block in self.held for name in block.names]
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,14 @@ class SavedProducer:
 
 
 @dataclass(frozen=True)
+class SavedSnapshot:
+    """A snapshot of recurrent state in a manifest: how many tokens it covers, and the chain key of their last block."""
+
+    num_tokens: int
+    chain: str
+
+
+@dataclass(frozen=True)
 class SavedCache:
     """What of a lineage is on disk in one cache; its chains are in the log.
 
@@ -91,6 +106,7 @@ class SavedCache:
         groups: names of its cache groups; with the chains they name the block files.
         num_saved: tokens whose blocks these are.
         producer: who computed them; None for base.
+        snapshots: of recurrent state, where the last group is the state's; in their order.
     """
 
     name: str
@@ -98,6 +114,22 @@ class SavedCache:
     groups: tuple[str, ...]
     num_saved: int
     producer: SavedProducer | None = None
+    snapshots: tuple[SavedSnapshot, ...] = ()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there are recurrent layers."""
+        return self.groups[-1:] == (STATE_GROUP,)
+
+    @property
+    def num_block_groups(self) -> int:
+        """The cache groups that blocks have: all but the state's."""
+        return len(self.groups) - self.has_state
+
+    def named_snapshots(self) -> tuple[NamedSnapshot, ...]:
+        """The snapshots with their group by index."""
+        index = self.num_block_groups
+        return tuple(NamedSnapshot(each.num_tokens, each.chain, index) for each in self.snapshots)
 
     def named_producer(self) -> Producer | None:
         """The producer with its groups by index."""
@@ -108,13 +140,15 @@ class SavedCache:
 
     def spans(self) -> list[BlockSpan]:
         """The blocks that it names, in the order of the log's chains."""
-        return spans(self.num_saved, self.named_producer(), len(self.groups))
+        return spans(self.num_saved, self.named_producer(), self.num_block_groups, has_state=self.has_state)
 
     def block_keys(self, chains: Iterable[str]) -> Iterator[str]:
-        """The keys of the block files of the blocks with these chains."""
+        """The keys of the block files of the blocks with these chains, and of its snapshots."""
         for block in name_blocks(chains, self.spans()):
             for name in block.names:
                 yield block_key(name.chain, self.groups[name.group])
+        for snapshot in self.snapshots:
+            yield block_key(snapshot.chain, STATE_GROUP)
 
 
 @dataclass(frozen=True)
@@ -195,8 +229,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def _cache_fields(cache: SavedCache) -> dict[str, Any]:
     fields = dict(vars(cache))
-    del fields["producer"]
-    return fields if cache.producer is None else {**fields, "producer": vars(cache.producer)}
+    del fields["producer"], fields["snapshots"]
+    if cache.producer is not None:
+        fields["producer"] = vars(cache.producer)
+    if cache.snapshots:
+        fields["snapshots"] = list(map(vars, cache.snapshots))
+    return fields
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -239,12 +277,22 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
 
 
 def _cache_from(fields: Mapping[str, Any]) -> SavedCache:
+    if not isinstance(fields, dict):
+        raise TypeError("the cache is none")
     producer = _producer_from(fields["producer"]) if "producer" in fields else None
-    cache = SavedCache(**{**fields, "groups": tuple(fields["groups"]), "producer": producer})
+    snapshots = tuple(map(_snapshot_from, fields.get("snapshots", ())))
+    cache = SavedCache(**{**fields, "groups": tuple(fields["groups"]), "producer": producer, "snapshots": snapshots})
     if type(cache.num_saved) is not int or type(cache.name) is not str or type(cache.spec) is not str:
         raise TypeError("the cache is none")
     cache.named_producer()  # a ValueError if a group is unknown
     return cache
+
+
+def _snapshot_from(fields: Mapping[str, Any]) -> SavedSnapshot:
+    snapshot = SavedSnapshot(**fields)
+    if type(snapshot.num_tokens) is not int or type(snapshot.chain) is not str:
+        raise TypeError("the snapshot is none")
+    return snapshot
 
 
 def _producer_from(fields: Mapping[str, Any]) -> SavedProducer:

@@ -166,7 +166,7 @@ class Store:
         if record.model != self._model:
             raise BrokenInvariant(f"agent {record.id} is of model {record.model}, not of {self._model}")
         with as_store_error(f"save agent {record.name}"), self.visit():
-            return self._agents.save(record, self._spec.digest, tuple(group.name for group in self._spec.groups))
+            return self._agents.save(record, self._spec.digest, tuple(group.name for group in self._spec.all_groups))
 
     def has_agent(self, name: str) -> bool:
         """Whether the lineage of that name has ever been saved, and not deleted since. From any thread."""
@@ -282,8 +282,8 @@ class Store:
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """The cache groups of the served model."""
-        return self._spec.groups
+        """The cache groups of the served model; the last one is the recurrent state's, where it has any."""
+        return self._spec.all_groups
 
     @property
     def disk_bytes(self) -> int:

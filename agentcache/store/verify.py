@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from agentcache.blocks.keys import Namespace, block_key, chain_key, root_of_version_1
-from agentcache.blocks.lanes import chain_keys
+from agentcache.blocks.lanes import chain_keys, state_chain
 from agentcache.errors import BlockRejected
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.manifest import MAX_MANIFEST_BYTES, Manifest, SavedCache, decode_manifest
@@ -34,7 +34,7 @@ MAX_LOG_BYTES = 1 << 32
 
 _CHECKSUM = '"checksum":"{}"'
 _VERSIONS = ("1", "2")
-_ITEM_BYTES = {"F32": 4, "U32": 4, "I32": 4, "F16": 2, "U8": 1}
+_ITEM_BYTES = {"F32": 4, "U32": 4, "I32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,14 @@ def _examine_lineage(files: CacheFiles, path: Path) -> _Lineage:
 def _check_chains(manifest: Manifest, cache: SavedCache, token_ids: Sequence[int], chains: Sequence[str]) -> None:
     if not 0 <= cache.num_saved <= len(token_ids):
         raise BlockRejected(f"{cache.num_saved} of {len(token_ids)} tokens are named as saved")
-    if tuple(chain_keys(_root(manifest, cache), token_ids, cache.spans())) != chains:
+    root = _root(manifest, cache)
+    if tuple(chain_keys(root, token_ids, cache.spans())) != chains:
         raise BlockRejected("its blocks are not those of its tokens")
+    for snapshot in cache.snapshots:
+        if not 0 < snapshot.num_tokens <= cache.num_saved or snapshot.chain != state_chain(
+            root, token_ids, snapshot.num_tokens, cache.named_producer(), cache.num_block_groups
+        ):
+            raise BlockRejected("its snapshots are not those of its tokens")
 
 
 def _root(manifest: Manifest, cache: SavedCache) -> str:

@@ -11,14 +11,16 @@ from typing import Any
 
 import mlx.core as mx
 
+from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.fingerprint import model_fingerprint
+from agentcache.models.hosting import host
 from agentcache.models.loader import read_model
 from agentcache.models.lora import ModelAdapters
-from agentcache.models.mla import is_latent
-from agentcache.models.rehost import rehost
+from agentcache.models.mla import is_expanded
 from agentcache.models.step import CurrentStep, StepInputs
+from agentcache.models.survey import Paged
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.training.decoder_cache import DecoderCache, PromptCache, RoundedNorm, Rounding
 
@@ -76,32 +78,26 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
     """
     read = read_model(path_or_hub_id)
     read.evaluate()
-    originals = [dict(layer.children()) for layer in read.model.layers]
-    spec = rehost(read.model, read.config["model_type"], read.config)
+    hosted = host(read.model, read.config["model_type"], read.config)
+    if hosted.survey.places != tuple(map(Paged, range(len(read.model.layers)))):
+        raise UnsupportedModel("decoders are trained for models whose layers each keep their own keys and values only")
     current = CurrentStep()
-    adapters = ModelAdapters(read.model, current)
-    modules = [_put_back(*pair) for pair in zip(read.model.layers, originals, strict=True)]
+    adapters = ModelAdapters(read.model, hosted.survey, current)
     return FrozenBase(
         model=read.model,
         current=current,
         adapters=adapters,
-        roundings=tuple(_round(module, spec) for module in modules),
+        roundings=tuple(_round(layer, hosted.spec) for layer in read.model.layers),
         tokenizer=read.tokenizer,
         fingerprint=model_fingerprint(read.path, read.tokenizer.fingerprint),
     )
 
 
-def _put_back(layer: Any, children: dict[str, Any]) -> Any:
-    """Undo re-hosting; the layer's own attention module."""
-    (name,) = (name for name, child in children.items() if layer[name] is not child)
-    setattr(layer, name, children[name])
-    return children[name]
-
-
-def _round(module: Any, spec: CacheSpec) -> Rounding:
+def _round(layer: Any, spec: CacheSpec) -> Rounding:
     quantisation = spec.groups[0].quantisation
     assert quantisation is not None  # these are the model's keys and values
-    if not is_latent(module):
-        return Rounding(quantisation)
-    module.kv_a_layernorm = RoundedNorm(module.kv_a_layernorm, Rounding(quantisation))
-    return Rounding(quantisation, module.qk_nope_head_dim)
+    for module in layer.modules():
+        if is_expanded(module):
+            module.kv_a_layernorm = RoundedNorm(module.kv_a_layernorm.original, Rounding(quantisation))
+            return Rounding(quantisation, module.qk_nope_head_dim)
+    return Rounding(quantisation)

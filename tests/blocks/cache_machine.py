@@ -50,6 +50,19 @@ class CacheMachine(SequenceMachine):
         self.cache.slots.drop(tail, index)
         assert tail.block_ids.keys() == others
 
+    @precondition(lambda self: self.state is not None)
+    @rule(which=PICK)
+    def evict_state(self, which: int) -> None:
+        snapshots = self.cache.snapshots
+        assert snapshots is not None
+        found = list(snapshots.nodes)
+        if not found:
+            return
+        node = found[which % len(found)]
+        is_started_from = any(running.sequence.state == node.state for running in self.running)
+        assert snapshots.evict(node) is not is_started_from
+        assert (node.state is None) is not is_started_from
+
     # -- RAM --------------------------------------------------------------------------------------------------------
 
     def evict(self, which: int) -> None:
@@ -58,7 +71,7 @@ class CacheMachine(SequenceMachine):
 
     def evict_part(self, which: int) -> None:
         node = self.nodes()[which % len(self.nodes())]
-        index = which % len(self.groups)
+        index = which % max(1, len(self.groups))
         self.check_evict(node, (index,), [index] if index in node.block_ids else [])
 
     def check_evict(self, node: Node, groups: tuple[int, ...] | None, held: list[int]) -> None:

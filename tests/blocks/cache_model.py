@@ -78,10 +78,15 @@ class Reference:
 
     Args:
         files: chain key and group of each block on disk.
+        has_state: whether a prefix has to end where there is a snapshot of recurrent state.
     """
 
-    def __init__(self, nodes: Iterable[Node], groups: Groups, files: Iterable[tuple[str, int]]) -> None:
+    def __init__(
+        self, nodes: Iterable[Node], groups: Groups, files: Iterable[tuple[str, int]], *, has_state: bool = False
+    ) -> None:
         self._groups = groups
+        self._has_state = has_state
+        self._least = 1 if has_state else MIN_TAIL_TOKENS
         self._files = frozenset(files)
         self._children: dict[str, list[Node]] = {}
         for node in nodes:
@@ -103,14 +108,24 @@ class Reference:
                 yield from self._ends(node.chain, tokens, position + 1)
 
     def _can_use(self, root: str, tokens: list[int], length: int, producer: Producer | None) -> bool:
-        own = frozenset() if producer is None else producer.groups
-        base = frozenset(range(len(self._groups))) - own
-        if length > len(tokens):
+        count = len(self._groups)
+        own = frozenset() if producer is None else producer.groups & frozenset(range(count))
+        base = frozenset(range(count)) - own
+        if length > len(tokens) or self._has_state and not self._has_snapshot(root, tokens[:length], producer):
             return False
         return all(
             not groups or any(self._has(path, groups, length) for path in self._paths(root, tokens[:length], who))
             for groups, who in ((base, None), (own, producer))
         )
+
+    def _has_snapshot(self, root: str, tokens: list[int], producer: Producer | None) -> bool:
+        index = len(self._groups)
+        who = producer if producer is not None and index in producer.groups else None
+        if not tokens:
+            return True
+        # A path of full blocks of exactly these tokens, and a node behind them that ends where they do.
+        ends = (path[-1] for path in self._paths(root, tokens, who) if path[-1].end == len(tokens))
+        return any(node.state is not None or index in node.stored for node in ends)
 
     def _paths(
         self, chain: str, tokens: list[int], producer: Producer | None, position: int = 0
@@ -123,7 +138,7 @@ class Reference:
             shared, end = common(node.token_ids, rest), min(node.end, len(tokens))
             if not self._fits(node, end, producer):
                 continue
-            if shared == len(rest) and shared >= min(MIN_TAIL_TOKENS, node.num_tokens):
+            if shared == len(rest) and shared >= min(self._least, node.num_tokens):
                 yield [node]
             elif shared == BLOCK_SIZE:
                 yield from ([node, *path] for path in self._paths(node.chain, tokens, producer, position + 1))

@@ -24,13 +24,14 @@ MAX_TOKENS = 6 * BLOCK_SIZE
 
 @dataclass(frozen=True)
 class Adapter:
-    """A key of producers; it changes the last group only, or all."""
+    """A key of producers; it changes the last group only, or all; of a model with recurrent layers, these too."""
 
     key: str
     everywhere: bool
 
-    def producer(self, start: int, num_groups: int) -> Producer:
-        return Producer(self.key, start, frozenset(range(0 if self.everywhere else num_groups - 1, num_groups)))
+    def producer(self, start: int, num_groups: int, has_state: bool) -> Producer:
+        first = 0 if self.everywhere else num_groups - (1 if self.key == "a" or not has_state else 0)
+        return Producer(self.key, start, frozenset(range(first, num_groups + has_state)))
 
 
 def repeated(pieces: list[tuple[int, int]]) -> list[int]:
@@ -80,7 +81,7 @@ class SequenceMachine(WatchedCache):
 
     def producer(self, adapter: Adapter | None, start: int | str, tokens: list[int]) -> Producer | None:
         start = len(tokens) - 1 if isinstance(start, str) else start
-        return None if adapter is None else adapter.producer(start, len(self.groups))
+        return None if adapter is None else adapter.producer(start, len(self.groups), self.state is not None)
 
     def recall(self, history: int, share: float) -> list[int]:
         """The beginning of what some sequence held or holds."""
@@ -101,14 +102,21 @@ class SequenceMachine(WatchedCache):
         assert list(sequence.token_ids) == tokens[: prefix.num_tokens]
         loads = [(load, self.files[load.node.chain, load.group][: load.num_tokens]) for load in sequence.loads]
         assert bool(loads) is not self.was_in_ram
-        self.running.append(Running(sequence, loads))
+        self.running.append(Running(sequence, (), loads))
+        self.take_state(self.running[-1])
         return self.running[-1]
+
+    def take_state(self, running: Running) -> None:
+        """Once all is loaded the row has the state that it starts from."""
+        sequence = running.sequence
+        if sequence.state is not None and not running.loads:
+            running.state = tuple(self.arena.slots[len(self.groups), sequence.state])
+            self.cache.state_taken(sequence)
 
     def match(self, root: str, tokens: list[int], limit: int, producer: Producer | None) -> CachedPrefix:
         prefix = self.cache.match_prefix(root, tokens, limit, producer)
-        assert prefix.num_tokens == Reference(self.nodes(), self.groups, self.files).longest(
-            root, tokens[:limit], producer
-        )
+        reference = Reference(self.nodes(), self.groups, self.files, has_state=self.state is not None)
+        assert prefix.num_tokens == reference.longest(root, tokens[:limit], producer)
         for lane in prefix.lanes:
             tail = lane.tail.token_ids[: lane.tail_tokens] if lane.tail else ()
             held = [*chain.from_iterable(node.token_ids for node in lane.nodes), *tail]
@@ -129,7 +137,10 @@ class SequenceMachine(WatchedCache):
 
     def settle(self, running: Running, load: int, succeeds: bool) -> None:
         done, places = running.loads.pop(load % len(running.loads))
-        if succeeds:
+        if succeeds and done.group == len(self.groups):
+            self.arena.slots[done.group, done.block_id] = list(places)
+            self.cache.loaded(running.sequence, done)
+        elif succeeds:
             self.arena.slot(done.group, done.block_id)[: done.num_tokens] = places
             self.cache.loaded(running.sequence, done)
         else:
@@ -139,6 +150,8 @@ class SequenceMachine(WatchedCache):
         if running.failed and not running.loads:
             self.end(running)
             self.cache.abandon(running.sequence)
+        else:
+            self.take_state(running)
 
     @precondition(lambda self: self.ready())
     @rule(which=PICK, more=PIECES, aligned=st.booleans(), save=st.booleans())
@@ -154,6 +167,7 @@ class SequenceMachine(WatchedCache):
         if not self.reserve(running, len(tokens)):
             return False
         self.compute(sequence, tokens)
+        running.state = self.places(sequence, len(self.groups), tokens)[-1:]
         published = self.cache.advance(sequence, tokens)
         self.check_published(sequence, len(tokens), published)
         if save:
@@ -199,6 +213,19 @@ class SequenceMachine(WatchedCache):
                 slot = self.arena.slot(index, table.block_id(position // BLOCK_SIZE))
                 slot[position % BLOCK_SIZE] = places[position]
 
+    @precondition(lambda self: self.state is not None and self.ready())
+    @rule(which=PICK, lasts=st.booleans())
+    def keep_state(self, which: int, lasts: bool) -> None:
+        self.snap(self.ready()[which % len(self.ready())], lasts)
+
+    def snap(self, running: Running, lasts: bool = False) -> None:
+        before = {node for node in self.nodes() if node.state is not None}
+        slot = self.cache.keep_state(running.sequence, running.sequence.num_tokens, lasts=lasts)
+        if slot is not None:
+            self.arena.slots[len(self.groups), slot] = list(running.state)
+        made = {node for node in self.nodes() if node.state is not None} - before
+        assert len(made) == (slot is not None)
+
     def check_window(self, running: Running) -> None:
         for group, table in zip(self.groups, running.sequence.tables, strict=True):
             if group.window is not None and not running.reserve_failed:
@@ -212,10 +239,12 @@ class SequenceMachine(WatchedCache):
     def finish(self, running: Running, back: int, save: bool) -> None:
         sequence = running.sequence
         keep = max(0, sequence.num_tokens - back)
+        if self.state is not None and not back:
+            self.snap(running)
         self.end(running)
         self.histories.append(list(sequence.token_ids[:keep]))
         blocks = self.cache.close(sequence, keep)
-        layout = spans(keep, sequence.producer, len(self.groups))
+        layout = spans(keep, sequence.producer, len(self.groups), has_state=self.state is not None)
         assert [block.node.chain for block in blocks] == chain_keys(sequence.root, sequence.token_ids, layout)
         assert [block.groups for block in blocks] == [span.groups for span in layout]
         assert sequence.closed
@@ -238,6 +267,14 @@ class SequenceMachine(WatchedCache):
         for block in blocks:
             for index in block.node.block_ids.keys() & set(block.groups):
                 self.save_one(block.node, index)
+            if block.node.state is not None:
+                self.save_state(block.node)
+
+    def save_state(self, node: Node) -> None:
+        index = len(self.groups)
+        if index not in node.stored and index not in node.pending:
+            node.pending.add(index)
+            self.writes.append(Write(node, index, tuple(self.arena.slots[index, node.state or 0])))
 
     def save_one(self, node: Node, index: int) -> None:
         if index not in node.stored and index not in node.pending:
@@ -250,7 +287,7 @@ class SequenceMachine(WatchedCache):
     def settle_writes(self, count: int, succeeds: bool) -> None:
         for write in self.writes[:count]:
             if succeeds:
-                assert write.places == self.arena.of_node(write.node)
+                assert write.places == self.held_by(write.node, write.group)
                 self.files[write.node.chain, write.group] = write.places
                 self.cache.mark_stored(write.node, write.group)
             else:

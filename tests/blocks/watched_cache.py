@@ -11,14 +11,19 @@ from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import Load, Sequence
-from tests.blocks.cache_model import Arena, Groups, Places, text_in
+from tests.blocks.cache_model import Arena, FakeGroup, Groups, Places, text_in
 
 
 @dataclass(eq=False)
 class Running:
-    """A sequence of the cache, with what has still to be loaded for it: the load and the bytes that were read."""
+    """A sequence of the cache, with what has still to be loaded for it: the load and the bytes that were read.
+
+    Attributes:
+        state: the recurrent state that its row has: the number of its last token's prefix, or nothing.
+    """
 
     sequence: Sequence
+    state: Places
     loads: list[tuple[Load, Places]]
     failed: list[Load] = field(default_factory=list)
     reserve_failed: bool = False
@@ -36,15 +41,25 @@ class WatchedCache(RuleBasedStateMachine):
 
     groups: Groups
     spare_bytes = 6
+    state: FakeGroup | None = None
+    state_budget = 0
 
     def __init__(self) -> None:
         super().__init__()
-        budget = PrefixCache(self.groups, Ledger(0)).ledger.floors + self.spare_bytes
-        self.cache = PrefixCache(self.groups, Ledger(budget))
+        budget = self.make_cache(0).ledger.floors + self.spare_bytes
+        self.cache = self.make_cache(budget)
         self.arena = Arena()
         self.running: list[Running] = []
         self.writes: list[Write] = []
         self.files: dict[tuple[str, int], Places] = {}
+
+    def make_cache(self, budget: int) -> PrefixCache:
+        return PrefixCache(self.groups, Ledger(budget), state=self.state, state_budget=self.state_budget)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of which a producer may have some: the state's is the last."""
+        return len(self.groups) + (self.state is not None)
 
     @invariant()
     def sound(self) -> None:
@@ -53,7 +68,8 @@ class WatchedCache(RuleBasedStateMachine):
         assert counts.free + counts.live + counts.cached == sum(pool.capacity for pool in self.cache.slots.pools)
         assert min(counts.free, counts.live, counts.cached) >= 0
         for node in self.nodes():
-            assert not node.is_leaf or node.block_ids or node.stored or node.pending or node.readers, "useless"
+            is_of_use = node.block_ids or node.stored or node.pending or node.readers or node.state is not None
+            assert not node.is_leaf or is_of_use
 
     @invariant()
     def nodes_hold_what_they_name(self) -> None:
@@ -62,13 +78,16 @@ class WatchedCache(RuleBasedStateMachine):
                 assert tuple(self.arena.slot(index, block_id)[: node.num_tokens]) == self.arena.of_node(node)
             assert node.pending <= {write.group for write in self.writes if write.node is node}
             for index in node.stored:
-                assert self.files[node.chain, index] == self.arena.of_node(node)
+                assert self.files[node.chain, index] == self.held_by(node, index)
+            if node.state is not None:
+                held = self.arena.slots[len(self.groups), node.state]
+                assert tuple(held) == self.held_by(node, len(self.groups))
 
     @invariant()
     def groups_below_an_adapter_hold_nothing_of_its_own(self) -> None:
         for node in self.nodes():
             if node.producer.startswith(("a@", "b@")):
-                assert {*node.block_ids, *node.stored, *node.pending} <= {len(self.groups) - 1}
+                assert {*node.block_ids, *node.stored, *node.pending} <= {len(self.groups) - 1, len(self.groups)}
 
     @invariant()
     def sequences_hold_their_tokens(self) -> None:
@@ -83,6 +102,21 @@ class WatchedCache(RuleBasedStateMachine):
                     expected = places[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
                     if (index, block_id) not in absent:
                         assert tuple(self.arena.slot(index, block_id)[: len(expected)]) == expected
+
+    def held_by(self, node: Node, index: int) -> Places:
+        """What a file of the node, or its snapshot, has to hold."""
+        places = self.arena.of_node(node)
+        return places[-1:] if index == len(self.groups) else places
+
+    def state_of(self, running: Running) -> Places:
+        """The recurrent state behind the sequence's last token."""
+        return self.places(running.sequence, len(self.groups))[-1:]
+
+    @invariant()
+    def rows_have_their_own_states(self) -> None:
+        for running in self.running if self.state is not None else []:
+            if not running.loads:
+                assert running.state == self.state_of(running)
 
     def next_computed(self, running: Running, index: int) -> int:
         """First token whose keys and values of group `index` the sequence is to compute."""

@@ -244,7 +244,7 @@ def test_snapshot_and_put_are_bit_exact(num_tokens: int, value_dim: int) -> None
     saved = [arena.snapshot(2, 7, num_tokens), arena.snapshot(4, 8, BLOCK_SIZE)]
     assert set(saved[0]) == {
         tensor_name(layer, side, part).replace(POSITION, "7")
-        for layer in (3, 5)
+        for layer in layers
         for side in ("key_cache", "value_cache")[: 2 if value_dim else 1]
         for part in ("data", "scales", "biases")
     }

@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import STATE_GROUP, Producer, block_key
 from agentcache.errors import BlockRejected
-from agentcache.store.manifest import Manifest, SavedCache, _signed, decode_manifest, encode_manifest, save_producer
+from agentcache.store.manifest import (
+    Manifest,
+    SavedCache,
+    SavedSnapshot,
+    _signed,
+    decode_manifest,
+    encode_manifest,
+    save_producer,
+)
 from agentcache.store.transcript_log import LogEnd
 
 GROUPS = ("full.0", "window512.0", "full.1")
@@ -31,10 +39,16 @@ BASE = Manifest(
     log=LogEnd(1, 10, "0" * 32),
 )
 ADAPTED = replace(BASE, adapter="math", caches=(ADAPTED_CACHE,))
+HYBRID_CACHE = SavedCache(
+    "base", "c", (*GROUPS, STATE_GROUP), 600, snapshots=(SavedSnapshot(512, "aa"), SavedSnapshot(600, "bb"))
+)
+HYBRID = replace(BASE, caches=(HYBRID_CACHE,))
+STATE_PRODUCER = save_producer(Producer("aa", 300, frozenset([3])), HYBRID_CACHE.groups)
+ADAPTED_HYBRID = replace(BASE, caches=(replace(HYBRID_CACHE, producer=STATE_PRODUCER),))
 SHARED = replace(BASE, adapter="math", caches=(BASE_CACHE, RESIDUAL))
 
 
-@pytest.mark.parametrize("manifest", [BASE, ADAPTED, replace(ADAPTED, lineage="5e"), SHARED])
+@pytest.mark.parametrize("manifest", [BASE, ADAPTED, replace(ADAPTED, lineage="5e"), SHARED, HYBRID, ADAPTED_HYBRID])
 def test_what_is_written_is_read(manifest: Manifest) -> None:
     assert decode_manifest(encode_manifest(manifest)) == manifest
 
@@ -49,6 +63,31 @@ def test_the_producer_keeps_its_groups_by_name() -> None:
 def test_a_manifest_of_base_does_not_mention_producers() -> None:
     assert b"producer" not in encode_manifest(BASE)
     assert len(BASE_CACHE.spans()) == 3
+
+
+def test_snapshots_are_named_by_position_and_are_no_part_of_blocks() -> None:
+    keys = list(HYBRID_CACHE.block_keys("xyz"))
+    assert keys[:9] == list(BASE_CACHE.block_keys("xyz"))
+    assert keys[9:] == [block_key("aa", STATE_GROUP), block_key("bb", STATE_GROUP)]
+    assert [(each.num_tokens, each.chain, each.group) for each in HYBRID_CACHE.named_snapshots()] == [
+        (512, "aa", 3),
+        (600, "bb", 3),
+    ]
+    assert len(ADAPTED_HYBRID.base.spans()) == 3 + 3 + 1, "an own lane of states alone, and base's tail"
+
+
+def test_a_manifest_without_snapshots_does_not_mention_them() -> None:
+    assert b"snapshots" not in encode_manifest(BASE)
+
+
+@pytest.mark.parametrize(
+    "snapshot", [{"num_tokens": "1", "chain": "a"}, {"num_tokens": 1}, 5, {"num_tokens": 1, "chain": 2}]
+)
+def test_snapshots_that_are_none_are_rejected(snapshot: Any) -> None:
+    fields = json.loads(encode_manifest(HYBRID))
+    fields["caches"][0]["snapshots"] = [snapshot]
+    with pytest.raises(BlockRejected):
+        decode_manifest(_signed(fields))
 
 
 def test_each_cache_names_its_own_tokens_and_groups() -> None:

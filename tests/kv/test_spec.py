@@ -20,6 +20,8 @@ from agentcache.kv.spec import (
     GroupSpec,
     LayerSpec,
     Quantisation,
+    RecurrentSpec,
+    StateTensor,
     TensorSpec,
     attention_group,
     describe_group,
@@ -90,11 +92,17 @@ def test_totals() -> None:
         {"groups": make_groups([LAYER, replace(LAYER, index=1)], Quantisation(8))},
         {"groups": make_groups([LAYER, replace(LAYER, index=1)], Quantisation(4, 32))},
         {"groups": make_groups([LAYER, replace(LAYER, index=1, window=512)], Quantisation())},
+        {"groups": make_groups([LAYER, replace(LAYER, nth=1)], Quantisation())},
+        {"recurrent": (RecurrentSpec(0, (StateTensor((3,), "float32"),)),)},
     ],
 )
 def test_the_digest_covers_everything(changed: dict[str, object]) -> None:
     assert spec(**changed).digest != spec().digest
     assert spec().digest == spec().digest
+
+
+def test_caches_of_earlier_versions_keep_their_addresses() -> None:
+    assert spec().digest == "3f6a1fa0872c84db6686c0767e724960"
 
 
 def test_a_group_by_name() -> None:

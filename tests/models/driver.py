@@ -12,16 +12,18 @@ from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.trunk import TrunkPlan
 from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.loader import LoadedModel
+from agentcache.models.recurrent import RowState
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs
 
 
 @dataclass
 class Row:
-    """One sequence: a block table per group."""
+    """One sequence: a block table per group, and what recurrent layers keep."""
 
     tables: list[BlockTable]
     length: int = 0
+    state: RowState | None = None
 
 
 class Driver:
@@ -55,12 +57,16 @@ class Driver:
             adapters=adapters,
             trunk=trunk,
             all_logits=all_logits,
+            states=[row.state for row in rows],
         )
-        logits = self.runner.forward(step)
+        outputs = self.runner.forward(step)
+        logits = outputs.logits
         mx.eval(logits)
         self.runner.evaluate()
         for row in rows:
             row.length += token_ids.shape[1]
+        for row, state in zip(rows, outputs.states, strict=True):
+            row.state = state
         return logits
 
     def logits(

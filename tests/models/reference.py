@@ -63,7 +63,7 @@ def round_trip(x: mx.array, quantisation: Quantisation) -> mx.array:
     return dequantise(quantise(x, quantisation), quantisation, x.dtype)
 
 
-class _AfterNorm(nn.Module):
+class AfterNorm(nn.Module):
     """The latent's norm, then the quantiser."""
 
     def __init__(self, norm: nn.Module, quantisation: Quantisation) -> None:
@@ -75,7 +75,7 @@ class _AfterNorm(nn.Module):
         return round_trip(self.norm(x), self._quantisation)
 
 
-class _AfterRope(nn.Module):
+class AfterRope(nn.Module):
     """Rope, then the quantiser for keys, which here have one head where queries have several."""
 
     def __init__(self, rope: nn.Module, quantisation: Quantisation) -> None:
@@ -98,8 +98,8 @@ class Reference:
             if "kv_a_layernorm" in layer.get("self_attn", {}):
                 self._latent = True
                 attention = layer.self_attn
-                attention.kv_a_layernorm = _AfterNorm(attention.kv_a_layernorm, quantisation)
-                attention.rope = _AfterRope(attention.rope, quantisation)
+                attention.kv_a_layernorm = AfterNorm(attention.kv_a_layernorm, quantisation)
+                attention.rope = AfterRope(attention.rope, quantisation)
         self.cache = [KVCache() if self._latent else RoundTripCache(quantisation) for _ in self.model.layers]
 
     def logits(self, token_ids: np.ndarray) -> mx.array:

@@ -23,7 +23,7 @@ from agentcache.models.adapters import (
     read_again,
     target_modules,
 )
-from agentcache.models.rehost import rehost
+from agentcache.models.hosting import host
 from tests.adapters_factory import Pair, make_adapter, random_matrices, write_mlx_lm, write_peft
 from tests.conftest import ModelFolder
 from tests.tiny import ARCHITECTURES
@@ -34,8 +34,8 @@ LATENT = {"self_attn.kv_a_proj_with_mqa", "self_attn.o_proj"}
 @cache
 def look_at(folder: Path) -> tuple[TargetModules, CacheSpec]:
     model, config = load_model(folder)
-    spec = rehost(model, config["model_type"], config, check=False)
-    return target_modules(model.layers), spec
+    hosted = host(model, config["model_type"], config, check=False)
+    return target_modules(model.layers, hosted.survey), hosted.spec
 
 
 def read(folder: Path, model: Path) -> AdapterContent:

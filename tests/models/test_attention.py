@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 
 from agentcache.blocks.pool import BlockPool
-from agentcache.errors import UnsupportedModel
 from agentcache.kv.arena import LayerArena, Packed, dequantise
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.spec import LayerSpec, Quantisation
@@ -183,26 +181,3 @@ def test_a_row_does_not_depend_on_its_neighbours(window: int | None) -> None:
     poisoned, step, _ = fill(together, poison=True)
     assert poisoned.lengths == [301, 291]
     assert mx.array_equal(paged_attention(queries, step, together.options()), batched)
-
-
-# -- taking over a module ----------------------------------------------------------------------------------------------
-
-
-class Odd(nn.Module):
-    """No attention of a known kind."""
-
-    def __call__(self, x: mx.array, mask: mx.array, cache: object, extra: int) -> mx.array:
-        return x
-
-
-def test_a_module_without_heads_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="Odd has none of the attributes n_heads"):
-        attention.num_query_heads(Odd())
-
-
-def test_modules_with_other_arguments_are_not_taken() -> None:
-    module = Odd()
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        setattr(module, name, nn.Linear(4, 4))
-    module.rope = nn.RoPE(4)
-    assert not attention.can_rehost(module)

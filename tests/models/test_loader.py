@@ -21,7 +21,9 @@ from agentcache.models import loader
 from agentcache.models.loader import WantedPositions
 from agentcache.models.step import CurrentStep, StepInputs
 from tests.conftest import ModelFolder
+from tests.models import zoo
 from tests.models.driver import Driver, random_ids
+from tests.models.model_files import MODEL_FILES
 
 Change = Callable[[Path], object]
 
@@ -181,11 +183,14 @@ def test_the_last_logits_are_the_same_when_only_they_are_wanted(model_folder: Mo
     np.testing.assert_allclose(np.array(last[:, 0]), np.array(everything[:, -1]), rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_without_final_norm_is_refused() -> None:
-    model = nn.Module()
-    model.layers = [nn.Linear(2, 2)]
-    with pytest.raises(UnsupportedModel, match="Module has no final norm beside its layers"):
-        loader.install_wanted_positions(model, CurrentStep())
+@pytest.mark.parametrize("name", ["talkie", "nanbeige"])
+def test_a_model_without_a_norm_of_its_own_behind_the_layers_does_without(name: str) -> None:
+    loaded = zoo.load(name, MODEL_FILES[name].config)
+    assert loaded.survey.final_norm is None
+    driver, ids = Driver(loaded), np.arange(20)[None]
+    everything = driver.step([driver.row()], ids)
+    last = driver.step([driver.row()], ids, all_logits=False)
+    assert last.shape[1] == 1 and mx.array_equal(last[:, 0], everything[:, -1])
 
 
 def test_positions_are_dropped_before_the_norm() -> None:

@@ -17,8 +17,8 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from agentcache.models import loader
 from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.adapters import read_adapter
+from agentcache.models.hosting import host
 from agentcache.models.lora import ModelAdapters
-from agentcache.models.rehost import rehost
 from agentcache.models.step import CurrentStep
 from tests.adapters_factory import ATTENTION, MLP, SCALE, Pair, make_adapter, random_matrices, write_mlx_lm, write_peft
 from tests.conftest import ModelFolder
@@ -171,7 +171,7 @@ def test_one_module_is_mlx_lms_layer(model_folder: ModelFolder, tmp_path: Path, 
     pairs = random_matrices(model, ["self_attn.q_proj"], rank=5)
     weights = put(loaded, write_mlx_lm(tmp_path / "adapter", pairs))
     wrapper = loaded.model.layers[2].self_attn.q_proj
-    theirs = LoRALinear.from_base(wrapper.linear, r=5, scale=SCALE)
+    theirs = LoRALinear.from_base(wrapper.original, r=5, scale=SCALE)
     pair = pairs["model.layers.2.self_attn.q_proj"]
     theirs.lora_a, theirs.lora_b = mx.array(pair.a), mx.array(pair.b)
     x = mx.random.normal((2, 3, 128), key=mx.random.key(0)).astype(dtype)
@@ -186,15 +186,15 @@ def test_the_dtype_of_activations_stays_as_it_is(model_folder: ModelFolder, tmp_
     """mxfp4 weights do not tell what they are computed in: matrices are bfloat16 then."""
     folder = model_folder("llama")
     model, config = load_model(folder)
-    rehost(model, "llama", config, check=False)
+    hosted = host(model, "llama", config, check=False)
     nn.quantize(model, group_size=32, bits=4, mode="mxfp4")
     current = CurrentStep()
-    adapters = ModelAdapters(model, current)
+    adapters = ModelAdapters(model, hosted.survey, current)
     adapter = make_adapter(tmp_path, folder, targets=["self_attn.q_proj"])
     weights = adapters.load(read_adapter(adapter, adapters.modules))
     assert {pair.a.dtype for pair in weights.matrices.values()} == {mx.bfloat16}
     wrapper = model.layers[1].self_attn.q_proj
     x = mx.random.normal((1, 2, 128), key=mx.random.key(0)).astype(mx.float16)
     with current.of(adapted_step([RowAdapter(weights)], 2)):
-        assert wrapper(x).dtype == wrapper.linear(x).dtype == mx.float16
-        assert not mx.allclose(wrapper(x), wrapper.linear(x), atol=1e-2).item()
+        assert wrapper(x).dtype == wrapper.original(x).dtype == mx.float16
+        assert not mx.allclose(wrapper(x), wrapper.original(x), atol=1e-2).item()

@@ -224,7 +224,7 @@ def test_no_stack_where_only_one_of_the_adapters_acts(model_folder: ModelFolder,
 def parameters(model: nn.Module) -> dict[str, bytes]:
     """Every parameter's bytes, by the name it has without adapters."""
     flat = tree_flatten(model.parameters())
-    return {name.replace(".linear.", "."): np.array(value).tobytes() for name, value in flat}
+    return {name.replace(".original.", "."): np.array(value).tobytes() for name, value in flat}
 
 
 @pytest.mark.parametrize("architecture", ["llama_bias", "phi3", "deepseek_v2_q_lora"])
@@ -259,13 +259,13 @@ def wrapper_of(loaded: LoadedModel) -> AdaptedLinear:
 def test_modules_are_wrapped_once(loaded: LoadedModel, several: list[AdapterWeights]) -> None:
     attention = loaded.model.layers[6].self_attn
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        assert isinstance(attention[name], AdaptedLinear) and isinstance(attention[name].linear, nn.Linear)
+        assert isinstance(attention[name], AdaptedLinear) and isinstance(attention[name].original, nn.Linear)
     assert not isinstance(loaded.model.layers[1].mlp.up_proj, AdaptedLinear)
 
 
 def test_a_wrapper_shows_the_original(loaded: LoadedModel, several: list[AdapterWeights]) -> None:
     wrapper = wrapper_of(loaded)
-    assert wrapper.weight is wrapper.linear.weight
+    assert wrapper.weight is wrapper.original.weight
     with pytest.raises(AttributeError, match="scales"):
         _ = wrapper.scales
 
@@ -274,7 +274,7 @@ def test_without_adapters_nothing_is_added(loaded: LoadedModel, several: list[Ad
     """Not even to the graph: the very array that the original gives."""
     wrapper = wrapper_of(loaded)
     x = mx.zeros((1, 2, 128))
-    y = wrapper.linear(x)
+    y = wrapper.original(x)
     assert wrapper._adapt(x, y) is y
     for row in (
         None,
@@ -290,7 +290,7 @@ def test_without_adapters_nothing_is_added(loaded: LoadedModel, several: list[Ad
 def test_a_failed_step_leaves_no_adapter_behind(loaded: LoadedModel, several: list[AdapterWeights]) -> None:
     wrapper = wrapper_of(loaded)
     x = mx.zeros((1, 2, 128))
-    y = wrapper.linear(x)
+    y = wrapper.original(x)
     with (
         pytest.raises(BrokenInvariant, match="not with the step's tokens"),
         loaded.current.of(adapted_step([RowAdapter(several[0])], 3)),

@@ -120,7 +120,7 @@ def test_a_window_needs_no_older_blocks(loaded: LoadedModel) -> None:
 
 
 def test_a_step_makes_no_mask_for_the_model(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlx-lm's models ask their caches for masks, which re-hosted attention has no use for."""
+    """mlx-lm's models ask their caches for masks, which paged attention has no use for."""
     driver = Driver(loaded)
     rows = [driver.row(), driver.row()]
     driver.step(rows, random_ids(loaded, (2, 7)))

@@ -18,6 +18,7 @@ from agentcache.models import loader
 from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.adapters import Adapter, producer_groups, trunk_cut
 from agentcache.models.loader import LoadedModel
+from agentcache.models.step import StepInputs
 from agentcache.models.trunk import HiddenBlocks, TrunkLayer
 from tests.adapters_factory import EVERYTHING, make_adapter
 from tests.conftest import ModelFolder
@@ -87,6 +88,7 @@ def test_adapters_can_be_loaded_onto_wrapped_layers(
     loaded: LoadedModel, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     assert loaded.trunk.block_bytes() == 256 * 128 * 4
+    loaded.trunk.prepare(StepInputs(mx.zeros((1, 1)), [0], trunk=TrunkPlan(writes={3: []})))
     assert any(isinstance(layer, TrunkLayer) for layer in loaded.model.layers)
     adapter = make_adapter(tmp_path / "adapter", model_folder("qwen2"))
     fresh = loader.load(str(model_folder("qwen2")))

@@ -7,6 +7,7 @@ requests' reports and `Engine.stats` tell is taken from there.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName
 from agentcache.blocks.ledger import BASE, STACKS
 from agentcache.blocks.radix_tree import Node
+from agentcache.engine import engine as engine_module
 from agentcache.engine.batch import Batch
 from agentcache.engine.device import MlxDevice
 from agentcache.engine.engine import Engine
@@ -457,3 +459,25 @@ def sweep_trunk(engine: Engine) -> None:
 
 def trunk_blocks(engine: Engine) -> int:
     return len(engine.trunk.blocks)
+
+
+# -- recurrent state --------------------------------------------------------------------------------------------------
+
+
+def snapshot_interval(engine: Engine) -> int:
+    """Tokens between two snapshots of a conversation."""
+    assert engine.cache.snapshots is not None
+    return engine.cache.snapshots.every
+
+
+def set_idle_seconds(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """How long an agent is left alone before its last snapshot is written."""
+    patch.setattr(engine_module, "_IDLE_SECONDS", seconds)
+
+
+def wait_until(llm: LLM, holds: Callable[[], bool]) -> None:
+    """Returns when it holds; gives up after a minute."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -103,8 +103,11 @@ def make_generation(
 class Computed:
     """A step of the simulated device: it takes its time, and every row says its first token again."""
 
-    def __init__(self, simulation: Simulation, rows: list[BatchRow], num_tokens: int, *, contended: bool) -> None:
+    def __init__(
+        self, simulation: Simulation, rows: list[BatchRow], num_tokens: int, states: list[Any], *, contended: bool
+    ) -> None:
         self.rows = rows
+        self.states = states
         self.num_tokens = num_tokens
         self.context = rows[0].generation.num_launched
         self.contended = contended
@@ -120,19 +123,24 @@ class Computed:
         self._simulation.spend(self)
 
     def results(self) -> Iterator[Result]:
-        for row in self.rows:
+        for row, state in zip(self.rows, self.states, strict=True):
             if not row.is_void:
                 self._simulation.note_progress(row.generation, self.num_tokens)
-                yield Result(row, row.generation.token_ids[0] if row.is_complete else None, None, [])
+                yield Result(row, row.generation.token_ids[0] if row.is_complete else None, None, [], state)
 
 
 class FormulaDevice:
-    """What an engine has computed takes as long as `Costs` say, and nothing is computed."""
+    """What an engine has computed takes as long as `Costs` say, and nothing is computed.
+
+    A recurrent state is the token that its row's tokens all are, and how many they are: so it shows whether each row
+    has its own, and that of all tokens before the step.
+    """
 
     computed_tokens = copied_blocks = 0
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+        self._snapshots: dict[int, Any] = {}
 
     def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:
         return plan
@@ -150,10 +158,30 @@ class FormulaDevice:
         assert num_tokens == 1 or len(rows) == 1
         self._simulation.lookahead_rows += sum(generation.in_flight for generation in rows)
         made = [BatchRow.of(g, g.num_to_launch, num_tokens) for g in rows]
-        step = Computed(self._simulation, made, num_tokens, contended=contended)
-        for generation in rows:
+        states = [self._state_after(generation, num_tokens) for generation in rows]
+        step = Computed(self._simulation, made, num_tokens, states, contended=contended)
+        for generation, state in zip(rows, states, strict=True):
             generation.in_flight += num_tokens
+            generation.launched_state = state
         return step
+
+    def _state_after(self, generation: Generation, num_tokens: int) -> Any:
+        if self._simulation.cache.snapshots is None:
+            return None
+        before, token = generation.num_launched, generation.token_ids[0]
+        assert generation.launched_state == ((token, before) if before else None)
+        return token, before + num_tokens
+
+    def row_state(self, slot: int) -> Any:
+        return self._snapshots[slot]
+
+    def keep_state(self, slot: int, state: Any) -> None:
+        self._snapshots[slot] = state
+
+    def free_states(self) -> None:
+        snapshots = self._simulation.cache.snapshots
+        assert snapshots is not None
+        self._snapshots = {slot: state for slot, state in self._snapshots.items() if not snapshots.is_free(slot)}
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
         pass
@@ -188,7 +216,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         device=device,
         requests=requests,
         scheduler=Scheduler(requests, max_running=max_running, pace=pace),
-        turns=Turns(cache, tokenizer, none, persistence, InUse(), requests),
+        turns=Turns(cache, tokenizer, none, persistence, InUse(), requests, device),
         agents=none,
         memory=none,
         persistence=persistence,
@@ -206,6 +234,7 @@ class Simulation:
     Args:
         pace: other settings than usual.
         check_integrity: of the cache, after every step.
+        num_states: room for so many recurrent states; 0 for a model without recurrent layers.
 
     Attributes:
         now: seconds.
@@ -222,9 +251,13 @@ class Simulation:
         decode_share: float = 0.5,
         pace: Pace | None = None,
         check_integrity: bool = False,
+        num_states: int = 0,
     ) -> None:
         self.costs = costs or Costs()
-        self.cache = PrefixCache([FullGroup()], Ledger(num_blocks))
+        state = FullGroup("recurrent") if num_states else None
+        self.cache = PrefixCache(
+            [FullGroup()], Ledger(num_blocks + num_states), state=state, state_budget=num_states, snapshot_tokens=512
+        )
         idle = idle_chunk(256, max_stall=MAX_STALL, token_seconds=self.costs.chunk_token)
         usual = Pace(max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0)
         self.engine = Engine(_parts(FormulaDevice(self), self.cache, max_running, pace or usual))

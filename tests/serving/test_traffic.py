@@ -244,15 +244,19 @@ REQUESTS = st.tuples(
     num_blocks=st.sampled_from([9, 14, 40, 1000]),
     max_running=st.sampled_from([1, 2, 4, 16]),
     costs=MACHINES,
+    num_states=st.sampled_from([0, 0, 5, 8, 30]),
 )
 def test_in_any_traffic_everybody_gets_done_and_no_block_is_lost(
     requests: list[tuple[int, int, Priority, int, float, float | None]],
     num_blocks: int,
     max_running: int,
     costs: Costs,
+    num_states: int,
 ) -> None:
-    """Cancels included; the RAM budget is part of the cache's integrity."""
-    simulation = Simulation(num_blocks=num_blocks, max_running=max_running, costs=costs, check_integrity=True)
+    """Cancels included; the RAM budget is part of the cache's integrity, and each row's recurrent state its own."""
+    simulation = Simulation(
+        num_blocks=num_blocks, max_running=max_running, costs=costs, check_integrity=True, num_states=num_states
+    )
     gone: set[int] = set()
 
     def arrive(number: int) -> None:

@@ -64,7 +64,7 @@ def trained(embedded: Path) -> tuple[DecoderTrainer, list[Progress]]:
 def base_bytes(base: FrozenBase) -> dict[str, bytes]:
     """Every parameter of the base, by the name it had before modules were wrapped."""
     arrays = tree_flatten(base.model.parameters())
-    return {name.replace(".linear.", "."): np.array(array).tobytes() for name, array in arrays}
+    return {name.replace(".original.", "."): np.array(array).tobytes() for name, array in arrays}
 
 
 def state(trainer: DecoderTrainer) -> dict[str, bytes]:

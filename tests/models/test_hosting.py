@@ -1,4 +1,4 @@
-"""Re-hosted models give mlx-lm's numbers, and what would give others is refused by name."""
+"""Models on the paged cache give mlx-lm's numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from agentcache.models import loader
-from agentcache.models.rehost import rehost
+from agentcache.models.hosting import host
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver, chunks_of, random_ids
 from tests.models.reference import Reference
@@ -98,12 +98,12 @@ def load(folder: Path) -> tuple[nn.Module, str, dict[str, Any]]:
 
 def test_windows_make_groups(model_folder: ModelFolder) -> None:
     model, name, config = load(model_folder("mistral_sliding"))
-    spec = rehost(model, name, config)
+    spec = host(model, name, config).spec
     assert [group.window for group in spec.groups] == [32, None, 32, None]
     assert [layer.index for group in spec.groups for layer in group.layers] == [0, 1, 2, 3]
 
 
 def test_rope_is_part_of_the_digest(model_folder: ModelFolder) -> None:
     folders = [model_folder(a, rope_theta=theta) for a in ("qwen2", "gemma3") for theta in (10000.0, 20000.0)]
-    digests = [rehost(*load(folder)).digest for folder in folders]
+    digests = [host(*load(folder)).spec.digest for folder in folders]
     assert len(set(digests)) == 4

@@ -1,0 +1,111 @@
+"""Where a request's snapshots are taken, and which of a lineage's are kept on disk. Plain arithmetic.
+
+A snapshot costs tens of megabytes, as much as the keys and values of thousands of tokens, and what lies behind the last
+one can be computed again from the transcript. So there are few: every so many tokens; where other prompts are likely to
+branch off (as Marconi does, arXiv 2411.19379); and at the end of a turn. Prompts are cut at block borders, where
+recurrent layers give the same bits as in one piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from agentcache.blocks.keys import BLOCK_SIZE
+
+MOST_SAVED = 3
+DEFAULT_INTERVAL = 2048  # and the least that is chosen for a model
+_INTERVAL_WITHOUT_ATTENTION = 8192
+# Snapshots on disk are to cost at most twice the keys and values of the same tokens; a fifth of that is for the one
+# behind the system prompt and for those of idle agents.
+_COST = 2 / 1.25
+
+
+def interval_for(state_bytes: int, bytes_per_token: int) -> int:
+    """Tokens from one snapshot to the next, whole blocks, for a model whose state takes so many bytes.
+
+    Args:
+        bytes_per_token: of its keys and values; 0 where it has none.
+    """
+    if not bytes_per_token:
+        return _INTERVAL_WITHOUT_ATTENTION
+    tokens = math.ceil(state_bytes / (_COST * bytes_per_token))
+    return max(DEFAULT_INTERVAL, whole_blocks(tokens + BLOCK_SIZE - 1))
+
+
+def whole_blocks(num_tokens: int) -> int:
+    """The last block border in front of or behind token `num_tokens - 1`."""
+    return num_tokens // BLOCK_SIZE * BLOCK_SIZE
+
+
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """Where snapshots of one request are taken, beside its end.
+
+    Args:
+        every: so many tokens, whole blocks.
+        borders: and there, at block borders.
+        lasting: the one of them where other conversations are likely to begin; 0 for none.
+    """
+
+    every: int
+    borders: frozenset[int] = frozenset()
+    lasting: int = 0
+
+    @classmethod
+    def of(cls, every: int, start: int, num_tokens: int, system_tokens: int, known_tokens: int) -> SnapshotPlan:
+        """For a prompt of `num_tokens` that goes on from `start`.
+
+        Args:
+            system_tokens: its system prompt and tools.
+            known_tokens: as many as the cache has the keys and values of: there it leaves what somebody has said.
+        """
+        lasting, branch = whole_blocks(system_tokens), whole_blocks(known_tokens)
+        # For an answer to be given anew, or a prompt that another answer leaves: its last token is computed each time.
+        last = whole_blocks(max(0, num_tokens - 1))
+        # Each cut is one more step, which a short turn would feel, and gain nothing by.
+        borders = {border for border in (branch, last) if border - start >= BLOCK_SIZE}
+        return cls(every, frozenset(borders | {lasting} - {0}), lasting)
+
+    def next_after(self, num_tokens: int) -> int:
+        """The first position behind this one where one is to be taken."""
+        regular = (num_tokens // self.every + 1) * self.every
+        return min([regular, *(border for border in self.borders if border > num_tokens)])
+
+    def wants(self, num_tokens: int) -> bool:
+        """Whether one is to be taken behind so many tokens."""
+        return num_tokens > 0 and (num_tokens % self.every == 0 or num_tokens in self.borders)
+
+
+def choose_saved(
+    found: Iterable[int],
+    saved: Collection[int],
+    *,
+    lasting: int,
+    num_tokens: int,
+    every: int,
+    final: bool = False,
+) -> list[int]:
+    """Which of a lineage's snapshots are to be on disk, by position: at most `MOST_SAVED`.
+
+    Args:
+        found: all that there are, in RAM or on disk.
+        saved: those of them that are on disk.
+        lasting: the one behind its system prompt; 0 for none.
+        num_tokens: the lineage's.
+        every: tokens that may be computed again after a crash.
+        final: nothing is to be computed again: the agent is idle, or the server closes.
+    """
+    found = sorted(found)
+    newest, last = max(found, default=0), max(saved, default=0)
+    chosen = set(saved)
+    if newest > last and (final or num_tokens - last > every):
+        chosen.add(newest)
+    # A short system prompt is sooner computed than its snapshot is worth.
+    if lasting in found and (lasting in saved or 2 * lasting >= every):
+        chosen.add(lasting)
+    kept = [position for position in found if position in chosen]
+    is_kept = lasting in kept
+    others = [position for position in kept if position != lasting][-(MOST_SAVED - is_kept) :]
+    return sorted([*others, *([lasting] if is_kept else [])])

@@ -1,0 +1,111 @@
+"""Snapshots of recurrent state in RAM: for each slot the arrays of one row, kept as they came out of a step.
+
+Arrays are values: a step makes new ones, so what is kept here does not change, and nothing is reserved for slots that
+hold nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from agentcache.blocks.snapshots import Snapshots
+from agentcache.kv.block_layout import Array, block_tensors
+from agentcache.kv.spec import CacheSpec, GroupSpec, RecurrentSpec, state_name
+
+# One list a recurrent cache of arrays [1, ...]; None for an entry that the model has not filled.
+RowArrays = Sequence[Sequence[mx.array | None]]
+
+_MLX_DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I32": mx.int32, "U32": mx.uint32}
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+
+class StateArena:
+    """What the slots of `snapshots` hold. Belongs to the thread that runs the model.
+
+    Args:
+        spec: of a model with recurrent layers.
+    """
+
+    def __init__(self, spec: CacheSpec, snapshots: Snapshots) -> None:
+        assert spec.state_group is not None
+        self._group: GroupSpec = spec.state_group
+        self._recurrent: tuple[RecurrentSpec, ...] = spec.recurrent
+        self._snapshots = snapshots
+        self._slots: dict[int, list[list[mx.array]]] = {}
+        self._dtypes = {tensor.name: _MLX_DTYPES[tensor.dtype] for tensor in self._group.tensors}
+
+    def put(self, slot: int, arrays: RowArrays, place: int = 0) -> None:
+        """Keep one row of a batch's arrays [B, ...]; what the model has not filled is zeros. Not evaluated yet."""
+        row = mx.array([place])
+        kept = [
+            [
+                # Taken out, not sliced: a slice would keep the whole batch, or a whole chunk, alive.
+                mx.zeros((1, *tensor.shape), getattr(mx, tensor.dtype)) if array is None else array[row]
+                for array, tensor in zip(given, spec.tensors, strict=True)
+                if tensor is not None
+            ]
+            for given, spec in zip(arrays, self._recurrent, strict=True)
+        ]
+        self._keep(slot, kept)
+
+    def _keep(self, slot: int, arrays: list[list[mx.array]]) -> None:
+        self.sweep()
+        self._slots[slot] = arrays
+        mx.async_eval(arrays)
+
+    def arrays(self, slot: int) -> list[list[mx.array | None]]:
+        """One list a recurrent cache of arrays [1, ...], as its layer takes them; None for what it never fills."""
+        held = [iter(arrays) for arrays in self._slots[slot]]
+        return [
+            [None if tensor is None else next(arrays) for tensor in spec.tensors]
+            for arrays, spec in zip(held, self._recurrent, strict=True)
+        ]
+
+    def sweep(self) -> None:
+        """Give the memory of free slots back."""
+        for slot in [slot for slot in self._slots if self._snapshots.is_free(slot)]:
+            del self._slots[slot]
+
+    # -- to and from files --------------------------------------------------------------------------------------------
+
+    def is_finite(self, slot: int) -> bool:
+        """Whether no value is infinite or NaN: only then it can be written."""
+        floats = [array for arrays in self._slots[slot] for array in arrays if array.dtype in _FLOATS]
+        return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in floats]))) if floats else True
+
+    def copies(self, slot: int) -> dict[str, np.ndarray]:
+        """Numpy copies by name, as in the snapshot's file."""
+        named = self._named(slot)
+        mx.eval(named)
+        return {
+            name: np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)[0]
+            for name, array in named.items()
+        }
+
+    def _named(self, slot: int) -> dict[str, mx.array]:
+        return {
+            state_name(cache, place): array
+            for cache, arrays in enumerate(self.arrays(slot))
+            for place, array in enumerate(arrays)
+            if array is not None
+        }
+
+    def put_bytes(self, slot: int, data: Array) -> None:
+        """Keep the snapshot that a file holds, uint8 [n]."""
+        named = {
+            tensor.spec.name: self._decoded(tensor.spec.name, tensor.view(data, 0))
+            for tensor in block_tensors(self._group)
+        }
+        arrays = [
+            [named[state_name(cache, place)] for place, tensor in enumerate(spec.tensors) if tensor is not None]
+            for cache, spec in enumerate(self._recurrent)
+        ]
+        self._keep(slot, arrays)
+
+    def _decoded(self, name: str, values: Array) -> mx.array:
+        array = mx.array(np.ascontiguousarray(values))[None]
+        dtype = self._dtypes[name]
+        return array.view(dtype) if array.dtype != dtype else array

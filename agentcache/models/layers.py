@@ -1,0 +1,104 @@
+"""A model's layers, and who stands in their places: for the length of a run, or for good."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from agentcache.errors import UnsupportedModel
+
+
+class Stand(nn.Module):
+    """Stands in a module's place. Attributes of the original can be read here too."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original = original
+
+    def __getattr__(self, key: str) -> Any:
+        if key in self:
+            return self[key]
+        if "original" in self:
+            return getattr(self["original"], key)
+        raise AttributeError(key)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """A layer about to be computed.
+
+    Args:
+        function: computes it.
+        args, kwargs: what it is called with; its input [B, n, hidden] comes first.
+    """
+
+    layer: nn.Module
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def x(self) -> mx.array:
+        return self.args[0] if self.args else next(iter(self.kwargs.values()))
+
+    def compute(self, x: mx.array | None = None) -> Any:
+        """What the layer gives, of another input if one is given."""
+        if x is None:
+            return self.function(*self.args, **self.kwargs)
+        if self.args:
+            return self.function(x, *self.args[1:], **self.kwargs)
+        return self.function(**{**self.kwargs, next(iter(self.kwargs)): x})
+
+
+Hook = Callable[[LayerCall], Any]
+
+
+@functools.cache
+def _hooked(kind: Any) -> Any:
+    """A class of layers, as one that is computed by its `_hook`. Models tell their layers apart by their classes."""
+
+    class Hooked(kind):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self._hook(LayerCall(self, super().__call__, args, kwargs))
+
+    return Hooked
+
+
+def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
+    """The lists that a model runs through, themselves: `model.layers` may be a copy, or put together of several.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
+    layers = {id(layer) for layer in getattr(model, "layers", None) or ()}
+    lists = [
+        value
+        for module in model.modules()
+        for value in module.values()
+        if isinstance(value, list) and any(id(entry) in layers for entry in value)
+    ]
+    if not lists:
+        raise UnsupportedModel(f"{type(model).__name__} has no list of layers")
+    return lists
+
+
+@contextmanager
+def hooked(model: nn.Module, hook: Hook) -> Iterator[None]:
+    """Inside, every layer of the model is computed by `hook`."""
+    kinds: list[tuple[nn.Module, Any]] = [(layer, type(layer)) for layers in layer_lists(model) for layer in layers]
+    try:
+        for layer, kind in kinds:
+            layer._hook = hook
+            layer.__class__ = _hooked(kind)
+        yield
+    finally:
+        for layer, kind in kinds:
+            layer.__class__ = kind
+            layer.pop("_hook", None)
+            layer.__dict__.pop("_hook", None)

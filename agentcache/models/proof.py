@@ -1,0 +1,290 @@
+"""The proof at load: a model on the paged cache gives the numbers of mlx-lm's own caches.
+
+The model runs twice on the same tokens, in steps that take every road of attention: once on caches that send keys and
+values through the quantiser and hand them back as arrays, as mlx-lm's would; then on step caches. In the second run
+each layer gets the input that it had in the first, so that what one layer does differently shows in that layer and is
+not lost in, or grown by, the others. Compared are the results of attention and, in float32, of whole layers (in half
+precision a router may choose other experts for a difference in the last bit).
+
+Windows are cut short, so that tokens leave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_causal_mask
+
+from agentcache.blocks.pool import BlockTable
+from agentcache.errors import UnsupportedModel
+from agentcache.kv.arena import LayerArena, dequantise, quantise
+from agentcache.kv.spec import LayerSpec, Quantisation
+from agentcache.kv.step_cache import StepCache
+from agentcache.kv.step_plan import Reads, Writes
+from agentcache.models.layers import LayerCall, hooked
+from agentcache.models.mla import rounded_latents
+from agentcache.models.observation import observing
+from agentcache.models.recurrent import RowState, join, make_caches, state_of
+from agentcache.models.survey import Survey
+
+_WINDOW = 7
+_TOKEN_IDS = 16  # every vocabulary has so many
+_TOLERANCE = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 6e-2}
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Some rows' next tokens."""
+
+    rows: tuple[int, ...]
+    num_tokens: int
+
+
+# Packed prefill, unpacked prefill, another row, and both of them decoded together.
+_STEPS = (_Step((0,), 5), _Step((0,), 20), _Step((1,), 3), _Step((0, 1), 1))
+_NUM_ROWS = 2
+
+
+@dataclass
+class _Layer:
+    """One call of a layer: its input [B, n, hidden], its output, and what attention gave meanwhile [B, H, n, D]."""
+
+    x: mx.array | None
+    out: mx.array | None = None
+    attended: list[mx.array] = field(default_factory=list)
+
+
+class _Trace:
+    """The layers' calls of one step, in order; before them, what belongs to no layer, and what the model gave.
+
+    Args:
+        inputs: of the layers, given to them in place of what comes from below; None for no such thing.
+    """
+
+    def __init__(self, inputs: Sequence[mx.array | None] | None = None) -> None:
+        self.layers = [_Layer(None)]
+        self._current = self.layers[0]
+        self._inputs = inputs
+
+    def compute(self, call: LayerCall) -> Any:
+        x = call.x if self._inputs is None else self._inputs[len(self.layers)]
+        self.layers.append(layer := _Layer(x))
+        self._current, before = layer, self._current
+        out = call.compute(x)
+        self._current = before
+        layer.out = out[0] if isinstance(out, tuple) else out
+        return out
+
+    def see(self, attended: mx.array) -> None:
+        self._current.attended.append(attended)
+
+
+def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
+    """The traces of several rows, each computed alone, as one of all."""
+
+    def join_arrays(arrays: Sequence[mx.array | None]) -> mx.array | None:
+        present = [array for array in arrays if array is not None]
+        return mx.concatenate(present, axis=max(0, present[0].ndim - 3)) if present else None
+
+    return [
+        _Layer(
+            join_arrays([call.x for call in calls]),
+            join_arrays([call.out for call in calls]),
+            [mx.concatenate(arrays, axis=0) for arrays in zip(*(call.attended for call in calls), strict=True)],
+        )
+        for calls in zip(*(trace.layers for trace in traces), strict=True)
+    ]
+
+
+class _RoundTripCache:
+    """mlx-lm's view of what the Q4 cache would hold: every key and value once through the quantiser.
+
+    Args:
+        layer: with the window that it is proved with.
+        window: the one that the model thinks of.
+        nope: leading values of keys that are made of a latent that has been through the quantiser, as values are; None
+            where keys and values are cached themselves.
+    """
+
+    def __init__(self, layer: LayerSpec, window: int | None, nope: int | None, quantisation: Quantisation) -> None:
+        self.offset = 0
+        self._layer = layer
+        self._window = window
+        self._nope = nope
+        self._quantisation = quantisation
+        self._held: list[mx.array] = []
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self._nope is None:
+            new = [self.round_trip(keys), self.round_trip(values)]
+        else:
+            from_latent, roped = mx.split(keys, [self._nope], axis=-1)
+            new = [mx.concatenate([from_latent, self.round_trip(roped)], axis=-1), values]
+        self._held = [mx.concatenate(pair, axis=2) for pair in zip(self._held, new, strict=True)] if self._held else new
+        self.offset += keys.shape[2]
+        return self.keys_and_values()
+
+    def round_trip(self, x: mx.array) -> mx.array:
+        return dequantise(quantise(x, self._quantisation), self._quantisation, x.dtype)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self._held[0], self._held[1]
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        if window_size not in (None, self._window):
+            raise UnsupportedModel(f"a cache's window is {self._window}, the model asks for {window_size}")
+        if self._layer.window is None and not return_array:
+            return None if N == 1 else "causal"
+        return create_causal_mask(N, self.offset, window_size=self._layer.window)
+
+
+class _ShortCache(StepCache):
+    """A step's cache whose window is shorter than the model thinks.
+
+    Args:
+        window: what the model thinks.
+    """
+
+    def __init__(self, window: int | None, *args: Any) -> None:
+        super().__init__(*args)
+        self._window = window
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+        if window_size not in (None, self._window):
+            raise UnsupportedModel(f"a cache's window is {self._window}, the model asks for {window_size}")
+
+
+class Proof:
+    """Of one model, which is adapted and intercepted."""
+
+    def __init__(self, model: nn.Module, survey: Survey) -> None:
+        self._model = model
+        self._survey = survey
+        self._quantisation = survey.quantisation
+        self._specs = [replace(layer, window=layer.window and min(layer.window, _WINDOW)) for layer in survey.layers]
+        self._arenas = [LayerArena(spec, self._quantisation) for spec in self._specs]
+        for arena in self._arenas:
+            arena.grow(_NUM_ROWS)
+        self._ours: list[RowState | None] = [None] * _NUM_ROWS
+        self._theirs = [self._reference_caches() for _ in range(_NUM_ROWS)]
+        self._lengths = [0] * _NUM_ROWS
+
+    def steps(self) -> Iterator[None]:
+        """Prove it, step by step; raises UnsupportedModel."""
+        for number, step in enumerate(_STEPS):
+            try:
+                self._prove(step, mx.random.key(number))
+            except UnsupportedModel:
+                raise
+            except Exception as error:  # a module may do anything with what its cache gives it
+                kind = type(self._model).__name__
+                raise UnsupportedModel(f"{kind} does not run on the paged cache: {error!s:.300}") from error
+            yield
+
+    def _prove(self, step: _Step, key: mx.array) -> None:
+        ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=key)
+        traces = [self._reference(row, ids[place : place + 1]) for place, row in enumerate(step.rows)]
+        expected = _joined(traces)
+        actual = self._paged(step, ids, [layer.x for layer in expected])
+        _compare(expected, actual)
+        for row in step.rows:
+            self._lengths[row] += step.num_tokens
+
+    def _reference_caches(self) -> list[Any]:
+        nopes = [None if latent is None else latent.nope for latent in self._survey.latents]
+        paged = [
+            _RoundTripCache(spec, layer.window, nope, self._quantisation)
+            for spec, layer, nope in zip(self._specs, self._survey.layers, nopes, strict=True)
+        ]
+        return self._survey.caches(paged, make_caches(None, self._survey.recurrent))
+
+    def _reference(self, row: int, ids: mx.array) -> _Trace:
+        trace = _Trace()
+
+        def round_trip(x: mx.array) -> mx.array:
+            return dequantise(quantise(x, self._quantisation), self._quantisation, x.dtype)
+
+        with rounded_latents(self._model, round_trip):
+            self._run(trace, ids, self._theirs[row])
+        return trace
+
+    def _paged(self, step: _Step, ids: mx.array, inputs: Sequence[mx.array]) -> list[_Layer]:
+        tables, lengths = [BlockTable([row]) for row in step.rows], [self._lengths[row] for row in step.rows]
+        offset = lengths[0] if len(lengths) == 1 else mx.array(lengths, mx.int32)
+        paged = [
+            _ShortCache(
+                layer.window,
+                arena,
+                Reads(tables, lengths, step.num_tokens, spec.window),
+                Writes(tables, lengths, step.num_tokens),
+                offset,
+            )
+            for arena, spec, layer in zip(self._arenas, self._specs, self._survey.layers, strict=True)
+        ]
+        states = make_caches(
+            join([self._ours[row] for row in step.rows], self._survey.recurrent), self._survey.recurrent
+        )
+        trace = _Trace(inputs)
+        self._run(trace, ids, self._survey.caches(paged, states))
+        for row, state in zip(step.rows, state_of(states, len(step.rows)).rows(), strict=True):
+            self._ours[row] = state
+        return trace.layers
+
+    def _run(self, trace: _Trace, ids: mx.array, caches: list[Any]) -> None:
+        with hooked(self._model, trace.compute), observing(trace.see):
+            trace.layers[0].out = self._model(ids, cache=caches)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """Scalars, lazily computed, of what a layer should give and what it gave."""
+
+    where: str
+    what: str
+    tolerance: float
+    difference: mx.array
+    size: mx.array
+    finite: mx.array
+
+    @classmethod
+    def of(cls, where: str, what: str, expected: mx.array, actual: mx.array) -> _Difference:
+        if expected.shape != actual.shape:
+            raise UnsupportedModel(f"{where}: {what} has shape {actual.shape} instead of {expected.shape}")
+        differences = mx.abs(expected.astype(mx.float32) - actual.astype(mx.float32))
+        tolerance = _TOLERANCE.get(expected.dtype, 1e-4)
+        return cls(where, what, tolerance, differences.max(), mx.abs(expected).max(), mx.isfinite(differences).all())
+
+    def check(self) -> None:
+        difference, size = self.difference.item(), self.size.item()
+        # Nothing is larger than NaN, and beside an infinite value every difference is small.
+        if not (self.finite.item() and difference <= self.tolerance * max(size, 1e-6)):
+            raise UnsupportedModel(
+                f"{self.where}: {self.what} on the paged cache differs from mlx-lm's by {difference:.3g} (values "
+                f"up to {size:.3g}); this architecture is not served, as its answers could be wrong"
+            )
+
+
+def _compare(expected: Sequence[_Layer], actual: Sequence[_Layer]) -> None:
+    if len(expected) != len(actual):
+        raise UnsupportedModel(f"{len(actual) - 1} layers are computed on the paged cache, not {len(expected) - 1}")
+    (whole, *layers), (our_whole, *our_layers) = expected, actual
+    differences = list(_differences("the model", whole, our_whole))
+    for index in reversed(range(len(layers))):
+        differences += _differences(f"layer {index}", layers[index], our_layers[index])
+    mx.eval([[each.difference, each.size, each.finite] for each in differences])
+    for each in reversed(differences):
+        each.check()
+
+
+def _differences(where: str, theirs: _Layer, ours: _Layer) -> Iterator[_Difference]:
+    if len(theirs.attended) != len(ours.attended):
+        raise UnsupportedModel(f"{where} calls attention {len(ours.attended)} times on the paged cache")
+    assert theirs.out is not None and ours.out is not None  # the run is over
+    if theirs.out.dtype == mx.float32:
+        yield _Difference.of(where, "what it gives", theirs.out, ours.out)
+    for one, other in zip(theirs.attended, ours.attended, strict=True):
+        yield _Difference.of(where, "attention", one, other)

@@ -1,0 +1,56 @@
+"""Attention whose scores are capped (Gemma 2), which mlx-lm computes in the module itself, key by key.
+
+So its module cannot be handed what stands for keys: with a step's cache it is computed here, of its own parts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from agentcache.kv.step_cache import StepCache
+from agentcache.models.attention import AttentionOptions, paged_attention
+from agentcache.models.observation import observe
+
+_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "rope")
+_SIZES = ("n_heads", "n_kv_heads", "scale", "attn_logit_softcapping")
+
+
+def is_capped(module: nn.Module) -> bool:
+    """Whether a module is Gemma 2's attention, or has its parts and no others."""
+    has_parts = all(part in module for part in _PARTS) and set(module.children()) == set(_PARTS)
+    return has_parts and all(getattr(module, size, None) for size in _SIZES)
+
+
+@functools.cache
+def _on_step_caches(kind: Any) -> Any:
+    class CappedAttention(kind):
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            """[B, n, hidden] to [B, n, hidden]."""
+            if not isinstance(cache, StepCache):
+                return observe(super().__call__(x, mask, cache))
+            options = AttentionOptions(self.scale, self.attn_logit_softcapping)
+            queries, keys, values = (
+                projected.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
+                for projected, heads in (
+                    (self.q_proj(x), self.n_heads),
+                    (self.k_proj(x), self.n_kv_heads),
+                    (self.v_proj(x), self.n_kv_heads),
+                )
+            )
+            queries, keys = (self.rope(each, offset=cache.offset) for each in (queries, keys))
+            out = paged_attention(queries, cache.update(keys, values), options)
+            return observe(self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)))
+
+    return CappedAttention
+
+
+def adapt(layer: nn.Module) -> None:
+    """Have a layer's capped attention compute with step caches; with others it computes as before."""
+    for module in layer.modules():
+        if is_capped(module):
+            kind: Any = type(module)
+            module.__class__ = _on_step_caches(kind)

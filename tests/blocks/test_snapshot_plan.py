@@ -1,0 +1,83 @@
+"""Where snapshots are taken and which are saved: costs are bounded, and so is what a crash costs."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.snapshot_plan import MOST_SAVED, SnapshotPlan, choose_saved, interval_for
+
+EVERY = st.sampled_from([256, 512, 2048, 4096])
+TOKENS = st.integers(0, 20_000)
+
+
+@given(st.integers(1, 1 << 28), st.integers(1, 1 << 16))
+def test_snapshots_cost_at_most_twice_the_keys_and_values(state_bytes: int, bytes_per_token: int) -> None:
+    every = interval_for(state_bytes, bytes_per_token)
+    assert every % BLOCK_SIZE == 0
+    assert every >= 2048
+    assert state_bytes <= 2 * every * bytes_per_token
+    if every > 2048:
+        assert state_bytes > (every - BLOCK_SIZE) * bytes_per_token, "and no fewer than that allows"
+
+
+def test_a_model_without_attention_has_them_now_and_then() -> None:
+    assert interval_for(1 << 20, 0) % BLOCK_SIZE == 0
+
+
+@given(EVERY, TOKENS, TOKENS, TOKENS, TOKENS)
+def test_a_prompt_is_cut_where_snapshots_are_wanted(every: int, start: int, more: int, system: int, known: int) -> None:
+    plan = SnapshotPlan.of(every, start, start + more, min(system, start + more), min(known, start + more))
+    position, wanted = start, []
+    while position < start + more:
+        following = plan.next_after(position)
+        assert following > position
+        assert following % BLOCK_SIZE == 0
+        assert plan.wants(following)
+        assert not any(map(plan.wants, range(position + 1, following)))
+        wanted.append(following)
+        position = following
+    for first, second in zip(wanted, wanted[1:], strict=False):
+        assert second - first <= every
+    assert not plan.wants(0)
+
+
+def test_a_short_turn_is_not_cut() -> None:
+    plan = SnapshotPlan.of(2048, 1000, 1100, 300, 1000)
+    assert plan.next_after(1000) == 2048
+    assert SnapshotPlan.of(2048, 1000, 1500, 300, 1000).next_after(1000) == 1280
+    assert SnapshotPlan.of(2048, 0, 1100, 300, 0).next_after(0) == 256
+
+
+@given(st.sets(TOKENS.map(lambda n: n + 1)), st.data(), EVERY, TOKENS, st.booleans())
+def test_what_is_saved(found: set[int], data: st.DataObject, every: int, beyond: int, final: bool) -> None:
+    saved = data.draw(st.sets(st.sampled_from(sorted(found)))) if found else set[int]()
+    lasting = data.draw(st.sampled_from([0, *sorted(found)]))
+    num_tokens = max(found, default=0) + beyond % 300
+    chosen = choose_saved(found, saved, lasting=lasting, num_tokens=num_tokens, every=every, final=final)
+    assert len(chosen) <= MOST_SAVED
+    assert set(chosen) <= found
+    assert chosen == sorted(set(chosen))
+    newest = max(found, default=0)
+    if final and found:
+        assert newest in chosen
+    if newest not in chosen:
+        assert num_tokens - max(chosen, default=0) <= every, "a crash costs no more"
+    if len(set(chosen) - saved) > 1:
+        assert lasting in chosen, "of new ones, the last, and the system prompt's"
+
+
+@given(EVERY, st.lists(st.integers(1, 600), min_size=1, max_size=60), st.integers(0, 3000))
+def test_a_conversation_writes_few_of_them(every: int, turns: list[int], system: int) -> None:
+    """Whatever the turns are, so many tokens a snapshot; and never more than a few at a time on disk."""
+    saved: list[int] = []
+    written, num_tokens, lasting = 0, system, system // 256 * 256
+    for turn in turns:
+        num_tokens += turn
+        found = {*saved, num_tokens, *([lasting] if lasting else [])}
+        chosen = choose_saved(found, saved, lasting=lasting, num_tokens=num_tokens, every=every)
+        written += len(set(chosen) - set(saved))
+        saved = chosen
+        assert num_tokens - max(saved, default=0) <= every
+    assert written <= num_tokens / every + 1.5

@@ -1,0 +1,58 @@
+"""Tiny models of mlx-lm's files: built in memory, with random weights, put on the paged cache as the loader does."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+
+from agentcache.models import loader
+from agentcache.models.hosting import host
+from agentcache.models.loader import LoadedModel
+from agentcache.models.lora import ModelAdapters
+from agentcache.models.step import CurrentStep
+from agentcache.models.trunk import ModelTrunk
+
+_NOISE = 0.1
+
+
+def build(file: str, config: dict[str, Any], seed: int = 0) -> nn.Module:
+    """mlx-lm's own model, float32, in which nothing is one, zero or tied by accident."""
+    module = import_module(f"mlx_lm.models.{file}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict({"model_type": file, **config}))
+    keys = iter(mx.random.split(mx.random.key(seed), 10_000))
+
+    def stir(path: str, value: Any) -> Any:
+        if not isinstance(value, mx.array) or not mx.issubdtype(value.dtype, mx.floating):
+            return value
+        return value.astype(mx.float32) + _NOISE * mx.random.normal(value.shape, key=next(keys))
+
+    model.update(tree_map_with_path(stir, model.parameters()))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def load(file: str, config: dict[str, Any], *, check: bool = True) -> LoadedModel:
+    """The model on the paged cache, without a folder and a tokenizer. Raises UnsupportedModel."""
+    model, current = build(file, config), CurrentStep()
+    hosted = host(model, file, config, check=check)
+    loader.install_wanted_positions(hosted.survey, current)
+    return LoadedModel(
+        model=model,
+        current=current,
+        adapters=ModelAdapters(model, hosted.survey, current),
+        trunk=ModelTrunk(model, hosted.survey, current),
+        tokenizer=None,  # type: ignore[arg-type]  # nothing that runs a model asks for it
+        survey=hosted.survey,
+        spec=hosted.spec,
+        fingerprint="",
+        path=Path(),
+        config=config,
+        max_context=1 << 20,
+    )

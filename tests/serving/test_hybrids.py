@@ -1,0 +1,363 @@
+"""Models with recurrent layers: a turn costs what is new, hot, evicted, after a stop and after a crash; same words."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from agentcache.blocks.snapshot_plan import MOST_SAVED
+from agentcache.blocks.snapshots import ROW_STATES
+from agentcache.llm import LLM, Completion
+from agentcache.store.verify import verify_folder
+from tests.serving import inside
+from tests.serving.block_damage import block_files, metadata_of
+from tests.serving.conversation import Chat, Stream, check_idle, greedy, make_ids, make_text, open_llm
+from tests.serving.hybrids import EVERY, HYBRIDS, answer, check_same, more, write_hybrid
+
+QUICK = ("qwen3_5", "nemotron_h")
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(file: str) -> Path:
+        if file not in made:
+            made[file] = write_hybrid(tmp_path_factory.mktemp(file), file)
+        return made[file]
+
+    return make
+
+
+@pytest.fixture
+def qwen(hybrid: Callable[[str], Path]) -> Path:
+    return hybrid("qwen3_5")
+
+
+def snapshot_files(cache_dir: Path) -> list[Path]:
+    return [path for path in block_files(cache_dir) if metadata_of(path)["group"] == "recurrent"]
+
+
+# -- one conversation, however it is interrupted -----------------------------------------------------------------------
+
+
+@dataclass
+class Process:
+    """An engine that may be stopped, killed or emptied between two turns."""
+
+    model: Path
+    cache_dir: Path
+    how: str
+    stack: ExitStack = field(default_factory=ExitStack)
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self.llm = self.start()
+
+    def start(self) -> LLM:
+        return self.stack.enter_context(open_llm(self.model, self.cache_dir, snapshot_tokens=EVERY))
+
+    def interrupt(self) -> None:
+        if self.how == "evicted":
+            for agent in self.llm.agents():
+                self.llm.evict(agent.id)
+        elif self.how == "stopped":
+            self.stack.close()
+            self.llm = self.start()
+        elif self.how == "killed":
+            # What is in the folder now is what a killed process leaves: nothing of it is written at the end.
+            self.number += 1
+            left = self.cache_dir.with_name(f"{self.cache_dir.name}-{self.number}")
+            shutil.copytree(self.cache_dir, left, ignore=shutil.ignore_patterns("lock"))
+            self.stack.close()
+            self.cache_dir = left
+            self.llm = self.start()
+
+
+TURNS = [
+    # agent, what is kept of it (tokens; None for all), how many are added; a copy is made before the turn of "copy"
+    ("alice", None, 700),
+    ("bob", None, 300),
+    ("alice", None, 3),  # so few that the state before shows in the answer
+    ("alice", 600, 80),  # an edit
+    ("alice", None, 2),
+    ("alice", -4, 0),  # the last answer is given anew
+    ("copy", None, 1),
+    ("bob", None, 400),
+    ("alice", None, 40),
+    ("bob", None, 2),
+]
+
+
+def converse(process: Process) -> Iterator[tuple[list[int], int, Completion]]:
+    """The turns: the prompt, how many tokens of it are new, or -1 where it changes what was said; and the answer."""
+    held: dict[str, list[int]] = {}
+    for number, (agent, kept, added) in enumerate(TURNS):
+        process.interrupt()
+        if agent == "copy" and agent not in held:
+            process.llm.fork("alice", "copy")
+            held["copy"] = list(held["alice"])
+        known = held.get(agent, [])
+        prompt = more(known[:kept], added, seed=number)
+        completion = answer(process.llm, prompt, agent)
+        held[agent] = [*prompt, *completion.token_ids]
+        yield prompt, added if kept is None else -1, completion
+
+
+MODES = ["hot", "evicted", "stopped", "killed"]
+PARAMETERS = [pytest.param(file, marks=() if file in QUICK else pytest.mark.slow) for file in HYBRIDS]
+
+
+@pytest.mark.parametrize("file", PARAMETERS)
+def test_the_same_words_at_the_cost_of_what_is_new(file: str, hybrid: Callable[[str], Path], tmp_path: Path) -> None:
+    cold: dict[tuple[int, ...], Completion] = {}
+    with open_llm(hybrid(file), tmp_path / "cold", snapshot_tokens=EVERY) as reference:
+        for how in MODES:
+            process = Process(hybrid(file), tmp_path / how, how)
+            with process.stack:
+                for prompt, new, completion in converse(process):
+                    report = completion.report
+                    if tuple(prompt) not in cold:
+                        cold[tuple(prompt)] = answer(reference, prompt, None, salt=str(len(cold)))
+                    check_same(completion, cold[tuple(prompt)])
+                    assert (report.saved, report.lost_tokens) == (True, 0)
+                    if new >= 0:
+                        assert report.computed_tokens <= new + (EVERY if how == "killed" else 1)
+                    assert process.llm.stats().quarantined == 0
+                process.llm.check_integrity()
+            report = verify_folder(process.cache_dir)
+            assert (report.problems, report.missing_blocks, report.unnamed_blocks) == ((), 0, 0)
+
+
+def test_an_answer_given_anew_begins_near_the_prompts_end(qwen: Path, tmp_path: Path) -> None:
+    with open_llm(qwen, tmp_path) as llm:
+        ids = make_ids(1500)
+        first = answer(llm, ids, "alice")
+        again = answer(llm, ids, "alice")
+        assert first.report.computed_tokens == 1500
+        assert again.report.computed_tokens <= 256
+        assert again.token_ids == first.token_ids
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_stop_string_leaves_the_turn_where_it_ended(num_tokens: int, qwen: Path, tmp_path: Path) -> None:
+    """While it is found, the device is at work on tokens that are not kept; of a long one, some are computed."""
+    with open_llm(qwen, tmp_path) as llm:
+        ids = make_ids(300)
+        texts = [logprob.data.decode(errors="replace") for logprob in llm.generate(ids, greedy(16)).logprobs]
+        stop = "".join(texts[7 : 7 + num_tokens])
+        stopped = llm.generate(ids, greedy(16, stop=[stop]), agent="alice")
+        assert 0 < len(stopped.text) < len("".join(texts))
+        held = inside.record(inside.engine_of(llm), "alice").transcript.ids
+        prompt = more(held, 2, seed=3)
+        following = answer(llm, prompt, "alice")
+        assert following.report.computed_tokens <= 2 + 1
+        check_same(following, answer(llm, prompt, None, salt="cold"))
+
+
+# -- sharing -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_agents_with_one_system_prompt_compute_it_once(qwen: Path, tmp_path: Path) -> None:
+    system = {"role": "system", "content": make_text(900, seed=1)}
+    with open_llm(qwen, tmp_path) as llm:
+        first, second = (Chat(agent, [dict(system)]) for agent in ("alice", "bob"))
+        one = first.turn(llm, make_text(20, seed=2)).report
+        other = second.turn(llm, make_text(25, seed=3)).report
+        assert one.computed_tokens == one.prompt_tokens > 900
+        assert other.computed_tokens < 256 + 100
+
+
+def test_a_long_system_prompt_is_known_after_a_crash(qwen: Path, tmp_path: Path) -> None:
+    system = {"role": "system", "content": make_text(900, seed=1)}
+    with open_llm(qwen, tmp_path / "one", snapshot_tokens=EVERY) as llm:
+        Chat("alice", [dict(system)]).turn(llm, make_text(600, seed=2))
+        shutil.copytree(tmp_path / "one", tmp_path / "left", ignore=shutil.ignore_patterns("lock"))
+    with open_llm(qwen, tmp_path / "left", snapshot_tokens=EVERY) as llm:
+        assert Chat("bob", [dict(system)]).turn(llm, make_text(25, seed=3)).report.computed_tokens < 256 + 100
+
+
+def test_salts_share_no_state(qwen: Path, tmp_path: Path) -> None:
+    with open_llm(qwen, tmp_path) as llm:
+        costs = [answer(llm, make_ids(600), None, salt=salt).report.computed_tokens for salt in ("", "", "a")]
+        assert costs[0] == costs[2] == 600 > costs[1]
+
+
+# -- several at a time -------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_batch_keep_their_own_states(qwen: Path, tmp_path: Path) -> None:
+    prompts = {f"agent{i}": make_ids(40 + 30 * i, seed=i) for i in range(5)}
+    with open_llm(qwen, tmp_path / "alone") as llm:
+        alone = {agent: answer(llm, ids, agent, 30) for agent, ids in prompts.items()}
+
+    async def together(llm: LLM) -> dict[str, list[int]]:
+        streams = {agent: Stream(llm, ids, agent, max_tokens=30) for agent, ids in prompts.items()}
+        updates = {agent: await stream.rest() for agent, stream in streams.items()}
+        return {agent: [token for each in found for token in each.token_ids] for agent, found in updates.items()}
+
+    with open_llm(qwen, tmp_path / "together") as llm:
+        tokens = inside.on_loop(llm, together(llm))
+        for agent, ids in prompts.items():
+            assert tuple(tokens[agent]) == alone[agent].token_ids, agent
+            prompt = more([*ids, *tokens[agent]], 2, seed=9)
+            following = answer(llm, prompt, agent)
+            assert following.report.computed_tokens <= 3
+            check_same(following, answer(llm, prompt, None, salt="cold"))
+
+
+def test_little_room_for_states(qwen: Path, tmp_path: Path) -> None:
+    """Room for two rows: the others wait; nobody's answer is another for it, and budgets hold."""
+    spec_bytes = 0
+    with open_llm(qwen, tmp_path / "probe") as llm:
+        group = inside.loaded_model(inside.engine_of(llm)).spec.state_group
+        assert group is not None
+        spec_bytes = group.bytes_per_block
+        prompts = {f"agent{i}": make_ids(300 + 100 * i, seed=i) for i in range(4)}
+        alone = {agent: answer(llm, ids, None, 12) for agent, ids in prompts.items()}
+
+    async def together(llm: LLM) -> None:
+        streams = {agent: Stream(llm, ids, agent, max_tokens=12) for agent, ids in prompts.items()}
+        leaver = Stream(llm, make_ids(900, seed=8), "leaver", max_tokens=50)
+        await asyncio.sleep(0.05)
+        leaver.task.cancel()
+        for agent, stream in streams.items():
+            tokens = [token for update in await stream.rest() for token in update.token_ids]
+            assert tuple(tokens) == alone[agent].token_ids
+
+    with open_llm(qwen, tmp_path / "small", state_budget=spec_bytes * (2 * ROW_STATES + 2)) as llm:
+        inside.on_loop(llm, together(llm))
+        check_idle(llm)
+        [account] = [each for each in llm.stats().ram_accounts if each.kind == "state"]
+        assert account.capacity_bytes <= spec_bytes * (2 * ROW_STATES + 2)
+        assert llm.stats().ram_used["state"] == account.used_bytes
+
+
+def test_who_is_preempted_goes_on_from_the_last_snapshot(qwen: Path, tmp_path: Path) -> None:
+    with open_llm(qwen, tmp_path / "alone", snapshot_tokens=EVERY) as llm:
+        alone = answer(llm, make_ids(1300), None, 40)
+
+    async def interrupted(llm: LLM) -> tuple[int, ...]:
+        stream = Stream(llm, make_ids(1300), "alice", max_tokens=40)
+        engine = inside.async_engine(llm)
+        tokens: list[int] = []
+        while len(tokens) < 20:
+            tokens += (await stream.updates.get()).token_ids
+        await inside.on_thread(engine, lambda e: inside.preempt(e, inside.running(e)[0]))
+        return (*tokens, *(token for update in await stream.rest() for token in update.token_ids))
+
+    with open_llm(qwen, tmp_path / "preempted", snapshot_tokens=EVERY) as llm:
+        assert inside.on_loop(llm, interrupted(llm)) == alone.token_ids
+        assert llm.stats().computed_tokens < 1300 + 40 + 256 + 40
+
+
+# -- what is on disk ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [-1, -3000, 700])
+def test_a_damaged_snapshot_is_quarantined_and_computed_again(qwen: Path, tmp_path: Path, offset: int) -> None:
+    with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
+        ids = make_ids(700)
+        ids = more([*ids, *answer(llm, ids, "alice").token_ids], 50, seed=2)
+        cold = answer(llm, ids, None, salt="cold")
+    [path] = snapshot_files(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 4
+    path.write_bytes(data)
+    with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
+        completion = answer(llm, ids, "alice")
+        check_same(completion, cold)
+        assert llm.stats().quarantined == 1
+        assert completion.report.computed_tokens == len(ids)
+        assert completion.report.saved
+        again = answer(llm, more([*ids, *completion.token_ids], 50, seed=3), "alice")
+        assert again.report.computed_tokens <= 51
+        assert again.report.saved
+
+
+def test_a_lost_snapshot_is_computed_again(qwen: Path, tmp_path: Path) -> None:
+    with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
+        ids = make_ids(700)
+        ids = more([*ids, *answer(llm, ids, "alice").token_ids], 50, seed=2)
+    for path in snapshot_files(tmp_path):
+        path.unlink()
+    with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
+        assert llm.stats().quarantined == 0
+        written = answer(llm, ids, "alice").report
+        assert written.computed_tokens == len(ids)
+        assert written.saved
+    assert len(snapshot_files(tmp_path)) == 1, "and written again"
+
+
+def test_fifty_turns_write_few_snapshots(qwen: Path, tmp_path: Path) -> None:
+    with open_llm(qwen, tmp_path) as llm:
+        spec = inside.loaded_model(inside.engine_of(llm)).spec
+        ids = make_ids(200)
+        for turn in range(50):
+            completion = answer(llm, ids, "alice", 2)
+            assert completion.report.saved
+            assert turn == 0 or completion.report.computed_tokens <= 199
+            ids = more([*ids, *completion.token_ids], 198, seed=turn)
+            inside.flush(inside.engine_of(llm))
+            assert len(snapshot_files(tmp_path)) <= MOST_SAVED
+        keys_and_values = spec.bytes_per_token * len(ids)
+        written = llm.stats().written_bytes
+        snapshots = 50 * 200 // inside.snapshot_interval(inside.engine_of(llm))
+        assert spec.state_group is not None
+        assert snapshots * spec.state_group.bytes_per_block <= 2 * keys_and_values
+    assert written <= 3 * keys_and_values + 50 * 12_000, "a few kilobytes a turn are headers, manifest and log"
+
+
+def test_a_disk_that_is_too_small_for_snapshots_holds_the_turns(qwen: Path, tmp_path: Path) -> None:
+    with open_llm(qwen, tmp_path, snapshot_tokens=256, disk_budget=130_000) as llm:
+        ids = make_ids(600)
+        report = answer(llm, ids, "alice").report
+        assert (report.saved, report.save_error) == (True, None)
+        assert llm.stats().disk_bytes <= 130_000
+
+
+def test_forgotten_agents_leave_no_snapshots(qwen: Path, tmp_path: Path) -> None:
+    with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
+        answer(llm, make_ids(700), "alice")
+        llm.fork("alice", "copy")
+        llm.delete("alice")
+        [copy] = llm.agents()
+        assert copy.disk_bytes > 0
+        assert len(snapshot_files(tmp_path)) == 1, "the copy's"
+        llm.delete("copy")
+        assert snapshot_files(tmp_path) == []
+
+
+def test_an_idle_agent_is_saved_to_its_last_token(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside.set_idle_seconds(monkeypatch, 0.2)
+    with open_llm(qwen, tmp_path / "one") as llm:
+        ids = make_ids(300)
+        ids = more([*ids, *answer(llm, ids, "alice").token_ids], 20, seed=1)
+        assert snapshot_files(tmp_path / "one") == []
+        inside.wait_until(llm, lambda: bool(snapshot_files(tmp_path / "one")))
+        inside.wait_until(llm, lambda: not inside.engine_of(llm).is_writing)
+        shutil.copytree(tmp_path / "one", tmp_path / "left", ignore=shutil.ignore_patterns("lock"))
+    with open_llm(qwen, tmp_path / "left") as llm:
+        assert answer(llm, ids, "alice").report.computed_tokens <= 21
+
+
+@pytest.mark.slow
+def test_a_long_session_keeps_three_snapshots(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = write_hybrid(tmp_path / "model", "qwen3_5", max_position_embeddings=100_000)
+    with open_llm(model, tmp_path / "cache", ram_budget=256 << 20, disk_budget=1 << 30) as llm:
+        ids: list[int] = []
+        while len(ids) < 80_000:
+            ids = more(ids, 8000, seed=len(ids))
+            completion = answer(llm, ids, "alice", 2)
+            ids += completion.token_ids
+            assert completion.report.saved
+            assert completion.report.computed_tokens <= 8001
+            inside.flush(inside.engine_of(llm))
+            assert 0 < len(snapshot_files(tmp_path / "cache")) <= MOST_SAVED
