@@ -1,0 +1,638 @@
+"""Attention of few queries over packed blocks, in place.
+
+A **group** is a set of queries that read the same tokens of one block table: those of one row, or of several rows that
+begin with the same blocks. Its tokens are cut into splits; a threadgroup computes one split for one kv head and all
+query heads that share it, so that every packed byte is read once a group (flash-decoding, arXiv 2311.01282; shared
+prefixes as in Hydragen, arXiv 2402.05099). A second kernel merges the splits, of up to two sets of groups, and adds
+the sinks. Computed in float; 16-bit models multiply in half (queries and values are exact there, or rounded to 11
+bits), whatever their type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.metal_kernels.kernel_text import KernelText
+
+#: data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
+PackedArrays = tuple[mx.array, mx.array, mx.array]
+
+TILE = 16  # tokens that a simdgroup unpacks at a time
+_NO_WINDOW = 1 << 30
+_THREADGROUP_BYTES = 32768
+_LOG2_E = math.log2(math.e)
+
+# A query's row in a tile: member * GQA + its head among those of the kv head. COOPERATIVE: all simdgroups unpack for
+# all, and each has queries of its own; else each has tokens of its own, and all have the same queries.
+_BODY = """
+    const int lane = int(thread_index_in_simdgroup);
+    const int sg = int(simdgroup_index_in_threadgroup);
+    const int tid = int(thread_index_in_threadgroup);
+    const int tg = int(threadgroup_position_in_grid.x);
+    const int splits = params[0];
+    const int width = params[1];
+    const int window = params[2];
+    const int row_tokens = params[3];
+    const int split = tg % splits;
+    const int head = tg / splits % HEADS;
+    const int group = tg / (splits * HEADS);
+    const int base = spans[3 * group];
+    const int begin = spans[3 * group + 1];
+    const int end = spans[3 * group + 2];
+    const int GROUPS = D / GS;
+    const int WORDS = GS / 8;
+    const int UNITS = (16 * GROUPS + 31) / 32;
+    const int TILES = COOPERATIVE ? NSG : 1;
+    const int ROWS = COOPERATIVE ? NSG * Q * 8 : Q * 8;
+    const int own_rows = COOPERATIVE ? sg * Q * 8 : 0;
+    const float NONE = -1.0e30f;
+    threadgroup float pool[POOL];
+    threadgroup float peaks[NSG * Q * 8];
+    threadgroup float totals[NSG * Q * 8];
+    SHARED_POINTER(S) stage = (SHARED_POINTER(S))pool;
+
+    for (int i = tid; i < ROWS * D; i += NSG * 32) {
+        const int row = i / D;
+        const int who = row < MEMBERS * GQA ? members[group * MEMBERS + row / GQA] : -1;
+        float x = 0.0f;
+        if (who >= 0) {
+            const size_t at = size_t(who / row_tokens) * (HEADS * GQA) + head * GQA + row % GQA;
+            x = float(q[(at * row_tokens + who % row_tokens) * D + i % D]);
+        }
+        stage[row * LD + i % D] = static_cast<S>(metal::max(-65504.0f, metal::min(65504.0f, x)));
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    Left<S, Q> queries[D / 16];
+    UNROLL for (int k = 0; k < D / 16; ++k) load_left(queries[k], stage + own_rows * LD + k * 16, LD);
+    int last[Q];
+    float m[Q];
+    float z[Q];
+    UNROLL for (int i = 0; i < Q; ++i) {
+        const int row = own_rows + i * 8 + tile_row(lane);
+        const int who = row < MEMBERS * GQA ? members[group * MEMBERS + row / GQA] : -1;
+        last[i] = who >= 0 ? positions[who] : -1;
+        m[i] = NONE;
+        z[i] = 0.0f;
+    }
+    Sums<Q> out[D / 8];
+    UNROLL for (int n = 0; n < D / 8; ++n) clear(out[n]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    const int per = (end - begin + splits * NSG * 16 - 1) / (splits * NSG * 16) * (NSG * 16);
+    const int first = begin + split * per;
+    const int stop = metal::min(end, first + per);
+    for (int t0 = first; t0 < stop; t0 += NSG * 16) {
+        uint kw[UNITS * WORDS];
+        uint vw[UNITS * WORDS];
+        half ksc[UNITS];
+        half kbi[UNITS];
+        half vsc[UNITS];
+        half vbi[UNITS];
+        UNROLL for (int u = 0; u < UNITS; ++u) {
+            const int token = (u * 32 + lane) / GROUPS;
+            const int t = t0 + sg * 16 + token;
+            ksc[u] = half(0.0f);
+            kbi[u] = half(0.0f);
+            vsc[u] = half(0.0f);
+            vbi[u] = half(0.0f);
+            UNROLL for (int w = 0; w < WORDS; ++w) {
+                kw[u * WORDS + w] = 0;
+                vw[u * WORDS + w] = 0;
+            }
+            if (token < 16 && t < stop) {
+                const int slot = table[group * width + (t - base) / 256];
+                const size_t row = (size_t(slot) * HEADS + head) * 256 + (t - base) % 256;
+                const size_t at = row * GROUPS + (u * 32 + lane) % GROUPS;
+                const device uint4* k_from = (const device uint4*)(kq + at * WORDS);
+                const device uint4* v_from = (const device uint4*)(vq + at * WORDS);
+                UNROLL for (int w = 0; w < WORDS / 4; ++w) {
+                    const uint4 a = k_from[w];
+                    kw[u * WORDS + 4 * w] = a.x;
+                    kw[u * WORDS + 4 * w + 1] = a.y;
+                    kw[u * WORDS + 4 * w + 2] = a.z;
+                    kw[u * WORDS + 4 * w + 3] = a.w;
+                    const uint4 b = v_from[w];
+                    vw[u * WORDS + 4 * w] = b.x;
+                    vw[u * WORDS + 4 * w + 1] = b.y;
+                    vw[u * WORDS + 4 * w + 2] = b.z;
+                    vw[u * WORDS + 4 * w + 3] = b.w;
+                }
+                ksc[u] = ks[at];
+                kbi[u] = kb[at];
+                vsc[u] = vs[at];
+                vbi[u] = vb[at];
+            }
+        }
+        UNROLL for (int u = 0; u < UNITS; ++u) {
+            const int token = (u * 32 + lane) / GROUPS;
+            const int column = (u * 32 + lane) % GROUPS * GS;
+            if (token < 16) {
+                UNROLL for (int w = 0; w < WORDS; ++w)
+                    unpack_word(stage + (sg * 16 + token) * LD + column + w * 8, kw[u * WORDS + w], ksc[u], kbi[u]);
+            }
+        }
+        if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
+        else simdgroup_barrier(mem_flags::mem_threadgroup);
+        Sums<Q> scores[TILES * 2];
+        UNROLL for (int n = 0; n < TILES * 2; ++n) {
+            clear(scores[n]);
+            const int row = (COOPERATIVE ? 0 : sg * 16) + n * 8;
+            UNROLL for (int k = 0; k < D / 16; ++k)
+                add_product_rows(scores[n], queries[k], stage + row * LD + k * 16, LD);
+        }
+        if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
+        else simdgroup_barrier(mem_flags::mem_threadgroup);
+        UNROLL for (int u = 0; u < UNITS; ++u) {
+            const int token = (u * 32 + lane) / GROUPS;
+            const int column = (u * 32 + lane) % GROUPS * GS;
+            if (token < 16) {
+                UNROLL for (int w = 0; w < WORDS; ++w)
+                    unpack_word(stage + (sg * 16 + token) * LD + column + w * 8, vw[u * WORDS + w], vsc[u], vbi[u]);
+            }
+        }
+        UNROLL for (int i = 0; i < Q; ++i) {
+            float top = m[i];
+            UNROLL for (int n = 0; n < TILES * 2; ++n) {
+                UNROLL for (int e = 0; e < 2; ++e) {
+                    const int t = t0 + (COOPERATIVE ? 0 : sg * 16) + n * 8 + tile_column(lane) + e;
+                    float x = element(scores[n], i, e) * factors[0];
+                    if (SOFTCAP) x = factors[1] * metal::tanh(x);
+                    x = t < stop && t <= last[i] && t > last[i] - window ? x : NONE;
+                    put(scores[n], i, e, x);
+                    top = metal::max(top, x);
+                }
+            }
+            top = metal::max(top, simd_shuffle_xor(top, ROW_PEER_1));
+            top = metal::max(top, simd_shuffle_xor(top, ROW_PEER_2));
+            const float keep = metal::exp2(m[i] - top);
+            m[i] = top;
+            z[i] *= keep;
+            UNROLL for (int n = 0; n < TILES * 2; ++n) {
+                UNROLL for (int e = 0; e < 2; ++e) {
+                    const float x = element(scores[n], i, e);
+                    const float p = x > NONE ? metal::exp2(x - top) : 0.0f;
+                    z[i] += p;
+                    put(scores[n], i, e, p);
+                }
+            }
+            UNROLL for (int n = 0; n < D / 8; ++n) {
+                UNROLL for (int e = 0; e < 2; ++e) put(out[n], i, e, element(out[n], i, e) * keep);
+            }
+        }
+        if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
+        else simdgroup_barrier(mem_flags::mem_threadgroup);
+        UNROLL for (int tile = 0; tile < TILES; ++tile) {
+            const int row = (COOPERATIVE ? tile : sg) * 16;
+            Left<S, Q> weights;
+            to_left(weights, scores[2 * tile], scores[2 * tile + 1]);
+            UNROLL for (int n = 0; n < D / 8; ++n) add_product_columns(out[n], weights, stage + row * LD + n * 8, LD);
+        }
+        if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
+        else simdgroup_barrier(mem_flags::mem_threadgroup);
+    }
+
+    const int mine = (group * HEADS + head) * (MEMBERS * GQA);
+    UNROLL for (int i = 0; i < Q; ++i) {
+        z[i] += simd_shuffle_xor(z[i], ROW_PEER_1);
+        z[i] += simd_shuffle_xor(z[i], ROW_PEER_2);
+        const int row = i * 8 + tile_row(lane);
+        if (COOPERATIVE) {
+            if (own_rows + row < MEMBERS * GQA) {
+                const size_t at = size_t(mine + own_rows + row) * splits + split;
+                UNROLL for (int n = 0; n < D / 8; ++n) {
+                    UNROLL for (int e = 0; e < 2; ++e)
+                        sums[at * D + n * 8 + tile_column(lane) + e] = element(out[n], i, e);
+                }
+                if (tile_column(lane) == 0) {
+                    tops[at * 2] = m[i];
+                    tops[at * 2 + 1] = z[i];
+                }
+            }
+        } else if (tile_column(lane) == 0) {
+            peaks[sg * Q * 8 + row] = m[i];
+            totals[sg * Q * 8 + row] = z[i];
+        }
+    }
+    if (!COOPERATIVE) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        UNROLL for (int i = 0; i < Q; ++i) {
+            const int row = i * 8 + tile_row(lane);
+            float top = NONE;
+            for (int g = 0; g < NSG; ++g) top = metal::max(top, peaks[g * Q * 8 + row]);
+            const float keep = metal::exp2(m[i] - top);
+            UNROLL for (int n = 0; n < D / 8; ++n) {
+                UNROLL for (int e = 0; e < 2; ++e) put(out[n], i, e, element(out[n], i, e) * keep);
+            }
+        }
+        for (int g = 0; g < NSG; ++g) {
+            if (sg == g) {
+                UNROLL for (int i = 0; i < Q; ++i) {
+                    UNROLL for (int n = 0; n < D / 8; ++n) {
+                        UNROLL for (int e = 0; e < 2; ++e) {
+                            const int at = (i * 8 + tile_row(lane)) * D + n * 8 + tile_column(lane) + e;
+                            pool[at] = (g == 0 ? 0.0f : pool[at]) + element(out[n], i, e);
+                        }
+                    }
+                }
+            }
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+        }
+        for (int i = tid; i < MEMBERS * GQA * D; i += NSG * 32) {
+            const int row = i / D;
+            const size_t at = size_t(mine + row) * splits + split;
+            sums[at * D + i % D] = pool[i];
+            if (i % D == 0) {
+                float top = NONE;
+                for (int g = 0; g < NSG; ++g) top = metal::max(top, peaks[g * Q * 8 + row]);
+                float total = 0.0f;
+                for (int g = 0; g < NSG; ++g)
+                    total += totals[g * Q * 8 + row] * metal::exp2(peaks[g * Q * 8 + row] - top);
+                tops[at * 2] = top;
+                tops[at * 2 + 1] = total;
+            }
+        }
+    }
+"""
+
+# One threadgroup a query and head, one thread a value. Two sets of splits: places[2 * query] and the next one say in
+# which group and as which member a query took part, -1 for not at all.
+_MERGE = """
+    const int at = int(threadgroup_position_in_grid.x);
+    const int d = int(thread_index_in_threadgroup);
+    const int row_tokens = params[0];
+    const int token = at % row_tokens;
+    const int head = at / row_tokens % (HEADS * GQA);
+    const int who = at / (row_tokens * HEADS * GQA) * row_tokens + token;
+    const int own = places[2 * who];
+    const int shared = places[2 * who + 1];
+    const int own_splits = own >= 0 ? params[1] : 0;
+    const int shared_splits = shared >= 0 ? params[2] : 0;
+    const int own_row = (own / OWN_MEMBERS * HEADS + head / GQA) * (OWN_MEMBERS * GQA) + own % OWN_MEMBERS * GQA;
+    const int shared_row =
+        (shared / SHARED_MEMBERS * HEADS + head / GQA) * (SHARED_MEMBERS * GQA) + shared % SHARED_MEMBERS * GQA;
+    const size_t own_at = size_t(own_row + head % GQA) * params[1];
+    const size_t shared_at = size_t(shared_row + head % GQA) * params[2];
+    float top = SINKS ? sinks[head] * 1.4426950408889634f : -1.0e30f;
+    for (int s = 0; s < own_splits; ++s) top = metal::max(top, own_tops[(own_at + s) * 2]);
+    for (int s = 0; s < shared_splits; ++s) top = metal::max(top, shared_tops[(shared_at + s) * 2]);
+    float total = SINKS ? metal::exp2(sinks[head] * 1.4426950408889634f - top) : 0.0f;
+    float sum = 0.0f;
+    for (int s = 0; s < own_splits; ++s) {
+        const float weight = metal::exp2(own_tops[(own_at + s) * 2] - top);
+        total += weight * own_tops[(own_at + s) * 2 + 1];
+        sum += weight * own_sums[(own_at + s) * D + d];
+    }
+    for (int s = 0; s < shared_splits; ++s) {
+        const float weight = metal::exp2(shared_tops[(shared_at + s) * 2] - top);
+        total += weight * shared_tops[(shared_at + s) * 2 + 1];
+        sum += weight * shared_sums[(shared_at + s) * D + d];
+    }
+    out[size_t(at) * D + d] = static_cast<T>(sum / total);
+"""
+
+DECODE = KernelText(
+    "agentcache_decode",
+    ("q", "kq", "ks", "kb", "vq", "vs", "vb", "table", "spans", "members", "positions", "factors", "params"),
+    ("sums", "tops"),
+    _BODY,
+)
+MERGE = KernelText(
+    "agentcache_merge",
+    ("own_sums", "own_tops", "shared_sums", "shared_tops", "places", "sinks", "params"),
+    ("out",),
+    _MERGE,
+)
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What a kernel is compiled for.
+
+    Args:
+        dim: values a head, a multiple of 32.
+        queries_per_head: query heads that share a kv head.
+        group_size: of the quantisation.
+        dtype: of queries and results.
+    """
+
+    dim: int
+    kv_heads: int
+    queries_per_head: int
+    group_size: int
+    dtype: mx.Dtype
+
+    @property
+    def staged(self) -> mx.Dtype:
+        """What is multiplied."""
+        return mx.float32 if self.dtype == mx.float32 else mx.float16
+
+    @property
+    def row_width(self) -> int:
+        """Values between two rows in threadgroup memory: a few more than `dim`, so that rows begin in other banks."""
+        return self.dim + (4 if self.staged == mx.float32 else 8)
+
+    @property
+    def tile_bytes(self) -> int:
+        return TILE * self.row_width * self.staged.size
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a threadgroup is laid out.
+
+    Args:
+        members: queries of a group.
+        tiles: of eight query rows, that one simdgroup holds.
+        cooperative: every simdgroup has queries of its own.
+    """
+
+    members: int
+    tiles: int
+    simdgroups: int
+    cooperative: bool
+
+    def pool_floats(self, shape: HeadShape) -> int:
+        """Floats of threadgroup memory: unpacked tokens, queries at the beginning, sums at the end."""
+        rows = self.tiles * 8 * (self.simdgroups if self.cooperative else 1)
+        queries = rows * shape.row_width * shape.staged.size
+        sums = 0 if self.cooperative else rows * shape.dim * 4
+        return -(-max(self.simdgroups * shape.tile_bytes, queries, sums) // 4)
+
+
+def own_tiling(shape: HeadShape, num_tokens: int) -> Tiling:
+    """For groups of one row's queries, `num_tokens` of them."""
+    members = max(1, min(num_tokens, 16 // shape.queries_per_head))
+    tiles = 1 if members * shape.queries_per_head <= 8 else 2
+    return Tiling(members, tiles, _simdgroups(shape, tiles), cooperative=False)
+
+
+def shared_tiling(shape: HeadShape) -> Tiling:
+    """For groups of many rows' queries."""
+    simdgroups = _simdgroups(shape, 2)
+    return Tiling(max(1, simdgroups * 16 // shape.queries_per_head), 2, simdgroups, cooperative=True)
+
+
+def _simdgroups(shape: HeadShape, tiles: int) -> int:
+    spare = _THREADGROUP_BYTES - 2 * 4 * tiles * 8 * 4
+    return next(count for count in (4, 2, 1) if count * shape.tile_bytes <= spare)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A group: queries that read tokens `begin … end-1` of a table whose first block holds tokens from `base` on.
+
+    Args:
+        members: numbers of the queries: row * num_tokens + token.
+    """
+
+    block_ids: tuple[int, ...]
+    base: int
+    begin: int
+    end: int
+    members: tuple[int, ...]
+
+
+class Groups:
+    """Groups of one launch as arrays.
+
+    Args:
+        size: members of a group, at most; shorter ones are filled up.
+    """
+
+    def __init__(self, spans: Sequence[Span], size: int) -> None:
+        self.spans = tuple(spans)
+        self.size = size
+        self.width = max(len(span.block_ids) for span in spans)
+        self.longest = max(span.end - span.begin for span in spans)
+
+    @cached_property
+    def table(self) -> mx.array:
+        """Slots, int32 [groups, width]."""
+        rows = [span.block_ids + (span.block_ids[0],) * (self.width - len(span.block_ids)) for span in self.spans]
+        return mx.array(np.array(rows, np.int32))
+
+    @cached_property
+    def bounds(self) -> mx.array:
+        """base, begin and end, int32 [groups, 3]."""
+        return mx.array(np.array([(span.base, span.begin, span.end) for span in self.spans], np.int32))
+
+    @cached_property
+    def members(self) -> mx.array:
+        """Queries, int32 [groups, size]; -1 where there is none."""
+        rows = [span.members + (-1,) * (self.size - len(span.members)) for span in self.spans]
+        return mx.array(np.array(rows, np.int32))
+
+    def places(self, num_queries: int) -> np.ndarray:
+        """Where each query is: group * size + member; -1 where it is in none."""
+        places = np.full(num_queries, -1, np.int32)
+        for index, span in enumerate(self.spans):
+            for member, query in enumerate(span.members):
+                places[query] = index * self.size + member
+        return places
+
+    def splits(self, kv_heads: int, tokens_a_round: int, threadgroups: int) -> int:
+        """Into how many parts the tokens are cut: enough to fill the device, each worth its launch."""
+        wanted = -(-threadgroups // (len(self.spans) * kv_heads))
+        return max(1, min(wanted, -(-self.longest // (2 * tokens_a_round))))
+
+
+class DecodePlan:
+    """What the queries of a step read, for all layers of one cache group.
+
+    Args:
+        block_ids: of each row.
+        bases: position of each row's first block's first token.
+        lengths: tokens that each row holds before the step.
+        num_tokens: queries of each row; they are the row's last tokens.
+        window: number of most recent tokens attended to; None for all.
+        queries_per_head, members: of the `Tiling`s that the groups are made for.
+    """
+
+    def __init__(
+        self,
+        block_ids: Sequence[Sequence[int]],
+        bases: Sequence[int],
+        lengths: Sequence[int],
+        num_tokens: int,
+        window: int | None,
+        *,
+        own_members: int,
+        shared_members: int,
+    ) -> None:
+        self.num_rows = len(block_ids)
+        self.num_tokens = num_tokens
+        self.window = _NO_WINDOW if window is None else window
+        self._lengths = lengths
+        prefixes = shared_prefixes(block_ids, bases, lengths) if window is None else []
+        ends = [0] * self.num_rows  # of what each row reads as one of many
+        shared = []
+        for prefix in prefixes:
+            for row in prefix.rows:
+                ends[row] = prefix.num_blocks * BLOCK_SIZE
+            queries = [row * num_tokens + token for row in prefix.rows for token in range(num_tokens)]
+            common = tuple(block_ids[prefix.rows[0]][: prefix.num_blocks])
+            shared += [
+                Span(common, 0, 0, prefix.num_blocks * BLOCK_SIZE, tuple(queries[at : at + shared_members]))
+                for at in range(0, len(queries), shared_members)
+            ]
+        own = []
+        for row, (ids, base, length, end) in enumerate(zip(block_ids, bases, lengths, ends, strict=True)):
+            for at in range(0, num_tokens, own_members):
+                tokens = range(at, min(at + own_members, num_tokens))
+                begin = max(base, end, length + at - self.window + 1)
+                skipped = (begin - base) // BLOCK_SIZE
+                span_base = base + skipped * BLOCK_SIZE
+                members = tuple(row * num_tokens + token for token in tokens)
+                own.append(Span(tuple(ids[skipped:]), span_base, begin, length + tokens[-1] + 1, members))
+        self.own = Groups(own, own_members)
+        self.shared = Groups(shared, shared_members) if shared else None
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """Of each query, int32 [rows * num_tokens]."""
+        rows = [length + token for length in self._lengths for token in range(self.num_tokens)]
+        return mx.array(np.array(rows, np.int32))
+
+    @cached_property
+    def places(self) -> mx.array:
+        """int32 [rows * num_tokens, 2]: in `own` and in `shared`."""
+        count = self.num_rows * self.num_tokens
+        shared = np.full(count, -1, np.int32) if self.shared is None else self.shared.places(count)
+        return mx.array(np.stack([self.own.places(count), shared], axis=1))
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Rows that begin with the same blocks."""
+
+    rows: tuple[int, ...]
+    num_blocks: int
+
+
+def shared_prefixes(block_ids: Sequence[Sequence[int]], bases: Sequence[int], lengths: Sequence[int]) -> list[Prefix]:
+    """Sets of rows whose first blocks are the same slots: of each set what all of its rows have in common.
+
+    Every row keeps its last block to itself, so that each has something of its own to read.
+    """
+    by_first: dict[int, list[int]] = {}
+    for row, (ids, base, length) in enumerate(zip(block_ids, bases, lengths, strict=True)):
+        if base == 0 and length >= BLOCK_SIZE:
+            by_first.setdefault(ids[0], []).append(row)
+    return [
+        Prefix(tuple(rows), _common_blocks([block_ids[row][: lengths[row] // BLOCK_SIZE] for row in rows]))
+        for rows in by_first.values()
+        if len(rows) > 1
+    ]
+
+
+def _common_blocks(tables: Sequence[Sequence[int]]) -> int:
+    most = min(len(ids) for ids in tables)
+    first = tables[0]
+    return next((i for i in range(most) if any(ids[i] != first[i] for ids in tables)), most)
+
+
+def decode(
+    queries: mx.array,
+    keys: PackedArrays,
+    values: PackedArrays,
+    plan: DecodePlan,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    threadgroups: int = 512,
+) -> mx.array:
+    """Attention of `queries` [B, H_q, n, D] over the plan's rows; returns [B, H_q, n, D].
+
+    Args:
+        softcap: scores become softcap * tanh(scores / softcap).
+        sinks: [H_q], one further logit a head.
+        threadgroups: that fill the device.
+    """
+    batch, num_heads, num_tokens, dim = queries.shape
+    kv_heads = keys[0].shape[1]
+    shape = HeadShape(dim, kv_heads, num_heads // kv_heads, dim // keys[1].shape[-1], queries.dtype)
+    factor = scale * _LOG2_E if softcap is None else scale / softcap
+    factors = mx.array([factor, (softcap or 0.0) * _LOG2_E], mx.float32)
+
+    def partial(groups: Groups, tiling: Tiling) -> tuple[list[mx.array], int]:
+        splits = groups.splits(kv_heads, tiling.simdgroups * TILE, threadgroups)
+        params = mx.array([splits, groups.width, plan.window, num_tokens], mx.int32)
+        rows = len(groups.spans) * kv_heads * tiling.members * shape.queries_per_head
+        constants = {
+            "S": shape.staged,
+            "D": dim,
+            "HEADS": kv_heads,
+            "GQA": shape.queries_per_head,
+            "GS": shape.group_size,
+            "MEMBERS": tiling.members,
+            "Q": tiling.tiles,
+            "NSG": tiling.simdgroups,
+            "COOPERATIVE": tiling.cooperative,
+            "LD": shape.row_width,
+            "POOL": tiling.pool_floats(shape),
+            "SOFTCAP": softcap is not None,
+        }
+        made = DECODE.launch(
+            [queries, *keys, *values, groups.table, groups.bounds, groups.members, plan.positions, factors, params],
+            constants,
+            threadgroups=len(groups.spans) * kv_heads * splits,
+            threads=tiling.simdgroups * 32,
+            outputs=[((rows, splits, dim), mx.float32), ((rows, splits, 2), mx.float32)],
+        )
+        return made, splits
+
+    own, own_splits = partial(plan.own, own_tiling(shape, num_tokens))
+    shared, shared_splits, shared_members = own, 0, 1
+    if plan.shared is not None:
+        shared, shared_splits = partial(plan.shared, shared_tiling(shape))
+        shared_members = plan.shared.size
+    [out] = MERGE.launch(
+        [
+            *own,
+            *shared,
+            plan.places,
+            mx.zeros((1,)) if sinks is None else sinks.astype(mx.float32),
+            mx.array([num_tokens, own_splits, shared_splits], mx.int32),
+        ],
+        {
+            "T": queries.dtype,
+            "D": dim,
+            "HEADS": kv_heads,
+            "GQA": shape.queries_per_head,
+            "OWN_MEMBERS": plan.own.size,
+            "SHARED_MEMBERS": shared_members,
+            "SINKS": sinks is not None,
+        },
+        threadgroups=batch * num_heads * num_tokens,
+        threads=dim,
+        outputs=[(tuple(queries.shape), queries.dtype)],
+    )
+    return out
+
+
+def make_plan(
+    shape: HeadShape,
+    block_ids: Sequence[Sequence[int]],
+    bases: Sequence[int],
+    lengths: Sequence[int],
+    num_tokens: int,
+    window: int | None,
+) -> DecodePlan:
+    """A `DecodePlan` for heads of this shape; it also serves others with as many query heads a kv head."""
+    return DecodePlan(
+        block_ids,
+        bases,
+        lengths,
+        num_tokens,
+        window,
+        own_members=own_tiling(shape, num_tokens).members,
+        shared_members=shared_tiling(shape).members,
+    )
