@@ -172,7 +172,7 @@ def ids(cases: Sequence[Case]) -> list[str]:
 
 
 _LENGTHS = (1, 255, 256, 257, 4095)
-_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 _DIMS = (64, 96, 128, 192, 256)
 #: All shapes, lengths and numbers of rows; for a device.
 DECODE_CASES = [
@@ -180,13 +180,13 @@ DECODE_CASES = [
         Case(dim, 2, gqa, dtype, lengths_of(257, 3))
         for dim in _DIMS
         for gqa in (1, 3, 4, 7, 8, 16)
-        for dtype in _DTYPES
+        for dtype in DTYPES
     ),
     *(
         Case(dim=dim, dtype=dtype, lengths=lengths_of(length, rows))
         for length in _LENGTHS
         for rows in (1, 3, 16)
-        for dtype in _DTYPES
+        for dtype in DTYPES
         for dim in (64, 128)
     ),
     *(
@@ -197,7 +197,7 @@ DECODE_CASES = [
     ),
     *(
         Case(dtype=dtype, lengths=(40, 700), softcap=20.0, sinks=sinks, num_tokens=tokens)
-        for dtype in _DTYPES
+        for dtype in DTYPES
         for sinks in (False, True)
         for tokens in (1, 5)
     ),
@@ -205,13 +205,13 @@ DECODE_CASES = [
         Case(dim, 2, gqa, dtype, (600, 777, 512, 1023, 513), prefix=2, num_tokens=tokens)
         for dim in _DIMS
         for gqa in (1, 4, 16)
-        for dtype in _DTYPES
+        for dtype in DTYPES
         for tokens in (1, 2)
     ),
 ]
 UNPACK_CASES = [
     Case(dim=dim, kv_heads=2, dtype=dtype, lengths=(length,))
     for dim in _DIMS
-    for dtype in _DTYPES
+    for dtype in DTYPES
     for length in (1, 257)
 ]

@@ -6,7 +6,7 @@ import ctypes
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,24 +218,24 @@ def _line_of(library: Path, offset: int) -> str:
 
 
 class EmulatedKernel:
-    """What `mx.fast.metal_kernel` returns, on a CPU: runs when called. `log` gets every launch's result.
+    """What `mx.fast.metal_kernel` returns, on a CPU: runs when called.
 
     Args:
-        edit: applied to the text of every launch before it runs.
+        kernel: what it did return.
+        log: gets every launch's result.
+        edit: applied to every launch before it runs.
     """
-
-    real = staticmethod(mx.fast.metal_kernel)
 
     def __init__(
         self,
-        schedule: Schedule = Schedule(),
+        schedule: Schedule,
         *,
+        kernel: Callable[..., Any],
         strict: bool = True,
         log: list[Result] | None = None,
         edit: Callable[[Launch], Launch] = lambda launch: launch,
-        **description: Any,
     ) -> None:
-        self._kernel = self.real(**description)
+        self._kernel = kernel
         self._schedule = schedule
         self._strict = strict
         self._log = log
@@ -245,9 +245,8 @@ class EmulatedKernel:
         arrays = [item if isinstance(item, mx.array) else mx.array(item) for item in inputs]
         how.pop("stream", None)
         [launch] = capture(lambda *args: self._kernel(inputs=list(args), init_value=init_value, **how), *arrays)
-        if init_value is not None:
-            launch = Launch(**{**launch.__dict__, "init_value": init_value})
-        result = run(self._edit(launch), arrays, self._schedule, strict=self._strict)
+        launch = self._edit(replace(launch, init_value=init_value))
+        result = run(launch, arrays, self._schedule, strict=self._strict)
         if self._log is not None:
             self._log.append(result)
         return result.outputs
