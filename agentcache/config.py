@@ -22,8 +22,9 @@ from agentcache.sizes import AUTO_DISK_CEILING, parse_bytes, parse_disk_budget, 
 log = logging.getLogger("agentcache.config")
 
 ENV_PREFIX = "AGENTCACHE_"
-# Ours, but no settings of the server: which server the CLI talks to, where the config file lies, what make installs.
-OTHER_VARIABLES = frozenset({"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND"})
+# Ours, but no settings of the server: which server the CLI talks to, where the config file lies, what make installs,
+# which kernels compute attention.
+OTHER_VARIABLES = frozenset({"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND", "AGENTCACHE_KERNELS"})
 
 QUEUE_FACTOR = 16  # waiting requests per running one
 

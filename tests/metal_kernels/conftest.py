@@ -11,7 +11,7 @@ from agentcache.metal_kernels.decode import DECODE, MERGE
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.unpack import UNPACK
 from tests.metal_kernels.emulator.capture import Launch
-from tests.metal_kernels.emulator.run import EmulatedKernel, Result, Schedule
+from tests.metal_kernels.emulator.run import PLAIN, EmulatedKernel, Result, Schedule
 
 KERNELS = (DECODE, MERGE, UNPACK)
 Emulate = Callable[..., list[Result]]
@@ -24,7 +24,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Emulate:
     `edits` maps a kernel's name to what is done to its launches: a planted bug.
     """
 
-    def start(schedule: Schedule = Schedule(), edits: dict[str, Any] | None = None) -> list[Result]:
+    def start(schedule: Schedule = PLAIN, edits: dict[str, Any] | None = None) -> list[Result]:
         log: list[Result] = []
         for kernel in KERNELS:
             edit = (edits or {}).get(kernel.name, _as_it_is)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from tests.metal_kernels.cases import DTYPES, TOLERANCE, Arenas, Case, error, ids, lengths_of
+from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
+from tests.metal_kernels.cases import DTYPES, ids, lengths_of
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.build import clang
 from tests.metal_kernels.emulator.run import SCHEDULES, Schedule, Traffic

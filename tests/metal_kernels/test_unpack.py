@@ -6,9 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.metal_kernels.cases import Arenas, Case, as_computed, as_mlx, error
 from agentcache.metal_kernels.definition import row_of
 from agentcache.metal_kernels.unpack import unpack
-from tests.metal_kernels.cases import DTYPES, Arenas, Case, as_computed, as_mlx, error
+from tests.metal_kernels.cases import DTYPES
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.build import clang
 from tests.metal_kernels.emulator.run import SCHEDULES, Schedule

@@ -25,6 +25,7 @@
 #include <xmmintrin.h>
 
 #include <algorithm>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -35,7 +36,7 @@ constexpr size_t kStack = 256 << 10;
 constexpr size_t kThreadgroupMemory = 32 << 10;
 constexpr size_t kThreadgroupSpace = 128 << 10;  // what a kernel that takes too much can still be run in
 constexpr size_t kRedZone = 4096;                // around every buffer; launch.py allocates it
-constexpr int kMostFindings = 20;
+constexpr int kMostOfAKind = 4;
 constexpr int kThreadgroupFlag = 2, kDeviceFlag = 1;
 
 struct Options {
@@ -110,10 +111,12 @@ char *stacks, *stacks_end, *threadgroup_memory;
 size_t threadgroup_used;
 std::string findings;
 int num_findings;
+std::map<std::string, int> findings_of;
 uint64_t num_edges, num_switches;
 
 void report(const char* kind, const void* pc, const char* format, ...) {
-  if (num_findings++ >= kMostFindings) return;
+  ++num_findings;
+  if (++findings_of[kind] > kMostOfAKind) return;
   char text[400], head[200];
   va_list arguments;
   va_start(arguments, format);
@@ -132,9 +135,11 @@ void give_way() {
   _longjmp(scheduler, 1);
 }
 
-// An address far off any buffer: the thread ends, the test process does not.
-void on_segmentation_fault(int, siginfo_t* info, void*) {
-  report("out-of-bounds", nullptr, "access to address %p, where nothing is", info->si_addr);
+// An address far off any buffer, or what clang made of an access that it knows to be wrong: the thread ends, the test
+// process does not.
+void on_fault(int signal, siginfo_t* info, void*) {
+  if (signal == SIGSEGV) report("out-of-bounds", nullptr, "access to address %p, where nothing is", info->si_addr);
+  else report("undefined", nullptr, "signal %d at %p", signal, info->si_addr);
   end_thread();
 }
 
@@ -208,7 +213,11 @@ void watch(uintptr_t where, int size, bool is_write, const void* pc) {
   if (!region) {
     if (address >= threadgroup_memory && address < threadgroup_memory + kThreadgroupSpace)
       report("out-of-bounds", pc, "%s of %d bytes beside all threadgroup variables", verb, size);
-    // Everything mapped that a kernel may otherwise touch is its own constants; what is far off ends the thread.
+    // What else a kernel may read is its own constants. It may write to nothing else, least of all to the heap of tests.
+    if (is_write) {
+      report("out-of-bounds", pc, "write of %d bytes far beside all buffers", size);
+      end_thread();
+    }
     return;
   }
   const long offset = address - region->begin;
@@ -493,6 +502,7 @@ int emulator_run(void (*kernel)(), const int* grid, const int* threadgroup, cons
   random_numbers.seed(options.seed);
   entry = kernel;
   findings.clear();
+  findings_of.clear();
   num_findings = 0;
   num_edges = num_switches = 0;
   threadgroup_index = current_index = 0;
@@ -513,10 +523,11 @@ int emulator_run(void (*kernel)(), const int* grid, const int* threadgroup, cons
       mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   stacks_end = stacks + stack_bytes;
   threadgroup_memory = static_cast<char*>(aligned_alloc(4096, kThreadgroupSpace));
-  struct sigaction catching = {}, usual;
-  catching.sa_sigaction = on_segmentation_fault;
+  constexpr int kFaults[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+  struct sigaction catching = {}, usual[4];
+  catching.sa_sigaction = on_fault;
   catching.sa_flags = SA_SIGINFO | SA_NODEFER;
-  sigaction(SIGSEGV, &catching, &usual);
+  for (int i = 0; i < 4; ++i) sigaction(kFaults[i], &catching, &usual[i]);
   std::vector<int> order(groups[0] * groups[1] * groups[2]);
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   if (options.order == 1) std::reverse(order.begin(), order.end());
@@ -525,7 +536,7 @@ int emulator_run(void (*kernel)(), const int* grid, const int* threadgroup, cons
     prepare_threadgroup(index, groups, size, grid);
     run_threadgroup();
   }
-  sigaction(SIGSEGV, &usual, nullptr);
+  for (int i = 0; i < 4; ++i) sigaction(kFaults[i], &usual[i], nullptr);
   if (options.check) report_unwritten();
   munmap(stacks, stack_bytes);
   free(threadgroup_memory);
