@@ -25,9 +25,61 @@ from agentcache.metal_kernels.kernel_text import KernelText
 PackedArrays = tuple[mx.array, mx.array, mx.array]
 
 TILE = 16  # tokens that a simdgroup unpacks at a time
+MAX_SPLITS = 256
 _NO_WINDOW = 1 << 30
 _THREADGROUP_BYTES = 32768
 _LOG2_E = math.log2(math.e)
+
+# A simdgroup's tile: 16 tokens, of which each lane takes whole quantisation groups, so that each is loaded once.
+_FUNCTIONS = """
+template <int HEADS, int GROUPS, int UNITS, typename Table>
+METAL_FUNC void find_tile(Table slots, int t, int stop, int head, int lane, thread size_t* at, thread bool* there) {
+    UNROLL for (int u = 0; u < UNITS; ++u) {
+        const int token = (u * 32 + lane) / GROUPS;
+        const int place = t + token;
+        there[u] = token < 16 && place < stop;
+        at[u] = 0;
+        if (there[u]) {
+            const size_t row = (size_t(slots[place / 256]) * HEADS + head) * 256 + place % 256;
+            at[u] = row * GROUPS + (u * 32 + lane) % GROUPS;
+        }
+    }
+}
+template <int WORDS, int UNITS>
+METAL_FUNC void load_tile(const device uint* data, const device half* scales, const device half* biases,
+                          const thread size_t* at, const thread bool* there, thread uint* words, thread half* scale,
+                          thread half* bias) {
+    UNROLL for (int u = 0; u < UNITS; ++u) {
+        scale[u] = half(0.0f);
+        bias[u] = half(0.0f);
+        UNROLL for (int w = 0; w < WORDS; ++w) words[u * WORDS + w] = 0;
+        if (there[u]) {
+            const device uint4* from = (const device uint4*)(data + at[u] * WORDS);
+            UNROLL for (int w = 0; w < WORDS / 4; ++w) {
+                const uint4 four = from[w];
+                words[u * WORDS + 4 * w] = four.x;
+                words[u * WORDS + 4 * w + 1] = four.y;
+                words[u * WORDS + 4 * w + 2] = four.z;
+                words[u * WORDS + 4 * w + 3] = four.w;
+            }
+            scale[u] = scales[at[u]];
+            bias[u] = biases[at[u]];
+        }
+    }
+}
+template <typename S, int GROUPS, int WORDS, int UNITS>
+METAL_FUNC void stage_tile(SHARED_POINTER(S) stage, int width, int lane, const thread uint* words,
+                           const thread half* scale, const thread half* bias) {
+    UNROLL for (int u = 0; u < UNITS; ++u) {
+        const int token = (u * 32 + lane) / GROUPS;
+        const int column = (u * 32 + lane) % GROUPS * WORDS * 8;
+        if (token < 16) {
+            UNROLL for (int w = 0; w < WORDS; ++w)
+                unpack_word(stage + token * width + column + w * 8, words[u * WORDS + w], scale[u], bias[u]);
+        }
+    }
+}
+"""
 
 # A query's row in a tile: member * GQA + its head among those of the kv head. COOPERATIVE: all simdgroups unpack for
 # all, and each has queries of its own; else each has tokens of its own, and all have the same queries.
@@ -57,14 +109,15 @@ _BODY = """
     threadgroup float peaks[NSG * Q * 8];
     threadgroup float totals[NSG * Q * 8];
     SHARED_POINTER(S) stage = (SHARED_POINTER(S))pool;
+    SHARED_POINTER(S) tiles = stage + (COOPERATIVE ? 0 : sg * 16 * LD);
 
     for (int i = tid; i < ROWS * D; i += NSG * 32) {
         const int row = i / D;
         const int who = row < MEMBERS * GQA ? members[group * MEMBERS + row / GQA] : -1;
         float x = 0.0f;
         if (who >= 0) {
-            const size_t at = size_t(who / row_tokens) * (HEADS * GQA) + head * GQA + row % GQA;
-            x = float(q[(at * row_tokens + who % row_tokens) * D + i % D]);
+            const size_t from = size_t(who / row_tokens) * (HEADS * GQA) + head * GQA + row % GQA;
+            x = float(q[(from * row_tokens + who % row_tokens) * D + i % D]);
         }
         stage[row * LD + i % D] = static_cast<S>(metal::max(-65504.0f, metal::min(65504.0f, x)));
     }
@@ -88,75 +141,35 @@ _BODY = """
     const int per = (end - begin + splits * NSG * 16 - 1) / (splits * NSG * 16) * (NSG * 16);
     const int first = begin + split * per;
     const int stop = metal::min(end, first + per);
+    uint kw[UNITS * WORDS];
+    uint vw[UNITS * WORDS];
+    half ksc[UNITS];
+    half kbi[UNITS];
+    half vsc[UNITS];
+    half vbi[UNITS];
+    size_t at[UNITS];
+    bool there[UNITS];
+    find_tile<HEADS, GROUPS, UNITS>(table + group * width, first + sg * 16 - base, stop - base, head, lane, at, there);
+    load_tile<WORDS, UNITS>(kq, ks, kb, at, there, kw, ksc, kbi);
+    load_tile<WORDS, UNITS>(vq, vs, vb, at, there, vw, vsc, vbi);
     for (int t0 = first; t0 < stop; t0 += NSG * 16) {
-        uint kw[UNITS * WORDS];
-        uint vw[UNITS * WORDS];
-        half ksc[UNITS];
-        half kbi[UNITS];
-        half vsc[UNITS];
-        half vbi[UNITS];
-        UNROLL for (int u = 0; u < UNITS; ++u) {
-            const int token = (u * 32 + lane) / GROUPS;
-            const int t = t0 + sg * 16 + token;
-            ksc[u] = half(0.0f);
-            kbi[u] = half(0.0f);
-            vsc[u] = half(0.0f);
-            vbi[u] = half(0.0f);
-            UNROLL for (int w = 0; w < WORDS; ++w) {
-                kw[u * WORDS + w] = 0;
-                vw[u * WORDS + w] = 0;
-            }
-            if (token < 16 && t < stop) {
-                const int slot = table[group * width + (t - base) / 256];
-                const size_t row = (size_t(slot) * HEADS + head) * 256 + (t - base) % 256;
-                const size_t at = row * GROUPS + (u * 32 + lane) % GROUPS;
-                const device uint4* k_from = (const device uint4*)(kq + at * WORDS);
-                const device uint4* v_from = (const device uint4*)(vq + at * WORDS);
-                UNROLL for (int w = 0; w < WORDS / 4; ++w) {
-                    const uint4 a = k_from[w];
-                    kw[u * WORDS + 4 * w] = a.x;
-                    kw[u * WORDS + 4 * w + 1] = a.y;
-                    kw[u * WORDS + 4 * w + 2] = a.z;
-                    kw[u * WORDS + 4 * w + 3] = a.w;
-                    const uint4 b = v_from[w];
-                    vw[u * WORDS + 4 * w] = b.x;
-                    vw[u * WORDS + 4 * w + 1] = b.y;
-                    vw[u * WORDS + 4 * w + 2] = b.z;
-                    vw[u * WORDS + 4 * w + 3] = b.w;
-                }
-                ksc[u] = ks[at];
-                kbi[u] = kb[at];
-                vsc[u] = vs[at];
-                vbi[u] = vb[at];
-            }
-        }
-        UNROLL for (int u = 0; u < UNITS; ++u) {
-            const int token = (u * 32 + lane) / GROUPS;
-            const int column = (u * 32 + lane) % GROUPS * GS;
-            if (token < 16) {
-                UNROLL for (int w = 0; w < WORDS; ++w)
-                    unpack_word(stage + (sg * 16 + token) * LD + column + w * 8, kw[u * WORDS + w], ksc[u], kbi[u]);
-            }
-        }
+        // What comes next is on its way while this is computed.
+        const int next = t0 + NSG * 16 + sg * 16 - base;
+        find_tile<HEADS, GROUPS, UNITS>(table + group * width, next, stop - base, head, lane, at, there);
+        stage_tile<S, GROUPS, WORDS, UNITS>(stage + sg * 16 * LD, LD, lane, kw, ksc, kbi);
+        load_tile<WORDS, UNITS>(kq, ks, kb, at, there, kw, ksc, kbi);
         if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
         else simdgroup_barrier(mem_flags::mem_threadgroup);
         Sums<Q> scores[TILES * 2];
-        UNROLL for (int n = 0; n < TILES * 2; ++n) {
-            clear(scores[n]);
-            const int row = (COOPERATIVE ? 0 : sg * 16) + n * 8;
-            UNROLL for (int k = 0; k < D / 16; ++k)
-                add_product_rows(scores[n], queries[k], stage + row * LD + k * 16, LD);
+        UNROLL for (int n = 0; n < TILES * 2; ++n) clear(scores[n]);
+        UNROLL for (int k = 0; k < D / 16; ++k) {
+            UNROLL for (int n = 0; n < TILES * 2; ++n)
+                add_product_rows(scores[n], queries[k], tiles + n * 8 * LD + k * 16, LD);
         }
         if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
         else simdgroup_barrier(mem_flags::mem_threadgroup);
-        UNROLL for (int u = 0; u < UNITS; ++u) {
-            const int token = (u * 32 + lane) / GROUPS;
-            const int column = (u * 32 + lane) % GROUPS * GS;
-            if (token < 16) {
-                UNROLL for (int w = 0; w < WORDS; ++w)
-                    unpack_word(stage + (sg * 16 + token) * LD + column + w * 8, vw[u * WORDS + w], vsc[u], vbi[u]);
-            }
-        }
+        stage_tile<S, GROUPS, WORDS, UNITS>(stage + sg * 16 * LD, LD, lane, vw, vsc, vbi);
+        load_tile<WORDS, UNITS>(vq, vs, vb, at, there, vw, vsc, vbi);
         UNROLL for (int i = 0; i < Q; ++i) {
             float top = m[i];
             UNROLL for (int n = 0; n < TILES * 2; ++n) {
@@ -189,10 +202,10 @@ _BODY = """
         if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
         else simdgroup_barrier(mem_flags::mem_threadgroup);
         UNROLL for (int tile = 0; tile < TILES; ++tile) {
-            const int row = (COOPERATIVE ? tile : sg) * 16;
             Left<S, Q> weights;
             to_left(weights, scores[2 * tile], scores[2 * tile + 1]);
-            UNROLL for (int n = 0; n < D / 8; ++n) add_product_columns(out[n], weights, stage + row * LD + n * 8, LD);
+            UNROLL for (int n = 0; n < D / 8; ++n)
+                add_product_columns(out[n], weights, tiles + tile * 16 * LD + n * 8, LD);
         }
         if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
         else simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -205,14 +218,14 @@ _BODY = """
         const int row = i * 8 + tile_row(lane);
         if (COOPERATIVE) {
             if (own_rows + row < MEMBERS * GQA) {
-                const size_t at = size_t(mine + own_rows + row) * splits + split;
+                const size_t to = size_t(mine + own_rows + row) * splits + split;
                 UNROLL for (int n = 0; n < D / 8; ++n) {
                     UNROLL for (int e = 0; e < 2; ++e)
-                        sums[at * D + n * 8 + tile_column(lane) + e] = element(out[n], i, e);
+                        sums[to * D + n * 8 + tile_column(lane) + e] = element(out[n], i, e);
                 }
                 if (tile_column(lane) == 0) {
-                    tops[at * 2] = m[i];
-                    tops[at * 2 + 1] = z[i];
+                    tops[to * 2] = m[i];
+                    tops[to * 2 + 1] = z[i];
                 }
             }
         } else if (tile_column(lane) == 0) {
@@ -246,16 +259,16 @@ _BODY = """
         }
         for (int i = tid; i < MEMBERS * GQA * D; i += NSG * 32) {
             const int row = i / D;
-            const size_t at = size_t(mine + row) * splits + split;
-            sums[at * D + i % D] = pool[i];
+            const size_t to = size_t(mine + row) * splits + split;
+            sums[to * D + i % D] = pool[i];
             if (i % D == 0) {
                 float top = NONE;
                 for (int g = 0; g < NSG; ++g) top = metal::max(top, peaks[g * Q * 8 + row]);
                 float total = 0.0f;
                 for (int g = 0; g < NSG; ++g)
                     total += totals[g * Q * 8 + row] * metal::exp2(peaks[g * Q * 8 + row] - top);
-                tops[at * 2] = top;
-                tops[at * 2 + 1] = total;
+                tops[to * 2] = top;
+                tops[to * 2 + 1] = total;
             }
         }
     }
@@ -266,6 +279,7 @@ _BODY = """
 _MERGE = """
     const int at = int(threadgroup_position_in_grid.x);
     const int d = int(thread_index_in_threadgroup);
+    const int lane = int(thread_index_in_simdgroup);
     const int row_tokens = params[0];
     const int token = at % row_tokens;
     const int head = at / row_tokens % (HEADS * GQA);
@@ -273,27 +287,42 @@ _MERGE = """
     const int own = places[2 * who];
     const int shared = places[2 * who + 1];
     const int own_splits = own >= 0 ? params[1] : 0;
-    const int shared_splits = shared >= 0 ? params[2] : 0;
+    const int splits = own_splits + (shared >= 0 ? params[2] : 0);
     const int own_row = (own / OWN_MEMBERS * HEADS + head / GQA) * (OWN_MEMBERS * GQA) + own % OWN_MEMBERS * GQA;
     const int shared_row =
         (shared / SHARED_MEMBERS * HEADS + head / GQA) * (SHARED_MEMBERS * GQA) + shared % SHARED_MEMBERS * GQA;
     const size_t own_at = size_t(own_row + head % GQA) * params[1];
     const size_t shared_at = size_t(shared_row + head % GQA) * params[2];
-    float top = SINKS ? sinks[head] * 1.4426950408889634f : -1.0e30f;
-    for (int s = 0; s < own_splits; ++s) top = metal::max(top, own_tops[(own_at + s) * 2]);
-    for (int s = 0; s < shared_splits; ++s) top = metal::max(top, shared_tops[(shared_at + s) * 2]);
-    float total = SINKS ? metal::exp2(sinks[head] * 1.4426950408889634f - top) : 0.0f;
+    const float sink = SINKS ? sinks[head] * 1.4426950408889634f : -1.0e30f;
+    threadgroup float weights[MAX_SPLITS];
+    threadgroup float peaks[D / 32];
+    threadgroup float totals[D / 32];
+    float top = sink;
+    for (int s = d; s < splits; s += D) {
+        const bool mine = s < own_splits;
+        const size_t from = mine ? (own_at + s) * 2 : (shared_at + s - own_splits) * 2;
+        top = metal::max(top, mine ? own_tops[from] : shared_tops[from]);
+    }
+    UNROLL for (int b = 16; b > 0; b >>= 1) top = metal::max(top, simd_shuffle_xor(top, ushort(b)));
+    if (lane == 0) peaks[d / 32] = top;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL for (int g = 0; g < D / 32; ++g) top = metal::max(top, peaks[g]);
+    float total = 0.0f;
+    for (int s = d; s < splits; s += D) {
+        const bool mine = s < own_splits;
+        const size_t from = mine ? (own_at + s) * 2 : (shared_at + s - own_splits) * 2;
+        const float weight = metal::exp2((mine ? own_tops[from] : shared_tops[from]) - top);
+        weights[s] = weight;
+        total += weight * (mine ? own_tops[from + 1] : shared_tops[from + 1]);
+    }
+    UNROLL for (int b = 16; b > 0; b >>= 1) total += simd_shuffle_xor(total, ushort(b));
+    if (lane == 0) totals[d / 32] = total;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    total = SINKS ? metal::exp2(sink - top) : 0.0f;
+    UNROLL for (int g = 0; g < D / 32; ++g) total += totals[g];
     float sum = 0.0f;
-    for (int s = 0; s < own_splits; ++s) {
-        const float weight = metal::exp2(own_tops[(own_at + s) * 2] - top);
-        total += weight * own_tops[(own_at + s) * 2 + 1];
-        sum += weight * own_sums[(own_at + s) * D + d];
-    }
-    for (int s = 0; s < shared_splits; ++s) {
-        const float weight = metal::exp2(shared_tops[(shared_at + s) * 2] - top);
-        total += weight * shared_tops[(shared_at + s) * 2 + 1];
-        sum += weight * shared_sums[(shared_at + s) * D + d];
-    }
+    for (int s = 0; s < own_splits; ++s) sum += weights[s] * own_sums[(own_at + s) * D + d];
+    for (int s = own_splits; s < splits; ++s) sum += weights[s] * shared_sums[(shared_at + s - own_splits) * D + d];
     out[size_t(at) * D + d] = static_cast<T>(sum / total);
 """
 
@@ -302,6 +331,7 @@ DECODE = KernelText(
     ("q", "kq", "ks", "kb", "vq", "vs", "vb", "table", "spans", "members", "positions", "factors", "params"),
     ("sums", "tops"),
     _BODY,
+    _FUNCTIONS,
 )
 MERGE = KernelText(
     "agentcache_merge",
@@ -440,7 +470,7 @@ class Groups:
     def splits(self, kv_heads: int, tokens_a_round: int, threadgroups: int) -> int:
         """Into how many parts the tokens are cut: enough to fill the device, each worth its launch."""
         wanted = -(-threadgroups // (len(self.spans) * kv_heads))
-        return max(1, min(wanted, -(-self.longest // (2 * tokens_a_round))))
+        return max(1, min(wanted, MAX_SPLITS, -(-self.longest // tokens_a_round)))
 
 
 class DecodePlan:
@@ -466,6 +496,7 @@ class DecodePlan:
         own_members: int,
         shared_members: int,
     ) -> None:
+        self._constants: dict[tuple[float, ...], mx.array] = {}
         self.num_rows = len(block_ids)
         self.num_tokens = num_tokens
         self.window = _NO_WINDOW if window is None else window
@@ -493,6 +524,13 @@ class DecodePlan:
                 own.append(Span(tuple(ids[skipped:]), span_base, begin, length + tokens[-1] + 1, members))
         self.own = Groups(own, own_members)
         self.shared = Groups(shared, shared_members) if shared else None
+
+    def constant(self, *numbers: float) -> mx.array:
+        """Numbers that a launch is given: int32, or float32 if any is a float. Made once a step, not once a layer."""
+        if numbers not in self._constants:
+            kind = mx.float32 if any(isinstance(number, float) for number in numbers) else mx.int32
+            self._constants[numbers] = mx.array(numbers, kind)
+        return self._constants[numbers]
 
     @cached_property
     def positions(self) -> mx.array:
@@ -560,11 +598,11 @@ def decode(
     kv_heads = keys[0].shape[1]
     shape = HeadShape(dim, kv_heads, num_heads // kv_heads, dim // keys[1].shape[-1], queries.dtype)
     factor = scale * _LOG2_E if softcap is None else scale / softcap
-    factors = mx.array([factor, (softcap or 0.0) * _LOG2_E], mx.float32)
+    factors = plan.constant(factor, (softcap or 0.0) * _LOG2_E)
 
     def partial(groups: Groups, tiling: Tiling) -> tuple[list[mx.array], int]:
         splits = groups.splits(kv_heads, tiling.simdgroups * TILE, threadgroups)
-        params = mx.array([splits, groups.width, plan.window, num_tokens], mx.int32)
+        params = plan.constant(splits, groups.width, plan.window, num_tokens)
         rows = len(groups.spans) * kv_heads * tiling.members * shape.queries_per_head
         constants = {
             "S": shape.staged,
@@ -599,8 +637,8 @@ def decode(
             *own,
             *shared,
             plan.places,
-            mx.zeros((1,)) if sinks is None else sinks.astype(mx.float32),
-            mx.array([num_tokens, own_splits, shared_splits], mx.int32),
+            plan.constant(0.0) if sinks is None else sinks.astype(mx.float32),
+            plan.constant(num_tokens, own_splits, shared_splits),
         ],
         {
             "T": queries.dtype,
@@ -610,6 +648,7 @@ def decode(
             "OWN_MEMBERS": plan.own.size,
             "SHARED_MEMBERS": shared_members,
             "SINKS": sinks is not None,
+            "MAX_SPLITS": 2 * MAX_SPLITS,
         },
         threadgroups=batch * num_heads * num_tokens,
         threads=dim,

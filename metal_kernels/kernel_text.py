@@ -174,10 +174,10 @@ template <int Q> METAL_FUNC void to_left(Left<float, Q>& left, Sums<Q>& a, Sums<
     }
 }
 METAL_FUNC void mma(float& c0, float& c1, float& c2, float& c3, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 // The matrix unit takes 16 rows at a time: two eights, or one and nothing.
 METAL_FUNC void add_product(Sums<1>& sums, Left<half, 1>& left, uint b0, uint b1) {
@@ -199,8 +199,7 @@ template <int Q> METAL_FUNC void add_product_columns(Sums<Q>& sums, Left<half, Q
     const uint at = uint(__cvta_generic_to_shared(from + (own_lane() & 15) * width));
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
                  : "=r"(b0), "=r"(b1)
-                 : "r"(at)
-                 : "memory");
+                 : "r"(at));  // volatile, since it reads memory: the same address holds other values each time
     add_product(sums, left, b0, b1);
 }
 // The left operand's element k of a row is in the lane of that row that has column k.
@@ -280,12 +279,13 @@ def cuda_source(body: str) -> str:
 
 @dataclass(frozen=True)
 class KernelText:
-    """A kernel: its body, and what its arrays are called there."""
+    """A kernel: its body, what its arrays are called there, and functions that it calls."""
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
+    functions: str = ""
 
     @cached_property
     def metal(self) -> Callable[..., list[mx.array]]:
@@ -294,7 +294,7 @@ class KernelText:
             input_names=list(self.inputs),
             output_names=list(self.outputs),
             source=self.body,
-            header=_METAL,
+            header=_METAL + self.functions,
         )
 
     @cached_property
@@ -304,7 +304,7 @@ class KernelText:
             input_names=list(self.inputs),
             output_names=list(self.outputs),
             source=cuda_source(self.body),
-            header=_CUDA,
+            header=_CUDA + self.functions,
         )
 
     def launch(

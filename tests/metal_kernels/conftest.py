@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,8 +39,7 @@ def emulated(
     kernel: KernelText, schedule: Schedule, log: list[Result], edit: Callable[[Launch], Launch]
 ) -> EmulatedKernel:
     """What `KernelText.metal` is while kernels are emulated."""
-    made = KernelText(kernel.name, kernel.inputs, kernel.outputs, kernel.body)
-    return EmulatedKernel(schedule, kernel=made.metal, log=log, edit=edit)
+    return EmulatedKernel(schedule, kernel=replace(kernel).metal, log=log, edit=edit)
 
 
 def _as_it_is(launch: Launch) -> Launch:
