@@ -66,8 +66,8 @@ ROW_BUGS = [
         "            if (sg == 0) threadgroup_barrier(",
         "barrier",
     ),
-    Bug("scale of another group", "vsc[u] = vs[at];", "vsc[u] = vs[row * GROUPS];", NUMBERS),
-    Bug("scale and bias exchanged", "kbi[u] = kb[at];", "kbi[u] = ks[at];", NUMBERS),
+    Bug("scale of another group", "scale[u] = scales[at[u]];", "scale[u] = scales[at[u] / 2 * 2];", NUMBERS),
+    Bug("scale and bias exchanged", "bias[u] = biases[at[u]];", "bias[u] = scales[at[u]];", NUMBERS),
     Bug(
         "nibbles from the high end",
         "fma(float((word >> (16 * i + 4 * e)) & 15u), float(scale)",
@@ -78,14 +78,14 @@ ROW_BUGS = [
     Bug("simdgroups not rescaled", "* metal::exp2(peaks[g * Q * 8 + row] - top)", "", NUMBERS),
     Bug(
         "table off by a block",
-        "table[group * width + (t - base) / 256]",
-        "table[group * width + (t - base + 1) / 256]",
+        "slots[place / 256]",
+        "slots[(place + 1) / 256]",
         NUMBERS,
     ),
     Bug("window off by one", "t > last[i] - window", "t >= last[i] - window", NUMBERS),
     Bug("causal off by one", "t <= last[i]", "t < last[i]", NUMBERS),
     Bug("heads mapped otherwise", "+ head * GQA + row % GQA;", "+ row % GQA * HEADS + head;", NUMBERS),
-    Bug("tail unguarded", "if (token < 16 && t < stop) {", "if (token < 16) {", NUMBERS),
+    Bug("tail unguarded", "token < 16 && place < stop;", "token < 16;", NUMBERS),
     Bug(
         "partial never written",
         "} else if (tile_column(lane) == 0) {",
@@ -98,9 +98,7 @@ ROW_BUGS = [
         "peaks[sg * Q * 16 + row] = m[i];",
         "out-of-bounds",
     ),
-    Bug(
-        "register array too short", "kw[u * WORDS + 4 * w + 3] = a.w;", "kw[u * WORDS + 4 * w + 4] = a.w;", "undefined"
-    ),
+    Bug("register array too short", "last[i] = who", "last[i + Q] = who", "undefined"),
     Bug(
         "simd operation under divergence",
         "top = metal::max(top, simd_shuffle_xor(top, ROW_PEER_1));",
@@ -115,12 +113,19 @@ ROW_BUGS = [
     ),
     Bug("loop that does not end", "t0 += NSG * 16", "t0 += 0", "runaway"),
     Bug("threadgroup memory", "threadgroup float pool[POOL];", "threadgroup float pool[2 * POOL];", "limit"),
-    Bug("pointer without address space", "const device uint4* k_from", "const uint4* k_from", SYNTAX),
-    Bug("split weighed by nothing", "total += weight * own_tops", "total += own_tops", NUMBERS, MERGE),
+    Bug(
+        "weights not waited for",
+        "totals[d / 32] = total;\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "totals[d / 32] = total;",
+        "race",
+        MERGE,
+    ),
+    Bug("pointer without address space", "const device uint4* from", "const uint4* from", SYNTAX),
+    Bug("split weighed by nothing", "total += weight * (mine", "total += (mine", NUMBERS, MERGE),
     Bug(
         "sink of another head",
-        "SINKS ? metal::exp2(sinks[head]",
-        "SINKS ? metal::exp2(sinks[head / GQA]",
+        "SINKS ? sinks[head]",
+        "SINKS ? sinks[head / GQA]",
         NUMBERS,
         MERGE,
     ),
@@ -140,11 +145,11 @@ PREFIX_BUGS = [
         "(word >> (28 - 16 * i - 4 * e)) & 15u) | 0x6400u",
         NUMBERS,
     ),
-    Bug("scale of another token", "ksc[u] = ks[at];", "ksc[u] = ks[at / 2];", NUMBERS),
+    Bug("scale of another token", "scale[u] = scales[at[u]];", "scale[u] = scales[at[u] / 2];", NUMBERS),
     Bug("sum not rescaled", "z[i] *= keep;", "", NUMBERS),
     Bug("queries of another simdgroup", "COOPERATIVE ? sg * Q * 8 : 0", "COOPERATIVE ? sg * Q * 4 : 0", "race"),
-    Bug("tokens of another simdgroup", "COOPERATIVE ? tile : sg", "COOPERATIVE ? 0 : sg", NUMBERS),
-    Bug("table off by a block", "table[group * width + (t - base) / 256]", "table[group * width]", NUMBERS),
+    Bug("tokens of another simdgroup", "tiles + tile * 16 * LD + n * 8", "tiles + n * 8", NUMBERS),
+    Bug("table off by a block", "slots[place / 256]", "slots[0]", NUMBERS),
     Bug(
         "rows beyond the group", "if (own_rows + row < MEMBERS * GQA) {", "if (row < MEMBERS * GQA) {", "out-of-bounds"
     ),
@@ -159,9 +164,9 @@ PREFIX_BUGS = [
     Bug(
         "uninitialised queries", "stage[row * LD + i % D] =", "if (row < 40) stage[row * LD + i % D] =", "uninitialised"
     ),
-    Bug("row in no group", "shared >= 0 ? params[2] : 0", "params[2]", "out-of-bounds", MERGE),
-    Bug("shared part left out", "sum += weight * shared_sums", "sum += 0.0f * shared_sums", NUMBERS, MERGE),
-    Bug("split twice", "(shared_at + s) * D", "shared_at * D", NUMBERS, MERGE),
+    Bug("row in no group", "(shared >= 0 ? params[2] : 0)", "params[2]", "out-of-bounds", MERGE),
+    Bug("shared part left out", "sum += weights[s] * shared_sums", "sum += 0.0f * shared_sums", NUMBERS, MERGE),
+    Bug("split twice", "(shared_at + s - own_splits) * D", "shared_at * D", NUMBERS, MERGE),
     Bug("implicit rounding", "static_cast<T>(sum / total)", "sum / total", SYNTAX, MERGE),
 ]
 UNPACK_BUGS = [

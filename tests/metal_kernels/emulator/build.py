@@ -17,7 +17,7 @@ import mlx
 from tests.metal_kernels.emulator.lint import lint
 
 HERE = Path(__file__).parent
-_MLX = next(Path(path) / "include" for path in mlx.__path__ if (Path(path) / "include").exists())
+MLX_INCLUDES = next(Path(path) / "include" for path in mlx.__path__ if (Path(path) / "include").exists())
 _CACHE = Path(tempfile.gettempdir()) / f"agentcache-emulator-{os.getuid()}"
 _COMMON = [
     "-x",
@@ -186,7 +186,7 @@ def _folder() -> Path:
     """Where libraries are kept, with MLX's own utils.h as clang takes it: array parameters spelt as pointers."""
     includes = _CACHE / "include"
     includes.mkdir(parents=True, exist_ok=True, mode=0o700)
-    text = (_MLX / "mlx/backend/metal/kernels/utils.h").read_text()
+    text = (MLX_INCLUDES / "mlx/backend/metal/kernels/utils.h").read_text()
     own = includes / f".{os.getpid()}"
     own.write_text(re.sub(r"constant const int64_t strides\[\d\]", "constant const int64_t* strides", text))
     own.replace(includes / "mlx_utils.h")
@@ -216,7 +216,7 @@ def _digest(*texts: str) -> str:
 
 
 def _compile(arguments: list[str]) -> None:
-    includes = [f"-isystem{path}" for path in (HERE / "shim", _folder() / "include", _MLX)]
+    includes = [f"-isystem{path}" for path in (HERE / "shim", _folder() / "include", MLX_INCLUDES)]
     _run([_required_clang(), *_COMMON, *includes, *arguments])
 
 

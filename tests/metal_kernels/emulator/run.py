@@ -115,7 +115,7 @@ class _Buffer:
 
 def run(
     launch: Launch,
-    inputs: Sequence[mx.array],
+    inputs: Sequence[mx.array | None],
     schedule: Schedule = PLAIN,
     *,
     strict: bool = True,
@@ -124,6 +124,7 @@ def run(
     """Run one launch.
 
     Args:
+        inputs: None where the kernel takes an output among them; the other outputs come last.
         strict: the text must pass the lint, too.
 
     Raises:
@@ -136,8 +137,10 @@ def run(
     library = load(path)
     names = re.findall(r"(\w+) \[\[buffer\(\d+\)\]\]", launch.source)
     outputs = [_Buffer.of(_before(launch, output.shape, output.dtype)) for output in launch.outputs]
-    arguments = [(_Buffer.of(array), False) for array in _arguments(launch, inputs)]
-    arguments += [(buffer, True) for buffer in outputs]
+    left = iter(outputs)
+    passed = _arguments(launch, inputs)
+    arguments = [(next(left), True) if array is None else (_Buffer.of(array), False) for array in passed]
+    arguments += [(buffer, True) for buffer in left]
     slots = (ctypes.c_void_p * 32).in_dll(library, "emulator_buffers")
     for index, ((buffer, writable), name) in enumerate(zip(arguments, names, strict=True)):
         slots[index] = buffer.address
@@ -170,10 +173,13 @@ def _three(numbers: tuple[int, int, int]) -> Any:
     return (ctypes.c_int * 3)(*numbers)
 
 
-def _arguments(launch: Launch, inputs: Sequence[mx.array]) -> Iterator[np.ndarray]:
+def _arguments(launch: Launch, inputs: Sequence[mx.array | None]) -> Iterator[np.ndarray | None]:
     """What the kernel is passed for its inputs: data and, where its text asks for them, shapes and strides."""
     infos = launch.shape_infos or ((False, False, False),) * len(inputs)
     for array, (shape, strides, ndim) in zip(inputs, infos, strict=True):
+        if array is None:
+            yield None
+            continue
         data = to_numpy(array)
         yield data
         if not data.ndim:
