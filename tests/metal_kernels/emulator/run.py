@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.metal_kernels.emulator.capture import Launch, capture
 
 _RED_ZONE = 4096  # runtime.cpp knows it, too
 _TEXT = 1 << 15
+_LARGE = 1 << 28  # bytes of an input that is not copied
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ class _Buffer:
         memory[begin : begin + array.nbytes] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
         return cls(memory, begin, array)
 
+    @classmethod
+    def in_place(cls, array: np.ndarray) -> _Buffer:
+        """Without a copy, for what is too large."""
+        return cls(array.reshape(-1).view(np.uint8), 0, array)
+
     @property
     def address(self) -> int:
         return self.memory.ctypes.data + self.begin
@@ -115,7 +121,7 @@ class _Buffer:
 
 def run(
     launch: Launch,
-    inputs: Sequence[mx.array | None],
+    inputs: Sequence[mx.array | np.ndarray | None],
     schedule: Schedule = PLAIN,
     *,
     strict: bool = True,
@@ -139,7 +145,7 @@ def run(
     outputs = [_Buffer.of(_before(launch, output.shape, output.dtype)) for output in launch.outputs]
     left = iter(outputs)
     passed = _arguments(launch, inputs)
-    arguments = [(next(left), True) if array is None else (_Buffer.of(array), False) for array in passed]
+    arguments = [(next(left), True) if array is None else (_held(array), False) for array in passed]
     arguments += [(buffer, True) for buffer in left]
     slots = (ctypes.c_void_p * 32).in_dll(library, "emulator_buffers")
     for index, ((buffer, writable), name) in enumerate(zip(arguments, names, strict=True)):
@@ -169,18 +175,22 @@ def run(
     return Result([_to_mlx(buffer.contents(), output.dtype) for buffer, output in pairs], moved)
 
 
+def _held(array: np.ndarray) -> _Buffer:
+    return _Buffer.of(array) if array.nbytes < _LARGE else _Buffer.in_place(array)
+
+
 def _three(numbers: tuple[int, int, int]) -> Any:
     return (ctypes.c_int * 3)(*numbers)
 
 
-def _arguments(launch: Launch, inputs: Sequence[mx.array | None]) -> Iterator[np.ndarray | None]:
+def _arguments(launch: Launch, inputs: Sequence[mx.array | np.ndarray | None]) -> Iterator[np.ndarray | None]:
     """What the kernel is passed for its inputs: data and, where its text asks for them, shapes and strides."""
     infos = launch.shape_infos or ((False, False, False),) * len(inputs)
     for array, (shape, strides, ndim) in zip(inputs, infos, strict=True):
         if array is None:
             yield None
             continue
-        data = to_numpy(array)
+        data = array if isinstance(array, np.ndarray) else to_numpy(array)
         yield data
         if not data.ndim:
             continue
@@ -231,6 +241,7 @@ class EmulatedKernel:
         kernel: what it did return.
         log: gets every launch's result.
         edit: applied to every launch before it runs.
+        memory: what is passed for some inputs, by their number: they are too large to be evaluated.
     """
 
     def __init__(
@@ -241,7 +252,9 @@ class EmulatedKernel:
         strict: bool = True,
         log: list[Result] | None = None,
         edit: Callable[[Launch], Launch] = lambda launch: launch,
+        memory: Mapping[int, np.ndarray] | None = None,
     ) -> None:
+        self._memory = memory or {}
         self._kernel = kernel
         self._schedule = schedule
         self._strict = strict
@@ -253,7 +266,8 @@ class EmulatedKernel:
         how.pop("stream", None)
         [launch] = capture(lambda *args: self._kernel(inputs=list(args), init_value=init_value, **how), *arrays)
         launch = self._edit(replace(launch, init_value=init_value))
-        result = run(launch, arrays, self._schedule, strict=self._strict)
+        passed = [self._memory.get(index, array) for index, array in enumerate(arrays)]
+        result = run(launch, passed, self._schedule, strict=self._strict)
         if self._log is not None:
             self._log.append(result)
         return result.outputs

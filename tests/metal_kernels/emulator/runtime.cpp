@@ -161,6 +161,8 @@ Region* find(char* address, int size) {
   for (auto& region : threadgroup_variables)
     if (address + size > region.begin && address < region.begin + region.size) return &region;
   for (auto& region : buffers)
+    if (address >= region.begin && address < region.begin + region.size) return &region;
+  for (auto& region : buffers)
     if (address >= region.begin - kRedZone && address < region.begin + region.size + kRedZone) return &region;
   return nullptr;
 }
