@@ -63,6 +63,7 @@ def doctor(
 def examine(config: Config) -> Iterator[Check]:
     yield from check_installation()
     yield check_ops()
+    yield check_kernels(config)
     yield check_server(config)
     yield check_folder(config.cache_dir)
     yield check_quarantine(config.cache_dir)
@@ -100,6 +101,29 @@ def check_ops() -> Check:
         lines = done.stderr.strip().splitlines()
         return Check("mx ops", False, lines[-1] if lines else f"ended with code {done.returncode}")
     return Check("mx ops", True, f"4-bit products agree on {done.stdout.strip()}")
+
+
+def check_kernels(config: Config) -> Check:
+    """Which of the served model's layers a kernel computes. The reference is right, too, so this never fails."""
+    folder = _model_folder(config)
+    if folder is None:
+        return Check("kernels", True, f"{config.model} is not a folder here, so none are tried")
+    command = [sys.executable, "-m", "agentcache.models.kernel_report", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=OPS_SECONDS, check=False)
+        kinds = json.loads(done.stdout) if done.returncode == 0 else []
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        kinds = []
+    said = [f"{kind['kind']}: {kind['by']}{' (' + kind['why'] + ')' if kind['why'] else ''}" for kind in kinds]
+    return Check("kernels", True, "; ".join(said) or "nothing could be tried; the reference serves")
+
+
+def _model_folder(config: Config) -> Path | None:
+    """Where the served model's config.json lies; None for a hub id."""
+    from agentcache.models.builtin.embedded import DATA
+
+    folder = DATA if config.model is None else Path(config.model).expanduser()
+    return folder if (folder / "config.json").is_file() else None
 
 
 def check_server(config: Config) -> Check:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.cli import doctor
+from agentcache.config import load_config
 from agentcache.store.lock import FolderLock
 from tests.cli.conftest import Invoke
 from tests.kv.damage import flip
@@ -72,3 +73,13 @@ def test_every_file_is_verified_on_request(invoke: Invoke, tmp_path: Path) -> No
     flip(next((cache_dir / "blocks").glob("??/*.safetensors")))
     exit_code, [found, bad] = content()
     assert exit_code == 1 and not found["ok"] and "checksum" in str(bad["detail"])
+
+
+def test_kernels_of_the_served_model(tmp_path: Path) -> None:
+    embedded = doctor.check_kernels(load_config({}))
+    assert embedded.ok
+    assert embedded.detail.startswith("attention: ")
+    elsewhere = doctor.check_kernels(load_config({"model": "owner/name"}))
+    assert "owner/name is not a folder here" in elsewhere.detail
+    (tmp_path / "config.json").write_text("{}")
+    assert "nothing could be tried" in doctor.check_kernels(load_config({"model": str(tmp_path)})).detail
