@@ -42,6 +42,9 @@ class KernelsPlan:
         prefixes: (rows, tokens that they share, tokens of their own).
         unpacked: contexts of a prompt's chunk.
         threadgroups: that a launch is to have, at least, where the context is long enough.
+        compare: measure what is beside the kernels, too.
+        working_set: bytes that the layers in rotation have, at least.
+        copied: bytes of the array that shows the copy bandwidth.
     """
 
     contexts: tuple[int, ...] = (1024, 4096, 16384, 65536)
@@ -55,6 +58,8 @@ class KernelsPlan:
     rounds: int = 5
     threadgroups: int = 512
     compare: bool = True
+    working_set: int = 4 * _LARGEST_DEVICE_CACHE
+    copied: int = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Layers:
         self.layer = LayerSpec(0, plan.kv_heads, plan.dim, plan.dim)
         self.quantisation = quantisation_for(plan.dim)
         per_layer = slots * BLOCK_SIZE * bytes_per_token(plan)
-        self.count = max(2, -(-4 * _LARGEST_DEVICE_CACHE // per_layer))
+        self.count = max(2, -(-plan.working_set // per_layer))
         self.arenas = [self._arena(slots, seed) for seed in range(self.count)]
 
     def _arena(self, slots: int, seed: int) -> LayerArena:
@@ -106,7 +111,7 @@ def bytes_per_token(plan: KernelsPlan) -> int:
 
 def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple[float, list[Sample]]:
     """Copy bandwidth in bytes/s, and the samples."""
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(plan.copied)
     progress(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     samples = []
     for context in plan.contexts:
@@ -124,9 +129,9 @@ def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple
     return bandwidth, samples
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(size: int) -> float:
     """Bytes read and written a second by copying an array much larger than any cache."""
-    source = mx.zeros((1 << 29,), mx.uint8).view(mx.uint32)
+    source = mx.zeros((size // 4,), mx.uint32)
     mx.eval(source)
     seconds = _fastest(5, lambda: [source + mx.array(number, mx.uint32) for number in range(4)])
     return float(4 * 2 * source.nbytes / seconds)
@@ -183,7 +188,7 @@ def _flash(plan: KernelsPlan, rows: int, context: int, queries: mx.array) -> flo
     size = rows * plan.kv_heads * context * plan.dim * 2 * 2
     if 2 * size > _MOST_BYTES:
         return None
-    count = max(2, -(-4 * _LARGEST_DEVICE_CACHE // size))
+    count = max(2, -(-plan.working_set // size))
     shape = (rows, plan.kv_heads, context, plan.dim)
     pairs = [[mx.random.normal(shape).astype(queries.dtype) for _ in range(2)] for _ in range(count)]
     mx.eval(pairs)
