@@ -21,7 +21,7 @@ from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena, Packed
 from agentcache.kv.spec import LayerSpec, quantisation_for
 from agentcache.kv.step_plan import Reads
-from agentcache.metal_kernels.decode import HeadShape, decode, make_plan
+from agentcache.metal_kernels.decode import DecodePlan, HeadShape, StepRows, decode
 from agentcache.metal_kernels.unpack import unpack
 from agentcache.models.attention import AttentionOptions, packed_attention
 
@@ -147,7 +147,7 @@ def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int) -> Sampl
     dtype = getattr(mx, plan.dtype)
     heads = plan.kv_heads * plan.queries_per_head
     shape = HeadShape(plan.dim, plan.kv_heads, plan.queries_per_head, layers.quantisation.group_size, dtype)
-    reads = make_plan(shape, ids, [0] * rows, [length] * rows, 1, None)
+    reads = DecodePlan(shape, StepRows(ids, [0] * rows, [length] * rows, 1))
     queries = mx.random.normal((rows, heads, 1, plan.dim)).astype(dtype)
     scale = plan.dim**-0.5
     mx.eval(queries)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.metal_kernels.decode import DecodePlan, HeadShape, PackedArrays, decode, make_plan
+from agentcache.metal_kernels.decode import DecodePlan, HeadShape, PackedArrays, StepRows, decode
 from agentcache.metal_kernels.definition import PackedNumpy, attention
 
 #: Largest difference, of values of about 1.
@@ -98,7 +98,8 @@ class Arenas:
 
     def plan(self) -> DecodePlan:
         case = self.case
-        return make_plan(case.shape, self.block_ids, self.bases, case.lengths, case.num_tokens, case.window)
+        rows = StepRows(self.block_ids, self.bases, case.lengths, case.num_tokens, case.window)
+        return DecodePlan(case.shape, rows, least_saved=1)
 
     def expected(self) -> np.ndarray:
         case = self.case

@@ -473,75 +473,61 @@ class Groups:
         return max(1, min(wanted, MAX_SPLITS, -(-self.longest // tokens_a_round)))
 
 
-class DecodePlan:
-    """What the queries of a step read, for all layers of one cache group.
+@dataclass(frozen=True)
+class StepRows:
+    """What the rows of a step hold and read.
 
     Args:
-        block_ids: of each row.
+        block_ids: slots of each row.
         bases: position of each row's first block's first token.
         lengths: tokens that each row holds before the step.
         num_tokens: queries of each row; they are the row's last tokens.
         window: number of most recent tokens attended to; None for all.
-        queries_per_head, members: of the `Tiling`s that the groups are made for.
     """
 
-    def __init__(
-        self,
-        block_ids: Sequence[Sequence[int]],
-        bases: Sequence[int],
-        lengths: Sequence[int],
-        num_tokens: int,
-        window: int | None,
-        *,
-        own_members: int,
-        shared_members: int,
-    ) -> None:
-        self._constants: dict[tuple[float, ...], mx.array] = {}
-        self.num_rows = len(block_ids)
-        self.num_tokens = num_tokens
-        self.window = _NO_WINDOW if window is None else window
-        self._lengths = lengths
-        prefixes = shared_prefixes(block_ids, bases, lengths) if window is None else []
-        ends = [0] * self.num_rows  # of what each row reads as one of many
-        shared = []
-        for prefix in prefixes:
-            for row in prefix.rows:
-                ends[row] = prefix.num_blocks * BLOCK_SIZE
-            queries = [row * num_tokens + token for row in prefix.rows for token in range(num_tokens)]
-            common = tuple(block_ids[prefix.rows[0]][: prefix.num_blocks])
-            shared += [
-                Span(common, 0, 0, prefix.num_blocks * BLOCK_SIZE, tuple(queries[at : at + shared_members]))
-                for at in range(0, len(queries), shared_members)
-            ]
-        own = []
-        for row, (ids, base, length, end) in enumerate(zip(block_ids, bases, lengths, ends, strict=True)):
-            for at in range(0, num_tokens, own_members):
-                tokens = range(at, min(at + own_members, num_tokens))
-                begin = max(base, end, length + at - self.window + 1)
-                skipped = (begin - base) // BLOCK_SIZE
-                span_base = base + skipped * BLOCK_SIZE
-                members = tuple(row * num_tokens + token for token in tokens)
-                own.append(Span(tuple(ids[skipped:]), span_base, begin, length + tokens[-1] + 1, members))
-        self.own = Groups(own, own_members)
-        self.shared = Groups(shared, shared_members) if shared else None
+    block_ids: Sequence[Sequence[int]]
+    bases: Sequence[int]
+    lengths: Sequence[int]
+    num_tokens: int
+    window: int | None = None
 
-    def constant(self, *numbers: float) -> mx.array:
-        """Numbers that a launch is given: int32, or float32 if any is a float. Made once a step, not once a layer."""
-        if numbers not in self._constants:
-            kind = mx.float32 if any(isinstance(number, float) for number in numbers) else mx.int32
-            self._constants[numbers] = mx.array(numbers, kind)
-        return self._constants[numbers]
+    def queries_of(self, row: int) -> list[int]:
+        """Numbers of a row's queries."""
+        return list(range(row * self.num_tokens, (row + 1) * self.num_tokens))
+
+
+class DecodePlan:
+    """What the queries of a step read, for all layers of one cache group.
+
+    Args:
+        shape: for heads of this shape, and others that get the same `Tiling`s.
+        least_saved: tokens that need not be read again, for a shared prefix to be worth a launch.
+    """
+
+    def __init__(self, shape: HeadShape, rows: StepRows, least_saved: int = 2048) -> None:
+        self.rows = rows
+        self.window = _NO_WINDOW if rows.window is None else rows.window
+        prefixes = [] if rows.window is not None else shared_prefixes(rows, least_saved)
+        self.own = Groups(*own_spans(rows, prefixes, own_tiling(shape, rows.num_tokens).members))
+        self.shared = Groups(*shared_spans(rows, prefixes, shared_tiling(shape).members)) if prefixes else None
+        self._constants: dict[tuple[mx.Dtype, tuple[float, ...]], mx.array] = {}
+
+    def constant(self, dtype: mx.Dtype, *numbers: float) -> mx.array:
+        """Numbers that a launch is given. Made once a step, not once a layer."""
+        if (dtype, numbers) not in self._constants:
+            self._constants[dtype, numbers] = mx.array(numbers, dtype)
+        return self._constants[dtype, numbers]
 
     @cached_property
     def positions(self) -> mx.array:
         """Of each query, int32 [rows * num_tokens]."""
-        rows = [length + token for length in self._lengths for token in range(self.num_tokens)]
-        return mx.array(np.array(rows, np.int32))
+        positions = [length + token for length in self.rows.lengths for token in range(self.rows.num_tokens)]
+        return mx.array(np.array(positions, np.int32))
 
     @cached_property
     def places(self) -> mx.array:
         """int32 [rows * num_tokens, 2]: in `own` and in `shared`."""
-        count = self.num_rows * self.num_tokens
+        count = len(self.rows.lengths) * self.rows.num_tokens
         shared = np.full(count, -1, np.int32) if self.shared is None else self.shared.places(count)
         return mx.array(np.stack([self.own.places(count), shared], axis=1))
 
@@ -553,27 +539,59 @@ class Prefix:
     rows: tuple[int, ...]
     num_blocks: int
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * BLOCK_SIZE
 
-def shared_prefixes(block_ids: Sequence[Sequence[int]], bases: Sequence[int], lengths: Sequence[int]) -> list[Prefix]:
+
+def shared_prefixes(rows: StepRows, least_saved: int) -> list[Prefix]:
     """Sets of rows whose first blocks are the same slots: of each set what all of its rows have in common.
 
     Every row keeps its last block to itself, so that each has something of its own to read.
     """
     by_first: dict[int, list[int]] = {}
-    for row, (ids, base, length) in enumerate(zip(block_ids, bases, lengths, strict=True)):
+    for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
         if base == 0 and length >= BLOCK_SIZE:
             by_first.setdefault(ids[0], []).append(row)
-    return [
-        Prefix(tuple(rows), _common_blocks([block_ids[row][: lengths[row] // BLOCK_SIZE] for row in rows]))
-        for rows in by_first.values()
-        if len(rows) > 1
+    prefixes = [
+        Prefix(tuple(alike), _common_blocks([rows.block_ids[row][: rows.lengths[row] // BLOCK_SIZE] for row in alike]))
+        for alike in by_first.values()
+        if len(alike) > 1
     ]
+    return [prefix for prefix in prefixes if (len(prefix.rows) - 1) * prefix.num_tokens >= least_saved]
 
 
 def _common_blocks(tables: Sequence[Sequence[int]]) -> int:
     most = min(len(ids) for ids in tables)
     first = tables[0]
     return next((i for i in range(most) if any(ids[i] != first[i] for ids in tables)), most)
+
+
+def shared_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
+    """Groups of at most `size` queries that read a prefix together; and `size`."""
+    spans = []
+    for prefix in prefixes:
+        queries = [query for row in prefix.rows for query in rows.queries_of(row)]
+        common = tuple(rows.block_ids[prefix.rows[0]][: prefix.num_blocks])
+        spans += [
+            Span(common, 0, 0, prefix.num_tokens, tuple(queries[at : at + size])) for at in range(0, len(queries), size)
+        ]
+    return spans, size
+
+
+def own_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
+    """Groups of at most `size` queries of a row, which read what no prefix has; and `size`."""
+    read = {row: prefix.num_tokens for prefix in prefixes for row in prefix.rows}
+    spans = []
+    for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
+        for at in range(0, rows.num_tokens, size):
+            queries = rows.queries_of(row)[at : at + size]
+            oldest = 0 if rows.window is None else length + at - rows.window + 1
+            begin = max(base, read.get(row, 0), oldest)
+            skipped = (begin - base) // BLOCK_SIZE
+            end = length + at + len(queries)
+            spans.append(Span(tuple(ids[skipped:]), base + skipped * BLOCK_SIZE, begin, end, tuple(queries)))
+    return spans, size
 
 
 def decode(
@@ -598,11 +616,11 @@ def decode(
     kv_heads = keys[0].shape[1]
     shape = HeadShape(dim, kv_heads, num_heads // kv_heads, dim // keys[1].shape[-1], queries.dtype)
     factor = scale * _LOG2_E if softcap is None else scale / softcap
-    factors = plan.constant(factor, (softcap or 0.0) * _LOG2_E)
+    factors = plan.constant(mx.float32, factor, (softcap or 0.0) * _LOG2_E)
 
     def partial(groups: Groups, tiling: Tiling) -> tuple[list[mx.array], int]:
         splits = groups.splits(kv_heads, tiling.simdgroups * TILE, threadgroups)
-        params = plan.constant(splits, groups.width, plan.window, num_tokens)
+        params = plan.constant(mx.int32, splits, groups.width, plan.window, num_tokens)
         rows = len(groups.spans) * kv_heads * tiling.members * shape.queries_per_head
         constants = {
             "S": shape.staged,
@@ -637,8 +655,8 @@ def decode(
             *own,
             *shared,
             plan.places,
-            plan.constant(0.0) if sinks is None else sinks.astype(mx.float32),
-            plan.constant(num_tokens, own_splits, shared_splits),
+            plan.constant(mx.float32, 0.0) if sinks is None else sinks.astype(mx.float32),
+            plan.constant(mx.int32, num_tokens, own_splits, shared_splits),
         ],
         {
             "T": queries.dtype,
@@ -655,23 +673,3 @@ def decode(
         outputs=[(tuple(queries.shape), queries.dtype)],
     )
     return out
-
-
-def make_plan(
-    shape: HeadShape,
-    block_ids: Sequence[Sequence[int]],
-    bases: Sequence[int],
-    lengths: Sequence[int],
-    num_tokens: int,
-    window: int | None,
-) -> DecodePlan:
-    """A `DecodePlan` for heads of this shape; it also serves others with as many query heads a kv head."""
-    return DecodePlan(
-        block_ids,
-        bases,
-        lengths,
-        num_tokens,
-        window,
-        own_members=own_tiling(shape, num_tokens).members,
-        shared_members=shared_tiling(shape).members,
-    )

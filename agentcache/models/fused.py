@@ -23,7 +23,7 @@ from agentcache.errors import ConfigError
 from agentcache.kv.arena import SideArena
 from agentcache.kv.step_cache import PagedKV
 from agentcache.kv.step_plan import Reads
-from agentcache.metal_kernels.decode import DecodePlan, HeadShape, PackedArrays, decode, make_plan
+from agentcache.metal_kernels.decode import DecodePlan, HeadShape, PackedArrays, StepRows, decode
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.unpack import unpack
@@ -151,9 +151,8 @@ def _plan(shape: HeadShape, reads: Reads) -> DecodePlan:
     made = _plans.setdefault(reads, {})
     key = (shape.queries_per_head, shape.staged.size * shape.dim)
     if key not in made:
-        rows = reads.rows
-        ids, bases, lengths = [row.block_ids for row in rows], [row.base for row in rows], [row.length for row in rows]
-        made[key] = make_plan(shape, ids, bases, lengths, reads.num_tokens, reads.window)
+        ids, bases, lengths = zip(*((row.block_ids, row.base, row.length) for row in reads.rows), strict=True)
+        made[key] = DecodePlan(shape, StepRows(ids, bases, lengths, reads.num_tokens, reads.window))
     return made[key]
 
 
