@@ -159,7 +159,7 @@ def kernels(
     dim: Annotated[int, typer.Option(help="Values a head.")] = 128,
     kv_heads: Annotated[int, typer.Option(help="Heads that are cached.")] = 8,
     gqa: Annotated[int, typer.Option(help="Query heads that share one of them.")] = 4,
-    threadgroups: Annotated[int, typer.Option(min=1, help="That a launch is to have.")] = 512,
+    threadgroups: Annotated[int, typer.Option(min=1, help="That a launch is to have.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Times each is measured.")] = 5,
     out: Out = RESULTS,
     alone: Annotated[bool, typer.Option("--alone", help="Only the kernels, nothing beside them.")] = False,

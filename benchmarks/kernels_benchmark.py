@@ -21,7 +21,7 @@ from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena, Packed
 from agentcache.kv.spec import LayerSpec, quantisation_for
 from agentcache.kv.step_plan import Reads
-from agentcache.metal_kernels.decode import DecodePlan, HeadShape, StepRows, decode
+from agentcache.metal_kernels.decode import THREADGROUPS, DecodePlan, HeadShape, StepRows, decode
 from agentcache.metal_kernels.unpack import unpack
 from agentcache.models.attention import AttentionOptions, packed_attention
 
@@ -56,7 +56,7 @@ class KernelsPlan:
     dim: int = 128
     dtype: str = "bfloat16"
     rounds: int = 5
-    threadgroups: int = 512
+    threadgroups: int = THREADGROUPS
     compare: bool = True
     working_set: int = 4 * _LARGEST_DEVICE_CACHE
     copied: int = 1 << 29
