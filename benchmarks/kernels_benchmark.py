@@ -21,7 +21,9 @@ from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena, Packed
 from agentcache.kv.spec import LayerSpec, quantisation_for
 from agentcache.kv.step_plan import Reads
-from agentcache.metal_kernels.decode import THREADGROUPS, DecodePlan, HeadShape, StepRows, decode
+from agentcache.metal_kernels.decode import THREADGROUPS, decode
+from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
+from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
 from agentcache.models.attention import AttentionOptions, packed_attention
 

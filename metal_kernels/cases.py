@@ -11,8 +11,10 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.metal_kernels.decode import DecodePlan, HeadShape, PackedArrays, StepRows, decode
+from agentcache.metal_kernels.decode import PackedArrays, decode
+from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.definition import PackedNumpy, attention
+from agentcache.metal_kernels.tiling import HeadShape
 
 #: Largest difference, of values of about 1.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}

@@ -11,26 +11,20 @@ bits), whatever their type.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.metal_kernels.decode_plan import MAX_SPLITS, DecodePlan, Groups
 from agentcache.metal_kernels.kernel_text import KernelText
+from agentcache.metal_kernels.tiling import TILE, HeadShape, Tiling, own_tiling, shared_tiling
 
 #: data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
 PackedArrays = tuple[mx.array, mx.array, mx.array]
 
-TILE = 16  # tokens that a simdgroup unpacks at a time
-# On an H100 more never paid: neither for one row of 32K tokens nor for 32 rows of 16K.
-MAX_SPLITS = 32
-THREADGROUPS = 1024
-_NO_WINDOW = 1 << 30
-_THREADGROUP_BYTES = 32768
+THREADGROUPS = 1024  # as an H100 likes it, for one row as for 32
 _LOG2_E = math.log2(math.e)
 
 # A simdgroup's tile: 16 tokens, of which each lane takes whole quantisation groups, so that each is loaded once.
@@ -108,10 +102,11 @@ _BODY = """
     const int ROWS = COOPERATIVE ? NSG * Q * 8 : Q * 8;
     const int own_rows = COOPERATIVE ? sg * Q * 8 : 0;
     const float NONE = -1.0e30f;
-    threadgroup float pool[POOL];
+    threadgroup float4 pool[POOL];
     threadgroup float peaks[NSG * Q * 8];
     threadgroup float totals[NSG * Q * 8];
     SHARED_POINTER(S) stage = (SHARED_POINTER(S))pool;
+    SHARED_POINTER(float) merged = (SHARED_POINTER(float))pool;
     SHARED_POINTER(S) tiles = stage + (COOPERATIVE ? 0 : sg * 16 * LD);
 
     for (int i = tid; i < ROWS * D; i += NSG * 32) {
@@ -253,7 +248,7 @@ _BODY = """
                     UNROLL for (int n = 0; n < D / 8; ++n) {
                         UNROLL for (int e = 0; e < 2; ++e) {
                             const int at = (i * 8 + tile_row(lane)) * D + n * 8 + tile_column(lane) + e;
-                            pool[at] = (g == 0 ? 0.0f : pool[at]) + element(out[n], i, e);
+                            merged[at] = (g == 0 ? 0.0f : merged[at]) + element(out[n], i, e);
                         }
                     }
                 }
@@ -263,7 +258,7 @@ _BODY = """
         for (int i = tid; i < MEMBERS * GQA * D; i += NSG * 32) {
             const int row = i / D;
             const size_t to = size_t(mine + row) * splits + split;
-            sums[to * D + i % D] = pool[i];
+            sums[to * D + i % D] = merged[i];
             if (i % D == 0) {
                 float top = NONE;
                 for (int g = 0; g < NSG; ++g) top = metal::max(top, peaks[g * Q * 8 + row]);
@@ -344,261 +339,6 @@ MERGE = KernelText(
 )
 
 
-@dataclass(frozen=True)
-class HeadShape:
-    """What a kernel is compiled for.
-
-    Args:
-        dim: values a head, a multiple of 32.
-        queries_per_head: query heads that share a kv head.
-        group_size: of the quantisation.
-        dtype: of queries and results.
-    """
-
-    dim: int
-    kv_heads: int
-    queries_per_head: int
-    group_size: int
-    dtype: mx.Dtype
-
-    @property
-    def staged(self) -> mx.Dtype:
-        """What is multiplied."""
-        return mx.float32 if self.dtype == mx.float32 else mx.float16
-
-    @property
-    def row_width(self) -> int:
-        """Values between two rows in threadgroup memory: a few more than `dim`, so that rows begin in other banks."""
-        return self.dim + (4 if self.staged == mx.float32 else 8)
-
-    @property
-    def tile_bytes(self) -> int:
-        return TILE * self.row_width * self.staged.size
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a threadgroup is laid out.
-
-    Args:
-        members: queries of a group.
-        tiles: of eight query rows, that one simdgroup holds.
-        cooperative: every simdgroup has queries of its own.
-    """
-
-    members: int
-    tiles: int
-    simdgroups: int
-    cooperative: bool
-
-    def pool_floats(self, shape: HeadShape) -> int:
-        """Floats of threadgroup memory: unpacked tokens, queries at the beginning, sums at the end."""
-        rows = self.tiles * 8 * (self.simdgroups if self.cooperative else 1)
-        queries = rows * shape.row_width * shape.staged.size
-        sums = 0 if self.cooperative else rows * shape.dim * 4
-        return -(-max(self.simdgroups * shape.tile_bytes, queries, sums) // 4)
-
-
-@cache
-def own_tiling(shape: HeadShape, num_tokens: int) -> Tiling:
-    """For groups of one row's queries, `num_tokens` of them."""
-    members = max(1, min(num_tokens, 16 // shape.queries_per_head))
-    tiles = 1 if members * shape.queries_per_head <= 8 else 2
-    return Tiling(members, tiles, _simdgroups(shape, tiles), cooperative=False)
-
-
-@cache
-def shared_tiling(shape: HeadShape) -> Tiling:
-    """For groups of many rows' queries."""
-    simdgroups = _simdgroups(shape, 2)
-    return Tiling(max(1, simdgroups * 16 // shape.queries_per_head), 2, simdgroups, cooperative=True)
-
-
-def _simdgroups(shape: HeadShape, tiles: int) -> int:
-    spare = _THREADGROUP_BYTES - 2 * 4 * tiles * 8 * 4
-    return next(count for count in (4, 2, 1) if count * shape.tile_bytes <= spare)
-
-
-@dataclass(frozen=True)
-class Span:
-    """A group: queries that read tokens `begin … end-1` of a table whose first block holds tokens from `base` on.
-
-    Args:
-        members: numbers of the queries: row * num_tokens + token.
-    """
-
-    block_ids: tuple[int, ...]
-    base: int
-    begin: int
-    end: int
-    members: tuple[int, ...]
-
-
-class Groups:
-    """Groups of one launch as arrays.
-
-    Args:
-        size: members of a group, at most; shorter ones are filled up.
-    """
-
-    def __init__(self, spans: Sequence[Span], size: int) -> None:
-        self.spans = tuple(spans)
-        self.size = size
-        self.width = max(len(span.block_ids) for span in spans)
-        self.longest = max(span.end - span.begin for span in spans)
-
-    @cached_property
-    def table(self) -> mx.array:
-        """Slots, int32 [groups, width]."""
-        rows = [span.block_ids + (span.block_ids[0],) * (self.width - len(span.block_ids)) for span in self.spans]
-        return mx.array(np.array(rows, np.int32))
-
-    @cached_property
-    def bounds(self) -> mx.array:
-        """base, begin and end, int32 [groups, 3]."""
-        return mx.array(np.array([(span.base, span.begin, span.end) for span in self.spans], np.int32))
-
-    @cached_property
-    def members(self) -> mx.array:
-        """Queries, int32 [groups, size]; -1 where there is none."""
-        rows = [span.members + (-1,) * (self.size - len(span.members)) for span in self.spans]
-        return mx.array(np.array(rows, np.int32))
-
-    def places(self, num_queries: int) -> np.ndarray:
-        """Where each query is: group * size + member; -1 where it is in none."""
-        places = np.full(num_queries, -1, np.int32)
-        for index, span in enumerate(self.spans):
-            for member, query in enumerate(span.members):
-                places[query] = index * self.size + member
-        return places
-
-    def splits(self, kv_heads: int, tokens_a_round: int, threadgroups: int) -> int:
-        """Into how many parts the tokens are cut: enough to fill the device, each worth its launch."""
-        wanted = -(-threadgroups // (len(self.spans) * kv_heads))
-        return max(1, min(wanted, MAX_SPLITS, -(-self.longest // tokens_a_round)))
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """What the rows of a step hold and read.
-
-    Args:
-        block_ids: slots of each row.
-        bases: position of each row's first block's first token.
-        lengths: tokens that each row holds before the step.
-        num_tokens: queries of each row; they are the row's last tokens.
-        window: number of most recent tokens attended to; None for all.
-    """
-
-    block_ids: Sequence[Sequence[int]]
-    bases: Sequence[int]
-    lengths: Sequence[int]
-    num_tokens: int
-    window: int | None = None
-
-    def queries_of(self, row: int) -> list[int]:
-        """Numbers of a row's queries."""
-        return list(range(row * self.num_tokens, (row + 1) * self.num_tokens))
-
-
-class DecodePlan:
-    """What the queries of a step read, for all layers of one cache group.
-
-    Args:
-        shape: for heads of this shape, and others that get the same `Tiling`s.
-        least_saved: tokens that need not be read again, for a shared prefix to be worth a launch.
-    """
-
-    def __init__(self, shape: HeadShape, rows: StepRows, least_saved: int = 2048) -> None:
-        self.rows = rows
-        self.window = _NO_WINDOW if rows.window is None else rows.window
-        prefixes = [] if rows.window is not None else shared_prefixes(rows, least_saved)
-        self.own = Groups(*own_spans(rows, prefixes, own_tiling(shape, rows.num_tokens).members))
-        self.shared = Groups(*shared_spans(rows, prefixes, shared_tiling(shape).members)) if prefixes else None
-        self._constants: dict[tuple[mx.Dtype, tuple[float, ...]], mx.array] = {}
-
-    def constant(self, dtype: mx.Dtype, *numbers: float) -> mx.array:
-        """Numbers that a launch is given. Made once a step, not once a layer."""
-        if (dtype, numbers) not in self._constants:
-            self._constants[dtype, numbers] = mx.array(numbers, dtype)
-        return self._constants[dtype, numbers]
-
-    @cached_property
-    def positions(self) -> mx.array:
-        """Of each query, int32 [rows * num_tokens]."""
-        positions = [length + token for length in self.rows.lengths for token in range(self.rows.num_tokens)]
-        return mx.array(np.array(positions, np.int32))
-
-    @cached_property
-    def places(self) -> mx.array:
-        """int32 [rows * num_tokens, 2]: in `own` and in `shared`."""
-        count = len(self.rows.lengths) * self.rows.num_tokens
-        shared = np.full(count, -1, np.int32) if self.shared is None else self.shared.places(count)
-        return mx.array(np.stack([self.own.places(count), shared], axis=1))
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Rows that begin with the same blocks."""
-
-    rows: tuple[int, ...]
-    num_blocks: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * BLOCK_SIZE
-
-
-def shared_prefixes(rows: StepRows, least_saved: int) -> list[Prefix]:
-    """Sets of rows whose first blocks are the same slots: of each set what all of its rows have in common.
-
-    Every row keeps its last block to itself, so that each has something of its own to read.
-    """
-    by_first: dict[int, list[int]] = {}
-    for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
-        if base == 0 and length >= BLOCK_SIZE:
-            by_first.setdefault(ids[0], []).append(row)
-    prefixes = [
-        Prefix(tuple(alike), _common_blocks([rows.block_ids[row][: rows.lengths[row] // BLOCK_SIZE] for row in alike]))
-        for alike in by_first.values()
-        if len(alike) > 1
-    ]
-    return [prefix for prefix in prefixes if (len(prefix.rows) - 1) * prefix.num_tokens >= least_saved]
-
-
-def _common_blocks(tables: Sequence[Sequence[int]]) -> int:
-    most = min(len(ids) for ids in tables)
-    first = tables[0]
-    return next((i for i in range(most) if any(ids[i] != first[i] for ids in tables)), most)
-
-
-def shared_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
-    """Groups of at most `size` queries that read a prefix together; and `size`."""
-    spans = []
-    for prefix in prefixes:
-        queries = [query for row in prefix.rows for query in rows.queries_of(row)]
-        common = tuple(rows.block_ids[prefix.rows[0]][: prefix.num_blocks])
-        spans += [
-            Span(common, 0, 0, prefix.num_tokens, tuple(queries[at : at + size])) for at in range(0, len(queries), size)
-        ]
-    return spans, size
-
-
-def own_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
-    """Groups of at most `size` queries of a row, which read what no prefix has; and `size`."""
-    read = {row: prefix.num_tokens for prefix in prefixes for row in prefix.rows}
-    spans = []
-    for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
-        for at in range(0, rows.num_tokens, size):
-            queries = rows.queries_of(row)[at : at + size]
-            oldest = 0 if rows.window is None else length + at - rows.window + 1
-            begin = max(base, read.get(row, 0), oldest)
-            skipped = (begin - base) // BLOCK_SIZE
-            end = length + at + len(queries)
-            spans.append(Span(tuple(ids[skipped:]), base + skipped * BLOCK_SIZE, begin, end, tuple(queries)))
-    return spans, size
-
-
 @cache
 def _constants(shape: HeadShape, tiling: Tiling, has_softcap: bool) -> Mapping[str, Any]:
     """What the decode kernel is compiled with."""
@@ -613,7 +353,7 @@ def _constants(shape: HeadShape, tiling: Tiling, has_softcap: bool) -> Mapping[s
         "NSG": tiling.simdgroups,
         "COOPERATIVE": tiling.cooperative,
         "LD": shape.row_width,
-        "POOL": tiling.pool_floats(shape),
+        "POOL": tiling.pool_size(shape),
         "SOFTCAP": has_softcap,
     }
 

@@ -17,8 +17,8 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, as_computed, as_mlx, error
-from agentcache.metal_kernels.decode import HeadShape
 from agentcache.metal_kernels.definition import row_of
+from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
 
 _COMMAND = (sys.executable, "-m", "agentcache.metal_kernels.self_test")

@@ -23,9 +23,11 @@ from agentcache.errors import ConfigError
 from agentcache.kv.arena import SideArena
 from agentcache.kv.step_cache import PagedKV
 from agentcache.kv.step_plan import Reads
-from agentcache.metal_kernels.decode import DecodePlan, HeadShape, PackedArrays, StepRows, decode
+from agentcache.metal_kernels.decode import PackedArrays, decode
+from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
+from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
 
 log = logging.getLogger("agentcache.models")

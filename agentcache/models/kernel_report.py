@@ -1,4 +1,4 @@
-"""Kernel or reference, for each kind of attention layer of a model, and why: `python -m … FOLDER`, for the doctor.
+"""Kernel or reference, for each kind of attention layer of a model, and why, for the doctor.
 
 From the model's config.json alone, in a process of its own: weights are not read, and a broken back end ends nothing
 else.
@@ -7,6 +7,7 @@ else.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.kv.spec import quantisation_for
-from agentcache.metal_kernels.decode import HeadShape
+from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models.fused import usable
 
+_SECONDS = 240
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -57,6 +59,16 @@ def head_shape(sizes: dict[str, Any]) -> HeadShape:
     dim = int(sizes.get("head_dim") or int(sizes["hidden_size"]) // heads)
     dtype = _DTYPES[str(sizes.get("dtype") or sizes.get("torch_dtype") or "bfloat16")]
     return HeadShape(dim, kv_heads, heads // kv_heads, quantisation_for(dim).group_size, dtype)
+
+
+def in_child(folder: Path) -> list[LayerKind]:
+    """`layer_kinds` of a model folder, found out by a process of its own; empty if it could not."""
+    command = [sys.executable, "-m", "agentcache.models.kernel_report", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        return [LayerKind(**kind) for kind in json.loads(done.stdout)]
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError):
+        return []
 
 
 def main() -> None:

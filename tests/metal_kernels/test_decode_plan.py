@@ -9,15 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.metal_kernels.decode import (
-    MAX_SPLITS,
-    DecodePlan,
-    Groups,
-    HeadShape,
-    StepRows,
-    own_tiling,
-    shared_tiling,
-)
+from agentcache.metal_kernels.decode_plan import MAX_SPLITS, DecodePlan, Groups, StepRows
+from agentcache.metal_kernels.tiling import HeadShape, own_tiling, shared_tiling
 
 BLOCK = 256
 
@@ -98,7 +91,7 @@ def test_threadgroup_memory_suffices_for_every_shape() -> None:
             for dtype in (mx.float32, mx.float16):
                 shape = HeadShape(dim, 1, gqa, 32, dtype)
                 for tiling in (*(own_tiling(shape, n) for n in range(1, 9)), shared_tiling(shape)):
-                    assert tiling.pool_floats(shape) * 4 + 2 * 4 * tiling.simdgroups * tiling.tiles * 8 <= 32768
+                    assert tiling.pool_size(shape) * 16 + 2 * 4 * tiling.simdgroups * tiling.tiles * 8 <= 32768
                     rows = tiling.tiles * 8 * (tiling.simdgroups if tiling.cooperative else 1)
                     assert tiling.members * gqa <= rows
 

@@ -112,7 +112,7 @@ ROW_BUGS = [
         "unwritten",
     ),
     Bug("loop that does not end", "t0 += NSG * 16", "t0 += 0", "runaway"),
-    Bug("threadgroup memory", "threadgroup float pool[POOL];", "threadgroup float pool[2 * POOL];", "limit"),
+    Bug("threadgroup memory", "threadgroup float4 pool[POOL];", "threadgroup float4 pool[2 * POOL];", "limit"),
     Bug(
         "weights not waited for",
         "totals[d / 32] = total;\n    threadgroup_barrier(mem_flags::mem_threadgroup);",

@@ -8,9 +8,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from agentcache.metal_kernels.decode import HeadShape
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.self_test import Verdict, steps, try_kernels, wrong_steps
+from agentcache.metal_kernels.tiling import HeadShape
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.build import clang
 

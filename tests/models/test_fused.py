@@ -16,8 +16,8 @@ import pytest
 
 from agentcache.errors import ConfigError
 from agentcache.llm import LLM
-from agentcache.metal_kernels.decode import HeadShape
 from agentcache.metal_kernels.self_test import try_kernels
+from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused
 from agentcache.models.attention import attention_by_operations, paged_attention, unpack_by_operations, unpack_row
 from agentcache.sampling import SamplingParams

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from agentcache.metal_kernels.decode import HeadShape
 from agentcache.metal_kernels.self_test import Verdict
+from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import kernel_report
 from agentcache.models.kernel_report import LayerKind, head_shape, layer_kinds
 
