@@ -30,8 +30,9 @@ from agentcache.sizes import (
 log = logging.getLogger("agentcache.config")
 
 ENV_PREFIX = "AGENTCACHE_"
-# Ours, but no settings of the server: which server the CLI talks to, where the config file lies, what make installs.
-OTHER_VARIABLES = frozenset({"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND"})
+# Ours, but no settings of the server: which server the CLI talks to, where the config file lies, what make installs,
+# which kernels compute attention.
+OTHER_VARIABLES = frozenset({"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND", "AGENTCACHE_KERNELS"})
 
 QUEUE_FACTOR = 16  # waiting requests per running one
 

@@ -152,6 +152,37 @@ def memory(
 
 
 @app.command()
+def kernels(
+    contexts: Annotated[str, typer.Option(help="Tokens of each row.")] = "1K,4K,16K,64K",
+    rows: Annotated[str, typer.Option(help="At once.")] = "1,4,8,16,32",
+    dtype: Annotated[str, typer.Option(help="Of queries: bfloat16, float16, float32.")] = "bfloat16",
+    dim: Annotated[int, typer.Option(help="Values a head.")] = 128,
+    kv_heads: Annotated[int, typer.Option(help="Heads that are cached.")] = 8,
+    gqa: Annotated[int, typer.Option(help="Query heads that share one of them.")] = 4,
+    threadgroups: Annotated[int, typer.Option(min=1, help="That a launch is to have.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Times each is measured.")] = 5,
+    out: Out = RESULTS,
+    alone: Annotated[bool, typer.Option("--alone", help="Only the kernels, nothing beside them.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The kernels on packed blocks, beside MLX operations and flash attention; needs Metal or CUDA."""
+    from benchmarks.kernels_benchmark import KERNELS, KernelsPlan, build_report, measure_kernels
+
+    plan = KernelsPlan(
+        contexts=tuple(parse_sizes(contexts)),
+        rows=tuple(int(count) for count in rows.split(",")),
+        kv_heads=kv_heads,
+        queries_per_head=gqa,
+        dim=dim,
+        dtype=dtype,
+        rounds=rounds,
+        threadgroups=threadgroups,
+        compare=not alone,
+    )
+    KERNELS.hand_out(build_report(plan, *measure_kernels(plan, say)), out, as_json=as_json)
+
+
+@app.command()
 def soak(
     minutes: Annotated[float, typer.Option(min=0.1, help="Of load.")] = 30.0,
     clients: Annotated[int, typer.Option(min=1, help="At once.")] = 200,

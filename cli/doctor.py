@@ -78,6 +78,7 @@ def examine(config: Config, model: str | None = None) -> Iterator[Check]:
     yield from check_installation()
     ops = check_ops()
     yield ops
+    yield check_kernels(config)
     url = running_server(config)
     yield Check("server", True, f"running at {url}" if url else "none on the configured port")
     yield check_folder(config.cache_dir)
@@ -127,6 +128,27 @@ def check_model(config: Config, url: str | None) -> Iterator[Check]:
         yield Check("model", False, str(error))
     else:
         yield from (Check(each.name, True, each.detail, each.data) for each in found)
+
+
+def check_kernels(config: Config) -> Check:
+    """Which of the served model's layers a kernel computes. The reference is right, too, so this never fails."""
+    folder = _model_folder(config)
+    if folder is None:
+        return Check("kernels", True, f"{config.model} is not a folder here, so none are tried")
+    try:
+        from agentcache.models.kernel_report import in_child
+    except ImportError as error:  # MLX without a back end
+        return Check("kernels", True, f"none: {error}")
+    said = [f"{kind.kind}: {kind.by}{f' ({kind.why})' if kind.why else ''}" for kind in in_child(folder)]
+    return Check("kernels", True, "; ".join(said) or "nothing could be tried; the reference serves")
+
+
+def _model_folder(config: Config) -> Path | None:
+    """Where the served model's config.json lies; None for a hub id."""
+    from agentcache.models.builtin.embedded import DATA
+
+    folder = DATA if config.model is None else Path(config.model).expanduser()
+    return folder if (folder / "config.json").is_file() else None
 
 
 def check_folder(cache_dir: Path) -> Check:

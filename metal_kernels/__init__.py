@@ -1,5 +1,13 @@
-"""Fused attention kernels for Metal and CUDA.
+"""Fused attention kernels for Metal and CUDA, on plain arrays.
 
-None has landed yet: the mx-op reference in `agentcache.models` serves on every back end, and is the specification that
-a kernel will have to match before it may stand in.
+    kernel_text   one body for two compilers: what each is given beside it, and how it is launched
+    tiling        what the decode kernel is compiled for, and how a threadgroup is laid out
+    decode_plan   which queries of a step read which tokens
+    decode        few queries over packed blocks in place, with a prefix that rows share read once; the merge of splits
+    unpack        one row's blocks as contiguous keys or values
+    definition    what they compute, in numpy
+    cases         steps to try them with
+    self_test     a child process that tries them on this device before they are used
+
+`agentcache.models.fused` decides where they stand in for MLX's operations.
 """

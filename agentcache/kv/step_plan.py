@@ -8,6 +8,7 @@ work on the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
@@ -64,6 +65,21 @@ class RaggedBlocks:
         return mx.where(real, x[self._places], 0).sum(axis=1)
 
 
+@dataclass(frozen=True)
+class RowReads:
+    """One row of a step.
+
+    Args:
+        block_ids: the slots that it reads.
+        base: position of their first token.
+        length: tokens that it holds before the step.
+    """
+
+    block_ids: Sequence[int]
+    base: int
+    length: int
+
+
 class Reads:
     """The blocks of one group that each row's queries read, those of the step's own tokens among them.
 
@@ -95,6 +111,12 @@ class Reads:
     @property
     def batch_size(self) -> int:
         return len(self._ids)
+
+    @property
+    def rows(self) -> list[RowReads]:
+        """The rows, as plain numbers."""
+        rows = zip(self._ids, self._firsts, self._lengths, strict=True)
+        return [RowReads(ids, first * BLOCK_SIZE, length) for ids, first, length in rows]
 
     @cached_property
     def num_blocks(self) -> int:

@@ -8,6 +8,7 @@ neighbour.)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +17,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import Packed, SideArena, dequantise
 from agentcache.kv.step_cache import PagedKV
 from agentcache.kv.step_plan import Reads
+from agentcache.models import fused
 from agentcache.models.packed_product import packed_product
 
 # Up to this many query tokens, multiplying with the packed data is faster than unpacking it first (CPU and GPU alike).
@@ -43,7 +45,19 @@ def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None)
 
 
 def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D_k] over the paged rows of `kv`; returns [B, H_q, n, D_v].
+    """Attention of `queries` [B, H_q, n, D_k] over the paged rows of `kv`; returns [B, H_q, n, D_v]."""
+    return fused.attention(
+        queries,
+        kv,
+        scale=options.scale,
+        softcap=options.softcap,
+        sinks=options.sinks,
+        reference=lambda: attention_by_operations(queries, kv, options),
+    )
+
+
+def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
+    """`paged_attention` without kernels for decoding.
 
     The specification of every kernel: few queries multiply with the packed blocks, many read one layer's unpacked
     blocks through flash attention. Both see the same values.
@@ -53,8 +67,8 @@ def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -
     if reads_packed(queries.shape[2], reads.batch_size, options.softcap):
         ids = reads.blocks.ids
         return packed_attention(queries, keys.gather(ids), values.gather(ids), reads, options, keys)
-    k = unpack_row(keys, reads, queries.dtype)
-    v = unpack_row(values, reads, queries.dtype)
+    k = unpack_row(keys, reads, queries)
+    v = unpack_row(values, reads, queries)
     return flash_attention(queries, k, v, reads, options)
 
 
@@ -67,8 +81,16 @@ def flash_attention(
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=options.scale, mask=mask, sinks=sinks)
 
 
-def unpack_row(side: SideArena, reads: Reads, dtype: mx.Dtype) -> mx.array:
-    """Keys or values of a single row as [1, H_kv, T, D], T up to the end of the step."""
+def unpack_row(side: SideArena, reads: Reads, queries: mx.array) -> mx.array:
+    """Keys or values of a single row as [1, H_kv, T, D] in the type of `queries` [1, H_q, n, ·], T up to the end of
+    the step."""
+    repeats = queries.shape[1] // side.num_heads
+    by_operations = partial(unpack_by_operations, side, reads, queries.dtype)
+    return fused.unpacked(side, reads, repeats, queries.dtype, by_operations)
+
+
+def unpack_by_operations(side: SideArena, reads: Reads, dtype: mx.Dtype) -> mx.array:
+    """`unpack_row` without kernels."""
     blocks = dequantise(side.gather(reads.block_ids[0]), side.quantisation, dtype)
     heads, dim = blocks.shape[1], blocks.shape[3]
     return blocks.swapaxes(0, 1).reshape(1, heads, -1, dim)[:, :, : reads.num_keys]

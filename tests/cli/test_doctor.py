@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from agentcache.cli import doctor
 from agentcache.cli.doctor_model import examine_model
-from agentcache.config import Config
+from agentcache.config import Config, load_config
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.lock import FolderLock
 from tests.cli.conftest import Invoke
@@ -162,3 +162,13 @@ def test_a_running_server_is_asked_and_no_second_copy_is_loaded(tmp_path: Path) 
         found = {each.name: each for each in examine_model(Config(cache_dir=tmp_path), url)}
     assert found["cache"].detail == "state (state.0): 2.0 MB a snapshot"
     assert found["memory"].data["agents_of_8k"] == 50
+
+
+def test_kernels_of_the_served_model(tmp_path: Path) -> None:
+    embedded = doctor.check_kernels(load_config({}))
+    assert embedded.ok
+    assert embedded.detail.startswith("attention: ")
+    elsewhere = doctor.check_kernels(load_config({"model": "owner/name"}))
+    assert "owner/name is not a folder here" in elsewhere.detail
+    (tmp_path / "config.json").write_text("{}")
+    assert "nothing could be tried" in doctor.check_kernels(load_config({"model": str(tmp_path)})).detail

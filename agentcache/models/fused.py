@@ -1,0 +1,173 @@
+"""Where kernels stand in for the reference.
+
+`paged_attention` and `unpack_row` ask here. A kernel is used where the device compiles kernels, the shape of the heads
+is one that they are written for, and a child process has found them right for it (`metal_kernels.self_test`, once a
+shape and process). Everywhere else the reference serves; where kernels were found wrong, it does so with one warning.
+`AGENTCACHE_KERNELS` is `on` (the default), `off`, or `check`: everything is computed both ways, differences are
+counted, and the reference's result is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+
+from agentcache.errors import ConfigError
+from agentcache.kv.arena import SideArena
+from agentcache.kv.step_cache import PagedKV
+from agentcache.kv.step_plan import Reads
+from agentcache.metal_kernels.decode import PackedArrays, decode
+from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
+from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
+from agentcache.metal_kernels.self_test import Verdict, try_kernels
+from agentcache.metal_kernels.tiling import HeadShape
+from agentcache.metal_kernels.unpack import unpack
+
+log = logging.getLogger("agentcache.models")
+
+VARIABLE = "AGENTCACHE_KERNELS"
+MAX_QUERIES = 8  # of a row; more read a group's blocks several times
+_MAX_DIM = 256
+_MAX_QUERIES_PER_HEAD = 16
+_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+# In `check`: of the largest value. A kernel multiplies in half where the model is in 16 bits.
+_TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 3e-2}
+
+
+class Mode(StrEnum):
+    ON = "on"
+    OFF = "off"
+    CHECK = "check"
+
+
+@dataclass
+class Counts:
+    """In `check`: how often both ways were computed, and how often they differed."""
+
+    checked: int = 0
+    different: int = 0
+
+
+counts = Counts()
+_plans: WeakKeyDictionary[Reads, dict[tuple[int, int], DecodePlan]] = WeakKeyDictionary()
+
+
+def mode() -> Mode:
+    """What the environment asks for.
+
+    Raises:
+        ConfigError: none of the three.
+    """
+    asked = os.environ.get(VARIABLE, Mode.ON)
+    try:
+        return Mode(asked)
+    except ValueError as error:
+        raise ConfigError(f"{VARIABLE} is {asked!r}; it can be on, off or check") from error
+
+
+def attention(
+    queries: mx.array,
+    kv: PagedKV,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: mx.array | None,
+    reference: Callable[[], mx.array],
+) -> mx.array:
+    """Attention of `queries` [B, H_q, n, D] over the rows of `kv`, by kernels where they may be used.
+
+    Args:
+        reference: computes the same by MLX's operations.
+    """
+    keys, values = kv.arena.keys, kv.arena.values
+    if queries.shape[2] > MAX_QUERIES or values is None or values.dim != keys.dim:
+        return reference()
+    shape = head_shape(keys, queries.shape[1], queries.dtype)
+    if not usable(shape).right:
+        return reference()
+
+    def by_kernels() -> mx.array:
+        plan = _plan(shape, kv.reads)
+        return decode(queries, _packed(keys), _packed(values), plan, scale=scale, softcap=softcap, sinks=sinks)
+
+    return by_kernels() if mode() is Mode.ON else _checked(by_kernels(), reference(), "decode")
+
+
+def unpacked(
+    side: SideArena, reads: Reads, queries_per_head: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
+) -> mx.array:
+    """Keys or values of a single row as [1, H_kv, T, D], T up to the end of the step."""
+    if not usable(head_shape(side, side.num_heads * queries_per_head, dtype)).right:
+        return reference()
+    made = unpack(_packed(side), reads.block_ids[0], reads.num_keys, dtype)
+    return made if mode() is Mode.ON else _checked(made, reference(), "unpack")
+
+
+def head_shape(side: SideArena, num_heads: int, dtype: mx.Dtype) -> HeadShape:
+    return HeadShape(side.dim, side.num_heads, num_heads // side.num_heads, side.quantisation.group_size, dtype)
+
+
+def usable(shape: HeadShape) -> Verdict:
+    """Whether kernels stand in for heads of this shape; tries them the first time that one is asked about."""
+    if mode() is Mode.OFF:
+        return Verdict(False, f"{VARIABLE}=off")
+    where = device()
+    if where == NO_DEVICE:
+        return Verdict(False, "this device compiles no kernels")
+    if why := _unsupported(shape):
+        return Verdict(False, why)
+    return _tried(shape, where)
+
+
+def _unsupported(shape: HeadShape) -> str:
+    if shape.dim % 32 or shape.dim > _MAX_DIM:
+        return f"no kernel for {shape.dim} values a head"
+    if shape.queries_per_head > _MAX_QUERIES_PER_HEAD:
+        return f"no kernel for {shape.queries_per_head} query heads a kv head"
+    return "" if shape.dtype in _DTYPES else f"no kernel for {shape.dtype}"
+
+
+@cache
+def _tried(shape: HeadShape, where: str) -> Verdict:
+    verdict = try_kernels(shape)
+    if not verdict.right:
+        _warn(f"kernels on {where}: {verdict.reason}; MLX's operations are used instead (slower)")
+    return verdict
+
+
+@cache
+def _warn(text: str) -> None:
+    """Once, however many shapes it concerns."""
+    log.warning(text)
+
+
+def _plan(shape: HeadShape, reads: Reads) -> DecodePlan:
+    """Of this step, made once for all layers of a group."""
+    made = _plans.setdefault(reads, {})
+    key = (shape.queries_per_head, shape.staged.size * shape.dim)
+    if key not in made:
+        ids, bases, lengths = zip(*((row.block_ids, row.base, row.length) for row in reads.rows), strict=True)
+        made[key] = DecodePlan(shape, StepRows(ids, bases, lengths, reads.num_tokens, reads.window))
+    return made[key]
+
+
+def _packed(side: SideArena) -> PackedArrays:
+    data, scales, biases = side.arrays()
+    return data, scales, biases
+
+
+def _checked(made: mx.array, expected: mx.array, what: str) -> mx.array:
+    counts.checked += 1
+    difference = mx.abs(made.astype(mx.float32) - expected.astype(mx.float32)).max()
+    limit = _TOLERANCE[expected.dtype] * mx.abs(expected.astype(mx.float32)).max()
+    if not (difference <= limit).item():
+        counts.different += 1
+        _warn(f"{VARIABLE}=check: {what} by a kernel is off by {difference.item():.3g}")
+    return expected

@@ -1,0 +1,257 @@
+"""Kernels on packed blocks beside what they stand in for: MLX operations, and flash attention over bfloat16 keys.
+
+A decode layer is timed in rotation over so many layers that their bytes are at least four times the largest cache of
+the device, else the figure would be the cache's. "moved" are the bytes that had to be read; "of copy" is their rate
+against what copying an array reaches in the same process (both directions counted there).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import mlx.core as mx
+import numpy as np
+from rich.table import Table
+
+from agentcache.bench.reporter import Report, Reporter, number_table
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockTable
+from agentcache.kv.arena import LayerArena, Packed
+from agentcache.kv.spec import LayerSpec, quantisation_for
+from agentcache.kv.step_plan import Reads
+from agentcache.metal_kernels.decode import THREADGROUPS, decode
+from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
+from agentcache.metal_kernels.tiling import HeadShape
+from agentcache.metal_kernels.unpack import unpack
+from agentcache.models.attention import AttentionOptions, packed_attention
+
+CAVEATS = [
+    "Random blocks in random slots; one process; the fastest of several rounds.",
+    "Flash attention reads contiguous bfloat16 keys: 3.6 times the bytes, and nothing to unpack.",
+]
+_LARGEST_DEVICE_CACHE = 60 << 20
+_MOST_BYTES = 24 << 30
+
+
+@dataclass(frozen=True)
+class KernelsPlan:
+    """What to measure.
+
+    Args:
+        contexts, rows: every pair whose keys fit into memory.
+        prefixes: (rows, tokens that they share, tokens of their own).
+        unpacked: contexts of a prompt's chunk.
+        threadgroups: that a launch is to have, at least, where the context is long enough.
+        compare: measure what is beside the kernels, too.
+        working_set: bytes that the layers in rotation have, at least.
+        copied: bytes of the array that shows the copy bandwidth.
+    """
+
+    contexts: tuple[int, ...] = (1024, 4096, 16384, 65536)
+    rows: tuple[int, ...] = (1, 4, 8, 16, 32)
+    prefixes: tuple[tuple[int, int, int], ...] = ((4, 32768, 256), (16, 32768, 256), (32, 32768, 256))
+    unpacked: tuple[int, ...] = (4096, 32768)
+    kv_heads: int = 8
+    queries_per_head: int = 4
+    dim: int = 128
+    dtype: str = "bfloat16"
+    rounds: int = 5
+    threadgroups: int = THREADGROUPS
+    compare: bool = True
+    working_set: int = 4 * _LARGEST_DEVICE_CACHE
+    copied: int = 1 << 29
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Microseconds a layer; `bytes` that had to move for the kernel."""
+
+    what: str
+    rows: int
+    context: int
+    bytes: int
+    kernel_us: float
+    ops_us: float | None = None
+    flash_us: float | None = None
+
+
+class Layers:
+    """So many layers' arenas that they do not stay in the device's cache.
+
+    Args:
+        slots: blocks of each.
+    """
+
+    def __init__(self, plan: KernelsPlan, slots: int) -> None:
+        self.plan = plan
+        self.layer = LayerSpec(0, plan.kv_heads, plan.dim, plan.dim)
+        self.quantisation = quantisation_for(plan.dim)
+        per_layer = slots * BLOCK_SIZE * bytes_per_token(plan)
+        self.count = max(2, -(-plan.working_set // per_layer))
+        self.arenas = [self._arena(slots, seed) for seed in range(self.count)]
+
+    def _arena(self, slots: int, seed: int) -> LayerArena:
+        arena = LayerArena(self.layer, self.quantisation)
+        mx.random.seed(seed)
+        for _, side in arena.sides:
+            for part in side.parts.values():
+                shape = (slots, *part.array.shape[1:])
+                if part.array.dtype == mx.uint32:
+                    part.array = mx.random.randint(0, 2**31 - 1, shape).astype(mx.uint32)
+                else:
+                    part.array = mx.random.uniform(-0.1, 0.1, shape).astype(part.array.dtype)
+                mx.eval(part.array)
+        return arena
+
+
+def bytes_per_token(plan: KernelsPlan) -> int:
+    """Of keys and values of one layer."""
+    return 2 * plan.kv_heads * (plan.dim // 2 + plan.dim // quantisation_for(plan.dim).group_size * 4)
+
+
+def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple[float, list[Sample]]:
+    """Copy bandwidth in bytes/s, and the samples."""
+    bandwidth = copy_bandwidth(plan.copied)
+    progress(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    samples = []
+    for context in plan.contexts:
+        for rows in plan.rows:
+            if rows * context * bytes_per_token(plan) * 2 > _MOST_BYTES:
+                continue
+            samples.append(_decode_sample(plan, rows, 0, context))
+            progress(_line(samples[-1], bandwidth))
+    for rows, shared, own in plan.prefixes:
+        samples.append(_decode_sample(plan, rows, shared, own))
+        progress(_line(samples[-1], bandwidth))
+    for context in plan.unpacked:
+        samples.append(_unpack_sample(plan, context))
+        progress(_line(samples[-1], bandwidth))
+    return bandwidth, samples
+
+
+def copy_bandwidth(size: int) -> float:
+    """Bytes read and written a second by copying an array much larger than any cache."""
+    source = mx.zeros((size // 4,), mx.uint32)
+    mx.eval(source)
+    seconds = _fastest(5, lambda: [source + mx.array(number, mx.uint32) for number in range(4)])
+    return float(4 * 2 * source.nbytes / seconds)
+
+
+def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int) -> Sample:
+    blocks = -(-own // BLOCK_SIZE)
+    common = shared // BLOCK_SIZE
+    layers = Layers(plan, rows * blocks + common)
+    order = list(map(int, np.random.default_rng(0).permutation(rows * blocks + common)))
+    ids = [order[:common] + order[common + row * blocks : common + (row + 1) * blocks] for row in range(rows)]
+    length = shared + own - 1
+    dtype = getattr(mx, plan.dtype)
+    heads = plan.kv_heads * plan.queries_per_head
+    shape = HeadShape(plan.dim, plan.kv_heads, plan.queries_per_head, layers.quantisation.group_size, dtype)
+    reads = DecodePlan(shape, StepRows(ids, [0] * rows, [length] * rows, 1))
+    queries = mx.random.normal((rows, heads, 1, plan.dim)).astype(dtype)
+    scale = plan.dim**-0.5
+    mx.eval(queries)
+
+    def kernel() -> mx.array:
+        x = queries
+        for arena in layers.arenas:
+            keys, values = (tuple(side.arrays()) for _, side in arena.sides)
+            x = decode(x, keys, values, reads, scale=scale, threadgroups=plan.threadgroups)
+        return x
+
+    kernel_us = _fastest(plan.rounds, kernel) / layers.count * 1e6
+    moved = (common * BLOCK_SIZE + rows * own) * bytes_per_token(plan)
+    ops_us = flash_us = None
+    if plan.compare:
+        ops_us = _ops(plan, layers, ids, length, queries)
+        del layers
+        flash_us = _flash(plan, rows, shared + own, queries)
+    what = "decode" if not shared else f"decode, {shared} shared"
+    return Sample(what, rows, shared + own, moved, kernel_us, ops_us, flash_us)
+
+
+def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, queries: mx.array) -> float:
+    reads = Reads([BlockTable(row) for row in ids], [length] * len(ids), 1, None)
+    options = AttentionOptions(plan.dim**-0.5)
+
+    def ops() -> mx.array:
+        x = queries
+        for arena in layers.arenas[:4]:
+            keys, values = (side.gather(reads.blocks.ids) for _, side in arena.sides)
+            x = packed_attention(x, Packed(*keys), Packed(*values), reads, options, arena.keys)
+        return x
+
+    return _fastest(plan.rounds, ops) / len(layers.arenas[:4]) * 1e6
+
+
+def _flash(plan: KernelsPlan, rows: int, context: int, queries: mx.array) -> float | None:
+    size = rows * plan.kv_heads * context * plan.dim * 2 * 2
+    if 2 * size > _MOST_BYTES:
+        return None
+    count = max(2, -(-plan.working_set // size))
+    shape = (rows, plan.kv_heads, context, plan.dim)
+    pairs = [[mx.random.normal(shape).astype(queries.dtype) for _ in range(2)] for _ in range(count)]
+    mx.eval(pairs)
+
+    def flash() -> mx.array:
+        x = queries
+        for keys, values in pairs:
+            x = mx.fast.scaled_dot_product_attention(x, keys, values, scale=plan.dim**-0.5)
+        return x
+
+    return _fastest(plan.rounds, flash) / count * 1e6
+
+
+def _unpack_sample(plan: KernelsPlan, context: int) -> Sample:
+    layers = Layers(plan, context // BLOCK_SIZE)
+    ids = mx.array(np.random.default_rng(0).permutation(context // BLOCK_SIZE).astype(np.int32))
+    dtype = getattr(mx, plan.dtype)
+
+    def kernel() -> list[mx.array]:
+        return [unpack(tuple(side.arrays()), ids, context, dtype) for arena in layers.arenas for _, side in arena.sides]
+
+    kernel_us = _fastest(plan.rounds, kernel) / layers.count * 1e6
+    moved = context * (bytes_per_token(plan) + 2 * plan.kv_heads * plan.dim * dtype.size)
+    return Sample("unpack", 1, context, moved, kernel_us)
+
+
+def _fastest(rounds: int, work: Callable[[], mx.array | Sequence[mx.array]]) -> float:
+    """Seconds of the fastest round; one more before them warms up."""
+    times = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        mx.eval(work())
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def _line(sample: Sample, bandwidth: float) -> str:
+    rate = sample.bytes / sample.kernel_us * 1e6
+    beside = [f"{name} {us:.0f}" for name, us in (("ops", sample.ops_us), ("flash", sample.flash_us)) if us is not None]
+    return (
+        f"{sample.what}, {sample.rows} rows of {sample.context}: {sample.kernel_us:.0f} us, "
+        f"{rate / 1e12:.2f} TB/s, {rate / bandwidth:.0%} of copy; " + ", ".join(beside)
+    )
+
+
+def build_report(plan: KernelsPlan, bandwidth: float, samples: Sequence[Sample]) -> Report:
+    """All of a run as plain data."""
+    rows = [asdict(sample) for sample in samples]
+    return KERNELS.report(plan, CAVEATS, model=None, copy_bytes_per_second=bandwidth, rows=rows)
+
+
+def kernels_table(report: Report) -> Table:
+    """A line a sample."""
+    headings = ("", "rows", "context", "kernel", "MLX ops", "flash, bf16", "moved MB", "of copy")
+    table = number_table("A layer over packed blocks, microseconds", headings, named=True)
+    for row in report["rows"]:
+        share = row["bytes"] / row["kernel_us"] * 1e6 / report["copy_bytes_per_second"]
+        times = (f"{us:.0f}" if us is not None else "-" for us in (row["kernel_us"], row["ops_us"], row["flash_us"]))
+        moved = f"{row['bytes'] / 1e6:.1f}"
+        table.add_row(row["what"], str(row["rows"]), str(row["context"]), *times, moved, f"{share:.0%}")
+    return table
+
+
+KERNELS = Reporter("kernels", "kernels on packed blocks", (kernels_table,))

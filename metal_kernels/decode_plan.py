@@ -1,0 +1,201 @@
+"""Which queries of a step read which tokens, as the arrays that the decode kernel is given.
+
+Made once a step, for all layers of a cache group. A **group** is a set of queries that read the same tokens of one
+block table: those of one row, or of several rows that begin with the same blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.metal_kernels.tiling import HeadShape, own_tiling, shared_tiling
+
+# Of a group's tokens. On an H100 more never paid: neither for one row of 32K tokens nor for 32 rows of 16K.
+MAX_SPLITS = 32
+_NO_WINDOW = 1 << 30
+
+
+@dataclass(frozen=True)
+class Span:
+    """A group: queries that read tokens `begin … end-1` of a table whose first block holds tokens from `base` on.
+
+    Args:
+        members: numbers of the queries: row * num_tokens + token.
+    """
+
+    block_ids: tuple[int, ...]
+    base: int
+    begin: int
+    end: int
+    members: tuple[int, ...]
+
+
+class Groups:
+    """Groups of one launch as arrays.
+
+    Args:
+        size: members of a group, at most; shorter ones are filled up.
+    """
+
+    def __init__(self, spans: Sequence[Span], size: int) -> None:
+        self.spans = tuple(spans)
+        self.size = size
+        self.width = max(len(span.block_ids) for span in spans)
+        self.longest = max(span.end - span.begin for span in spans)
+
+    @cached_property
+    def table(self) -> mx.array:
+        """Slots, int32 [groups, width]."""
+        rows = [span.block_ids + (span.block_ids[0],) * (self.width - len(span.block_ids)) for span in self.spans]
+        return mx.array(np.array(rows, np.int32))
+
+    @cached_property
+    def bounds(self) -> mx.array:
+        """base, begin and end, int32 [groups, 3]."""
+        return mx.array(np.array([(span.base, span.begin, span.end) for span in self.spans], np.int32))
+
+    @cached_property
+    def members(self) -> mx.array:
+        """Queries, int32 [groups, size]; -1 where there is none."""
+        rows = [span.members + (-1,) * (self.size - len(span.members)) for span in self.spans]
+        return mx.array(np.array(rows, np.int32))
+
+    def places(self, num_queries: int) -> np.ndarray:
+        """Where each query is: group * size + member; -1 where it is in none."""
+        places = np.full(num_queries, -1, np.int32)
+        for index, span in enumerate(self.spans):
+            for member, query in enumerate(span.members):
+                places[query] = index * self.size + member
+        return places
+
+    def splits(self, kv_heads: int, tokens_a_round: int, threadgroups: int) -> int:
+        """Into how many parts the tokens are cut: enough to fill the device, each worth its launch."""
+        wanted = -(-threadgroups // (len(self.spans) * kv_heads))
+        return max(1, min(wanted, MAX_SPLITS, -(-self.longest // tokens_a_round)))
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What the rows of a step hold and read.
+
+    Args:
+        block_ids: slots of each row.
+        bases: position of each row's first block's first token.
+        lengths: tokens that each row holds before the step.
+        num_tokens: queries of each row; they are the row's last tokens.
+        window: number of most recent tokens attended to; None for all.
+    """
+
+    block_ids: Sequence[Sequence[int]]
+    bases: Sequence[int]
+    lengths: Sequence[int]
+    num_tokens: int
+    window: int | None = None
+
+    def queries_of(self, row: int) -> list[int]:
+        """Numbers of a row's queries."""
+        return list(range(row * self.num_tokens, (row + 1) * self.num_tokens))
+
+
+class DecodePlan:
+    """What the queries of a step read, for all layers of one cache group.
+
+    Args:
+        shape: for heads of this shape, and others that get the same `Tiling`s.
+        least_saved: tokens that need not be read again, for a shared prefix to be worth a launch.
+    """
+
+    def __init__(self, shape: HeadShape, rows: StepRows, least_saved: int = 2048) -> None:
+        self.rows = rows
+        self.window = _NO_WINDOW if rows.window is None else rows.window
+        prefixes = [] if rows.window is not None else shared_prefixes(rows, least_saved)
+        self.own = Groups(*own_spans(rows, prefixes, own_tiling(shape, rows.num_tokens).members))
+        self.shared = Groups(*shared_spans(rows, prefixes, shared_tiling(shape).members)) if prefixes else None
+        self._constants: dict[tuple[mx.Dtype, tuple[float, ...]], mx.array] = {}
+
+    def constant(self, dtype: mx.Dtype, *numbers: float) -> mx.array:
+        """Numbers that a launch is given. Made once a step, not once a layer."""
+        if (dtype, numbers) not in self._constants:
+            self._constants[dtype, numbers] = mx.array(numbers, dtype)
+        return self._constants[dtype, numbers]
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """Of each query, int32 [rows * num_tokens]."""
+        positions = [length + token for length in self.rows.lengths for token in range(self.rows.num_tokens)]
+        return mx.array(np.array(positions, np.int32))
+
+    @cached_property
+    def places(self) -> mx.array:
+        """int32 [rows * num_tokens, 2]: in `own` and in `shared`."""
+        count = len(self.rows.lengths) * self.rows.num_tokens
+        shared = np.full(count, -1, np.int32) if self.shared is None else self.shared.places(count)
+        return mx.array(np.stack([self.own.places(count), shared], axis=1))
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Rows that begin with the same blocks."""
+
+    rows: tuple[int, ...]
+    num_blocks: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * BLOCK_SIZE
+
+
+def shared_prefixes(rows: StepRows, least_saved: int) -> list[Prefix]:
+    """Sets of rows whose first blocks are the same slots: of each set what all of its rows have in common.
+
+    Every row keeps its last block to itself, so that each has something of its own to read.
+    """
+    by_first: dict[int, list[int]] = {}
+    for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
+        if base == 0 and length >= BLOCK_SIZE:
+            by_first.setdefault(ids[0], []).append(row)
+    prefixes = [
+        Prefix(tuple(alike), _common_blocks([rows.block_ids[row][: rows.lengths[row] // BLOCK_SIZE] for row in alike]))
+        for alike in by_first.values()
+        if len(alike) > 1
+    ]
+    return [prefix for prefix in prefixes if (len(prefix.rows) - 1) * prefix.num_tokens >= least_saved]
+
+
+def _common_blocks(tables: Sequence[Sequence[int]]) -> int:
+    most = min(len(ids) for ids in tables)
+    first = tables[0]
+    return next((i for i in range(most) if any(ids[i] != first[i] for ids in tables)), most)
+
+
+def shared_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
+    """Groups of at most `size` queries that read a prefix together; and `size`."""
+    spans = []
+    for prefix in prefixes:
+        queries = [query for row in prefix.rows for query in rows.queries_of(row)]
+        common = tuple(rows.block_ids[prefix.rows[0]][: prefix.num_blocks])
+        spans += [
+            Span(common, 0, 0, prefix.num_tokens, tuple(queries[at : at + size])) for at in range(0, len(queries), size)
+        ]
+    return spans, size
+
+
+def own_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
+    """Groups of at most `size` queries of a row, which read what no prefix has; and `size`."""
+    read = {row: prefix.num_tokens for prefix in prefixes for row in prefix.rows}
+    spans = []
+    for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
+        for at in range(0, rows.num_tokens, size):
+            queries = rows.queries_of(row)[at : at + size]
+            oldest = 0 if rows.window is None else length + at - rows.window + 1
+            begin = max(base, read.get(row, 0), oldest)
+            skipped = (begin - base) // BLOCK_SIZE
+            end = length + at + len(queries)
+            spans.append(Span(tuple(ids[skipped:]), base + skipped * BLOCK_SIZE, begin, end, tuple(queries)))
+    return spans, size

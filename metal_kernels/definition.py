@@ -1,0 +1,87 @@
+"""What the kernels compute, as plainly as numpy can say it, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentcache.blocks.keys import BLOCK_SIZE
+
+Array = NDArray[np.float64]
+#: data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
+PackedNumpy = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def unpacked(packed: PackedNumpy) -> Array:
+    """[..., D]: value = q * scale + bias, low nibble first."""
+    data, scales, biases = packed
+    nibbles = (data[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & 15
+    values = nibbles.reshape(*data.shape[:-1], scales.shape[-1], -1).astype(np.float64)
+    result: Array = (values * scales[..., None] + biases[..., None]).reshape(*data.shape[:-1], -1)
+    return result
+
+
+def row_of(packed: PackedNumpy, block_ids: Sequence[int], num_tokens: int) -> Array:
+    """The first tokens of a table's blocks, [H_kv, num_tokens, D]."""
+    blocks = unpacked(tuple(part[list(block_ids)] for part in packed))  # type: ignore[arg-type]
+    return blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])[:, :num_tokens]
+
+
+def attention(
+    queries: Array,
+    keys: PackedNumpy,
+    values: PackedNumpy,
+    block_ids: Sequence[Sequence[int]],
+    bases: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+) -> Array:
+    """Attention of the queries [B, H_q, n, D] over rows that hold `lengths` tokens before theirs; [B, H_q, n, D]."""
+    rows = []
+    for query, ids, base, length in zip(queries, block_ids, bases, lengths, strict=True):
+        held = length + query.shape[1] - base
+        assert held <= len(ids) * BLOCK_SIZE
+        rows.append(
+            _row(query, row_of(keys, ids, held), row_of(values, ids, held), base, length, scale, window, softcap, sinks)
+        )
+    return np.stack(rows)
+
+
+def _row(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    base: int,
+    length: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Array | None,
+) -> Array:
+    repeats = queries.shape[0] // keys.shape[0]
+    keys, values = keys.repeat(repeats, axis=0), values.repeat(repeats, axis=0)
+    scores = scale * np.einsum("hnd,htd->hnt", queries, keys)
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    at = base + np.arange(keys.shape[1])[None]
+    own = length + np.arange(queries.shape[1])[:, None]
+    farthest = own - (at.size + base + 1 if window is None else window)
+    visible: NDArray[np.bool_] = np.logical_and(at <= own, at > farthest)
+    scores = np.where(visible, scores, -np.inf)
+    seen: NDArray[np.bool_] = np.any(visible, axis=0, keepdims=True)
+    values = np.where(seen.T, values, 0.0)
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        top = np.maximum(top, sinks[:, None, None])
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None, None] - top)
+    result: Array = np.einsum("hnt,htd->hnd", weights / total, values)
+    return result

@@ -1,0 +1,334 @@
+"""One body for two compilers.
+
+A kernel's body is written in what Metal and CUDA share; each is given a prelude that supplies the rest: names of types
+and address spaces on CUDA, and on both the tile primitive, products of small matrices by a whole simdgroup.
+
+**Tiles.** `Sums<Q>` holds 8Q x 8 float sums, `Left<S, Q>` an 8Q x 16 left operand of type S (half or float); rows are
+queries. A lane has two neighbouring elements of a row: row `tile_row(lane)` of each eight, columns
+`tile_column(lane)` and the next one; the four lanes of a row are reached by `simd_shuffle_xor` with `ROW_PEER_1` and
+`ROW_PEER_2`. `add_product_rows` multiplies with 8 rows of 16 values in threadgroup memory (keys), transposed;
+`add_product_columns` with 16 rows of 8 (values). On Metal these are `simdgroup_matrix`, on CUDA `mma.m16n8k16`, for
+float plain sums, since CUDA's matrix units round float to 10 bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+
+_METAL = """
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+using namespace metal;
+#define SHARED_POINTER(T) threadgroup T*
+#define UNROLL _Pragma("clang loop unroll(full)")
+#define ROW_PEER_1 ushort(1)
+#define ROW_PEER_2 ushort(8)
+METAL_FUNC int tile_row(int lane) { return ((lane >> 2) & 4) | ((lane >> 1) & 3); }
+METAL_FUNC int tile_column(int lane) { return ((lane >> 1) & 4) | ((lane & 1) << 1); }
+
+template <int Q> struct Sums { simdgroup_matrix<float, 8, 8> tile[Q]; };
+template <typename S, int Q> struct Left { simdgroup_matrix<S, 8, 8> tile[Q][2]; };
+
+template <int Q> METAL_FUNC void clear(thread Sums<Q>& sums) {
+    UNROLL for (int i = 0; i < Q; ++i) sums.tile[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+}
+template <int Q> METAL_FUNC float element(thread Sums<Q>& sums, int i, int e) {
+    return sums.tile[i].thread_elements()[e];
+}
+template <int Q> METAL_FUNC void put(thread Sums<Q>& sums, int i, int e, float x) {
+    sums.tile[i].thread_elements()[e] = x;
+}
+template <typename S, int Q> METAL_FUNC void load_left(thread Left<S, Q>& left, const threadgroup S* from, int width) {
+    UNROLL for (int i = 0; i < Q; ++i) {
+        UNROLL for (int k = 0; k < 2; ++k) simdgroup_load(left.tile[i][k], from + i * 8 * width + k * 8, ulong(width));
+    }
+}
+template <typename S, int Q> METAL_FUNC void to_left(thread Left<S, Q>& left, thread Sums<Q>& a, thread Sums<Q>& b) {
+    UNROLL for (int i = 0; i < Q; ++i) {
+        UNROLL for (int e = 0; e < 2; ++e) {
+            left.tile[i][0].thread_elements()[e] = static_cast<S>(a.tile[i].thread_elements()[e]);
+            left.tile[i][1].thread_elements()[e] = static_cast<S>(b.tile[i].thread_elements()[e]);
+        }
+    }
+}
+template <typename S, int Q>
+METAL_FUNC void add_product_rows(thread Sums<Q>& sums, thread Left<S, Q>& left, const threadgroup S* from, int width) {
+    UNROLL for (int k = 0; k < 2; ++k) {
+        simdgroup_matrix<S, 8, 8> right;
+        simdgroup_load(right, from + k * 8, ulong(width), ulong2(0, 0), true);
+        UNROLL for (int i = 0; i < Q; ++i)
+            simdgroup_multiply_accumulate(sums.tile[i], left.tile[i][k], right, sums.tile[i]);
+    }
+}
+template <typename S, int Q>
+METAL_FUNC void add_product_columns(thread Sums<Q>& sums, thread Left<S, Q>& left, const threadgroup S* from,
+                                    int width) {
+    UNROLL for (int k = 0; k < 2; ++k) {
+        simdgroup_matrix<S, 8, 8> right;
+        simdgroup_load(right, from + k * 8 * width, ulong(width));
+        UNROLL for (int i = 0; i < Q; ++i)
+            simdgroup_multiply_accumulate(sums.tile[i], left.tile[i][k], right, sums.tile[i]);
+    }
+}
+// Eight 4-bit values, low nibble first, to where they are multiplied.
+METAL_FUNC void unpack_word(threadgroup half* to, uint word, half scale, half bias) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        half4 x = half4(half(0));
+        UNROLL for (int e = 0; e < 4; ++e)
+            x[e] = fma(as_type<half>(ushort(((word >> (16 * i + 4 * e)) & 15u) | 0x6400u)) - half(1024), scale, bias);
+        ((threadgroup half4*)to)[i] = x;
+    }
+}
+METAL_FUNC void unpack_word(threadgroup float* to, uint word, half scale, half bias) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        float4 x = float4(0.0f);
+        UNROLL for (int e = 0; e < 4; ++e)
+            x[e] = fma(float((word >> (16 * i + 4 * e)) & 15u), float(scale), float(bias));
+        ((threadgroup float4*)to)[i] = x;
+    }
+}
+template <typename T> METAL_FUNC void store8(device T* to, const thread float* x) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        vec<T, 4> four = vec<T, 4>(T(0));
+        UNROLL for (int e = 0; e < 4; ++e) four[e] = static_cast<T>(x[4 * i + e]);
+        ((device vec<T, 4>*)to)[i] = four;
+    }
+}
+"""
+
+_CUDA = """
+#define device
+#define constant
+#define thread
+#define threadgroup __shared__
+#define METAL_FUNC __device__ __forceinline__
+#define SHARED_POINTER(T) T*
+#define UNROLL _Pragma("unroll")
+#define ROW_PEER_1 ushort(1)
+#define ROW_PEER_2 ushort(2)
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef __half half;
+struct mem_flags { enum { mem_none, mem_device, mem_threadgroup }; };
+METAL_FUNC void threadgroup_barrier(int) { __syncthreads(); }
+METAL_FUNC void simdgroup_barrier(int) { __syncwarp(); }
+template <class T> METAL_FUNC T simd_shuffle_xor(T x, ushort lanes) { return __shfl_xor_sync(~0u, x, lanes); }
+template <class T> METAL_FUNC T simd_shuffle(T x, ushort lane) { return __shfl_sync(~0u, x, lane); }
+namespace metal {
+METAL_FUNC float exp2(float x) { return exp2f(x); }
+METAL_FUNC float tanh(float x) { return tanhf(x); }
+METAL_FUNC float fma(float a, float b, float c) { return fmaf(a, b, c); }
+METAL_FUNC float max(float a, float b) { return fmaxf(a, b); }
+METAL_FUNC float min(float a, float b) { return fminf(a, b); }
+METAL_FUNC int max(int a, int b) { return a > b ? a : b; }
+METAL_FUNC int min(int a, int b) { return a < b ? a : b; }
+}
+METAL_FUNC int tile_row(int lane) { return lane >> 2; }
+METAL_FUNC int tile_column(int lane) { return (lane & 3) << 1; }
+METAL_FUNC int own_lane() { return threadIdx.x & 31; }
+METAL_FUNC uint as_uint(__half2 x) { uint r; memcpy(&r, &x, 4); return r; }
+METAL_FUNC __half2 as_half2(uint x) { __half2 r; memcpy(&r, &x, 4); return r; }
+
+template <int Q> struct Sums { float x[Q][2]; };
+template <typename S, int Q> struct Left;
+template <int Q> struct Left<half, Q> { uint x[Q][2]; };
+template <int Q> struct Left<float, Q> { float x[Q][2][2]; };
+
+template <int Q> METAL_FUNC void clear(Sums<Q>& sums) {
+    UNROLL for (int i = 0; i < Q; ++i) sums.x[i][0] = sums.x[i][1] = 0.0f;
+}
+template <int Q> METAL_FUNC float element(Sums<Q>& sums, int i, int e) { return sums.x[i][e]; }
+template <int Q> METAL_FUNC void put(Sums<Q>& sums, int i, int e, float x) { sums.x[i][e] = x; }
+template <int Q> METAL_FUNC void load_left(Left<half, Q>& left, const half* from, int width) {
+    const half* row = from + tile_row(own_lane()) * width + tile_column(own_lane());
+    UNROLL for (int i = 0; i < Q; ++i) {
+        UNROLL for (int k = 0; k < 2; ++k) left.x[i][k] = *(const uint*)(row + i * 8 * width + k * 8);
+    }
+}
+template <int Q> METAL_FUNC void load_left(Left<float, Q>& left, const float* from, int width) {
+    const float* row = from + tile_row(own_lane()) * width + tile_column(own_lane());
+    UNROLL for (int i = 0; i < Q; ++i) {
+        UNROLL for (int k = 0; k < 2; ++k) {
+            UNROLL for (int e = 0; e < 2; ++e) left.x[i][k][e] = row[i * 8 * width + k * 8 + e];
+        }
+    }
+}
+template <int Q> METAL_FUNC void to_left(Left<half, Q>& left, Sums<Q>& a, Sums<Q>& b) {
+    UNROLL for (int i = 0; i < Q; ++i) {
+        left.x[i][0] = as_uint(__floats2half2_rn(a.x[i][0], a.x[i][1]));
+        left.x[i][1] = as_uint(__floats2half2_rn(b.x[i][0], b.x[i][1]));
+    }
+}
+template <int Q> METAL_FUNC void to_left(Left<float, Q>& left, Sums<Q>& a, Sums<Q>& b) {
+    UNROLL for (int i = 0; i < Q; ++i) {
+        UNROLL for (int e = 0; e < 2; ++e) {
+            left.x[i][0][e] = a.x[i][e];
+            left.x[i][1][e] = b.x[i][e];
+        }
+    }
+}
+METAL_FUNC void mma(float& c0, float& c1, float& c2, float& c3, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// The matrix unit takes 16 rows at a time: two eights, or one and nothing.
+METAL_FUNC void add_product(Sums<1>& sums, Left<half, 1>& left, uint b0, uint b1) {
+    float none0 = 0.0f, none1 = 0.0f;
+    mma(sums.x[0][0], sums.x[0][1], none0, none1, left.x[0][0], 0u, left.x[0][1], 0u, b0, b1);
+}
+template <int Q> METAL_FUNC void add_product(Sums<Q>& sums, Left<half, Q>& left, uint b0, uint b1) {
+    static_assert(Q % 2 == 0, "one tile of eight rows, or pairs of them");
+    UNROLL for (int i = 0; i < Q; i += 2)
+        mma(sums.x[i][0], sums.x[i][1], sums.x[i + 1][0], sums.x[i + 1][1],
+            left.x[i][0], left.x[i + 1][0], left.x[i][1], left.x[i + 1][1], b0, b1);
+}
+template <int Q> METAL_FUNC void add_product_rows(Sums<Q>& sums, Left<half, Q>& left, const half* from, int width) {
+    const half* row = from + tile_row(own_lane()) * width + tile_column(own_lane());
+    add_product(sums, left, *(const uint*)row, *(const uint*)(row + 8));
+}
+template <int Q> METAL_FUNC void add_product_columns(Sums<Q>& sums, Left<half, Q>& left, const half* from, int width) {
+    uint b0, b1;
+    const uint at = uint(__cvta_generic_to_shared(from + (own_lane() & 15) * width));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(b0), "=r"(b1)
+                 : "r"(at));  // volatile, since it reads memory: the same address holds other values each time
+    add_product(sums, left, b0, b1);
+}
+// The left operand's element k of a row is in the lane of that row that has column k.
+template <int Q> METAL_FUNC float left_element(Left<float, Q>& left, int i, int k) {
+    return __shfl_sync(~0u, left.x[i][k / 8][k % 2], (own_lane() & ~3) | (k % 8) / 2);
+}
+template <int Q> METAL_FUNC void add_product_rows(Sums<Q>& sums, Left<float, Q>& left, const float* from, int width) {
+    const float* row = from + tile_column(own_lane()) * width;
+    UNROLL for (int k = 0; k < 16; ++k) {
+        UNROLL for (int i = 0; i < Q; ++i) {
+            const float x = left_element(left, i, k);
+            sums.x[i][0] = fmaf(x, row[k], sums.x[i][0]);
+            sums.x[i][1] = fmaf(x, row[width + k], sums.x[i][1]);
+        }
+    }
+}
+template <int Q>
+METAL_FUNC void add_product_columns(Sums<Q>& sums, Left<float, Q>& left, const float* from, int width) {
+    const float* column = from + tile_column(own_lane());
+    UNROLL for (int k = 0; k < 16; ++k) {
+        UNROLL for (int i = 0; i < Q; ++i) {
+            const float x = left_element(left, i, k);
+            sums.x[i][0] = fmaf(x, column[k * width], sums.x[i][0]);
+            sums.x[i][1] = fmaf(x, column[k * width + 1], sums.x[i][1]);
+        }
+    }
+}
+// Nibbles 0 and 4 of a word, 1 and 5, ... are two halves of 1024 + n; then they are put in order.
+METAL_FUNC void unpack_word(half* to, uint word, half scale, half bias) {
+    const __half2 s = __half2half2(scale), b = __half2half2(bias), offset = as_half2(0x64006400u);
+    uint x[4];
+    UNROLL for (int e = 0; e < 4; ++e)
+        x[e] = as_uint(__hfma2(__hsub2(as_half2((word >> (4 * e)) & 0x000F000Fu | 0x64006400u), offset), s, b));
+    uint4 ordered;
+    ordered.x = __byte_perm(x[0], x[1], 0x5410);
+    ordered.y = __byte_perm(x[2], x[3], 0x5410);
+    ordered.z = __byte_perm(x[0], x[1], 0x7632);
+    ordered.w = __byte_perm(x[2], x[3], 0x7632);
+    *(uint4*)to = ordered;
+}
+METAL_FUNC void unpack_word(float* to, uint word, half scale, half bias) {
+    const float s = __half2float(scale), b = __half2float(bias);
+    UNROLL for (int e = 0; e < 8; ++e) to[e] = fmaf(float((word >> (4 * e)) & 15u), s, b);
+}
+template <typename T> METAL_FUNC void store8(T* to, const float* x) {
+    alignas(16) T eight[8];
+    UNROLL for (int e = 0; e < 8; ++e) eight[e] = static_cast<T>(x[e]);
+    UNROLL for (int i = 0; i < int(sizeof(T)) / 2; ++i) ((uint4*)to)[i] = ((uint4*)eight)[i];
+}
+"""
+
+# What CUDA calls the attributes of a thread; threadgroups are one-dimensional here.
+_ATTRIBUTES = {
+    "threadgroup_position_in_grid": "const uint3 {} = make_uint3(blockIdx.x, blockIdx.y, blockIdx.z);",
+    "thread_position_in_grid": "const uint3 {} = make_uint3(blockIdx.x * blockDim.x + threadIdx.x, 0, 0);",
+    "thread_index_in_threadgroup": "const uint {} = threadIdx.x;",
+    "thread_index_in_simdgroup": "const uint {} = threadIdx.x & 31;",
+    "simdgroup_index_in_threadgroup": "const uint {} = threadIdx.x >> 5;",
+}
+
+#: `device()` of a back end that runs none of this.
+NO_DEVICE = "none"
+
+
+def device() -> str:
+    """ "metal", "cuda", or `NO_DEVICE`: what the default device compiles."""
+    if mx.default_device() != mx.gpu:
+        return NO_DEVICE
+    return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else NO_DEVICE
+
+
+def cuda_source(body: str) -> str:
+    """A body as `mx.fast.cuda_kernel` takes it: behind the attributes that it names."""
+    named = [line.format(name) for name, line in _ATTRIBUTES.items() if re.search(rf"\b{name}\b", body)]
+    return "\n".join([*named, body])
+
+
+@dataclass(frozen=True)
+class KernelText:
+    """A kernel: its body, what its arrays are called there, and functions that it calls."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    body: str
+    functions: str = ""
+
+    @cached_property
+    def metal(self) -> Callable[..., list[mx.array]]:
+        return mx.fast.metal_kernel(
+            name=self.name,
+            input_names=list(self.inputs),
+            output_names=list(self.outputs),
+            source=self.body,
+            header=_METAL + self.functions,
+        )
+
+    @cached_property
+    def cuda(self) -> Callable[..., list[mx.array]]:
+        return mx.fast.cuda_kernel(
+            name=self.name,
+            input_names=list(self.inputs),
+            output_names=list(self.outputs),
+            source=cuda_source(self.body),
+            header=_CUDA + self.functions,
+        )
+
+    def launch(
+        self,
+        inputs: Sequence[mx.array],
+        constants: Mapping[str, Any],
+        *,
+        threadgroups: int,
+        threads: int,
+        outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+    ) -> list[mx.array]:
+        """Run it.
+
+        Args:
+            constants: by name; each combination is compiled once a process.
+            threads: in a threadgroup, a multiple of 32.
+            outputs: shape and dtype of each.
+        """
+        kernel = self.cuda if device() == "cuda" else self.metal
+        return kernel(
+            inputs=list(inputs),
+            template=list(constants.items()),
+            grid=(threadgroups * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+        )

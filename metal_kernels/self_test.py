@@ -1,0 +1,100 @@
+"""The kernels tried on this device before they are used, in a process of their own.
+
+A text that a compiler does not take can end the process, and so can one that reads where nothing is. So a child
+computes steps of the shape in question and compares them with their definition; what it says, or that it ended without
+a word, decides. `python -m agentcache.metal_kernels.self_test` reads a shape from stdin and prints one line.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, as_computed, as_mlx, error
+from agentcache.metal_kernels.definition import row_of
+from agentcache.metal_kernels.tiling import HeadShape
+from agentcache.metal_kernels.unpack import unpack
+
+_COMMAND = (sys.executable, "-m", "agentcache.metal_kernels.self_test")
+_SECONDS = 180  # the first compilation on a Mac may take long
+_DTYPES = {str(dtype): dtype for dtype in TOLERANCE}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether kernels may be used; `reason` says why not."""
+
+    right: bool
+    reason: str = ""
+
+
+def try_kernels(shape: HeadShape, command: Sequence[str] = _COMMAND) -> Verdict:
+    """Have a child process compute every kind of step of this shape."""
+    asked = json.dumps(
+        {
+            "dim": shape.dim,
+            "kv_heads": shape.kv_heads,
+            "gqa": shape.queries_per_head,
+            "group": shape.group_size,
+            "dtype": str(shape.dtype),
+        }
+    )
+    try:
+        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Verdict(False, f"the self-test did not run: {error}")
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Verdict(False, f"the self-test ended with code {done.returncode}: {last[:200]}")
+    try:
+        wrong = [str(name) for name in json.loads(done.stdout.strip().splitlines()[-1])["wrong"]]
+    except (ValueError, LookupError, TypeError):
+        return Verdict(False, "the self-test said nothing that can be read")
+    return Verdict(False, f"wrong numbers: {', '.join(wrong)}") if wrong else Verdict(True)
+
+
+def wrong_steps(shape: HeadShape) -> list[str]:
+    """Names of the kinds of steps that come out wrong on this process's device."""
+    return [f"{name} (off by {off:.2g})" for name, off in differences(shape) if not off <= TOLERANCE[shape.dtype]]
+
+
+def differences(shape: HeadShape) -> Iterator[tuple[str, float]]:
+    """Largest difference from the definition, by kind of step."""
+    for name, case in steps(shape).items():
+        arenas = Arenas.of(case)
+        yield name, error(arenas.decoded(), arenas.expected())
+    arenas = Arenas.of(_case(shape, lengths=(300,)))
+    [ids] = arenas.block_ids
+    values = unpack(as_mlx(arenas.keys), mx.array(np.array(ids, np.int32)), 300, shape.dtype)
+    yield "unpack", error(values[0], as_computed(row_of(arenas.keys, ids, 300), shape.dtype))
+
+
+def steps(shape: HeadShape) -> dict[str, Case]:
+    """A step for every text that is compiled for this shape."""
+    return {
+        "decode": _case(shape, lengths=(300, 17)),
+        "decode with window, softcap and sinks": _case(shape, lengths=(300, 17), window=64, softcap=20.0, sinks=True),
+        "decode of several tokens": _case(shape, lengths=(300, 17), num_tokens=8),
+        "decode of a shared prefix": _case(shape, lengths=(300, 290, 20), prefix=1),
+    }
+
+
+def _case(shape: HeadShape, **of_step: object) -> Case:
+    heads = {"dim": shape.dim, "kv_heads": shape.kv_heads, "gqa": shape.queries_per_head}
+    return Case(**heads, dtype=shape.dtype, group=shape.group_size, **of_step)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    shape = HeadShape(asked["dim"], asked["kv_heads"], asked["gqa"], asked["group"], _DTYPES[asked["dtype"]])
+    print(json.dumps({"wrong": wrong_steps(shape)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What the decode kernel is compiled for, and how a threadgroup of it is laid out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import mlx.core as mx
+
+TILE = 16  # tokens that a simdgroup unpacks at a time
+_THREADGROUP_BYTES = 32768
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What a kernel is compiled for.
+
+    Args:
+        dim: values a head, a multiple of 32.
+        queries_per_head: query heads that share a kv head.
+        group_size: of the quantisation.
+        dtype: of queries and results.
+    """
+
+    dim: int
+    kv_heads: int
+    queries_per_head: int
+    group_size: int
+    dtype: mx.Dtype
+
+    @property
+    def staged(self) -> mx.Dtype:
+        """What is multiplied."""
+        return mx.float32 if self.dtype == mx.float32 else mx.float16
+
+    @property
+    def row_width(self) -> int:
+        """Values between two rows in threadgroup memory: a few more than `dim`, so that rows begin in other banks."""
+        return self.dim + (4 if self.staged == mx.float32 else 8)
+
+    @property
+    def tile_bytes(self) -> int:
+        return TILE * self.row_width * self.staged.size
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a threadgroup is laid out.
+
+    Args:
+        members: queries of a group.
+        tiles: of eight query rows, that one simdgroup holds.
+        cooperative: every simdgroup has queries of its own.
+    """
+
+    members: int
+    tiles: int
+    simdgroups: int
+    cooperative: bool
+
+    def pool_size(self, shape: HeadShape) -> int:
+        """float4 (for their alignment) of threadgroup memory: unpacked tokens; queries at first, sums at last."""
+        rows = self.tiles * 8 * (self.simdgroups if self.cooperative else 1)
+        queries = rows * shape.row_width * shape.staged.size
+        sums = 0 if self.cooperative else rows * shape.dim * 4
+        return -(-max(self.simdgroups * shape.tile_bytes, queries, sums) // 16)
+
+
+@cache
+def own_tiling(shape: HeadShape, num_tokens: int) -> Tiling:
+    """For groups of one row's queries, `num_tokens` of them."""
+    members = max(1, min(num_tokens, 16 // shape.queries_per_head))
+    tiles = 1 if members * shape.queries_per_head <= 8 else 2
+    return Tiling(members, tiles, _simdgroups(shape, tiles), cooperative=False)
+
+
+@cache
+def shared_tiling(shape: HeadShape) -> Tiling:
+    """For groups of many rows' queries."""
+    simdgroups = _simdgroups(shape, 2)
+    return Tiling(max(1, simdgroups * 16 // shape.queries_per_head), 2, simdgroups, cooperative=True)
+
+
+def _simdgroups(shape: HeadShape, tiles: int) -> int:
+    spare = _THREADGROUP_BYTES - 2 * 4 * tiles * 8 * 4
+    return next(count for count in (4, 2, 1) if count * shape.tile_bytes <= spare)

@@ -1,0 +1,70 @@
+"""The kernels' benchmark, on emulated kernels and with little to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.kernels_benchmark import (
+    KernelsPlan,
+    Layers,
+    build_report,
+    bytes_per_token,
+    kernels_table,
+    measure_kernels,
+)
+from tests.metal_kernels.conftest import KERNELS, emulated
+from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.run import Schedule
+
+PLAN = KernelsPlan(
+    contexts=(256,),
+    rows=(1, 2),
+    prefixes=((2, 256, 256),),
+    unpacked=(256,),
+    kv_heads=1,
+    queries_per_head=2,
+    dim=64,
+    dtype="float32",
+    rounds=1,
+    threadgroups=2,
+    working_set=1 << 15,
+    copied=1 << 16,
+)
+
+
+def test_bytes_of_a_token() -> None:
+    assert bytes_per_token(KernelsPlan()) == 2 * 8 * (64 + 2 * 4)
+
+
+def test_the_layers_have_the_working_set() -> None:
+    layers = Layers(PLAN, 1)
+    assert layers.count * 256 * bytes_per_token(PLAN) >= PLAN.working_set
+    assert KernelsPlan().working_set >= 4 * (60 << 20)
+
+
+@pytest.mark.skipif(clang() is None, reason="the kernels' emulator needs clang 18 or newer")
+def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in KERNELS:
+        log: list[object] = []
+        monkeypatch.setitem(
+            kernel.__dict__, "metal", emulated(kernel, Schedule(check=False), log, lambda launch: launch)
+        )
+    lines: list[str] = []
+    bandwidth, samples = measure_kernels(PLAN, lines.append)
+    assert [(sample.what, sample.rows, sample.context) for sample in samples] == [
+        ("decode", 1, 256),
+        ("decode", 2, 256),
+        ("decode, 256 shared", 2, 512),
+        ("unpack", 1, 256),
+    ]
+    per_token = bytes_per_token(PLAN)
+    assert [sample.bytes for sample in samples] == [
+        256 * per_token,
+        512 * per_token,
+        768 * per_token,
+        256 * (per_token + 512),
+    ]
+    assert all(sample.ops_us and sample.flash_us for sample in samples[:3])
+    report = build_report(PLAN, bandwidth, samples)
+    assert len(report["rows"]) == kernels_table(report).row_count == len(lines) - 1
+    assert report["caveats"]

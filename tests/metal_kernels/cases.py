@@ -1,0 +1,69 @@
+"""Lists of cases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from agentcache.metal_kernels.cases import Case
+
+
+def lengths_of(length: int, rows: int) -> tuple[int, ...]:
+    """Rows before the step so that the longest holds `length` tokens behind it; the others are a little shorter."""
+    return tuple(max(0, length - 1 - 3 * row) for row in range(rows))
+
+
+def ids(cases: Sequence[Case]) -> list[str]:
+    """Names for pytest: what differs from a plain case."""
+    plain = Case()
+    return [
+        "-".join(
+            f"{name}={value}".replace("mlx.core.", "")
+            for name, value in case.__dict__.items()
+            if value != getattr(plain, name)
+        )
+        or "plain"
+        for case in cases
+    ]
+
+
+_LENGTHS = (1, 255, 256, 257, 4095)
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+_DIMS = (64, 96, 128, 192, 256)
+#: All shapes, lengths and numbers of rows; for a device.
+DECODE_CASES = [
+    *(Case(dim, 2, gqa, dtype, lengths_of(257, 3)) for dim in _DIMS for gqa in (1, 3, 4, 7, 8, 16) for dtype in DTYPES),
+    *(
+        Case(dim=dim, dtype=dtype, lengths=lengths_of(length, rows))
+        for length in _LENGTHS
+        for rows in (1, 3, 16)
+        for dtype in DTYPES
+        for dim in (64, 128)
+    ),
+    *(
+        Case(dim=dim, kv_heads=2, dtype=dtype, lengths=(700, 300, 20), num_tokens=tokens, window=window)
+        for dim in _DIMS
+        for dtype in (mx.float32, mx.float16)
+        for tokens, window in ((1, 100), (1, 256), (3, 300), (8, None))
+    ),
+    *(
+        Case(dtype=dtype, lengths=(40, 700), softcap=20.0, sinks=sinks, num_tokens=tokens)
+        for dtype in DTYPES
+        for sinks in (False, True)
+        for tokens in (1, 5)
+    ),
+    *(
+        Case(dim, 2, gqa, dtype, (600, 777, 512, 1023, 513), prefix=2, num_tokens=tokens)
+        for dim in _DIMS
+        for gqa in (1, 4, 16)
+        for dtype in DTYPES
+        for tokens in (1, 2)
+    ),
+]
+UNPACK_CASES = [
+    Case(dim=dim, kv_heads=2, dtype=dtype, lengths=(length,))
+    for dim in _DIMS
+    for dtype in DTYPES
+    for length in (1, 257)
+]

@@ -1,0 +1,46 @@
+"""`emulate`: runs the kernels' text on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentcache.metal_kernels.decode import DECODE, MERGE
+from agentcache.metal_kernels.kernel_text import KernelText
+from agentcache.metal_kernels.unpack import UNPACK
+from tests.metal_kernels.emulator.capture import Launch
+from tests.metal_kernels.emulator.run import PLAIN, EmulatedKernel, Result, Schedule
+
+KERNELS = (DECODE, MERGE, UNPACK)
+Emulate = Callable[..., list[Result]]
+
+
+@pytest.fixture
+def emulate(monkeypatch: pytest.MonkeyPatch) -> Emulate:
+    """`emulate(schedule, edits={})`: from now on kernels run in the emulator; what each launch gave goes into the list.
+
+    `edits` maps a kernel's name to what is done to its launches: a planted bug.
+    """
+
+    def start(schedule: Schedule = PLAIN, edits: dict[str, Any] | None = None) -> list[Result]:
+        log: list[Result] = []
+        for kernel in KERNELS:
+            edit = (edits or {}).get(kernel.name, _as_it_is)
+            monkeypatch.setitem(kernel.__dict__, "metal", emulated(kernel, schedule, log, edit))
+        return log
+
+    return start
+
+
+def emulated(
+    kernel: KernelText, schedule: Schedule, log: list[Result], edit: Callable[[Launch], Launch]
+) -> EmulatedKernel:
+    """What `KernelText.metal` is while kernels are emulated."""
+    return EmulatedKernel(schedule, kernel=replace(kernel).metal, log=log, edit=edit)
+
+
+def _as_it_is(launch: Launch) -> Launch:
+    return launch

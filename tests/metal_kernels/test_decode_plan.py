@@ -1,0 +1,103 @@
+"""Which queries read which tokens: every visible token once, whatever is shared."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentcache.metal_kernels.decode_plan import MAX_SPLITS, DecodePlan, Groups, StepRows
+from agentcache.metal_kernels.tiling import HeadShape, own_tiling, shared_tiling
+
+BLOCK = 256
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[HeadShape, StepRows, int]:
+    """Rows that descend from a few prefixes, in slots of their own or shared ones."""
+    num_tokens = draw(st.integers(1, 8))
+    window = draw(st.none() | st.integers(1, 700))
+    prefixes = [tuple(range(1000 * n, 1000 * n + draw(st.integers(1, 4)))) for n in range(3)]
+    ids, bases, lengths = [], [], []
+    for row in range(draw(st.integers(1, 6))):
+        prefix = draw(st.sampled_from([(), *prefixes]))
+        length = len(prefix) * BLOCK + draw(st.integers(0, 600))
+        count = -(-(length + num_tokens) // BLOCK)
+        table = [*prefix, *range(10_000 * (row + 1), 10_000 * (row + 1) + count)][:count]
+        first = 0 if window is None else max(0, length - window + 1) // BLOCK
+        ids.append(table[first:])
+        bases.append(first * BLOCK)
+        lengths.append(length)
+    gqa = draw(st.integers(1, 16))
+    shape = HeadShape(draw(st.sampled_from([64, 96, 256])), 2, gqa, 32, draw(st.sampled_from([mx.float16, mx.float32])))
+    return shape, StepRows(ids, bases, lengths, num_tokens, window), draw(st.sampled_from([1, 2048]))
+
+
+def slots_read(groups: Groups | None, plan: DecodePlan, query: int) -> Counter[tuple[int, int]]:
+    """(slot, place in it) of every token that a query attends to in these groups."""
+    seen: Counter[tuple[int, int]] = Counter()
+    position = plan.positions.tolist()[query]
+    for span in groups.spans if groups else ():
+        if query in span.members:
+            tokens = range(max(span.begin, position - plan.window + 1), min(span.end, position + 1))
+            seen.update((span.block_ids[(t - span.base) // BLOCK], t % BLOCK) for t in tokens)
+    return seen
+
+
+@given(steps())
+def test_every_query_reads_every_visible_token_once(step: tuple[HeadShape, StepRows, int]) -> None:
+    shape, rows, least_saved = step
+    plan = DecodePlan(shape, rows, least_saved)
+    for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
+        for token, query in enumerate(rows.queries_of(row)):
+            begin = 0 if rows.window is None else max(0, length + token - rows.window + 1)
+            visible = range(begin, length + token + 1)
+            expected = Counter((ids[(t - base) // BLOCK], t % BLOCK) for t in visible)
+            assert slots_read(plan.own, plan, query) + slots_read(plan.shared, plan, query) == expected
+
+
+@given(steps())
+def test_the_arrays_say_what_the_groups_are(step: tuple[HeadShape, StepRows, int]) -> None:
+    shape, rows, least_saved = step
+    plan = DecodePlan(shape, rows, least_saved)
+    places = np.array(plan.places)
+    for column, groups in enumerate((plan.own, plan.shared)):
+        if groups is None:
+            assert (places[:, column] == -1).all()
+            continue
+        members = np.array(groups.members).reshape(-1)
+        for query, place in enumerate(places[:, column]):
+            assert members[place] == query if place >= 0 else query not in members
+        for span, table, bounds in zip(groups.spans, np.array(groups.table), np.array(groups.bounds), strict=True):
+            assert tuple(table[: len(span.block_ids)]) == span.block_ids
+            assert tuple(bounds) == (span.base, span.begin, span.end)
+            assert span.begin < span.end <= span.base + len(span.block_ids) * BLOCK
+            assert span.base <= span.begin < span.base + BLOCK
+
+
+@given(steps(), st.integers(1, 4096))
+def test_splits_are_within_what_the_merge_takes(step: tuple[HeadShape, StepRows, int], threadgroups: int) -> None:
+    shape, rows, least_saved = step
+    plan = DecodePlan(shape, rows, least_saved)
+    assert 1 <= plan.own.splits(shape.kv_heads, 16, threadgroups) <= MAX_SPLITS
+
+
+def test_threadgroup_memory_suffices_for_every_shape() -> None:
+    for dim in (32, 64, 96, 128, 192, 256):
+        for gqa in range(1, 17):
+            for dtype in (mx.float32, mx.float16):
+                shape = HeadShape(dim, 1, gqa, 32, dtype)
+                for tiling in (*(own_tiling(shape, n) for n in range(1, 9)), shared_tiling(shape)):
+                    assert tiling.pool_size(shape) * 16 + 2 * 4 * tiling.simdgroups * tiling.tiles * 8 <= 32768
+                    rows = tiling.tiles * 8 * (tiling.simdgroups if tiling.cooperative else 1)
+                    assert tiling.members * gqa <= rows
+
+
+def test_a_prefix_that_saves_little_is_read_by_each_row() -> None:
+    rows = StepRows([[1, 2], [1, 3]], [0, 0], [300, 300], 1)
+    shape = HeadShape(64, 1, 4, 64, mx.float16)
+    assert DecodePlan(shape, rows).shared is None
+    assert DecodePlan(shape, rows, least_saved=256).shared is not None

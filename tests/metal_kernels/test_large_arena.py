@@ -1,0 +1,101 @@
+"""Arenas of more than 2^31 words: places in them fit into no int."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from agentcache.metal_kernels.cases import Arenas, Case, error
+from agentcache.metal_kernels.decode import DECODE, decode
+from agentcache.metal_kernels.kernel_text import KernelText
+from agentcache.metal_kernels.unpack import UNPACK, unpack
+from tests.metal_kernels.conftest import Emulate
+from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.capture import Launch
+from tests.metal_kernels.emulator.run import PLAIN, EmulatedKernel, KernelFindings
+
+if clang() is None:
+    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+
+CASE = Case(64, lengths=(40,))
+SLOT = (1 << 20) + 5  # whose data begin behind 2^31 words
+
+
+def far(part: np.ndarray, slot: int) -> np.ndarray:
+    """An arena that has one block, far behind; the rest of its memory is never touched, so it takes none."""
+    count = SLOT + 1
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, count * part[0].nbytes, flags=flags)
+    arena = np.frombuffer(memory, part.dtype).reshape(count, *part.shape[1:])
+    arena[SLOT] = part[slot]
+    return arena
+
+
+def lazy(part: np.ndarray) -> mx.array:
+    """Stands for the arena while the launch is captured; never evaluated."""
+    return mx.zeros((SLOT + 1, *part.shape[1:]), mx.uint32 if part.dtype == np.uint32 else mx.float16)
+
+
+def as_it_is(launch: Launch) -> Launch:
+    return launch
+
+
+def install(
+    kernel: KernelText,
+    memory: dict[int, np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+    edit: Callable[[Launch], Launch],
+) -> None:
+    made = EmulatedKernel(PLAIN, kernel=replace(kernel).metal, edit=edit, memory=memory)
+    monkeypatch.setitem(kernel.__dict__, "metal", made)
+
+
+def decoded(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], Launch]) -> float:
+    arenas = Arenas.of(CASE)
+    [[slot]] = arenas.block_ids
+    parts = [*arenas.keys, *arenas.values]
+    install(DECODE, {1 + index: far(part, slot) for index, part in enumerate(parts)}, monkeypatch, edit)
+    expected = arenas.expected()
+    arenas.block_ids = [[SLOT]]
+    queries = mx.array(arenas.queries.astype(np.float32))
+    keys, values = (tuple(map(lazy, side)) for side in (arenas.keys, arenas.values))
+    return error(decode(queries, keys, values, arenas.plan(), scale=CASE.scale), expected)
+
+
+def unpacked(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], Launch]) -> float:
+    arenas = Arenas.of(CASE)
+    [[slot]] = arenas.block_ids
+    near = unpack(tuple(map(mx.array, arenas.keys)), mx.array([slot], mx.int32), 40, mx.float32)
+    memory = {index: far(part, slot) for index, part in enumerate(arenas.keys)}
+    install(UNPACK, memory, monkeypatch, edit)
+    out = unpack(tuple(map(lazy, arenas.keys)), mx.array([SLOT], mx.int32), 40, mx.float32)
+    return error(out, np.array(near).astype(np.float64))
+
+
+@pytest.mark.parametrize("compute", [decoded, unpacked])
+def test_a_block_behind_two_to_the_31_words(
+    compute: Callable[..., float], emulate: Emulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate()
+    assert compute(monkeypatch, as_it_is) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("compute", "old", "new"),
+    [
+        (decoded, "data + at[u] * WORDS", "data + int(at[u]) * WORDS"),
+        (unpacked, "data[row * WORDS + i % WORDS]", "data[int(row) * WORDS + i % WORDS]"),
+    ],
+)
+def test_a_place_that_overflows_is_found(
+    compute: Callable[..., float], old: str, new: str, emulate: Emulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate()
+    with pytest.raises(KernelFindings) as found:
+        compute(monkeypatch, lambda launch: launch.edited(old, new))
+    assert "undefined" in found.value.kinds

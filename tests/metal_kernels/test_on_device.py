@@ -1,0 +1,34 @@
+"""The kernels where they are compiled for real: Metal or CUDA."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, as_computed, as_mlx, error
+from agentcache.metal_kernels.definition import row_of
+from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
+from agentcache.metal_kernels.unpack import unpack
+from tests.metal_kernels.cases import DECODE_CASES, UNPACK_CASES, ids
+
+pytestmark = pytest.mark.device
+if device() == NO_DEVICE:
+    pytest.skip("the kernels need Metal or CUDA", allow_module_level=True)
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=ids(DECODE_CASES))
+def test_decode_equals_its_definition(case: Case) -> None:
+    arenas = Arenas.of(case)
+    expected = arenas.expected()
+    errors = [error(arenas.decoded(threadgroups), expected) for threadgroups in (1, 64)]
+    assert max(errors) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("case", UNPACK_CASES, ids=ids(UNPACK_CASES))
+def test_unpacked_equals_its_definition(case: Case) -> None:
+    arenas = Arenas.of(case)
+    [length], [block_ids] = case.lengths, arenas.block_ids
+    out = unpack(as_mlx(arenas.keys), mx.array(np.array(block_ids, np.int32)), length, case.dtype)
+    expected = as_computed(row_of(arenas.keys, block_ids, length), case.dtype)
+    assert error(out[0], expected) <= TOLERANCE[case.dtype]

@@ -1,0 +1,255 @@
+"""Bugs planted in the kernels' text: each must be caught, and by the detector that is for its class.
+
+A detector is a kind of the emulator's findings, or `NUMBERS` (off by more than the tolerance, or no numbers: unread
+places hold NaN), or `SYNTAX` (Metal's or CUDA's compiler would refuse it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import pytest
+
+from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
+from tests.metal_kernels.conftest import Emulate
+from tests.metal_kernels.emulator.build import KernelSyntaxError, clang
+from tests.metal_kernels.emulator.capture import Launch
+from tests.metal_kernels.emulator.run import KernelFindings
+from tests.metal_kernels.test_unpack import run as run_unpack
+
+if clang() is None:
+    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+
+NUMBERS, SYNTAX = "numbers", "syntax"
+DECODE, MERGE, UNPACK = "agentcache_decode", "agentcache_merge", "agentcache_unpack"
+ROW = Case(128, 2, 3, mx.float32, (300, 40), num_tokens=2, window=280, sinks=True)
+PREFIX = Case(64, 1, 3, mx.float16, (600, 530, 90, 517), prefix=2)
+OWN_BARRIER = "else simdgroup_barrier(mem_flags::mem_threadgroup);"
+SHARED_BARRIER = "if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);"
+BARRIERS = f"        {SHARED_BARRIER}\n        {OWN_BARRIER}\n"
+AFTER_KEYS = "        Sums<Q> scores[TILES * 2];"
+AFTER_VALUES = "        UNROLL for (int tile = 0; tile < TILES; ++tile) {"
+AFTER_LOOP = "    }\n\n    const int mine"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`old` becomes `new` in a kernel's text, and `caught_by` must say so."""
+
+    kind: str
+    old: str
+    new: str
+    caught_by: str
+    kernel: str = DECODE
+
+    def __str__(self) -> str:
+        return self.kind.replace(" ", "-")
+
+    def plant(self, launch: Launch) -> Launch:
+        return launch.edited(self.old, self.new)
+
+
+ROW_BUGS = [
+    Bug("barrier missing", f"{BARRIERS}{AFTER_KEYS}", AFTER_KEYS, "race"),
+    Bug("race with right numbers", f"{BARRIERS}{AFTER_LOOP}", AFTER_LOOP, "race"),
+    Bug(
+        "barrier of another memory",
+        "    if (!COOPERATIVE) {\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "    if (!COOPERATIVE) {\n        threadgroup_barrier(mem_flags::mem_device);",
+        "race",
+    ),
+    Bug(
+        "barrier that some pass by",
+        "            threadgroup_barrier(",
+        "            if (sg == 0) threadgroup_barrier(",
+        "barrier",
+    ),
+    Bug("scale of another group", "scale[u] = scales[at[u]];", "scale[u] = scales[at[u] / 2 * 2];", NUMBERS),
+    Bug("scale and bias exchanged", "bias[u] = biases[at[u]];", "bias[u] = scales[at[u]];", NUMBERS),
+    Bug(
+        "nibbles from the high end",
+        "fma(float((word >> (16 * i + 4 * e)) & 15u), float(scale)",
+        "fma(float((word >> (28 - 16 * i - 4 * e)) & 15u), float(scale)",
+        NUMBERS,
+    ),
+    Bug("sum not rescaled", "z[i] *= keep;", "", NUMBERS),
+    Bug("simdgroups not rescaled", "* metal::exp2(peaks[g * Q * 8 + row] - top)", "", NUMBERS),
+    Bug(
+        "table off by a block",
+        "slots[place / 256]",
+        "slots[(place + 1) / 256]",
+        NUMBERS,
+    ),
+    Bug("window off by one", "t > last[i] - window", "t >= last[i] - window", NUMBERS),
+    Bug("causal off by one", "t <= last[i]", "t < last[i]", NUMBERS),
+    Bug("heads mapped otherwise", "+ head * GQA + row % GQA;", "+ row % GQA * HEADS + head;", NUMBERS),
+    Bug("tail unguarded", "token < 16 && place < stop;", "token < 16;", NUMBERS),
+    Bug(
+        "partial never written",
+        "} else if (tile_column(lane) == 0) {",
+        "} else if (tile_column(lane) == 0 && sg == 0) {",
+        "uninitialised",
+    ),
+    Bug(
+        "partial beside its array",
+        "peaks[sg * Q * 8 + row] = m[i];",
+        "peaks[sg * Q * 16 + row] = m[i];",
+        "out-of-bounds",
+    ),
+    Bug("register array too short", "last[i] = who", "last[i + Q] = who", "undefined"),
+    Bug(
+        "simd operation under divergence",
+        "top = metal::max(top, simd_shuffle_xor(top, ROW_PEER_1));",
+        "if (tile_row(lane) > 0) top = metal::max(top, simd_shuffle_xor(top, ROW_PEER_1));",
+        "divergent",
+    ),
+    Bug(
+        "output left out",
+        "for (int i = tid; i < MEMBERS * GQA * D; i += NSG * 32) {",
+        "for (int i = tid + 32; i < MEMBERS * GQA * D; i += NSG * 32) {",
+        "unwritten",
+    ),
+    Bug("loop that does not end", "t0 += NSG * 16", "t0 += 0", "runaway"),
+    Bug("threadgroup memory", "threadgroup float4 pool[POOL];", "threadgroup float4 pool[2 * POOL];", "limit"),
+    Bug(
+        "weights not waited for",
+        "totals[d / 32] = total;\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "totals[d / 32] = total;",
+        "race",
+        MERGE,
+    ),
+    Bug("pointer without address space", "const device uint4* from", "const uint4* from", SYNTAX),
+    Bug("split weighed by nothing", "total += weight * (mine", "total += (mine", NUMBERS, MERGE),
+    Bug(
+        "sink of another head",
+        "SINKS ? sinks[head]",
+        "SINKS ? sinks[head / GQA]",
+        NUMBERS,
+        MERGE,
+    ),
+]
+PREFIX_BUGS = [
+    Bug("barrier missing", f"{BARRIERS}{AFTER_KEYS}", AFTER_KEYS, "race"),
+    Bug(
+        "barrier too weak",
+        f"{BARRIERS}{AFTER_VALUES}",
+        BARRIERS.replace("threadgroup_b", "simdgroup_b", 1) + AFTER_VALUES,
+        "race",
+    ),
+    Bug("race with right numbers", f"{BARRIERS}{AFTER_LOOP}", AFTER_LOOP, "race"),
+    Bug(
+        "nibbles from the high end",
+        "(word >> (16 * i + 4 * e)) & 15u) | 0x6400u",
+        "(word >> (28 - 16 * i - 4 * e)) & 15u) | 0x6400u",
+        NUMBERS,
+    ),
+    Bug("scale of another token", "scale[u] = scales[at[u]];", "scale[u] = scales[at[u] / 2];", NUMBERS),
+    Bug("sum not rescaled", "z[i] *= keep;", "", NUMBERS),
+    Bug("queries of another simdgroup", "COOPERATIVE ? sg * Q * 8 : 0", "COOPERATIVE ? sg * Q * 4 : 0", "race"),
+    Bug("tokens of another simdgroup", "tiles + tile * 16 * LD + n * 8", "tiles + n * 8", NUMBERS),
+    Bug("table off by a block", "slots[place / 256]", "slots[0]", NUMBERS),
+    Bug(
+        "rows beyond the group", "if (own_rows + row < MEMBERS * GQA) {", "if (row < MEMBERS * GQA) {", "out-of-bounds"
+    ),
+    Bug("heads mapped otherwise", "row_tokens + who % row_tokens) * D", "row_tokens + row % GQA) * D", "out-of-bounds"),
+    Bug("splits overlap", "begin + split * per;", "begin + split * (per - 64);", NUMBERS),
+    Bug(
+        "partial never written",
+        "if (tile_column(lane) == 0) {\n                    tops",
+        "if (tile_column(lane) == 0 && sg == 0) {\n                    tops",
+        "unwritten",
+    ),
+    Bug(
+        "uninitialised queries", "stage[row * LD + i % D] =", "if (row < 40) stage[row * LD + i % D] =", "uninitialised"
+    ),
+    Bug("row in no group", "(shared >= 0 ? params[2] : 0)", "params[2]", "out-of-bounds", MERGE),
+    Bug("shared part left out", "sum += weights[s] * shared_sums", "sum += 0.0f * shared_sums", NUMBERS, MERGE),
+    Bug("split twice", "(shared_at + s - own_splits) * D", "shared_at * D", NUMBERS, MERGE),
+    Bug("implicit rounding", "static_cast<T>(sum / total)", "sum / total", SYNTAX, MERGE),
+]
+UNPACK_BUGS = [
+    Bug("tail unguarded", "if (real) store8<T>", "store8<T>", "out-of-bounds", UNPACK),
+    Bug("tail too short", "i < HEADS * tokens * WORDS", "i < HEADS * tokens * WORDS - 1", "unwritten", UNPACK),
+    Bug("scale of the simdgroup", "if (lane % SHARE == 0) {", "if (lane == 0) {", NUMBERS, UNPACK),
+    Bug("scale of another group", "+ i % WORDS / SHARE", "+ 0", NUMBERS, UNPACK),
+    Bug(
+        "bias of another lane",
+        "bias = simd_shuffle(bias, ushort(lane / SHARE * SHARE))",
+        "bias = simd_shuffle(bias, ushort(0))",
+        NUMBERS,
+        UNPACK,
+    ),
+    Bug(
+        "simd operation under divergence",
+        "    scale = simd_shuffle",
+        "    if (real) scale = simd_shuffle",
+        "divergent",
+        UNPACK,
+    ),
+    Bug(
+        "nibbles from the high end",
+        "(word >> (4 * e)) & 15u), scale",
+        "(word >> (28 - 4 * e)) & 15u), scale",
+        NUMBERS,
+        UNPACK,
+    ),
+    Bug("table off by a block", "table[token / 256]", "table[(token + 1) / 256]", NUMBERS, UNPACK),
+    Bug("heads mapped otherwise", "i / WORDS / tokens;", "i / WORDS % HEADS;", NUMBERS, UNPACK),
+    Bug("place beyond the block", "* 256 + token % 256", "* 256 + token", NUMBERS, UNPACK),
+    Bug("two threads, one place", "out + size_t(i) * 8", "out + size_t(i / 2) * 8", "race", UNPACK),
+    Bug("beside the end", "out + size_t(i) * 8", "out + size_t(i) * 8 + 8", "out-of-bounds", UNPACK),
+    Bug("write to an input", "scale = float(scales[at]);", "scales[at] = half(0);", SYNTAX, UNPACK),
+    Bug("double", "float scale = 0.0f;", "double scale = 0.0;", SYNTAX, UNPACK),
+]
+
+
+def caught(compute: Callable[[], bool]) -> Sequence[str]:
+    """The detectors that speak up; `compute` says whether the numbers are right."""
+    try:
+        return () if compute() else (NUMBERS,)
+    except KernelFindings as found:
+        return tuple(dict.fromkeys(found.kinds))
+    except KernelSyntaxError:
+        return (SYNTAX,)
+
+
+def decoded_right(case: Case) -> bool:
+    arenas = Arenas.of(case)
+    return error(arenas.decoded(threadgroups=6), arenas.expected()) <= TOLERANCE[case.dtype]
+
+
+def unpacked_right() -> bool:
+    out, expected = run_unpack(Case(96, 2, dtype=mx.float32, lengths=(261,)))
+    return error(out, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("bug", ROW_BUGS, ids=str)
+def test_decode(bug: Bug, emulate: Emulate) -> None:
+    emulate(edits={bug.kernel: bug.plant})
+    assert bug.caught_by in caught(lambda: decoded_right(ROW))
+
+
+@pytest.mark.parametrize("bug", PREFIX_BUGS, ids=str)
+def test_shared_prefix_decode(bug: Bug, emulate: Emulate) -> None:
+    emulate(edits={bug.kernel: bug.plant})
+    assert bug.caught_by in caught(lambda: decoded_right(PREFIX))
+
+
+@pytest.mark.parametrize("bug", UNPACK_BUGS, ids=str)
+def test_unpack(bug: Bug, emulate: Emulate) -> None:
+    emulate(edits={bug.kernel: bug.plant})
+    assert bug.caught_by in caught(unpacked_right)
+
+
+@pytest.mark.parametrize("bugs", [ROW_BUGS, PREFIX_BUGS, UNPACK_BUGS], ids=["decode", "prefix", "unpack"])
+def test_there_are_enough_of_enough_classes(bugs: Sequence[Bug]) -> None:
+    assert len(bugs) >= 10
+    assert len({bug.kind for bug in bugs}) >= 10
+    assert len({bug.caught_by for bug in bugs}) >= 5
+
+
+def test_nothing_is_caught_where_nothing_is_planted(emulate: Emulate) -> None:
+    emulate()
+    assert caught(lambda: decoded_right(ROW)) == caught(lambda: decoded_right(PREFIX)) == caught(unpacked_right) == ()

@@ -1,0 +1,72 @@
+"""The self-test: what it says of kernels that are right, wrong, do not compile, or end their process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
+from agentcache.metal_kernels.self_test import Verdict, steps, try_kernels, wrong_steps
+from agentcache.metal_kernels.tiling import HeadShape
+from tests.metal_kernels.conftest import Emulate
+from tests.metal_kernels.emulator.build import clang
+
+if clang() is None:
+    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+
+SHAPE = HeadShape(64, 1, 4, 64, mx.float32)
+CHILD = Path(__file__).parent / "emulated_child.py"
+
+
+def emulated(bug: str) -> tuple[str, ...]:
+    """The self-test's command for a child that emulates kernels with a bug."""
+    return (sys.executable, str(CHILD), bug)
+
+
+def test_right_kernels_pass() -> None:
+    assert try_kernels(SHAPE, emulated("none")) == Verdict(True)
+
+
+@pytest.mark.parametrize(
+    ("bug", "reason"),
+    [("wrong", "wrong numbers: decode"), ("syntax", "ended with code 1"), ("abort", "ended with code -6")],
+)
+def test_others_do_not_and_it_says_why(bug: str, reason: str) -> None:
+    verdict = try_kernels(SHAPE, emulated(bug))
+    assert not verdict.right
+    assert reason in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("pass", "said nothing"), ("print('{}')", "said nothing"), ("print('[1]')", "said nothing")],
+)
+def test_a_child_that_says_nothing_is_not_trusted(script: str, reason: str) -> None:
+    verdict = try_kernels(SHAPE, (sys.executable, "-c", script))
+    assert not verdict.right
+    assert reason in verdict.reason
+
+
+def test_a_child_that_cannot_be_started_is_not_trusted() -> None:
+    assert not try_kernels(SHAPE, ("/nowhere/python",)).right
+
+
+@pytest.mark.skipif(device() != NO_DEVICE, reason="kernels can be compiled here")
+def test_on_a_back_end_without_kernels_the_self_test_fails() -> None:
+    assert not try_kernels(SHAPE).right
+
+
+def test_wrong_steps_are_named(emulate: Emulate) -> None:
+    emulate(edits={"agentcache_unpack": lambda launch: launch.edited("& 15u), scale", "& 7u), scale")})
+    [wrong] = wrong_steps(SHAPE)
+    assert wrong.startswith("unpack (off by ")
+
+
+def test_each_text_of_a_shape_is_tried() -> None:
+    tried = steps(SHAPE).values()
+    assert any(case.prefix for case in tried)
+    assert any(case.softcap and case.sinks and case.window for case in tried)
+    assert {case.num_tokens for case in tried} == {1, 8}
