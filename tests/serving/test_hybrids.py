@@ -311,7 +311,7 @@ def test_fifty_turns_write_few_snapshots(qwen: Path, tmp_path: Path) -> None:
         snapshots = 50 * 200 // inside.snapshot_interval(inside.engine_of(llm))
         assert spec.state_group is not None
         assert snapshots * spec.state_group.bytes_per_block <= 2 * keys_and_values
-    assert written <= 3 * keys_and_values + 50 * 12_000, "a few kilobytes a turn are headers, manifest and log"
+    assert written <= 3 * keys_and_values, "headers, manifests and logs of this thin model included"
 
 
 def test_a_disk_that_is_too_small_for_snapshots_holds_the_turns(qwen: Path, tmp_path: Path) -> None:
