@@ -103,7 +103,7 @@ class LatentAttention(nn.Module):
         return Packed(packed.data[..., :words], packed.scales[..., :groups], packed.biases[..., :groups])
 
     def _decompressed(self, q_nope: mx.array, q_rope: mx.array, kv: PagedKV) -> mx.array:
-        cached = unpack_row(kv.arena.keys, kv.reads, q_nope)
+        cached = unpack_row(kv.arena.keys, kv.reads, q_nope.dtype)
         keys, values = self.decompress(cached)
         return flash_attention(mx.concatenate([q_nope, q_rope], axis=-1), keys, values, kv.reads, self._options)
 
