@@ -67,8 +67,8 @@ def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOp
     if reads_packed(queries.shape[2], reads.batch_size, options.softcap):
         ids = reads.blocks.ids
         return packed_attention(queries, keys.gather(ids), values.gather(ids), reads, options, keys)
-    k = unpack_row(keys, reads, queries)
-    v = unpack_row(values, reads, queries)
+    k = unpack_for(queries, keys, reads)
+    v = unpack_for(queries, values, reads)
     return flash_attention(queries, k, v, reads, options)
 
 
@@ -81,16 +81,15 @@ def flash_attention(
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=options.scale, mask=mask, sinks=sinks)
 
 
-def unpack_row(side: SideArena, reads: Reads, queries: mx.array) -> mx.array:
-    """Keys or values of a single row as [1, H_kv, T, D] in the type of `queries` [1, H_q, n, ·], T up to the end of
-    the step."""
+def unpack_for(queries: mx.array, side: SideArena, reads: Reads) -> mx.array:
+    """`unpack_row` in the type of `queries` [1, H_q, n, ·], by a kernel where there is one."""
     repeats = queries.shape[1] // side.num_heads
-    by_operations = partial(unpack_by_operations, side, reads, queries.dtype)
+    by_operations = partial(unpack_row, side, reads, queries.dtype)
     return fused.unpacked(side, reads, repeats, queries.dtype, by_operations)
 
 
-def unpack_by_operations(side: SideArena, reads: Reads, dtype: mx.Dtype) -> mx.array:
-    """`unpack_row` without kernels."""
+def unpack_row(side: SideArena, reads: Reads, dtype: mx.Dtype) -> mx.array:
+    """Keys or values of a single row as [1, H_kv, T, D], T up to the end of the step."""
     blocks = dequantise(side.gather(reads.block_ids[0]), side.quantisation, dtype)
     heads, dim = blocks.shape[1], blocks.shape[3]
     return blocks.swapaxes(0, 1).reshape(1, heads, -1, dim)[:, :, : reads.num_keys]

@@ -113,7 +113,7 @@ def latent_attention(
         latent = _packed(projections.absorb(q_nope), q_rope, kv, scale).astype(queries.dtype)
         return projections.values(latent)
     full_queries = mx.concatenate([q_nope, q_rope.astype(q_nope.dtype)], axis=-1)
-    full_keys, full_values = decompress(unpack_row(kv.arena.keys, kv.reads, queries), projections)
+    full_keys, full_values = decompress(unpack_row(kv.arena.keys, kv.reads, queries.dtype), projections)
     return flash_attention(full_queries, full_keys, full_values, kv.reads, AttentionOptions(scale))
 
 

@@ -111,7 +111,6 @@ ROW_BUGS = [
         "for (int i = tid + 32; i < MEMBERS * GQA * D; i += NSG * 32) {",
         "unwritten",
     ),
-    Bug("loop that does not end", "t0 += NSG * 16", "t0 += 0", "runaway"),
     Bug("threadgroup memory", "threadgroup float4 pool[POOL];", "threadgroup float4 pool[2 * POOL];", "limit"),
     Bug(
         "weights not waited for",

@@ -19,7 +19,7 @@ from agentcache.llm import LLM
 from agentcache.metal_kernels.self_test import try_kernels
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused
-from agentcache.models.attention import attention_by_operations, paged_attention, unpack_by_operations, unpack_row
+from agentcache.models.attention import attention_by_operations, paged_attention
 from agentcache.sampling import SamplingParams
 from tests.conftest import ModelFolder
 from tests.metal_kernels import emulated_child
@@ -92,12 +92,12 @@ def test_few_queries_are_answered_by_kernels(case: Case, kernel_device: Device) 
     )
 
 
-def test_a_chunk_is_unpacked_by_a_kernel(kernel_device: Device) -> None:
+def test_a_chunk_is_unpacked_by_a_kernel(kernel_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     log = kernel_device()
-    _, step, queries = fill(Case((290,), 20), poison=True)
-    unpacked = unpack_row(step.arena.keys, step.reads, queries)
-    assert len(log) == 1
-    assert close(unpacked, unpack_by_operations(step.arena.keys, step.reads, queries.dtype), 1e-6)
+    by_kernels, _ = both(Case((290,), 20))
+    assert len(log) == 4  # keys and values, both times
+    monkeypatch.setenv("AGENTCACHE_KERNELS", "off")
+    assert close(by_kernels, both(Case((290,), 20))[1], 1e-5)
 
 
 def test_a_plan_is_made_once_for_all_layers(kernel_device: Device) -> None:
