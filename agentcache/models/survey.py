@@ -89,15 +89,16 @@ class Survey:
 
     def caches(self, paged: Sequence[Any], states: Sequence[ArraysCache]) -> list[Any]:
         """The model's caches, made of those for `layers` and for `recurrent`."""
+        # Not by a closure that calls itself: as a circle it would keep a step's arrays until Python looks for circles.
+        return [_cache_at(place, paged, states) for place in self.places]
 
-        def make(place: Place) -> Any:
-            if isinstance(place, tuple):
-                return CacheList(*[make(inner) for inner in place])
-            if isinstance(place, Paged):
-                return paged[place.layer]
-            return None if place is None else states[place.cache]
 
-        return [make(place) for place in self.places]
+def _cache_at(place: Place, paged: Sequence[Any], states: Sequence[ArraysCache]) -> Any:
+    if isinstance(place, tuple):
+        return CacheList(*[_cache_at(inner, paged, states) for inner in place])
+    if isinstance(place, Paged):
+        return paged[place.layer]
+    return None if place is None else states[place.cache]
 
 
 @dataclass

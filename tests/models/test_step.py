@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import mlx.core as mx
 import numpy as np
@@ -78,3 +79,21 @@ def test_modules_see_the_step_for_as_long_as_it_is_computed() -> None:
     with pytest.raises(ZeroDivisionError), current.of(step):
         raise ZeroDivisionError
     assert current.step is None
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "deepseek_v2"])
+def test_a_step_leaves_nothing_that_only_the_garbage_collector_frees(
+    model_folder: ModelFolder, architecture: str
+) -> None:
+    """Reference cycles would keep a step's arrays until Python happens to look for them."""
+    driver = Driver(loader.load(str(model_folder(architecture))))
+    row = driver.row()
+    for start in range(3):
+        driver.step([row], random_ids(driver.loaded, (1, 4), start))
+    gc.collect()
+    gc.disable()
+    try:
+        driver.step([row], random_ids(driver.loaded, (1, 1)))
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
