@@ -111,11 +111,12 @@ class Config:
         api_key_file: file that holds it instead, so that it is on no command line; `load_config` reads it.
         cache_dir: the folder that holds the agents' memory; one process at a time may use it.
         ram_budget, disk_budget: bytes the cache may take.
-        trunk_budget: bytes of RAM for hidden states that adapters go on from; 0 for none.
         state_budget: bytes of `ram_budget` for the recurrent state of running requests and for snapshots of it, in
             models that have recurrent layers; None for a quarter of it.
         snapshot_tokens: tokens between two snapshots of a conversation's recurrent state; None for as many as make
             snapshots cost at most twice the keys and values.
+        trunk_budget: bytes of RAM for hidden states that adapters go on from; 0 for none. Taken only once there are
+            adapters that can.
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
@@ -158,7 +159,9 @@ class Config:
         Kind.SIZE, Flag("Disk for the cache: 100GB, 20%, auto."), above_zero=True, default=AUTO_DISK_CEILING
     )
     trunk_budget: int = _setting(
-        Kind.SIZE, Flag("RAM for hidden states that adapters go on from: 2GB, 5% (0: none)."), default=0
+        Kind.SIZE,
+        Flag("RAM for hidden states that adapters go on from: 2GB, 5%, 0, auto (an eighth of the cache's)."),
+        default_factory=lambda: parse_trunk_budget("auto", parse_ram_budget("auto")),
     )
     state_budget: int | None = _setting(
         Kind.SIZE, Flag("Of that RAM, for recurrent state: 2GB, 5%, auto (a quarter)."), above_zero=True, default=None
@@ -315,9 +318,9 @@ def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     settings["cache_dir"] = cache_dir
     settings["ram_budget"] = parse_ram_budget(settings.get("ram_budget", "auto"))
     settings["disk_budget"] = parse_disk_budget(settings.get("disk_budget", "auto"), cache_dir)
-    settings["trunk_budget"] = parse_trunk_budget(settings.get("trunk_budget", 0), settings["ram_budget"])
     if "state_budget" in settings:
         settings["state_budget"] = parse_state_budget(settings["state_budget"], settings["ram_budget"])
+    settings["trunk_budget"] = parse_trunk_budget(settings.get("trunk_budget", "auto"), settings["ram_budget"])
     if "max_body_bytes" in settings:
         settings["max_body_bytes"] = parse_bytes(settings["max_body_bytes"], key="max_body_bytes")
     for key, value in settings.items():

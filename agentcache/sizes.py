@@ -11,6 +11,7 @@ from pathlib import Path
 from agentcache.errors import ConfigError, StoreError
 
 AUTO_RAM_SHARE = 0.25
+AUTO_TRUNK_SHARE = 0.125  # of the RAM budget, beside it
 AUTO_DISK_SHARE = 0.20
 AUTO_DISK_CEILING = 100 * 10**9
 
@@ -96,12 +97,10 @@ def parse_ram_budget(text: str | int) -> int:
 
 
 def parse_trunk_budget(text: str | int, ram_budget: int) -> int:
-    """Bytes; raises ConfigError for more than `ram_budget` leaves of the machine, and for `auto`, which it has not."""
-
-    def no_auto() -> int:
-        raise ConfigError(f"trunk_budget = {text!r} is not a size; write it like 2GB or 5%")
-
-    budget, left = parse_size(text, key="trunk_budget", whole=total_ram, auto=no_auto), total_ram() - ram_budget
+    """Bytes; raises ConfigError for more than `ram_budget` leaves of the machine."""
+    left = max(0, total_ram() - ram_budget)
+    share = min(left, int(ram_budget * AUTO_TRUNK_SHARE))
+    budget = parse_size(text, key="trunk_budget", whole=total_ram, auto=lambda: share)
     if budget > left:
         raise ConfigError(f"trunk_budget = {text!r} is more than the {left / 1e9:.1f} GB that ram_budget leaves")
     return budget

@@ -133,12 +133,13 @@ def _check_writable(folder: Path, detail: str) -> Check:
 
 
 def _holder(cache_dir: Path) -> str | None:
+    from agentcache.store.cache_files import CacheFiles
     from agentcache.store.lock import FolderLock
 
     if not (cache_dir / "lock").exists():
         return None
     try:
-        FolderLock(cache_dir.resolve()).release()
+        FolderLock(CacheFiles(cache_dir.resolve())).release()
     except CacheFolderInUse:
         return "in use by a running server"
     return None

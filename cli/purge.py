@@ -79,11 +79,12 @@ def empty_folder(cache_dir: Path) -> int:
         CacheFolderInUse: a process has it.
         StoreError: something could not be removed.
     """
+    from agentcache.store.cache_files import CacheFiles
     from agentcache.store.lock import FolderLock
 
     if not (cache_dir / "lock").is_file():
         return 0
-    lock = FolderLock(cache_dir.resolve())
+    lock = FolderLock(CacheFiles(cache_dir.resolve()))
     try:
         return sum(_remove(cache_dir / name) for name in FOLDERS)
     except OSError as error:

@@ -44,6 +44,9 @@ def test_config_file_can_be_named(tmp_path: Path) -> None:
 def test_ram_and_trunk_budget_together_beyond_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "total_ram", lambda: 10**9)
     assert load_config({"ram_budget": "800MB", "trunk_budget": "20%"}, environ={}).trunk_budget == 200 * 10**6
+    assert load_config({"ram_budget": "800MB"}, environ={}).trunk_budget == 100 * 10**6
+    assert load_config({"ram_budget": "950MB"}, environ={}).trunk_budget == 50 * 10**6  # no more than there is
+    assert load_config({"ram_budget": "800MB", "trunk_budget": 0}, environ={}).trunk_budget == 0
     with pytest.raises(ConfigError, match="trunk_budget = '201MB' is more than the 0.2 GB that ram_budget leaves"):
         load_config({"ram_budget": "800MB", "trunk_budget": "201MB"}, environ={})
 
@@ -91,7 +94,6 @@ def test_known_variables_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> 
         ({"decode_share": 1}, "decode_share"),
         ({"decode_share": 0.0}, "decode_share"),
         ({"max_body_bytes": "20%"}, "max_body_bytes"),
-        ({"trunk_budget": "auto"}, "trunk_budget"),
         ({"trunk_budget": -1}, "trunk_budget"),
         ({"host": ""}, "host"),
         ({"api_key": ""}, "api_key"),

@@ -57,6 +57,7 @@ class BlockFolder:
         self._spec = spec
         self._usage = usage
         self._fault = fault
+        self._has_new_folders = False  # which are not durable yet
 
     def has(self, key: str) -> bool:
         """Whether there is a file for the block."""
@@ -138,11 +139,15 @@ class BlockFolder:
         try:
             file.write(data)
         except FileNotFoundError:  # the first block with such a key
-            self._files.make_folder(file.path.parent)
+            self._files.make_folder(file.path.parent, sync=False)
+            self._has_new_folders = True
             file.write(data)
         return len(data)
 
     def _put_in_place(self, files: Sequence[Replacement]) -> None:
+        if self._has_new_folders:
+            self._files.sync_folder(self._folder)
+            self._has_new_folders = False
         for file in files:
             file.sync()
         for file in files:

@@ -11,13 +11,39 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+from agentcache.errors import BrokenInvariant
 
 # Descriptors are few: a process may have 256 on some systems.
 _MOST_KEPT = 16
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(slots=True)
+class Descriptor:
+    """An open file or folder; closed at the end of the `with`, unless somebody keeps it."""
+
+    fd: int
+    is_kept: bool = False
+
+    def __enter__(self) -> int:
+        return self.fd
+
+    def __exit__(self, *error: object) -> None:
+        if not self.is_kept:
+            os.close(self.fd)
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """One that is kept open."""
+
+    descriptor: Descriptor
+    identity: tuple[int, int]
 
 
 class CacheFiles:
@@ -28,65 +54,98 @@ class CacheFiles:
 
     Args:
         root: an absolute path; links above it are the user's own.
+
+    Attributes:
+        lasting: folders that stay open from one `keep_open` to the next, until `close`.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._thread = threading.local()
+        self._root = os.fspath(root)
+        self.lasting: Collection[str] = ()
+        self._kept: dict[str, _Folder] = {}
+        self._keeper: int | None = None  # the thread inside `keep_open`, which alone may use and close them
 
-    @contextmanager
-    def folder(self, path: Path) -> Iterator[int]:
-        """A descriptor of a folder, the root or below it; closed at the end."""
-        kept: dict[Path, int] | None = getattr(self._thread, "kept", None)
-        if kept is not None and path in kept:
-            yield kept[path]
-            return
+    def folder(self, path: Path | str) -> Descriptor:
+        """A folder: the root, or one below it."""
+        path = os.fspath(path)
+        if self._keeper != threading.get_ident():
+            return Descriptor(self._walk_to(path))
+        if (kept := self._kept.get(path)) is not None:
+            return kept.descriptor
         fd = self._walk_to(path)
-        if kept is not None and len(kept) < _MOST_KEPT:
-            kept[path] = fd
-            yield fd
-            return
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+        if len(self._kept) == _MOST_KEPT:
+            return Descriptor(fd)
+        folder = self._kept[path] = _Folder(Descriptor(fd, is_kept=True), _identity(os.fstat(fd)))
+        return folder.descriptor
 
-    def _walk_to(self, path: Path) -> int:
-        if path == self.root:
+    def _walk_to(self, path: str) -> int:
+        if path == self._root:
             return _open_folder(path)
-        if not path.is_relative_to(self.root):
+        if not path.startswith(self._root + os.sep):
             raise ValueError(f"{path} is not below {self.root}")
-        with self.folder(path.parent) as parent:
-            return _open_folder(path.name, parent)
+        above, name = os.path.split(path)
+        with self.folder(above) as parent:
+            return _open_folder(name, parent)
 
     @contextmanager
     def keep_open(self) -> Iterator[bool]:
         """Meanwhile this thread walks down to a folder once, and not for every file; says whether it is not so already.
 
-        What takes a folder's place meanwhile is not seen: work goes on in the folder that was there.
+        What takes a folder's place meanwhile is not seen: work goes on in the folder that was there. One thread at a
+        time.
         """
-        if hasattr(self._thread, "kept"):
+        if self._keeper == threading.get_ident():
             yield False
             return
-        self._thread.kept = {}
+        if self._keeper is not None:
+            raise BrokenInvariant("two threads write to the cache folder")
+        self._keeper = threading.get_ident()
         try:
+            self.close_replaced()
             yield True
         finally:
-            self.close_kept()
-            del self._thread.kept
+            self._close(set(self._kept).difference(self.lasting))
+            self._keeper = None
 
-    def close_kept(self) -> None:
-        """Within `keep_open`: walk down to every folder again."""
-        kept: dict[Path, int] = getattr(self._thread, "kept", {})
-        while kept:
-            os.close(kept.popitem()[1])
+    def close_replaced(self) -> None:
+        """Within `keep_open`: no longer work in folders that are not where they were, nor in folders below them."""
+        replaced: set[str] = set()
+        for path in sorted(self._kept):  # a folder comes before those in it
+            if os.path.dirname(path) in replaced or not self._is_in_place(path):
+                replaced.add(path)
+        self._close(replaced)
 
-    def make_folder(self, path: Path) -> None:
-        """Make sure that `path` is a folder of ours; a new one is durable on return."""
+    def _is_in_place(self, path: str) -> bool:
+        above, name = os.path.split(path)
+        try:
+            if (parent := self._kept.get(above)) is not None:
+                status = os.stat(name, dir_fd=parent.descriptor.fd, follow_symlinks=False)
+            else:
+                status = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return _identity(status) == self._kept[path].identity
+
+    def close(self) -> None:
+        """Keep nothing open any more."""
+        self._close(list(self._kept))
+
+    def _close(self, folders: Iterable[str]) -> None:
+        for folder in folders:
+            os.close(self._kept.pop(folder).descriptor.fd)
+
+    def make_folder(self, path: Path, *, sync: bool = True) -> None:
+        """Make sure that `path` is a folder of ours.
+
+        Args:
+            sync: a new one is durable on return; else once its parent has been synced.
+        """
         with self.folder(path.parent) as parent:
             with suppress(FileExistsError):
                 os.mkdir(path.name, 0o700, dir_fd=parent)
-                os.fsync(parent)
+                if sync:
+                    os.fsync(parent)
             fd = _open_folder(path.name, parent)
         try:
             if stat.S_IMODE(os.fstat(fd).st_mode) != 0o700:
@@ -97,8 +156,8 @@ class CacheFiles:
     def identity(self, folder: Path) -> tuple[int, int]:
         """Device and inode: another folder in the same place has others."""
         with self.folder(folder) as fd:
-            status = os.fstat(fd)
-        return status.st_dev, status.st_ino
+            kept = self._kept.get(os.fspath(folder))
+            return _identity(os.fstat(fd)) if kept is None else kept.identity
 
     def sync_folder(self, path: Path) -> None:
         """Make renames and removals in the folder durable."""
@@ -110,23 +169,26 @@ class CacheFiles:
         with self.folder(path) as fd, os.scandir(fd) as entries:
             return [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
 
-    @contextmanager
-    def open(self, path: Path, flags: int) -> Iterator[int]:
-        """A descriptor of a file; closed at the end. A new file is 0600, whatever the umask."""
-        with self.folder(path.parent) as folder:
+    def open(self, path: Path, flags: int) -> Descriptor:
+        """A file. A new one is 0600, whatever the umask."""
+        above, name = os.path.split(path)
+        with self.folder(above) as folder:
             # Without waiting: opening a pipe would, until somebody comes to its other end.
-            fd = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
-        try:
-            if flags & os.O_CREAT:
+            fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        descriptor = Descriptor(fd)
+        if flags & os.O_CREAT:
+            try:
                 os.fchmod(fd, 0o600)
-            yield fd
-        finally:
-            os.close(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+        return descriptor
 
     def status(self, path: Path) -> os.stat_result:
         """What is at `path`; of a link, the link itself."""
-        with self.folder(path.parent) as folder:
-            return os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+        above, name = os.path.split(path)
+        with self.folder(above) as folder:
+            return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
     def all_there(self, folder: Path, names: Sequence[str]) -> bool:
         """Whether all of `names`, each of a file in a folder in `folder`, are there."""
@@ -148,13 +210,15 @@ class CacheFiles:
 
     def rename(self, source: Path, target: Path) -> None:
         """Move a file, in place of what is at `target`."""
-        with self.folder(source.parent) as one, self.folder(target.parent) as other:
-            os.replace(source.name, target.name, src_dir_fd=one, dst_dir_fd=other)
+        (above, name), (new_above, new_name) = os.path.split(source), os.path.split(target)
+        with self.folder(above) as one, self.folder(new_above) as other:
+            os.replace(name, new_name, src_dir_fd=one, dst_dir_fd=other)
 
     def remove(self, path: Path) -> None:
         """Delete a file, if it is there."""
-        with suppress(FileNotFoundError), self.folder(path.parent) as folder:
-            os.unlink(path.name, dir_fd=folder)
+        above, name = os.path.split(path)
+        with suppress(FileNotFoundError), self.folder(above) as folder:
+            os.unlink(name, dir_fd=folder)
 
     def read(self, path: Path, max_bytes: int) -> bytes:
         """The whole content of a regular file; OSError also where it is longer than `max_bytes`."""
@@ -165,6 +229,10 @@ class CacheFiles:
             if status.st_size > max_bytes:
                 raise OSError(f"it has {status.st_size} bytes, at most {max_bytes} make sense")
             return _read_all(fd, status.st_size)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _open_folder(path: str | Path, parent: int | None = None) -> int:

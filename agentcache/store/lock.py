@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from pathlib import Path
 
 from agentcache.errors import CacheFolderInUse, StoreError
 from agentcache.store.cache_files import CacheFiles
@@ -18,8 +17,9 @@ class FolderLock:
         StoreError: the file system cannot lock.
     """
 
-    def __init__(self, cache_dir: Path) -> None:
-        self._files = CacheFiles(cache_dir)
+    def __init__(self, files: CacheFiles) -> None:
+        cache_dir = files.root
+        self._files = files
         self._path = cache_dir / "lock"
         try:
             with self._files.open(self._path, os.O_RDWR | os.O_CREAT) as fd:

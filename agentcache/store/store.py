@@ -77,7 +77,7 @@ class Store:
             self._block_dir, self._agent_dir = root / "blocks", root / "agents" / model_fingerprint[:16]
             self._usage = DiskUsage(self._files, disk_budget)
             self._blocks = BlockFolder(self._files, self._block_dir, spec, self._usage, fault)
-            self._lock = FolderLock(self._files.root)
+            self._lock = FolderLock(self._files)
             try:
                 self._take_stock()
             except BaseException:
@@ -88,6 +88,8 @@ class Store:
         """Make the folders that are not there, and find out what is in the others."""
         for folder in (self._block_dir, self._agent_dir.parent, self._agent_dir):
             self._files.make_folder(folder)
+        lasting = (self._files.root, self._block_dir, self._agent_dir.parent, self._agent_dir)
+        self._files.lasting = [str(folder) for folder in lasting]
         self._usage.start_over()
         self._usage.adopt_folders(self._block_dir)
         models = self._usage.adopt_folders(self._agent_dir.parent)
@@ -118,7 +120,7 @@ class Store:
 
     def _start_over(self) -> None:
         log.warning("files are gone from the cache folder %s: looking for what is left", self._files.root)
-        self._files.close_kept()
+        self._files.close()
         _make_root(self._files.root)
         if not self._lock.is_in_place():
             self._lock_again()
@@ -129,7 +131,7 @@ class Store:
 
     def _lock_again(self) -> None:
         try:
-            lock = FolderLock(self._files.root)
+            lock = FolderLock(self._files)
         except CacheFolderInUse as error:
             raise StoreError(str(error)) from error
         self._lock.release()
@@ -137,6 +139,7 @@ class Store:
 
     def close(self) -> None:
         """Give the folder free. The store must not be used after it."""
+        self._files.close()
         self._lock.release()
 
     # --- agents ---
@@ -215,7 +218,7 @@ class Store:
             StoreError: a link, say, is in a folder's place.
         """
         with as_store_error("look for blocks"), self.visit():
-            self._files.close_kept()  # to look at what others find
+            self._files.close_replaced()  # to look at what others find
             if not self._blocks.all_there(keys):
                 self._start_over()
                 raise BlocksLost("blocks are gone from the cache folder")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.cli import doctor
+from agentcache.store.cache_files import CacheFiles
 from agentcache.store.lock import FolderLock
 from tests.cli.conftest import Invoke
 from tests.kv.damage import flip
@@ -36,7 +37,7 @@ def test_ops_that_end_badly_are_reported(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_folder_states(tmp_path: Path) -> None:
     assert doctor.check_folder(tmp_path).ok
-    lock = FolderLock(tmp_path)
+    lock = FolderLock(CacheFiles(tmp_path))
     assert "in use" in doctor.check_folder(tmp_path).detail
     lock.release()
     assert "in use" not in doctor.check_folder(tmp_path).detail

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.cli.purge import purge_server
+from agentcache.store.cache_files import CacheFiles
 from agentcache.store.lock import FolderLock
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import FakeEngine
@@ -38,7 +39,7 @@ def test_purge_asks_first(invoke: Invoke, folder: Path) -> None:
 
 
 def test_purge_leaves_a_folder_in_use_alone(invoke: Invoke, folder: Path) -> None:
-    lock = FolderLock(folder)
+    lock = FolderLock(CacheFiles(folder))
     try:
         result = invoke("purge", "--all", "--yes", "--cache-dir", str(folder))
     finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import BlockMissing, BlockRejected, BlocksLost, CacheFolderInUse, StoreError
+from agentcache.store.cache_files import CacheFiles
 from agentcache.store.store import AgentRecord, Store
 from tests.kv.damage import agents_folder, block_file, flip
 from tests.kv.store_cases import (
@@ -215,3 +216,33 @@ def test_a_folder_that_cannot_be_made_is_an_error_each_time(tmp_path: Path) -> N
         assert set(outcomes(store)) == {StoreError}
         os.unlink(cache_dir)
         turn(store, AFTER)
+
+
+def test_the_folders_that_every_write_needs_are_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = CacheFiles(tmp_path)
+    files.make_folder(tmp_path / "blocks")
+    files.make_folder(tmp_path / "blocks" / "ab")
+    files.lasting = [str(tmp_path), str(tmp_path / "blocks")]
+    opened: list[str] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *args, **more: opened.append(str(path)) or real(path, *args, **more))
+    for _ in range(2):
+        with files.keep_open(), files.keep_open(), files.open(tmp_path / "blocks" / "ab" / "x", os.O_RDWR | os.O_CREAT):
+            pass
+    assert opened == [str(tmp_path), "blocks", "ab", "x", "ab", "x"]
+    files.close()
+
+
+def test_a_folder_that_is_replaced_is_left_with_all_below_it(tmp_path: Path) -> None:
+    files = CacheFiles(tmp_path)
+    files.make_folder(tmp_path / "blocks")
+    files.make_folder(tmp_path / "blocks" / "ab")
+    files.lasting = [str(folder) for folder in (tmp_path, tmp_path / "blocks", tmp_path / "blocks" / "ab")]
+    with files.keep_open(), files.folder(tmp_path / "blocks" / "ab"):
+        pass
+    (tmp_path / "blocks").rename(tmp_path / "elsewhere")
+    (tmp_path / "blocks").symlink_to("elsewhere")
+    with files.keep_open(), pytest.raises(NotADirectoryError):
+        files.open(tmp_path / "blocks" / "ab" / "x", os.O_RDWR | os.O_CREAT)
+    assert not (tmp_path / "elsewhere" / "ab" / "x").exists()
+    files.close()

@@ -183,7 +183,7 @@ def test_preempted_on_the_way(at: int, qwen3: Path, folders: dict[str, Path], tm
         again = hand.submit([*prompt, 7], greedy(4), adapter=load(hand, folders["b"], "b"))
         hand.run(again)
         assert hand.engine.stats().computed_layer_tokens - before == 512 * LAYERS // 2 + (701 + 3 - 512) * LAYERS
-    with by_hand(qwen3, tmp_path / "other") as hand:
+    with by_hand(qwen3, tmp_path / "other", trunk_budget=0) as hand:
         expected = hand.submit(prompt, greedy(4), adapter=load(hand, folders["a"], "a"))
         hand.run(expected)
         assert receiver.token_ids == expected.token_ids
@@ -246,5 +246,5 @@ def test_together_with_little_memory(qwen3: Path, folders: dict[str, Path], tmp_
         spared = hand.engine.stats().computed_tokens * LAYERS - hand.engine.stats().computed_layer_tokens
         assert spared >= 512 * LAYERS // 2
         assert inside.evicted_blocks(hand.engine) > 0
-    with by_hand(qwen3, tmp_path / "other") as hand:
+    with by_hand(qwen3, tmp_path / "other", trunk_budget=0) as hand:
         assert said == said_together(hand, folders)
