@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.spec import POSITION, GroupSpec, TensorSpec
 
 Array = NDArray[Any]
@@ -54,6 +56,33 @@ def block_tensors(group: GroupSpec) -> tuple[BlockTensor, ...]:
         else:
             of_token += tensor.own_bytes
     return tuple(tensors)
+
+
+@dataclass(frozen=True)
+class SlotRuns:
+    """How a tensor's bytes in a block, which follow each other, lie in its slot: `count` runs of `length` bytes.
+
+    Args:
+        stride: from the beginning of a run to that of the next, in the slot.
+        slot_bytes: of the tensor's slot, with room for 256 tokens.
+    """
+
+    count: int
+    length: int
+    stride: int
+    slot_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def slot_runs(tensor: TensorSpec, num_tokens: int) -> SlotRuns:
+    """The runs of a block of so many tokens: one, where the block is full or its tokens are the first axis."""
+    if tensor.token_axis is None or num_tokens == BLOCK_SIZE:
+        size = math.prod(tensor.block_shape(BLOCK_SIZE)) * tensor.numpy_dtype.itemsize
+        return SlotRuns(1, size, size, size)
+    count = math.prod(tensor.shape[: tensor.token_axis])
+    token_bytes = tensor.own_bytes // count
+    stride = BLOCK_SIZE * token_bytes
+    return SlotRuns(count, num_tokens * token_bytes, stride, count * stride)
 
 
 @lru_cache(maxsize=256)

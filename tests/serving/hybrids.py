@@ -94,7 +94,7 @@ def answer(llm: LLM, ids: Sequence[int], agent: str | None, count: int = 4, **op
 
 
 def check_same(completion: Completion, cold: Completion) -> None:
-    """The same tokens, as far as the choice is clear, with the same probabilities: a state that is wrong shows there."""
+    """The same tokens, as far as the choice is clear, with the same probabilities: a wrong state shows there."""
     for mine, other in zip(completion.logprobs, cold.logprobs, strict=True):
         margin = other.top[0][2] - other.top[1][2]
         if mine.token_id != other.token_id:
