@@ -271,12 +271,10 @@ class GroupArena:
                 tensor.view(block, num_tokens)[...] = np.array(array)
             return
         target = block.data
-        for tensor in block_tensors(self.spec):
-            memory, runs = self._tensors[tensor.spec.name].memory(), slot_runs(tensor.spec, num_tokens)
-            slot, begin = block_id * runs.slot_bytes, tensor.begin(num_tokens)
-            for run in range(runs.count):
-                there, here = slot + run * runs.stride, begin + run * runs.length
-                target[here : here + runs.length] = memory[there : there + runs.length]
+        for runs in slot_runs(self.spec, num_tokens):
+            memory = self._tensors[runs.name].memory()
+            for slot, own in runs.pairs(block_id):
+                target[own] = memory[slot]
 
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks into slots `block_ids`. While no step is under way.
@@ -295,18 +293,16 @@ class GroupArena:
 
     def _put_in_place(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Copy every tensor's bytes to where they belong; what blocks lack of 256 tokens becomes zeros."""
-        lengths = [self.spec.tokens_in(block.nbytes) for block in blocks]
-        sources = list(zip(block_ids, lengths, (block.data for block in blocks), strict=True))
-        for tensor in block_tensors(self.spec):
-            memory = self._tensors[tensor.spec.name].memory()
-            for block_id, num_tokens, source in sources:
-                runs, begin = slot_runs(tensor.spec, num_tokens), tensor.begin(num_tokens)
-                slot = block_id * runs.slot_bytes
+        layouts = [slot_runs(self.spec, self.spec.tokens_in(block.nbytes)) for block in blocks]
+        sources = [block.data for block in blocks]
+        for place, tensor in enumerate(self._tensors.values()):  # in the order of a block's bytes
+            memory = tensor.memory()
+            for block_id, layout, source in zip(block_ids, layouts, sources, strict=True):
+                runs = layout[place]
                 if runs.count * runs.length < runs.slot_bytes:
-                    memory[slot : slot + runs.slot_bytes] = bytes(runs.slot_bytes)
-                for run in range(runs.count):
-                    there, here = slot + run * runs.stride, begin + run * runs.length
-                    memory[there : there + runs.length] = source[here : here + runs.length]
+                    memory[block_id * runs.slot_bytes : (block_id + 1) * runs.slot_bytes] = bytes(runs.slot_bytes)
+                for slot, own in runs.pairs(block_id):
+                    memory[slot] = source[own]
 
     def _upload(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks of the same length: one transfer to the device, which then puts their parts in place."""

@@ -281,7 +281,7 @@ def _all_finite(array: Array) -> bool:
     if array.dtype.kind != "f":
         return True
     unsigned, exponent = _FLOAT_EXPONENTS[array.itemsize]
-    return not bool(np.any(array.view(unsigned) & exponent == exponent))
+    return not array.size or bool((array.view(unsigned) & exponent).max() != exponent)
 
 
 # --- reading ---
