@@ -149,7 +149,7 @@ def test_after_evict_and_restore(architecture: str, model_folder: ModelFolder, t
 
 def test_more_files_than_there_are_buffers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file waits for a buffer that another one has left; one of them is wrong, and so no use to anybody."""
-    monkeypatch.setattr(restore, "_BUFFERS", 2)
+    monkeypatch.setattr(restore, "_BUFFERS_BYTES", 1)  # two, then
     monkeypatch.setattr(restore, "_BATCH_BLOCKS", 1)
     kept = play(model, tmp_path / "kept", TokenTalk(), [1300, 1400], restart=False)
     restored = play(model, tmp_path / "restored", TokenTalk(), [1300, 1400], restart=True)
