@@ -116,6 +116,21 @@ def adapters(
 
 
 @app.command()
+def restore(
+    model: Annotated[str | None, typer.Option(help="Model folder. Default: a random one with a large cache.")] = None,
+    context: Annotated[str, typer.Option(help="Tokens that are restored.")] = "4K",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Turns of each kind in a process's life.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """How fast agents come back from disk: turns after a restart and an eviction, beside hot ones and plain reads."""
+    from benchmarks.restore import RESTORE, RestorePlan, build_report, measure_restore
+
+    (tokens,) = parse_sizes(context)
+    plan = RestorePlan(model, context=tokens, rounds=rounds)
+    RESTORE.hand_out(build_report(plan, measure_restore(plan, say)), None, as_json=as_json)
+
+
+@app.command()
 def python(
     rows: Annotated[int, typer.Option(min=1, max=64, help="Requests that decode at once.")] = 16,
     agents: Annotated[int, typer.Option(min=1, max=10_000, help="Agents that a prompt is matched against.")] = 1000,

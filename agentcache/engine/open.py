@@ -42,7 +42,9 @@ from agentcache.models.loader import LoadedModel, load
 from agentcache.models.runner import ModelRunner
 from agentcache.store.store import Store
 
-_PREALLOCATED_BYTES = 32 << 20
+# Of a small model a lot of slots, of a large one those of a first turn: the kernel takes longer to clear pages that a
+# restore needs than its files take to be read.
+_PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 8192, 256 << 20
 _STATE_SHARE = 4  # of the RAM budget, one part is for recurrent state
 # Of prefilling, until it has been measured: slow machines of their kind.
 _CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS = 50e9, 2e12, 50e12
@@ -108,7 +110,7 @@ def _put_together(
     persistence = Persistence(cache, runner, store, agents, in_use, loaded.namespace, post, config.max_lineages)
     restorer = Restorer(cache, runner, store, post)
     persistence.index()
-    cache.allocator.preallocate(min(plan.ram_budget // 8, _PREALLOCATED_BYTES))
+    cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded.spec)))
     runner.fit()
     adapters = AdapterWeightSet(loaded, runner, ledger)
     trunk_budget = 0 if loaded.spec.recurrent else plan.trunk_budget  # see `trunk_cut`
@@ -166,6 +168,10 @@ def plan_for(wishes: Wishes, loaded: LoadedModel, footprint: Footprint, chunk: i
         temporaries=least_temporaries(footprint, chunk, loaded.max_context),
         least_cache=least_bytes(loaded.spec.groups),
     )
+
+
+def _preallocated_bytes(spec: CacheSpec) -> int:
+    return max(_PREALLOCATED_BYTES, min(_PREALLOCATED_TOKENS * spec.bytes_per_token, _MOST_PREALLOCATED_BYTES))
 
 
 def _snapshot_tokens(config: Config, spec: CacheSpec) -> int:

@@ -3,7 +3,8 @@
 Of keys and values, per layer and side: `data` uint32 [num_blocks, H_kv, 256, D*bits/32], `scales` and `biases` float16
 [num_blocks, H_kv, 256, D/group_size], as `mx.quantize` packs them: value = q * scale + bias, low nibble first.
 Slice and scatter assignments run in place as long as nothing else holds the arrays, so nothing here hands them out
-except inside one step's graph.
+except inside one step's graph. Blocks from files are copied to where an array lies, while no step is under way, where
+the device computes in the memory that this process sees (a CPU, unified memory); elsewhere they are uploaded.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.block_layout import Array, block_tensors
+from agentcache.kv.block_layout import Array, block_tensors, slot_runs
 from agentcache.kv.spec import (
     PARTS,
-    POSITION,
     CacheSpec,
     GroupSpec,
     LayerSpec,
@@ -98,7 +98,11 @@ class TensorArena:
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` blocks; the new slots hold zeros. Evaluated at once to free the old array."""
         old = self.array
-        self.array = mx.concatenate([old, mx.zeros((capacity - old.shape[0], *old.shape[1:]), old.dtype)])
+        # Zeros first and then what is there: each page of the new array is touched for the first time once, and no
+        # second array of zeros is made to be copied.
+        self.array = mx.zeros((capacity, *old.shape[1:]), old.dtype)
+        if old.size:
+            self.array[: old.shape[0]] = old
         del old
         mx.eval(self.array)
 
@@ -113,21 +117,21 @@ class TensorArena:
         # With one index for all: a block taken out first would be copied.
         return self.array[block_id] if axis is None else self.array[block_id, *(_ALL,) * axis, :num_tokens]
 
-    def put(self, block_ids: Sequence[int], blocks: Array) -> None:
-        """Write whole blocks, [n, ...]; what they lack of 256 tokens becomes zeros."""
-        first, last = block_ids[0], block_ids[-1]
-        # Neighbouring slots, as a restore usually gets them, are one slice: some times faster than a scatter.
-        neighbours = list(block_ids) == list(range(first, last + 1))
-        place = slice(first, last + 1) if neighbours else mx.array(block_ids)
-        # MLX copies a strided array with all that lies between: here, the other tensors.
-        self.array[place] = mx.array(np.ascontiguousarray(self._padded(blocks)))
+    def memory(self) -> memoryview:
+        """Where the array lies, as bytes; what is due to be written there is written first.
 
-    def _padded(self, blocks: Array) -> Array:
+        Of a device that shares its memory with us, and between steps. Let go of it before the next write of a step:
+        while somebody holds it, that write is a copy of the whole array.
+        """
+        return memoryview(self.array).cast("B")
+
+    def upload(self, block_ids: mx.array, blocks: mx.array) -> None:
+        """Write whole blocks, [n, ...]; what they lack of 256 tokens becomes zeros. Lazy."""
         axis = self.spec.token_axis
-        if axis is None or blocks.shape[axis + 1] == BLOCK_SIZE:
-            return blocks
-        missing = BLOCK_SIZE - blocks.shape[axis + 1]
-        return np.pad(blocks, [(0, missing if place == axis + 1 else 0) for place in range(blocks.ndim)])
+        if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
+            missing = BLOCK_SIZE - blocks.shape[axis + 1]
+            blocks = mx.pad(blocks, [(0, missing if place == axis + 1 else 0) for place in range(blocks.ndim)])
+        self.array[block_ids] = blocks
 
 
 class SideArena:
@@ -251,34 +255,80 @@ class GroupArena:
             tensor.array[target] = tensor.array[source]
 
     def snapshot(self, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
-        """Bytes of a block's first `num_tokens` tokens as numpy copies, named as in its file."""
-        lazy = {
-            name.replace(POSITION, str(position)): tensor.tokens(block_id, num_tokens)
-            for name, tensor in self._tensors.items()
-        }
-        mx.eval(lazy)
-        return {name: np.array(array) for name, array in lazy.items()}
+        """Bytes of a block's first `num_tokens` tokens, copied once, named as in its file. While no step is under way.
+
+        They are one piece of memory in the order of the file.
+        """
+        block = np.empty(self.spec.bytes_of(num_tokens), np.uint8)
+        self._download(block_id, num_tokens, block)
+        return {t.name(position): t.view(block, num_tokens) for t in block_tensors(self.spec)}
+
+    def _download(self, block_id: int, num_tokens: int, block: Array) -> None:
+        if not shares_memory():
+            lazy = [self._tensors[t.spec.name].tokens(block_id, num_tokens) for t in block_tensors(self.spec)]
+            mx.eval(lazy)
+            for tensor, array in zip(block_tensors(self.spec), lazy, strict=True):
+                tensor.view(block, num_tokens)[...] = np.array(array)
+            return
+        target = block.data
+        for runs in slot_runs(self.spec, num_tokens):
+            memory = self._tensors[runs.name].memory()
+            for slot, own in runs.pairs(block_id):
+                target[own] = memory[slot]
 
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks into slots `block_ids`.
+        """Write blocks into slots `block_ids`. While no step is under way.
 
         Args:
-            blocks: bytes of each block's tensors, uint8 [n], as `block_layout` has them; at most 256 tokens.
+            blocks: bytes of each block's tensors, uint8 [n], as `block_layout` has them; at most 256 tokens. They may
+                change as soon as this returns.
         """
+        if shares_memory():
+            self._put_in_place(block_ids, blocks)
+            return
         sizes = [block.nbytes for block in blocks]
         for size in set(sizes):
             places = [place for place, each in enumerate(sizes) if each == size]
-            self._put_equal([block_ids[place] for place in places], np.stack([blocks[place] for place in places]))
+            self._upload([block_ids[place] for place in places], [blocks[place] for place in places])
 
-    def _put_equal(self, block_ids: Sequence[int], blocks: Array) -> None:
-        """Write blocks [count, bytes] of the same length."""
-        num_tokens = self.spec.tokens_in(blocks.shape[1])
+    def _put_in_place(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        """Copy every tensor's bytes to where they belong; what blocks lack of 256 tokens becomes zeros."""
+        layouts = [slot_runs(self.spec, self.spec.tokens_in(block.nbytes)) for block in blocks]
+        sources = [block.data for block in blocks]
+        for place, tensor in enumerate(self._tensors.values()):  # in the order of a block's bytes
+            memory = tensor.memory()
+            for block_id, layout, source in zip(block_ids, layouts, sources, strict=True):
+                runs = layout[place]
+                if runs.count * runs.length < runs.slot_bytes:
+                    memory[block_id * runs.slot_bytes : (block_id + 1) * runs.slot_bytes] = bytes(runs.slot_bytes)
+                for slot, own in runs.pairs(block_id):
+                    memory[slot] = source[own]
+
+    def _upload(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        """Write blocks of the same length: one transfer to the device, which then puts their parts in place."""
+        num_tokens, count = self.spec.tokens_in(blocks[0].nbytes), len(blocks)
+        there, slots = mx.array(_joined(blocks)), mx.array(block_ids)
         for tensor in block_tensors(self.spec):
-            self._tensors[tensor.spec.name].put(block_ids, tensor.view(blocks, num_tokens))
+            own = mx.contiguous(there[:, tensor.begin(num_tokens) : tensor.end(num_tokens)])
+            shape = (count, *tensor.spec.block_shape(num_tokens))
+            self._tensors[tensor.spec.name].upload(slots, own.view(_DTYPES[tensor.spec.dtype]).reshape(shape))
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to evaluate pending writes."""
         return [tensor.array for tensor in self._tensors.values()]
+
+
+def shares_memory() -> bool:
+    """Whether the device computes in memory that this process reads and writes as its own."""
+    return mx.default_device() == mx.cpu or mx.metal.is_available()
+
+
+def _joined(blocks: Sequence[Array]) -> Array:
+    """[n, bytes]: no copy where the blocks follow each other in memory, as a reader's do."""
+    first, size = blocks[0].ctypes.data, blocks[0].nbytes
+    if all(block.ctypes.data == first + place * size for place, block in enumerate(blocks)):
+        return np.lib.stride_tricks.as_strided(blocks[0], (len(blocks), size), (size, 1))
+    return np.stack(blocks)
 
 
 def make_arenas(spec: CacheSpec) -> list[GroupArena]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.spec import POSITION, GroupSpec, TensorSpec
 
 Array = NDArray[Any]
@@ -54,6 +57,50 @@ def block_tensors(group: GroupSpec) -> tuple[BlockTensor, ...]:
         else:
             of_token += tensor.own_bytes
     return tuple(tensors)
+
+
+@dataclass(frozen=True)
+class SlotRuns:
+    """How a tensor's bytes in a block, which follow each other, lie in its slot: `count` runs of `length` bytes.
+
+    Args:
+        name: the tensor's.
+        begin: its first byte in the block.
+        stride: from the beginning of a run to that of the next, in the slot.
+        slot_bytes: of the tensor's slot, with room for 256 tokens.
+    """
+
+    name: str
+    begin: int
+    count: int
+    length: int
+    stride: int
+    slot_bytes: int
+
+    def pairs(self, block_id: int) -> Iterator[tuple[slice, slice]]:
+        """Bytes of all slots of the tensor, and of the block: where a run lies in the one and in the other."""
+        slot, begin, length = block_id * self.slot_bytes, self.begin, self.length
+        for _ in range(self.count):
+            yield slice(slot, slot + length), slice(begin, begin + length)
+            slot, begin = slot + self.stride, begin + length
+
+
+@lru_cache(maxsize=256)
+def slot_runs(group: GroupSpec, num_tokens: int) -> tuple[SlotRuns, ...]:
+    """All tensors of a block of so many tokens, in the order of its bytes.
+
+    A tensor is one run where the block is full, or its tokens are the first axis.
+    """
+    return tuple(_runs_of(tensor, num_tokens) for tensor in block_tensors(group))
+
+
+def _runs_of(tensor: BlockTensor, num_tokens: int) -> SlotRuns:
+    spec, begin = tensor.spec, tensor.begin(num_tokens)
+    slot_bytes = math.prod(spec.block_shape(BLOCK_SIZE)) * spec.numpy_dtype.itemsize
+    if spec.token_axis is None or num_tokens == BLOCK_SIZE:
+        return SlotRuns(spec.name, begin, 1, slot_bytes, slot_bytes, slot_bytes)
+    count = math.prod(spec.shape[: spec.token_axis])
+    return SlotRuns(spec.name, begin, count, num_tokens * spec.own_bytes // count, slot_bytes // count, slot_bytes)
 
 
 @lru_cache(maxsize=256)

@@ -149,12 +149,13 @@ class ModelRunner:
         give_back_freed()
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks that were read from files: uint8 [n] each."""
+        """Write blocks that were read from files: uint8 [n] each, which may change as soon as this returns."""
         if group == len(self.arenas):
             for slot, data in zip(block_ids, blocks, strict=True):
                 self._state_arena.put_bytes(slot, data)
             return
         self.fit()
+        self.wait()  # the step under way may still write to slots whose owner is gone
         self.arenas[group].put(block_ids, blocks)
 
     def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:

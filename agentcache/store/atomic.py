@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentcache.errors import StoreError
-from agentcache.store.cache_files import CacheFiles
+from agentcache.store.cache_files import CacheFiles, skip_bytes
 
 TEMP_SUFFIX = ".tmp"
+_MOST_PARTS = 512  # a call writes at most IOV_MAX buffers, 1024 on Linux and on a Mac
 
 Fault = Callable[[str], None]
 """Called with the name of each step of the write path; tests let it raise or kill the process."""
@@ -29,12 +30,12 @@ def as_store_error(action: str) -> Iterator[None]:
         raise StoreError(f"cannot {action}: {error}") from error
 
 
-def write_all(fd: int, data: bytes, offset: int) -> None:
-    """Write all of `data` at `offset`."""
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
+def write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+    """Write all of `parts`, one after the other, from `offset` on."""
+    os.lseek(fd, offset, os.SEEK_SET)
+    views = [memoryview(part) for part in parts if len(part)]
+    while views:
+        views = skip_bytes(views, os.writev(fd, views[:_MOST_PARTS]))
 
 
 class Replacement:
@@ -48,11 +49,11 @@ class Replacement:
         self._fault = fault
         self._is_temporary = False
 
-    def write(self, data: bytes) -> None:
+    def write(self, *parts: bytes | memoryview) -> None:
         self._fault(f"{self._kind}-before-temp")
         self._is_temporary = True
         with self._files.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-            write_all(fd, data, 0)
+            write_all(fd, parts, 0)
         self._fault(f"{self._kind}-temp-written")
 
     def sync(self) -> None:
@@ -100,7 +101,7 @@ def append_file(files: CacheFiles, path: Path, data: bytes, offset: int, kind: s
         try:
             fault(f"{kind}-before-append")
             os.ftruncate(fd, offset)
-            write_all(fd, data, offset)
+            write_all(fd, [data], offset)
             fault(f"{kind}-appended")
             os.fsync(fd)
             fault(f"{kind}-synced")

@@ -30,6 +30,7 @@ from agentcache.store.block_extras import Extras, decode_extras, encode_extras
 TensorLayout = dict[str, tuple[tuple[int, ...], "np.dtype[Any]"]]
 
 MAX_HEADER_BYTES = 1 << 20
+HEAD_BEGIN = 8  # bytes: the length of the JSON behind them
 NO_EXTRAS: Extras = MappingProxyType({})
 _NO_CHECKSUM = "0" * 32
 _CHECKSUM_FIELD = b'"checksum":"'
@@ -102,7 +103,7 @@ def tensor_layout(spec: CacheSpec, header: BlockHeader) -> TensorLayout:
 def encoded_size(spec: CacheSpec, header: BlockHeader, extras: Extras = NO_EXTRAS) -> int:
     """Bytes of the block's file."""
     metadata = _metadata(spec, header, _pack(header.token_ids), _NO_CHECKSUM, encode_extras(extras))
-    return len(_head(spec, header, metadata)) + _data_bytes(spec, header)
+    return len(_head(spec, header, metadata)) + data_bytes(spec, header)
 
 
 def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
@@ -112,8 +113,8 @@ def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
 
 def encode_block(
     spec: CacheSpec, header: BlockHeader, arrays: Mapping[str, Array], extras: Extras = NO_EXTRAS
-) -> bytes:
-    """The block as the bytes of a safetensors file.
+) -> list[bytes | memoryview]:
+    """The block as the bytes of a safetensors file, part by part: views of `arrays` behind the header.
 
     Raises:
         StoreError: a tensor is missing, superfluous, of another shape or dtype, or a float is not finite; or an extra
@@ -123,27 +124,51 @@ def encode_block(
     packed, extras_text = _pack(header.token_ids), encode_extras(extras)
     unsigned = _head(spec, header, _metadata(spec, header, packed, _NO_CHECKSUM, extras_text))
     checksum = _checksum(unsigned, *tensors)
-    return b"".join([_head(spec, header, _metadata(spec, header, packed, checksum, extras_text)), *tensors])
+    return [_head(spec, header, _metadata(spec, header, packed, checksum, extras_text)), *tensors]
 
 
-def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes) -> StoredBlock:
+def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryview) -> StoredBlock:
     """The block in a file's bytes; its data is a view of `buffer`.
+
+    Raises:
+        BlockRejected: see `verify_block`.
+    """
+    head_size = find_data(spec, header, buffer[:HEAD_BEGIN], len(buffer))
+    data = np.frombuffer(buffer, np.uint8, offset=head_size)
+    return StoredBlock(data, verify_block(spec, header, bytes(buffer[:head_size]), data))
+
+
+def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | memoryview, file_size: int) -> int:
+    """Where in the block's file, which begins with these `HEAD_BEGIN` bytes, its tensors begin.
+
+    Raises:
+        BlockRejected: the header's length and the file's do not agree.
+    """
+    if len(begin) < HEAD_BEGIN:
+        raise BlockRejected(f"the file has {len(begin)} bytes, too few for a header")
+    head_size = HEAD_BEGIN + int.from_bytes(begin, "little")
+    expected = head_size + data_bytes(spec, header)
+    if head_size > MAX_HEADER_BYTES or file_size != expected:
+        raise BlockRejected(f"the file has {file_size} bytes, its header asks for {expected}")
+    return head_size
+
+
+def verify_block(spec: CacheSpec, header: BlockHeader, head: bytes, data: Array) -> Extras:
+    """The extras of a file that is `head` and then `data`, uint8 [data_bytes].
 
     Everything about the file has been verified then; `tensor_views` and `BlockTensor.view` find the tensors.
 
     Raises:
-        BlockRejected: the bytes are anything but the block that `header` describes; the message says where they differ.
+        BlockRejected: it is anything but the block that `header` describes; the message says where they differ.
     """
-    head_size = _check_length(_data_bytes(spec, header), buffer)
     unsigned = _head(spec, header, _metadata(spec, header, _pack(header.token_ids), _NO_CHECKSUM))
-    checksum, extras = _only_difference(unsigned, buffer[:head_size]), ""
+    checksum, extras = _only_difference(unsigned, head), ""
     if checksum is None:
-        unsigned, checksum, extras = _examine_head(spec, header, buffer[:head_size])
-    data = np.frombuffer(buffer, np.uint8, offset=head_size)
+        unsigned, checksum, extras = _examine_head(spec, header, head)
     if _checksum(unsigned, data.data) != checksum:
         raise BlockRejected("the checksum does not match the content")
     _check_finite(spec, header, data)
-    return StoredBlock(data, decode_extras(extras) if extras else NO_EXTRAS)
+    return decode_extras(extras) if extras else NO_EXTRAS
 
 
 def tensor_views(spec: CacheSpec, header: BlockHeader, data: Array) -> dict[str, Array]:
@@ -167,7 +192,7 @@ def _examine_head(spec: CacheSpec, header: BlockHeader, head: bytes) -> tuple[by
     Raises:
         BlockRejected: it differs in more than these and how the token ids are packed; the message says in what.
     """
-    stated = _stated_metadata(head[8:])
+    stated = _stated_metadata(head[HEAD_BEGIN:])
     packed, checksum, extras = (stated.get(name, "") for name in ("token_ids", "checksum", "extras"))
     _check_metadata(_metadata(spec, header, packed, checksum, extras), stated)
     _check_token_ids(header.token_ids, packed)
@@ -211,10 +236,11 @@ def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str]) -> 
     entries = header_entries(spec.group(header.group), header.position, len(header.token_ids))
     text = f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))},{entries}}}'.encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(HEAD_BEGIN, "little") + text
 
 
-def _data_bytes(spec: CacheSpec, header: BlockHeader) -> int:
+def data_bytes(spec: CacheSpec, header: BlockHeader) -> int:
+    """Bytes of the block's tensors."""
     return spec.group(header.group).bytes_of(len(header.token_ids))
 
 
@@ -255,21 +281,10 @@ def _all_finite(array: Array) -> bool:
     if array.dtype.kind != "f":
         return True
     unsigned, exponent = _FLOAT_EXPONENTS[array.itemsize]
-    return not bool(np.any(array.view(unsigned) & exponent == exponent))
+    return not array.size or bool((array.view(unsigned) & exponent).max() != exponent)
 
 
 # --- reading ---
-
-
-def _check_length(data_bytes: int, buffer: bytes) -> int:
-    """Offset of the first tensor byte, once the header's length and the file's agree."""
-    if len(buffer) < 8:
-        raise BlockRejected(f"the file has {len(buffer)} bytes, too few for a header")
-    head_size = 8 + int.from_bytes(buffer[:8], "little")
-    expected = head_size + data_bytes
-    if head_size > MAX_HEADER_BYTES or len(buffer) != expected:
-        raise BlockRejected(f"the file has {len(buffer)} bytes, its header asks for {expected}")
-    return head_size
 
 
 def _stated_metadata(header_json: bytes) -> dict[str, str]:

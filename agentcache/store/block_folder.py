@@ -16,15 +16,18 @@ from agentcache.kv.spec import CacheSpec
 from agentcache.store.atomic import Fault, Replacement
 from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import (
+    HEAD_BEGIN,
     BlockHeader,
     StoredBlock,
-    decode_block,
+    data_bytes,
     encode_block,
     encoded_size,
+    find_data,
     max_encoded_size,
-    tensor_layout,
+    tensor_views,
+    verify_block,
 )
-from agentcache.store.cache_files import CacheFiles
+from agentcache.store.cache_files import CacheFiles, RegularFile
 from agentcache.store.disk_usage import DiskUsage
 
 _BLOCK_KEY = re.compile(r"[0-9a-f]{40}")
@@ -75,31 +78,46 @@ class BlockFolder:
         """
         return self._files.all_there(self._folder, [f"{key[:2]}/{key}{_SUFFIX}" for key in keys])
 
-    def read(self, header: BlockHeader) -> StoredBlock:
+    def read(self, header: BlockHeader, buffer: Array | None = None) -> StoredBlock:
         """The block, verified.
+
+        Args:
+            buffer: uint8, for the block's data, with room for it; the data is a view of it then.
 
         Raises:
             BlockMissing: there is no such file.
-            BlockRejected: the file is not that block; it is in quarantine now.
+            BlockRejected: the file is not that block; it is in quarantine now. What `buffer` holds is of no use.
         """
-        path = self._path(header.block_key)
+        path, size = self._path(header.block_key), data_bytes(self._spec, header)
+        data = np.empty(size, np.uint8) if buffer is None else buffer[:size]
         try:
-            data = self._files.read(path, max_encoded_size(self._spec, header))
-            block = decode_block(self._spec, header, data)
+            with self._files.open_regular(path, max_encoded_size(self._spec, header)) as file:
+                block = self._read_from(file, header, data)
         except FileNotFoundError:
             self._usage.forget(path)
             raise BlockMissing(f"there is no file for block {header.block_key}") from None
         except (OSError, BlockRejected) as error:
             self._usage.quarantine(str(error), path)
             raise BlockRejected(f"block {header.block_key}: {error}") from error
-        self._usage.record_read(len(data))
+        self._usage.record_read(file.size)
         return block
 
-    def decode_zeros(self, header: BlockHeader, count: int) -> list[Array]:
-        """What `count` reads of a block of zeros would give; no file is touched."""
-        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in tensor_layout(self._spec, header).items()}
-        encoded = memoryview(encode_block(self._spec, header, arrays))  # of bytes, bytes() makes no copy
-        return [decode_block(self._spec, header, bytes(encoded)).data for _ in range(count)]
+    def _read_from(self, file: RegularFile, header: BlockHeader, data: Array) -> StoredBlock:
+        begin = bytearray(HEAD_BEGIN)
+        num_bytes = file.read_into([begin])
+        head_size = find_data(self._spec, header, bytes(begin[:num_bytes]), file.size)
+        rest = bytearray(head_size - HEAD_BEGIN)
+        if num_bytes + file.read_into([rest, data.data]) < file.size:
+            raise BlockRejected(f"the file ends before its {file.size} bytes")
+        return StoredBlock(data, verify_block(self._spec, header, bytes(begin + rest), data))
+
+    def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
+        """What a read of a block of zeros into `buffer` would give; no file is touched."""
+        data = buffer[: data_bytes(self._spec, header)]
+        data[:] = 0
+        head, *_ = encode_block(self._spec, header, tensor_views(self._spec, header, data))
+        verify_block(self._spec, header, bytes(head), data)
+        return data
 
     def write(self, blocks: Sequence[BlockWrite]) -> int:
         """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
@@ -135,14 +153,14 @@ class BlockFolder:
         return len(others)
 
     def _write_temp(self, file: Replacement, block: BlockWrite) -> int:
-        data = encode_block(self._spec, block.header, block.arrays, block.extras)
+        parts = encode_block(self._spec, block.header, block.arrays, block.extras)
         try:
-            file.write(data)
+            file.write(*parts)
         except FileNotFoundError:  # the first block with such a key
             self._files.make_folder(file.path.parent, sync=False)
             self._has_new_folders = True
-            file.write(data)
-        return len(data)
+            file.write(*parts)
+        return sum(map(len, parts))
 
     def _put_in_place(self, files: Sequence[Replacement]) -> None:
         if self._has_new_folders:

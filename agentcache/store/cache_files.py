@@ -39,6 +39,32 @@ class Descriptor:
 
 
 @dataclass(frozen=True)
+class RegularFile:
+    """An open file, and the bytes it had when it was opened."""
+
+    fd: int
+    size: int
+
+    def read_into(self, buffers: Sequence[bytearray | memoryview]) -> int:
+        """Fill one buffer after the other with what comes next; returns the bytes read, fewer where the file ends."""
+        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        total = 0
+        while views and (count := os.readv(self.fd, views)):
+            total += count
+            views = skip_bytes(views, count)
+        return total
+
+
+def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What of buffers, taken one after the other, comes behind the first `count` bytes."""
+    for place, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[place + 1 :]]
+        count -= len(view)
+    return []
+
+
+@dataclass(frozen=True)
 class _Folder:
     """One that is kept open."""
 
@@ -222,13 +248,20 @@ class CacheFiles:
 
     def read(self, path: Path, max_bytes: int) -> bytes:
         """The whole content of a regular file; OSError also where it is longer than `max_bytes`."""
+        with self.open_regular(path, max_bytes) as file:
+            data = bytearray(file.size)
+            return bytes(data[: file.read_into([data])])
+
+    @contextmanager
+    def open_regular(self, path: Path, max_bytes: int) -> Iterator[RegularFile]:
+        """A regular file, to read; OSError also where it is longer than `max_bytes`."""
         with self.open(path, os.O_RDONLY) as fd:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError("it is not a regular file")
             if status.st_size > max_bytes:
                 raise OSError(f"it has {status.st_size} bytes, at most {max_bytes} make sense")
-            return _read_all(fd, status.st_size)
+            yield RegularFile(fd, status.st_size)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -242,10 +275,3 @@ def _open_folder(path: str | Path, parent: int | None = None) -> int:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
         raise NotADirectoryError(f"{path} is not a folder, or a link to one") from None
-
-
-def _read_all(fd: int, size: int) -> bytes:
-    data = os.read(fd, size)
-    while 0 < len(data) < size and (more := os.read(fd, size - len(data))):
-        data += more
-    return data

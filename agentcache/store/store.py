@@ -187,18 +187,21 @@ class Store:
         """Whether there is a file for the block; whether it is sound shows when it is read."""
         return self._blocks.has(block_key)
 
-    def read_block(self, header: BlockHeader) -> StoredBlock:
+    def read_block(self, header: BlockHeader, buffer: Array | None = None) -> StoredBlock:
         """The block, verified.
+
+        Args:
+            buffer: uint8, for the block's data, with room for it; the data is a view of it then.
 
         Raises:
             BlockMissing: there is no such file.
             BlockRejected: the file is not that block; it is in quarantine now.
         """
-        return self._blocks.read(header)
+        return self._blocks.read(header, buffer)
 
-    def decode_zeros(self, header: BlockHeader, count: int) -> list[Array]:
-        """What `count` reads of a block of zeros would give; no file is touched."""
-        return self._blocks.decode_zeros(header, count)
+    def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
+        """What a read of a block of zeros into `buffer` would give; no file is touched."""
+        return self._blocks.decode_zeros(header, buffer)
 
     def write_blocks(self, blocks: Sequence[BlockWrite]) -> int:
         """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.

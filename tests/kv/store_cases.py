@@ -14,9 +14,11 @@ import numpy as np
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Namespace, Producer
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
-from agentcache.kv.block_layout import block_tensors
+from agentcache.kv.block_layout import Array, block_tensors
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation, attention_group, make_groups
+from agentcache.store import block_file
 from agentcache.store.atomic import Fault
+from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import BlockHeader, make_header, tensor_layout
 from agentcache.store.store import AgentRecord, BlockWrite, Store, no_fault
 
@@ -47,6 +49,13 @@ def block_bytes(group: GroupSpec, arrays: Mapping[str, np.ndarray[Any, Any]], po
     """A block's tensors one after the other, as a file holds them: uint8 [n]."""
     named = [arrays[tensor.name(position)] for tensor in block_tensors(group)]
     return np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in named])
+
+
+def encode_block(
+    spec: CacheSpec, header: BlockHeader, arrays: Mapping[str, Array], extras: Extras = block_file.NO_EXTRAS
+) -> bytes:
+    """The block's file."""
+    return b"".join(block_file.encode_block(spec, header, arrays, extras))
 
 
 def make_block(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv import arena as arena_module
 from agentcache.kv.arena import (
     GroupArena,
     LayerArena,
@@ -233,6 +234,15 @@ def fill(arena: GroupArena, block_id: int, seed: int) -> None:
             side.write_slots(quantise(x, layer.quantisation), [Slot(block_id, 0, 0, BLOCK_SIZE)])
 
 
+@pytest.fixture(params=[True, False], ids=["in place", "uploaded"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both ways of blocks to and from arenas; the second is a discrete GPU's, and right on every device."""
+    shared: bool = request.param and arena_module.shares_memory()
+    monkeypatch.setattr(arena_module, "shares_memory", lambda: shared)
+    return shared
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("num_tokens", [1, 255, 256])
 @pytest.mark.parametrize("value_dim", [0, 32])
 def test_snapshot_and_put_are_bit_exact(num_tokens: int, value_dim: int) -> None:
@@ -257,6 +267,48 @@ def test_snapshot_and_put_are_bit_exact(num_tokens: int, value_dim: int) -> None
             np.testing.assert_array_equal(restored[name], array)
     rest = other.snapshot(5, 7, BLOCK_SIZE)
     assert all(not array[:, num_tokens:].any() for array in rest.values())
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("num_tokens", [3, 256])
+def test_blocks_that_were_put_are_copies(num_tokens: int) -> None:
+    """A reader's buffer is used again at once."""
+    arena = group_of(LayerSpec(0, 2, 64, 64))
+    buffer = np.empty((2, arena.spec.bytes_of(num_tokens)), np.uint8)  # as a reader has them: one behind the other
+    buffer[:] = np.random.default_rng(0).integers(0, 256, buffer.shape)
+    blocks = buffer.copy()
+    arena.put([4, 1], list(buffer))
+    buffer[:] = 0
+    for block_id, block in zip((4, 1), blocks, strict=True):
+        read = block_bytes(arena.spec, arena.snapshot(block_id, 0, num_tokens), 0)
+        np.testing.assert_array_equal(read, block)
+
+
+def test_a_put_comes_behind_writes_that_are_due() -> None:
+    """A slot's former owner has written there; the step is not computed yet when the next one's block comes."""
+    arena = group_of(LayerSpec(0, HEADS, DIM, DIM))
+    block = np.ones(arena.spec.bytes_per_block, np.uint8)
+    fill(arena, 2, seed=1)
+    fill(arena, 3, seed=2)
+    arena.put([2], [block])
+    expected = group_of(LayerSpec(0, HEADS, DIM, DIM))
+    fill(expected, 3, seed=2)
+    assert all((array.reshape(-1).view(np.uint8) == 1).all() for array in arena.snapshot(2, 0, BLOCK_SIZE).values())
+    for name, array in expected.snapshot(3, 0, BLOCK_SIZE).items():
+        np.testing.assert_array_equal(arena.snapshot(3, 0, BLOCK_SIZE)[name], array)
+
+
+def test_a_put_leaves_the_arena_where_it_is() -> None:
+    if not arena_module.shares_memory():
+        pytest.skip("the device has memory of its own")
+    arena = group_of(LayerSpec(0, HEADS, DIM, 0))
+    arena.grow(256)
+    size = sum(array.nbytes for array in arena.arrays())
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    arena.put([7, 200], [np.ones(arena.spec.bytes_of(tokens), np.uint8) for tokens in (256, 17)])
+    assert mx.get_peak_memory() <= before
+    assert peak_of_write(arena.layers[0].keys, scattered=False) < size / 50
 
 
 def test_a_snapshot_does_not_follow_later_writes() -> None:

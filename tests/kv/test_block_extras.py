@@ -12,11 +12,11 @@ import pytest
 
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.store.block_extras import Extras, decode_extras, encode_extras
-from agentcache.store.block_file import decode_block, encode_block, encoded_size
+from agentcache.store.block_file import decode_block, encoded_size
 from agentcache.store.store import BlockWrite
 from agentcache.store.verify import verify_folder
 from tests.kv.damage import DAMAGE, block_file
-from tests.kv.store_cases import SPEC, make_block, open_store
+from tests.kv.store_cases import SPEC, encode_block, make_block, open_store
 from tests.serving.block_damage import header_of, sign
 
 EXTRAS: Extras = {

@@ -19,7 +19,6 @@ from agentcache.store import block_file
 from agentcache.store.block_file import (
     BlockHeader,
     decode_block,
-    encode_block,
     encoded_size,
     make_header,
     max_encoded_size,
@@ -27,7 +26,7 @@ from agentcache.store.block_file import (
     tensor_views,
 )
 from tests.examples import examples
-from tests.kv.store_cases import ROOT, SPEC, make_arrays, make_block, quantised
+from tests.kv.store_cases import ROOT, SPEC, encode_block, make_arrays, make_block, quantised
 
 BLOCK = make_block((5, 6, 7, 151_000, 5), position=3)
 FILE = encode_block(SPEC, BLOCK.header, BLOCK.arrays)

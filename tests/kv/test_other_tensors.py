@@ -16,7 +16,7 @@ from agentcache.blocks.lanes import chain_keys, name_blocks, spans
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant, StoreError
 from agentcache.kv.arena import GroupArena
 from agentcache.kv.spec import CacheSpec, GroupSpec, TensorSpec
-from agentcache.store.block_file import BlockHeader, decode_block, encode_block, encoded_size, make_header, tensor_views
+from agentcache.store.block_file import BlockHeader, decode_block, encoded_size, make_header, tensor_views
 from agentcache.store.manifest import SavedCache, decode_manifest, encode_manifest
 from agentcache.store.store import BlockWrite
 from agentcache.store.transcript_log import Content, start_log
@@ -25,6 +25,7 @@ from tests.kv.damage import DAMAGE, agents_folder, block_file, flip, quarantined
 from tests.kv.store_cases import (
     MODEL,
     block_bytes,
+    encode_block,
     make_record,
     make_transcript,
     make_turn,

@@ -27,7 +27,7 @@ from tests.kv.store_cases import (
 )
 
 
-@pytest.mark.parametrize("function", ["pwrite", "fsync", "replace", "open"])
+@pytest.mark.parametrize("function", ["writev", "fsync", "replace", "open"])
 @pytest.mark.parametrize("call", range(1, 9))
 def test_a_full_disk_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
@@ -64,8 +64,9 @@ def _fail_at(patch: pytest.MonkeyPatch, function: str, call: int) -> None:
         calls += 1
         if calls < call or (function == "open" and not args[1] & os.O_CREAT):
             return real(*args, **kwargs)
-        if function == "pwrite":
-            real(args[0], bytes(args[1])[: len(args[1]) // 2], args[2])
+        if function == "writev":
+            data = b"".join(args[1])
+            real(args[0], [data[: len(data) // 2]])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     patch.setattr(os, function, failing)

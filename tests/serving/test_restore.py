@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from agentcache.agents import restore
 from agentcache.llm import Completion
 from tests.conftest import ModelFolder
 from tests.serving import inside
+from tests.serving.block_damage import block_files, flip
 from tests.serving.conversation import (
     Chat,
     TokenTalk,
@@ -143,6 +145,21 @@ def test_after_evict_and_restore(architecture: str, model_folder: ModelFolder, t
         assert completion.report.cache_state == "hot"
         assert completion.report.restored_bytes == 0
     assert outcome(completion) == outcome(kept[1])
+
+
+def test_more_files_than_there_are_buffers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file waits for a buffer that another one has left; one of them is wrong, and so no use to anybody."""
+    monkeypatch.setattr(restore, "_BUFFERS_BYTES", 1)  # two, then
+    monkeypatch.setattr(restore, "_BATCH_BLOCKS", 1)
+    kept = play(model, tmp_path / "kept", TokenTalk(), [1300, 1400], restart=False)
+    restored = play(model, tmp_path / "restored", TokenTalk(), [1300, 1400], restart=True)
+    assert_restored(restored[1], kept[1])
+    cache_dir, talk = tmp_path / "damaged", TokenTalk()
+    play(model, cache_dir, talk, [1300], restart=False)
+    flip(block_files(cache_dir)[2], -1)
+    [damaged] = play(model, cache_dir, talk, [1400], restart=False)
+    assert outcome(damaged) == outcome(kept[1])
+    assert damaged.report.computed_tokens > kept[1].report.computed_tokens
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "deepseek_v2"])

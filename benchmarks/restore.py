@@ -1,0 +1,201 @@
+"""How fast agents come back from disk: a turn after a restart, one after an eviction, beside a hot one and plain reads.
+
+    hot       a short turn of an agent whose blocks are in RAM
+    evicted   the same turn once its blocks have been evicted: read, verified, put into slots that are there already
+    restarted the same turn as the first one of a new process's life: the slots are new to it
+    read      plain reads of the same files, one after the other, into a buffer that is used again
+
+The files are in the page cache. All sides take turns in one process; compare ratios, not milliseconds.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from agentcache.bench.reporter import Report, Reporter, number_table
+from agentcache.llm import LLM, Completion
+from agentcache.models.builtin.random_model import random_model_path
+from agentcache.sampling import SamplingParams
+from benchmarks.workload import RESTORE_MODEL
+
+CAVEATS = [
+    "All sides take turns in one process, the files are in the page cache; compare the ratios, not milliseconds.",
+    "The model has few weights and much to remember: its turns cost what its cache costs.",
+]
+_AGENT = "context"
+_READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """What to measure.
+
+    Args:
+        model: folder; None for a random model of 36 layers with 8 heads of 128 in the cache, and few weights.
+        context: tokens that are restored; whole blocks, so that turns are alike.
+        turn_tokens: tokens of a turn.
+        restarts: processes' lives, each with one turn after its start.
+        rounds: hot and evicted turns in each.
+    """
+
+    model: str | None = None
+    context: int = 4096
+    turn_tokens: int = 16
+    restarts: int = 3
+    rounds: int = 5
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RestoreResult:
+    """Medians.
+
+    Args:
+        hot_ms, evicted_ms, restarted_ms: times to the first token.
+        evicted_restore_ms, restarted_restore_ms: of these, from the first read to the last block in its slot.
+        read_ms: plain reads of the same files.
+        restored_bytes: what a restore brings back.
+    """
+
+    hot_ms: float
+    evicted_ms: float
+    restarted_ms: float
+    evicted_restore_ms: float
+    restarted_restore_ms: float
+    read_ms: float
+    restored_bytes: int
+
+    def allowed_share(self, turn_ms: float) -> float:
+        """A turn beside 1.5 hot ones and 1.25 reads, which it should not exceed."""
+        return turn_ms / (1.5 * self.hot_ms + 1.25 * self.read_ms)
+
+    def rate(self, ms: float) -> float:
+        """GB/s."""
+        return self.restored_bytes / ms / 1e6
+
+
+def measure_restore(plan: RestorePlan, progress: Callable[[str], None]) -> RestoreResult:
+    """Run the plan in a cache folder of its own, which is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
+        folder = Path(plan.model) if plan.model else random_model_path(Path(home), **RESTORE_MODEL)
+        return _Measurement(plan, folder, Path(home) / "cache", progress).run()
+
+
+class _Measurement:
+    def __init__(self, plan: RestorePlan, model: Path, cache_dir: Path, progress: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._model = model
+        self._cache_dir = cache_dir
+        self._progress = progress
+        self._turns = 0
+        self._context: list[int] = []
+
+    def run(self) -> RestoreResult:
+        plan = self._plan
+        with self._open() as llm:
+            vocabulary = range(llm.model.vocab_size - 64)
+            self._context = random.Random(plan.seed).choices(vocabulary, k=plan.context)
+            self._progress(f"computing {plan.context} tokens")
+            llm.generate(self._context, SamplingParams(max_tokens=0), agent=_AGENT)
+        hot, evicted, restarted, reads = list[Completion](), list[Completion](), list[Completion](), list[float]()
+        for number in range(plan.restarts):
+            self._progress(f"life {number + 1} of {plan.restarts}")
+            with self._open() as llm:
+                files = sorted(self._cache_dir.glob("blocks/*/*"))
+                restarted.append(self._turn(llm))
+                for _ in range(plan.rounds):
+                    hot.append(self._turn(llm))
+                    llm.evict(_AGENT)
+                    evicted.append(self._turn(llm))
+                    reads.append(_read(files))
+        restored = {turn.report.restored_bytes for turn in (*restarted, *evicted)}
+        if len(restored) != 1 or any(turn.report.restored_bytes for turn in hot):
+            raise RuntimeError(f"other bytes were restored than planned: {restored}")
+        return RestoreResult(
+            _first_token(hot),
+            _first_token(evicted),
+            _first_token(restarted),
+            statistics.median(turn.report.restore_ms for turn in evicted),
+            statistics.median(turn.report.restore_ms for turn in restarted),
+            statistics.median(reads) * 1e3,
+            restored.pop(),
+        )
+
+    @contextmanager
+    def _open(self) -> Iterator[LLM]:
+        with LLM(self._model, cache_dir=self._cache_dir, max_lineages=64) as llm:
+            yield llm
+
+    def _turn(self, llm: LLM) -> Completion:
+        """A turn of an agent that has just been forked, and is gone afterwards: each has the same context."""
+        self._turns += 1
+        agent, plan = f"turn-{self._turns}", self._plan
+        llm.fork(_AGENT, agent)
+        turn = random.Random(self._turns).choices(self._context, k=plan.turn_tokens)
+        sampling = SamplingParams(max_tokens=1, temperature=0)
+        completion = llm.generate([*self._context, *turn], sampling, agent=agent)
+        llm.delete(agent)
+        if completion.report.computed_tokens != plan.turn_tokens:
+            raise RuntimeError(f"the context was computed anew: {completion.report}")
+        return completion
+
+
+def _read(files: list[Path]) -> float:
+    """Seconds for plain reads of all files."""
+    buffer = bytearray(_READ_BYTES)
+    started = time.perf_counter()
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                continue
+    return time.perf_counter() - started
+
+
+def _first_token(turns: list[Completion]) -> float:
+    return statistics.median(turn.report.time_to_first_token_ms for turn in turns)
+
+
+def restore_rows(result: RestoreResult) -> list[dict[str, Any]]:
+    """The result as rows for a table or JSON; of the reads `turn_ms` is their whole time."""
+    read = result.rate(result.read_ms)
+    rows: list[dict[str, Any]] = [{"what": "hot", "turn_ms": result.hot_ms}]
+    for what, turn_ms, restore_ms in (
+        ("evicted", result.evicted_ms, result.evicted_restore_ms),
+        ("restarted", result.restarted_ms, result.restarted_restore_ms),
+    ):
+        rate = result.rate(restore_ms)
+        share = {"allowed_share": result.allowed_share(turn_ms), "read_share": rate / read}
+        rows.append({"what": what, "turn_ms": turn_ms, "restore_ms": restore_ms, "gb_per_s": rate, **share})
+    return [*rows, {"what": "read", "turn_ms": result.read_ms, "gb_per_s": read}]
+
+
+def build_report(plan: RestorePlan, result: RestoreResult) -> Report:
+    """All of a run as plain data."""
+    name = plan.model or "random, 36 layers, 8 key-value heads of 128"
+    rows = restore_rows(result)
+    return RESTORE.report(plan, CAVEATS, model=name, restored_bytes=result.restored_bytes, rows=rows)
+
+
+def restore_table(report: Report) -> Table:
+    """A line a way to the first token."""
+    columns = ("", "first token", "restoring", "GB/s", "of 1.5 hot + 1.25 read", "of the read rate")
+    table = number_table("A short turn behind a long context", columns, named=True)
+    for row in report["rows"]:
+        cells = [f"{row['turn_ms']:.0f} ms"]
+        cells.append(f"{row['restore_ms']:.0f} ms" if "restore_ms" in row else "")
+        cells += [f"{row[key]:.2f}" if key in row else "" for key in ("gb_per_s", "allowed_share", "read_share")]
+        table.add_row(row["what"], *cells)
+    return table
+
+
+RESTORE = Reporter("restore", "agents that come back from disk", (restore_table,))
