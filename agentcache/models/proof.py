@@ -45,7 +45,7 @@ class _Step:
 
 
 # Packed prefill, unpacked prefill, another row, and both of them decoded together.
-_STEPS = (_Step((0,), 5), _Step((0,), 20), _Step((1,), 3), _Step((0, 1), 1))
+STEPS = (_Step((0,), 5), _Step((0,), 20), _Step((1,), 3), _Step((0, 1), 1))
 _NUM_ROWS = 2
 
 
@@ -175,7 +175,7 @@ class Proof:
 
     def steps(self) -> Iterator[None]:
         """Prove it, step by step; raises UnsupportedModel."""
-        for number, step in enumerate(_STEPS):
+        for number, step in enumerate(STEPS):
             try:
                 self._prove(step, mx.random.key(number))
             except UnsupportedModel:

@@ -5,7 +5,7 @@ Everything else is what runs: prefill, decoding, cache, transcripts, detokenisin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,8 +26,8 @@ class Script:
 
 
 class _ScriptedSampler(Sampler):
-    def __init__(self, params: SamplingParams, script: Script) -> None:
-        super().__init__(params)
+    def __init__(self, params: SamplingParams, eos_ids: Iterable[int], script: Script) -> None:
+        super().__init__(params, eos_ids)
         self.script = list(script.token_ids)
 
 
@@ -40,7 +40,7 @@ def scripted() -> Iterator[Script]:
         return mx.array([_token(row) for row in rows], mx.int32)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "Sampler", lambda params: _ScriptedSampler(params, script))
+        patch.setattr(batch, "Sampler", lambda params, eos_ids: _ScriptedSampler(params, eos_ids, script))
         patch.setattr(batch, "choose", say)
         yield script
 

@@ -13,6 +13,7 @@ import pytest
 from agentcache.adapter_settings import parse_adapters
 from agentcache.errors import EngineStopped, Overloaded, UnsupportedAdapter
 from agentcache.llm import LLM, Completion
+from agentcache.models.proof import STEPS
 from agentcache.request import Request, TokenPrompt
 from tests.conftest import ModelFolder
 from tests.serving import inside
@@ -21,7 +22,7 @@ from tests.serving.conversation import check_idle, greedy, make_ids
 from tests.serving.test_decoders import fine_tune
 
 LAYERS = 8
-PIECES = 2 * LAYERS + 3  # each layer is read and checked; the rest is read; a whole step is checked; the end
+PIECES = LAYERS + 1 + len(STEPS) + 2  # each layer is read, and the rest; the steps of the proof and its end; the end
 
 
 @pytest.fixture(scope="module")
