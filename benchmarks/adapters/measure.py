@@ -131,7 +131,9 @@ def _servers(
     every = [each for made in adapters.values() for each in made]
     trunk_options = ["--trunk-budget", _TRUNK_BUDGET, *_options(adapters[Policy.EXACT])]
     with (
-        start(home / "cache", home / "log", extra=_options(every), command=plan.command) as ours,
+        start(
+            home / "cache", home / "log", extra=["--trunk-budget", "0", *_options(every)], command=plan.command
+        ) as ours,
         start(home / "trunk", home / "trunk-log", extra=trunk_options, command=plan.command) as trunk,
         start(home / "none", home / "peer-log", command=plan.peer) as other,
     ):
