@@ -110,7 +110,7 @@ def _put_together(
     persistence = Persistence(cache, runner, store, agents, in_use, loaded.namespace, post, config.max_lineages)
     restorer = Restorer(cache, runner, store, post)
     persistence.index()
-    cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded.spec)))
+    cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
     runner.fit()
     adapters = AdapterWeightSet(loaded, runner, ledger)
     trunk_budget = 0 if loaded.spec.recurrent else plan.trunk_budget  # see `trunk_cut`
@@ -170,8 +170,9 @@ def plan_for(wishes: Wishes, loaded: LoadedModel, footprint: Footprint, chunk: i
     )
 
 
-def _preallocated_bytes(spec: CacheSpec) -> int:
-    return max(_PREALLOCATED_BYTES, min(_PREALLOCATED_TOKENS * spec.bytes_per_token, _MOST_PREALLOCATED_BYTES))
+def _preallocated_bytes(loaded: LoadedModel) -> int:
+    tokens = min(_PREALLOCATED_TOKENS, loaded.max_context)
+    return max(_PREALLOCATED_BYTES, min(tokens * loaded.spec.bytes_per_token, _MOST_PREALLOCATED_BYTES))
 
 
 def _snapshot_tokens(config: Config, spec: CacheSpec) -> int:

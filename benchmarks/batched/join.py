@@ -98,7 +98,8 @@ def _join(server: ServerProcess, observers: Sequence[RunningStream], body: dict[
     """One agent's turn among undisturbed steps."""
     observers[0].wait_for_more(_QUIET_GAPS + 1)
     joined = RunningStream(server.client.url, "/v1/completions", body).result()
-    observers[0].wait_for_more(_LEAVING_GAPS + _QUIET_GAPS + 1)
+    # The one who joined may be ahead by some tokens: each client's events come when its thread is run.
+    observers[0].wait_for_more(_LEAVING_GAPS + _QUIET_GAPS + 1 + joined.usage["completion_tokens"])
     return joined
 
 
