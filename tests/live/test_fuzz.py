@@ -22,15 +22,16 @@ from tests.server.test_fuzz import HUGE, RIGHT, ROUTES, changes, headers, messag
 
 REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "400"))
 # What a right request of these sizes would do for long.
-SHORT = {"max_tokens": 2, "request_timeout": 2.0}
-COMPLETIONS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
+SHORT = dict.fromkeys(
+    ("/v1/chat/completions", "/v1/completions", "/v1/messages"), {"max_tokens": 2, "request_timeout": 2.0}
+) | {"/v1/responses": {"max_output_tokens": 2}}
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[str, str, dict[str, Any], dict[str, bytes]]:
     """Any route with anything changed in a right body; or a conversation with odd messages in it."""
     method, route = draw(st.sampled_from(ROUTES) | st.sampled_from([("POST", path) for path in RIGHT]))
-    body: dict[str, Any] = RIGHT.get(route, {}) | (SHORT if route in COMPLETIONS else {}) | draw(changes)
+    body: dict[str, Any] = RIGHT.get(route, {}) | SHORT.get(route, {}) | draw(changes)
     if "messages" in RIGHT.get(route, {}) and draw(st.booleans()):
         body["messages"] = [draw(message), {"role": "user", "content": "x"}]
     path, name = route, str(draw(mostly(st.just("alice"))))
