@@ -27,7 +27,7 @@ from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, has_base_tail, lay_out
-from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.ledger import BASE, Ledger
 from agentcache.blocks.placement import place
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.radix_tree import Node, RadixTree
@@ -42,7 +42,7 @@ _FRESH_SNAPSHOTS = 2
 
 
 class PrefixCache:
-    """All cached blocks of one model.
+    """All cached blocks of one model, or of what is kept beside its keys and values.
 
     Args:
         groups: the model's cache groups of keys and values; none for a model that has only recurrent layers.
@@ -50,6 +50,7 @@ class PrefixCache:
         state: the group of its recurrent state, if it has any.
         state_budget: bytes that running rows and snapshots may take of it.
         snapshot_tokens: tokens between two snapshots of a conversation.
+        name: of the cache; its accounts begin so.
 
     Attributes:
         snapshots: of recurrent state; None for a model without.
@@ -63,12 +64,13 @@ class PrefixCache:
         state: Group | None = None,
         state_budget: int = 0,
         snapshot_tokens: int = DEFAULT_INTERVAL,
+        name: str = BASE,
     ) -> None:
         self.groups = tuple(groups)
         self.ledger = ledger
         self.tree = RadixTree()
         self.slots = Slots(self.groups, self.tree)
-        self.allocator = BlockAllocator(self.slots, EvictionOrder(self.slots, self.tree), ledger)
+        self.allocator = BlockAllocator(self.slots, EvictionOrder(self.slots, self.tree), ledger, name)
         self.snapshots = (
             None
             if state is None
