@@ -106,7 +106,7 @@ class BlockAllocator:
         return self._eviction.free_one(index) or self._grow_at_others_expense(index)
 
     def _has_share(self, index: int) -> bool:
-        """Whether a share of the budget is its cache's, with room for one slot more, which others may hold meanwhile."""
+        """Whether its cache has a share of the budget, with room for one slot more; others may hold that meanwhile."""
         account = self._kinds[index].account
         return account.family in self._ledger.shares and account.share_left >= self._cost(index, 1)
 
