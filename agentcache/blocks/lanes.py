@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, BlockName, Producer, chain_key
+from agentcache.blocks.keys import BASE_CACHE, BASE_PRODUCER, BLOCK_SIZE, BlockName, Producer, chain_key
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,15 @@ def chain_keys(root: str, token_ids: Sequence[int], blocks: Iterable[BlockSpan])
 
 
 class NamedBlock(NamedTuple):
-    """A block by its address, and the cache groups of it that whoever names it has there."""
+    """A block by its address, and the groups of its cache that whoever names it has there."""
 
     chain: str
     groups: tuple[int, ...]
+    cache: str = BASE_CACHE
 
     @property
     def names(self) -> list[BlockName]:
-        return [BlockName(self.chain, group) for group in self.groups]
+        return [BlockName(self.chain, group, self.cache) for group in self.groups]
 
 
 class NamedSnapshot(NamedTuple):
@@ -157,9 +158,9 @@ class NamedSnapshot(NamedTuple):
         return NamedBlock(self.chain, (self.group,))
 
 
-def name_blocks(chains: Iterable[str], blocks: Iterable[BlockSpan]) -> tuple[NamedBlock, ...]:
+def name_blocks(chains: Iterable[str], blocks: Iterable[BlockSpan], cache: str = BASE_CACHE) -> tuple[NamedBlock, ...]:
     """The spans with these chain keys, one each."""
-    return tuple(NamedBlock(chain, span.groups) for chain, span in zip(chains, blocks, strict=True))
+    return tuple(NamedBlock(chain, span.groups, cache) for chain, span in zip(chains, blocks, strict=True))
 
 
 def state_chain(

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import BASE_CACHE, Producer
 from agentcache.blocks.lanes import LaneLayout, NamedBlock
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.radix_tree import Node
@@ -39,7 +39,11 @@ class LaneBlock(NamedTuple):
 
     @property
     def named(self) -> NamedBlock:
-        return NamedBlock(self.node.chain, self.groups)
+        return self.named_in(BASE_CACHE)
+
+    def named_in(self, cache: str) -> NamedBlock:
+        """The block of the cache of that name."""
+        return NamedBlock(self.node.chain, self.groups, cache)
 
 
 @dataclass(eq=False)
