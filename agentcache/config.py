@@ -123,8 +123,8 @@ class Config:
             models that have recurrent layers; None for a quarter of it.
         snapshot_tokens: tokens between two snapshots of a conversation's recurrent state; None for as many as make
             snapshots cost at most twice the keys and values.
-        residual_budget: bytes of `ram_budget` for residuals of adapters (policy `residual`), lent to the base cache until
-            they are used; None for a quarter of it.
+        residual_budget: bytes of `ram_budget` for residuals of adapters (policy `residual`), lent to the base cache
+            until they are used; None for a quarter of it.
         max_divergence: how far, relative to its own, the keys and values that an adapter reads may lie from those that
             base shares with it (policy `residual`); 0 refuses to share so.
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
