@@ -48,7 +48,7 @@ def _share(sequence: Sequence, lane: LanePrefix, slots: Slots) -> None:
     """Put the slots that are in RAM into the tables, and -1 for the others."""
     for index in lane.groups:
         table = sequence.tables[index]
-        table.first_block = min(slots.groups[index].first_block_needed(lane.num_tokens), len(lane.nodes))
+        table.first_block = min(lane.first_block_read(slots.groups[index]), len(lane.nodes))
         for node in lane.nodes[table.first_block :]:
             block_id = node.block_ids.get(index, -1)
             if block_id >= 0:

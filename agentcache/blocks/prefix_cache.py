@@ -25,7 +25,7 @@ from agentcache.blocks import lane_search
 from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
-from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.lane_search import UNBOUNDED, CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, has_base_tail, lay_out
 from agentcache.blocks.ledger import BASE, Ledger
 from agentcache.blocks.placement import place
@@ -82,16 +82,24 @@ class PrefixCache:
     # -- matching ---------------------------------------------------------------------------------------------------
 
     def match_prefix(
-        self, root: str, token_ids: TokenIds[int], limit: int, producer: Producer | None = None
+        self,
+        root: str,
+        token_ids: TokenIds[int],
+        limit: int,
+        producer: Producer | None = None,
+        read_from: int = UNBOUNDED,
     ) -> CachedPrefix:
         """The longest prefix of at most `limit` tokens of which every group's needed blocks are in RAM or on disk.
 
         Args:
             producer: who is to compute the rest, and whose blocks can be used behind its start; None for base.
+            read_from: the first token that is computed with it, where that lies in front of its end.
 
         Changes nothing. A few tokens of a longer block are not worth a copy and count as not there.
         """
-        return lane_search.match_prefix(self.tree, self.groups, root, token_ids, limit, producer, self.snapshots)
+        return lane_search.match_prefix(
+            self.tree, self.groups, root, token_ids, limit, producer, self.snapshots, read_from
+        )
 
     @property
     def all_groups(self) -> TokenIds[Group]:
@@ -245,15 +253,19 @@ class PrefixCache:
             for lane in sequence.lanes:
                 self.slots.prune(self._list(sequence, lane, end))
 
-    def leave_window(self, sequence: Sequence) -> None:
-        """Drop the slots that no later token of the sequence attends to; from the tree too if nobody reads them."""
+    def leave_window(self, sequence: Sequence, read_from: int = UNBOUNDED) -> None:
+        """Drop the slots that no later token of the sequence attends to; from the tree too if nobody reads them.
+
+        Args:
+            read_from: the first token that is still to be computed with it, where that lies in front of its end.
+        """
         for lane in sequence.lanes if self._windowed else ():
             for index in self._windowed.intersection(lane.groups):
-                self._leave_window(sequence, lane, index)
+                self._leave_window(sequence, lane, index, min(sequence.num_tokens, read_from))
 
-    def _leave_window(self, sequence: Sequence, lane: Lane, index: int) -> None:
+    def _leave_window(self, sequence: Sequence, lane: Lane, index: int, num_tokens: int) -> None:
         table = sequence.tables[index]
-        start, needed = table.first_block, self.groups[index].first_block_needed(sequence.num_tokens)
+        start, needed = table.first_block, self.groups[index].first_block_needed(num_tokens)
         for node, block_id in zip(lane.nodes[start:], table.drop_before(needed), strict=False):
             self.slots.pools[index].release(block_id)
             if node.block_ids.get(index) == block_id and not self.slots.is_read(index, block_id):
