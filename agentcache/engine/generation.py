@@ -17,7 +17,7 @@ from agentcache.blocks.sequence import LaneBlock, Sequence
 from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.blocks.trunk_match import TrunkMatch
 from agentcache.engine.output import Output
-from agentcache.engine.passes import Pass, plan_passes
+from agentcache.engine.passes import Overlay, Pass, plan_passes
 from agentcache.errors import AgentCacheError, BrokenInvariant
 from agentcache.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
 from agentcache.request import ChatPrompt, Request
@@ -68,7 +68,9 @@ class Generation:
         state: see `State`.
         sampler: chooses its tokens, once it is queued.
         token_ids: prompt, then what was generated.
-        sequence: its place in the cache; None while waiting.
+        sequence: its place in the cache; None while waiting. Of a residual request, that in base's.
+        overlay: what a residual request writes on top of it.
+        stepped_down: why a request that was to be residual is computed exactly; None where it is not so.
         in_flight: tokens of it that the device is at work on.
         passes: that compute what is not computed yet, in order, the first of them at work; none without a place.
         background: it lets others go first; the scheduler ends that when it has waited enough.
@@ -79,6 +81,7 @@ class Generation:
         record: the lineage that this turn will be, before the turn.
         producer: who computes the keys and values of its tokens; None for base.
         adapter: what it is computed with, the whole way; None for base.
+        computed_base_tokens: of the prompt, how many the unadapted model computes.
         own_tokens: leading prompt tokens that `found` holds already.
         expected_tokens: of these, how many were computed for it, and are not to be computed again.
         lost_tokens: of these, how many were neither in RAM nor on disk, and had to be.
@@ -101,10 +104,13 @@ class Generation:
     sampler: Sampler | None = None
     token_ids: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
+    overlay: Overlay | None = None
+    stepped_down: str | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached: CachedTokens = field(default_factory=CachedTokens)
     computed_prompt_tokens: int = 0
+    computed_base_tokens: int = 0
     restored_bytes: int = 0
     restore_seconds: float = 0.0
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -180,17 +186,23 @@ class Generation:
         """
         if not self.in_flight:
             return self.num_to_launch == 1
-        return self.num_to_launch == 0 and 0 < self.num_generated < self.max_tokens - 1
+        if self.num_to_launch or not 0 < self.num_generated < self.max_tokens - 1:
+            return False
+        return self.current.end is None  # else no token is about to be chosen
 
     @property
     def will_decode(self) -> bool:
         """Whether it can decode once what is under way is done, which shows its first token, say."""
         return bool(self.in_flight) and self.num_to_launch == 0 and self.num_generated < self.max_tokens - 1
 
-    def take_place(self, sequence: Sequence, ahead: TrunkMatch | None = None) -> None:
-        """Its place in the cache, and the passes that compute what is not there yet, given what the trunk has."""
-        self.sequence = sequence
-        self.passes = plan_passes(self.adapter, sequence, ahead)
+    def take_place(self, sequence: Sequence, ahead: TrunkMatch | None = None, overlay: Overlay | None = None) -> None:
+        """Its place in the cache, and the passes that compute what is not there yet, given what the trunk has.
+
+        Args:
+            overlay: a residual request's.
+        """
+        self.sequence, self.overlay = sequence, overlay
+        self.passes = plan_passes(self.adapter, sequence, ahead, overlay)
         self.drop_passes()
 
     def drop_passes(self) -> None:
@@ -210,7 +222,7 @@ class Generation:
 
     def lose_place(self) -> None:
         """Its sequence has been given up; what the device computes for it has no meaning any more."""
-        self.sequence = None
+        self.sequence = self.overlay = None
         self.in_flight = 0
         self.passes = []
         self.snapshots = self.row_state = self.launched_state = self.shown_state = None
