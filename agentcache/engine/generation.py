@@ -57,7 +57,7 @@ class Generation:
     """A request from admission to its last update.
 
     `num_computed` against `len(token_ids)` is the whole state of progress: prompt and generated tokens alike are known
-    first and computed later, in pieces of any size. CacheSequence and counters survive neither preemption nor a failed
+    first and computed later, in pieces of any size. Sequence and counters survive neither preemption nor a failed
     restore; the tokens do. `num_launched` runs ahead of `num_computed` by what the device is at work on: its result is
     not known yet, so nothing but the next launch counts on it.
 
