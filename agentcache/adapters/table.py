@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from agentcache.models.adapters import Adapter
     from agentcache.models.decoder import Decoder
 
+    # Who an adapter is, by content, and where its weights can be read again.
+    AdapterSource = Adapter | Decoder
+
 
 @dataclass(frozen=True)
 class ServedAdapter:
@@ -33,7 +36,7 @@ class ServedAdapter:
     """
 
     name: str
-    source: Adapter | Decoder
+    source: AdapterSource
     policy: Policy
     groups: frozenset[int]
     residual_refusal: str = RESIDUAL_IS_OFF
@@ -49,7 +52,7 @@ class ServedAdapter:
         return _is_decoder(self.source)
 
 
-def _is_decoder(source: Adapter | Decoder) -> bool:
+def _is_decoder(source: AdapterSource) -> bool:
     return source.format == "model"
 
 
@@ -64,7 +67,7 @@ def check_adapter_name(name: str) -> str:
     return name
 
 
-def settle_policy(policy: Policy, source: Adapter | Decoder, residual_refusal: str = RESIDUAL_IS_OFF) -> Policy:
+def settle_policy(policy: Policy, source: AdapterSource, residual_refusal: str = RESIDUAL_IS_OFF) -> Policy:
     """The policy itself, or what `auto` stands for.
 
     Args:

@@ -21,8 +21,7 @@ from agentcache.blocks.keys import BlockName, Namespace
 from agentcache.blocks.lanes import NamedSnapshot, spans
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import LaneBlock
-from agentcache.blocks.sequence import Sequence as CacheSequence
+from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import choose_saved
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
@@ -271,8 +270,8 @@ class Persistence:
         writes = []
         for target in targets:
             node = target.node
-            arrays = self._runner.snapshot(target.group, target.block_id, node.position, node.num_tokens)
-            writes.append(BlockWrite(header_of(node, self._groups[target.group].name), arrays))
+            data = self._runner.snapshot(target.group, target.block_id, node.num_tokens)
+            writes.append(BlockWrite(header_of(node, self._groups[target.group].name), data))
             node.pending.add(target.group)
         return writes
 

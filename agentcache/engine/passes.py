@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.trunk_match import TrunkMatch
-
 
 # Where a window is read, base must not be further ahead of the adapter than this: what base leaves behind, the adapter
 # has still to read.
@@ -35,8 +34,8 @@ class Overlay:
     """
 
     cache: KeptCache
-    residuals: Sequence
-    base: Sequence
+    residuals: CacheSequence
+    base: CacheSequence
     paired_from: int
 
 
@@ -58,7 +57,7 @@ class Pass:
 
     computes: AdapterUse | None
     end: int | None
-    writes: Sequence
+    writes: CacheSequence
     cut: int = 0
     overlay: Overlay | None = None
 
@@ -73,9 +72,9 @@ class Pass:
 
 
 def plan_passes(
-    use: AdapterUse | None, sequence: Sequence, ahead: TrunkMatch | None, overlay: Overlay | None = None
+    use: AdapterUse | None, sequence: CacheSequence, ahead: TrunkMatch | None, overlay: Overlay | None = None
 ) -> list[Pass]:
-    """The passes of a request that uses an adapter so, or None, and has its place in the cache.
+    """The passes of a request that uses an adapter so, or None, and has its sequence.
 
     Args:
         ahead: what the trunk has for it.
