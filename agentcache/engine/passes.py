@@ -38,6 +38,10 @@ class Overlay:
     base: CacheSequence
     paired_from: int
 
+    def is_paired(self, position: int) -> bool:
+        """Whether base computes the token at that position in the adapter's step."""
+        return position >= self.paired_from
+
 
 @dataclass(frozen=True)
 class Pass:
