@@ -271,8 +271,8 @@ class Persistence:
         writes = []
         for target in targets:
             node = target.node
-            arrays = self._runner.snapshot(target.group, target.block_id, node.position, node.num_tokens)
-            writes.append(BlockWrite(header_of(node, self._groups[target.group].name), arrays))
+            data = self._runner.snapshot(target.group, target.block_id, node.num_tokens)
+            writes.append(BlockWrite(header_of(node, self._groups[target.group].name), data))
             node.pending.add(target.group)
         return writes
 
