@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.sequence import Copy
@@ -90,10 +89,10 @@ class ResidualArenas:
         self._wait()  # the step under way may still write to slots whose owner is gone
         self._arenas[group].put(block_ids, blocks)
 
-    def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
-        """Copies of a block's bytes, for the writer."""
+    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
+        """A copy of a block's bytes, for the writer: uint8 [n]."""
         self._wait()
-        return self._arenas[group].snapshot(block_id, position, num_tokens)
+        return self._arenas[group].snapshot(block_id, num_tokens)
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to evaluate pending writes."""

@@ -21,7 +21,6 @@ from agentcache.kv.step_cache import Handle
 from agentcache.models.attention import AttentionOptions, paged_attention
 from agentcache.models.mla import latent_attention
 from agentcache.models.observation import observe
-from agentcache.models.overlay import OverlaidKV
 from agentcache.models.residual_attention import overlaid_attention
 
 _NAME = "scaled_dot_product_attention"
@@ -93,6 +92,6 @@ def _attention(
     if mask is not None:
         raise BrokenInvariant("the model masks by itself, beside what its cache says")
     options = AttentionOptions(scale, None, sinks)
-    if isinstance(values.kv, OverlaidKV):
-        return overlaid_attention(queries, values.kv, options)
+    if values.kv.overlay is not None:
+        return overlaid_attention(queries, values.kv.arena, values.kv.overlay, options)
     return paged_attention(queries, values.kv, options)

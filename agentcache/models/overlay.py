@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from agentcache.kv.arena import TensorArena
-from agentcache.kv.step_cache import PagedKV
 from agentcache.kv.step_plan import Reads
 
 Rope = Callable[..., mx.array]
@@ -95,12 +94,12 @@ class RowOverlay:
     value_a: TensorArena | None
 
 
-@dataclass(frozen=True)
-class OverlaidKV(PagedKV):
-    """Keys and values of a layer of which some rows have residuals.
+@dataclass(frozen=True, eq=False)
+class LayerOverlay:
+    """The rows of a step in one layer, where some have residuals.
 
     Args:
-        plain: places of the other rows, int32.
+        plain: places of the others, int32.
         plain_reads: of these; None where there is none.
         rows: those with residuals.
         order: each row's place when the plain ones come first, and then these; int32 [B].

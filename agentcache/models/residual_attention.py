@@ -18,7 +18,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, dequantise
 from agentcache.kv.step_cache import PagedKV
 from agentcache.models.attention import AttentionOptions, paged_attention
-from agentcache.models.overlay import OverlaidKV, RowOverlay
+from agentcache.models.overlay import LayerOverlay, RowOverlay
 
 _MOST_SCORES = 1 << 24  # of a piece, over all heads
 _MOST_BLOCKS = 16
@@ -26,17 +26,19 @@ _SMALLEST = 6e-8  # above 0, in float16
 _MASKED = -1e30  # finite: a piece may be masked as a whole
 
 
-def overlaid_attention(queries: mx.array, kv: OverlaidKV, options: AttentionOptions) -> mx.array:
+def overlaid_attention(
+    queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions
+) -> mx.array:
     """Attention of `queries` [B, H_q, n, D_k] over rows of which some have residuals; returns [B, H_q, n, D_v]."""
     done = []
-    if kv.plain_reads is not None:
-        done.append(paged_attention(queries[kv.plain], PagedKV(kv.arena, kv.plain_reads), options))
-    for row in kv.rows:
+    if overlay.plain_reads is not None:
+        done.append(paged_attention(queries[overlay.plain], PagedKV(arena, overlay.plain_reads), options))
+    for row in overlay.rows:
         q = queries[row.row].astype(mx.float32) * options.scale
         # One row after the other: what a row needs in memory is gone before the next one begins.
         ids = row.reads.block_ids[0] if not done else mx.depends([row.reads.block_ids[0]], [done[-1]])[0]
-        done.append(_row_attention(q, kv.arena, row, ids, options)[None].astype(queries.dtype))
-    return mx.concatenate(done)[kv.order]
+        done.append(_row_attention(q, arena, row, ids, options)[None].astype(queries.dtype))
+    return mx.concatenate(done)[overlay.order]
 
 
 @dataclass

@@ -22,7 +22,7 @@ from agentcache.kv.step_cache import PagedKV, StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.adapter_rows import AdapterWeights
-from agentcache.models.overlay import LayerMatrices, OverlaidKV, RowOverlay
+from agentcache.models.overlay import LayerMatrices, LayerOverlay, RowOverlay
 from agentcache.models.residual_forms import LayerForm, ResidualForms
 from agentcache.models.residual_sides import Side
 
@@ -199,7 +199,7 @@ class ResidualRows:
         if not rows:
             return PagedKV(arena, reads)
         plain, plain_reads, order = self._plan(group, tuple(row.row for row in rows), reads)
-        return OverlaidKV(arena, reads, plain, plain_reads, rows, order)
+        return PagedKV(arena, reads, LayerOverlay(plain, plain_reads, rows, order))
 
     def _overlay(self, place: int, layer: int, group: int, reads: Reads) -> RowOverlay | None:
         row, form = self.rows[place], self._forms.layers[layer]

@@ -132,7 +132,7 @@ class ModelRunner:
         self.wait()
         self._is_busy = True
         states, self._states = self._states, []
-        residuals = [array for arenas in self._residuals for array in arenas.arrays()]
+        residuals = [array for arenas in self._residuals for array in arenas.arrays()] if self._residuals else ()
         mx.async_eval(*outputs, *self._arena_arrays(), *residuals, *states, *self._loaded.trunk.blocks.written())
 
     def wait(self) -> None:

@@ -14,7 +14,6 @@ import mlx.nn as nn
 from agentcache.kv.step_cache import StepCache
 from agentcache.models.attention import AttentionOptions, paged_attention
 from agentcache.models.observation import observe
-from agentcache.models.overlay import OverlaidKV
 from agentcache.models.residual_attention import overlaid_attention
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "rope")
@@ -45,10 +44,10 @@ def _on_step_caches(kind: Any) -> Any:
             )
             queries, keys = (self.rope(each, offset=cache.offset) for each in (queries, keys))
             kv = cache.update(keys, values)
-            if isinstance(kv, OverlaidKV):
-                out = overlaid_attention(queries, kv, options)
-            else:
+            if kv.overlay is None:
                 out = paged_attention(queries, kv, options)
+            else:
+                out = overlaid_attention(queries, kv.arena, kv.overlay, options)
             return observe(self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)))
 
     return CappedAttention
