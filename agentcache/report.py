@@ -81,9 +81,9 @@ class Report:
     the agent held and was neither in RAM nor on disk any more, so that it was computed again.
     `activated_at` is the first token that an activated or prefill-share adapter acted on; None if it did not act.
     `base_computed_tokens` are those of the prompt that went through the model without an adapter; under the policy
-    `residual` that is beside `computed_tokens`, which are its adapter's. `requested_policy` is the one that it would have
-    been answered by, had it not `stepped_down`. `divergence` says how far the keys and values that it read are from its
-    own, relative to these, as far as that is measured.
+    `residual` that is beside `computed_tokens`, which are its adapter's. `requested_policy` is the one that would have
+    answered it, had it not `stepped_down`. `divergence` says how far the keys and values that it read are from its own,
+    relative to these, as far as that is measured.
     """
 
     agent: str | None

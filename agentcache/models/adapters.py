@@ -211,23 +211,23 @@ def _read_adapter(path: Path, modules: TargetModules, max_bytes: int) -> Adapter
         nbytes=sum(_nbytes(pair, modules.linears[name]) for name, pair in matrices.items()),
         invocation_tokens=folder.config.invocation_tokens,
         activation_shift=folder.config.activation_shift,
-        sides=_sides(matrices, places, modules),
+        sides=_sides(matrices, targets, modules),
     )
     return AdapterContent(adapter, matrices)
 
 
 def _sides(
-    matrices: Mapping[ModuleName, LowRank], places: Mapping[ModuleName, Place], modules: TargetModules
+    matrices: Mapping[ModuleName, LowRank], targets: Mapping[ModuleName, Target], modules: TargetModules
 ) -> AdapterSides:
     """By the modules' parts that make keys and values, whatever names the adapter has used."""
     found: dict[str, dict[int, Side]] = {KEYS: {}, VALUES: {}}
-    for name, place in modules.places.items():
+    for name, target in modules.targets.items():
         leaf = name.path.rpartition(".")[2]
-        if leaf in found and place.makes_kv and place.module in matrices:
-            side = find_side(place.module, place.start, place.stop, matrices[place.module])
+        if leaf in found and target.makes_kv and target.module in matrices:
+            side = find_side(target.module, target.start, target.stop, matrices[target.module])
             if side is not None:
                 found[leaf][name.layer] = side
-    unsplit = [name for name, place in sorted(places.items()) if place.makes_kv and not is_split(place.module)]
+    unsplit = [name for name, target in sorted(targets.items()) if target.makes_kv and not is_split(target.module)]
     return AdapterSides(found[KEYS], found[VALUES], next(iter(unsplit), None))
 
 
