@@ -62,7 +62,7 @@ class KeptCaches:
         if base.name != BASE_CACHE:
             raise BrokenInvariant(f"{base.name} stands in base's place")
         self.base = base
-        self._namespace = namespace
+        self.namespace = namespace
         self._further: dict[str, KeptCache] = {}
 
     def __iter__(self) -> Iterator[KeptCache]:
@@ -91,7 +91,7 @@ class KeptCaches:
 
     def root(self, cache: KeptCache, salt: str) -> str:
         """The chain key in front of the first block of the cache's sequences with this salt."""
-        namespace = self._namespace(salt)
+        namespace = self.namespace(salt)
         if cache is self.base:
             return namespace.root
         return replace(namespace, spec=cache.spec.digest, cache=cache.name).root

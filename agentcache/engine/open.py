@@ -10,13 +10,14 @@ from functools import partial
 import mlx.core as mx
 
 from agentcache.adapters.weights import AdapterWeightSet
+from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.in_use import InUse
 from agentcache.agents.memory import AgentMemory
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.allocator import least_bytes
-from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.ledger import WEIGHTS, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.snapshot_plan import interval_for, whole_blocks
@@ -107,8 +108,9 @@ def _put_together(
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
     in_use = InUse()
     agents = AgentTable(loaded.fingerprint, store.load_agents(), in_use)
-    persistence = Persistence(cache, runner, store, agents, in_use, loaded.namespace, post, config.max_lineages)
-    restorer = Restorer(cache, runner, store, post)
+    caches = KeptCaches(KeptCache(BASE_CACHE, loaded.spec, cache, runner), loaded.namespace)
+    persistence = Persistence(caches, runner, store, agents, in_use, post, config.max_lineages)
+    restorer = Restorer(caches, store, post)
     persistence.index()
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
     runner.fit()
@@ -129,7 +131,7 @@ def _put_together(
             scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=_pace(config, loaded)),
             turns=Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests, device),
             agents=agents,
-            memory=AgentMemory(cache, runner, agents, persistence, in_use, restorer, loaded.namespace),
+            memory=AgentMemory(caches, agents, persistence, in_use, restorer),
             persistence=persistence,
             restorer=restorer,
             adapters=adapters,
