@@ -79,6 +79,7 @@ class AgentMemory:
             _ram_bytes(cache.prefix, [prefix for other, prefix in residuals if other is cache])
             for cache in self._caches.further
         )
+        blocks = blocks_of(lineages)
         return AgentInfo(
             id=record.id,
             tokens=len(record.transcript.ids),
@@ -86,13 +87,25 @@ class AgentMemory:
             cache_state=state if longest.num_tokens else CacheState.COLD,
             ram_bytes=_ram_bytes(self._cache, prefixes.values()) + residual_bytes,
             residual_bytes=residual_bytes,
-            disk_bytes=self._persistence.disk_bytes(blocks_of(lineages)),
+            disk_bytes=sum(map(self._disk_bytes, blocks)),
+            residual_disk_bytes=sum(self._disk_bytes(block) for block in blocks if block.cache != BASE_CACHE),
             created=record.created,
             last_used=max(each.last_used for each in lineages),
             adapter=record.adapter,
             policy=record.policy,
             lineages=tuple(LineageInfo(each.lineage, len(each.transcript), each.last_used) for each in lineages),
         )
+
+    def _disk_bytes(self, block: NamedBlock) -> int:
+        """Of what the manifest names: the tree may know longer tails of others with the same beginning."""
+        cache = self._caches.find(block.cache)
+        if cache is None:
+            return self._persistence.file_bytes(block)
+        node = cache.prefix.tree.node(block.chain)
+        if node is None:
+            return 0
+        groups = (cache.spec.all_groups[index] for index in node.stored.intersection(block.groups))
+        return sum(group.bytes_of(node.num_tokens) for group in groups)
 
     def list(self) -> list[AgentInfo]:
         """All agents, by id."""

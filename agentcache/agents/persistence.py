@@ -562,9 +562,9 @@ class Persistence:
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 
-    def disk_bytes(self, blocks: Iterable[NamedBlock]) -> int:
-        """Bytes of these blocks' files, as far as they are there."""
-        return self._disk.bytes_of(blocks)
+    def file_bytes(self, block: NamedBlock) -> int:
+        """Bytes of a block's files, headers included."""
+        return self._disk.bytes_of([block])
 
     @property
     def is_writing(self) -> bool:
