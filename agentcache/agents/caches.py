@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
-
-import numpy as np
 
 from agentcache.blocks.keys import BASE_CACHE, Namespace, kind_of
 from agentcache.blocks.prefix_cache import PrefixCache
@@ -21,7 +19,7 @@ class Arenas(Protocol):
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None: ...
 
-    def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> Mapping[str, np.ndarray]: ...
+    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array: ...
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None: ...
 

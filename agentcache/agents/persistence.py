@@ -369,9 +369,9 @@ class Persistence:
         writes = []
         for target in targets:
             node = target.node
-            arrays = target.cache.arenas.snapshot(target.group, target.block_id, node.position, node.num_tokens)
+            data = target.cache.arenas.snapshot(target.group, target.block_id, node.num_tokens)
             header = header_of(node, target.group, target.cache)
-            writes.append(BlockWrite(header, arrays, node.extras.get(target.group, NO_EXTRAS)))
+            writes.append(BlockWrite(header, data, node.extras.get(target.group, NO_EXTRAS)))
             node.pending.add(target.group)
         return writes
 

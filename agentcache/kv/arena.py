@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.block_layout import Array, block_tensors, slot_runs
+from agentcache.kv.block_layout import Array, block_tensors
 from agentcache.kv.spec import (
     PARTS,
     CacheSpec,
@@ -254,27 +254,30 @@ class GroupArena:
         for tensor in self._tensors.values():
             tensor.array[target] = tensor.array[source]
 
-    def snapshot(self, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
-        """Bytes of a block's first `num_tokens` tokens, copied once, named as in its file. While no step is under way.
+    def snapshot(self, block_id: int, num_tokens: int) -> Array:
+        """Bytes of a block's first `num_tokens` tokens, uint8 [n] as `block_layout` has them, copied once.
 
-        They are one piece of memory in the order of the file.
+        While no step is under way.
         """
         block = np.empty(self.spec.bytes_of(num_tokens), np.uint8)
-        self._download(block_id, num_tokens, block)
-        return {t.name(position): t.view(block, num_tokens) for t in block_tensors(self.spec)}
+        if shares_memory():
+            self._copy_out(block_id, num_tokens, block.data)
+        else:
+            self._download(block_id, num_tokens, block)
+        return block
+
+    def _copy_out(self, block_id: int, num_tokens: int, target: memoryview) -> None:
+        for tensor in block_tensors(self.spec, num_tokens):
+            memory = self._tensors[tensor.spec.name].memory()
+            for slot, own in tensor.runs(block_id):
+                target[own] = memory[slot]
 
     def _download(self, block_id: int, num_tokens: int, block: Array) -> None:
-        if not shares_memory():
-            lazy = [self._tensors[t.spec.name].tokens(block_id, num_tokens) for t in block_tensors(self.spec)]
-            mx.eval(lazy)
-            for tensor, array in zip(block_tensors(self.spec), lazy, strict=True):
-                tensor.view(block, num_tokens)[...] = np.array(array)
-            return
-        target = block.data
-        for runs in slot_runs(self.spec, num_tokens):
-            memory = self._tensors[runs.name].memory()
-            for slot, own in runs.pairs(block_id):
-                target[own] = memory[slot]
+        tensors = block_tensors(self.spec, num_tokens)
+        lazy = [self._tensors[t.spec.name].tokens(block_id, num_tokens) for t in tensors]
+        mx.eval(lazy)
+        for tensor, array in zip(tensors, lazy, strict=True):
+            tensor.view(block)[...] = np.array(array)
 
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks into slots `block_ids`. While no step is under way.
@@ -293,23 +296,23 @@ class GroupArena:
 
     def _put_in_place(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Copy every tensor's bytes to where they belong; what blocks lack of 256 tokens becomes zeros."""
-        layouts = [slot_runs(self.spec, self.spec.tokens_in(block.nbytes)) for block in blocks]
+        layouts = [block_tensors(self.spec, self.spec.tokens_in(block.nbytes)) for block in blocks]
         sources = [block.data for block in blocks]
-        for place, tensor in enumerate(self._tensors.values()):  # in the order of a block's bytes
-            memory = tensor.memory()
+        for place, arena in enumerate(self._tensors.values()):  # in the order of a block's bytes
+            memory, slot_bytes = arena.memory(), arena.spec.slot_bytes
             for block_id, layout, source in zip(block_ids, layouts, sources, strict=True):
-                runs = layout[place]
-                if runs.count * runs.length < runs.slot_bytes:
-                    memory[block_id * runs.slot_bytes : (block_id + 1) * runs.slot_bytes] = bytes(runs.slot_bytes)
-                for slot, own in runs.pairs(block_id):
+                tensor = layout[place]
+                if tensor.end - tensor.begin < slot_bytes:
+                    memory[block_id * slot_bytes : (block_id + 1) * slot_bytes] = bytes(slot_bytes)
+                for slot, own in tensor.runs(block_id):
                     memory[slot] = source[own]
 
     def _upload(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks of the same length: one transfer to the device, which then puts their parts in place."""
         num_tokens, count = self.spec.tokens_in(blocks[0].nbytes), len(blocks)
         there, slots = mx.array(_joined(blocks)), mx.array(block_ids)
-        for tensor in block_tensors(self.spec):
-            own = mx.contiguous(there[:, tensor.begin(num_tokens) : tensor.end(num_tokens)])
+        for tensor in block_tensors(self.spec, num_tokens):
+            own = mx.contiguous(there[:, tensor.begin : tensor.end])
             shape = (count, *tensor.spec.block_shape(num_tokens))
             self._tensors[tensor.spec.name].upload(slots, own.view(_DTYPES[tensor.spec.dtype]).reshape(shape))
 

@@ -124,14 +124,24 @@ class TensorSpec:
     shape: tuple[int, ...]
     token_axis: int | None = 0
 
-    @property
+    @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
         return DTYPES[self.dtype]
 
-    @property
+    @cached_property
     def own_bytes(self) -> int:
         """Bytes of one token or, where `token_axis` is None, of the block."""
         return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes in a slot, which has room for a full block."""
+        return self.own_bytes if self.token_axis is None else self.own_bytes * BLOCK_SIZE
+
+    @cached_property
+    def num_runs(self) -> int:
+        """Into how many pieces the bytes of a block that is not full fall in its slot."""
+        return math.prod(self.shape[: self.token_axis or 0])
 
     def block_shape(self, num_tokens: int) -> tuple[int, ...]:
         """Its shape in a block of so many tokens."""

@@ -76,14 +76,15 @@ class StateArena:
         floats = [array for arrays in self._slots[slot] for array in arrays if array.dtype in _FLOATS]
         return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in floats]))) if floats else True
 
-    def copies(self, slot: int) -> dict[str, np.ndarray]:
-        """Numpy copies by name, as in the snapshot's file."""
+    def snapshot(self, slot: int) -> Array:
+        """A copy of the bytes, uint8 [n] as `block_layout` has them."""
         named = self._named(slot)
         mx.eval(named)
-        return {
-            name: np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)[0]
-            for name, array in named.items()
-        }
+        block = np.empty(self._group.bytes_of(0), np.uint8)
+        for tensor in block_tensors(self._group, 0):
+            array = named[tensor.spec.name]
+            tensor.view(block)[...] = np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)[0]
+        return block
 
     def _named(self, slot: int) -> dict[str, mx.array]:
         return {
@@ -96,8 +97,8 @@ class StateArena:
     def put_bytes(self, slot: int, data: Array) -> None:
         """Keep the snapshot that a file holds, uint8 [n]."""
         named = {
-            tensor.spec.name: self._decoded(tensor.spec.name, tensor.view(data, 0))
-            for tensor in block_tensors(self._group)
+            tensor.spec.name: self._decoded(tensor.spec.name, tensor.view(data))
+            for tensor in block_tensors(self._group, 0)
         }
         arrays = [
             [named[state_name(cache, place)] for place, tensor in enumerate(spec.tensors) if tensor is not None]

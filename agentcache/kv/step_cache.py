@@ -7,7 +7,7 @@ contract, whose rows own their blocks, is kept by `BatchQuantizedKVCache`.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -16,15 +16,14 @@ from agentcache.kv.arena import LayerArena
 from agentcache.kv.step_plan import Reads, Writes
 
 
-@dataclass(frozen=True)
-class PagedKV:
+class PagedKV(NamedTuple):
     """Keys and values as attention reads them: in which arena, and where."""
 
     arena: LayerArena
     reads: Reads
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Handle:
     """What a model gets in place of cached keys or values, for attention to look up (`models/interception.py`).
 

@@ -59,8 +59,9 @@ counts = Counts()
 _plans: WeakKeyDictionary[Reads, dict[tuple[int, int], DecodePlan]] = WeakKeyDictionary()
 
 
+@cache
 def mode() -> Mode:
-    """What the environment asks for.
+    """What the environment asked for when this was first called.
 
     Raises:
         ConfigError: none of the three.
@@ -70,6 +71,14 @@ def mode() -> Mode:
         return Mode(asked)
     except ValueError as error:
         raise ConfigError(f"{VARIABLE} is {asked!r}; it can be on, off or check") from error
+
+
+@cache
+def why_none() -> str:
+    """Why no kernel is used in this process, whatever the shape; empty where some may be. Every layer asks."""
+    if mode() is Mode.OFF:
+        return f"{VARIABLE}=off"
+    return "this device compiles no kernels" if device() == NO_DEVICE else ""
 
 
 def attention(
@@ -116,14 +125,9 @@ def head_shape(side: SideArena, num_heads: int, dtype: mx.Dtype) -> HeadShape:
 
 def usable(shape: HeadShape) -> Verdict:
     """Whether kernels stand in for heads of this shape; tries them the first time that one is asked about."""
-    if mode() is Mode.OFF:
-        return Verdict(False, f"{VARIABLE}=off")
-    where = device()
-    if where == NO_DEVICE:
-        return Verdict(False, "this device compiles no kernels")
-    if why := _unsupported(shape):
+    if why := why_none() or _unsupported(shape):
         return Verdict(False, why)
-    return _tried(shape, where)
+    return _tried(shape, device())
 
 
 def _unsupported(shape: HeadShape) -> str:

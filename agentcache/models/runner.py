@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
@@ -158,12 +157,12 @@ class ModelRunner:
         self.wait()  # the step under way may still write to slots whose owner is gone
         self.arenas[group].put(block_ids, blocks)
 
-    def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
-        """Copies of a block's bytes, for the writer."""
+    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
+        """A copy of a block's bytes, for the writer: uint8 [n]."""
         self.wait()
         if group == len(self.arenas):
-            return self._state_arena.copies(block_id)
-        return self.arenas[group].snapshot(block_id, position, num_tokens)
+            return self._state_arena.snapshot(block_id)
+        return self.arenas[group].snapshot(block_id, num_tokens)
 
     # -- recurrent state ----------------------------------------------------------------------------------------------
 

@@ -34,7 +34,6 @@ from agentcache.store.block_file import (
     decode_block,
     make_header,
     max_encoded_size,
-    tensor_views,
 )
 from agentcache.store.block_folder import BlockWrite
 from agentcache.store.cache_files import CacheFiles
@@ -311,7 +310,7 @@ class Archive:
 
     def _write(self, header: BlockHeader, content: _Content) -> BlockWrite:
         block = _decode(self._file, self._spec, header, content)
-        return BlockWrite(header, tensor_views(self._spec, header, block.data), block.extras)
+        return BlockWrite(header, block.data, block.extras)
 
 
 def read_archive(path: Path, spec: CacheSpec, fingerprint: str, agent_id: str) -> Archive:

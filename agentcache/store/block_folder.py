@@ -23,10 +23,8 @@ from agentcache.store.block_file import (
     StoredBlock,
     data_bytes,
     encode_block,
-    encoded_size,
     find_data,
     max_encoded_size,
-    tensor_views,
     verify_block,
 )
 from agentcache.store.cache_files import CacheFiles, RegularFile
@@ -38,10 +36,10 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class BlockWrite:
-    """A block to write: what it is, its tensors by name as `block_file.tensor_layout` lists them, and its extras."""
+    """A block to write: what it is, the bytes of its tensors as in `StoredBlock`, and its extras."""
 
     header: BlockHeader
-    arrays: Mapping[str, Array]
+    data: Array
     extras: Extras = field(default_factory=dict)
 
 
@@ -129,8 +127,7 @@ class BlockFolder:
         data = buffer[: data_bytes(self._spec_of(header), header)]
         data[:] = 0
         spec = self._spec_of(header)
-        head, *_ = encode_block(spec, header, tensor_views(spec, header, data))
-        verify_block(spec, header, bytes(head), data)
+        verify_block(spec, header, bytes(encode_block(spec, header, data)[0]), data)
         return data
 
     def write(self, blocks: Sequence[BlockWrite]) -> int:
@@ -142,10 +139,16 @@ class BlockFolder:
             OSError: the disk is full, say; none of the blocks is there.
         """
         new = {block.header.block_key: block for block in blocks if not self.has(block.header.block_key)}
-        self._usage.require(sum(map(self._encoded_size, new.values())))
+        encoded = {
+            key: encode_block(self._spec_of(block.header), block.header, block.data, block.extras)
+            for key, block in new.items()
+        }
+        sizes = {key: sum(map(len, parts)) for key, parts in encoded.items()}
+        self._usage.require(sum(sizes.values()))
         files = {key: Replacement(self._files, self._path(key), "block", self._fault) for key in new}
         try:
-            sizes = {key: self._write_temp(files[key], new[key]) for key in new}
+            for key, parts in encoded.items():
+                self._write_temp(files[key], parts)
             self._put_in_place(list(files.values()))
         except BaseException:
             self._undo(files.values())
@@ -154,9 +157,6 @@ class BlockFolder:
             self.classify([key], _kind_of(new[key].header))
             self._usage.record_written(files[key].path, size, size)
         return sum(sizes.values())
-
-    def _encoded_size(self, block: BlockWrite) -> int:
-        return encoded_size(self._spec_of(block.header), block.header, block.extras)
 
     def _spec_of(self, header: BlockHeader) -> CacheSpec:
         return self._specs[header.cache]
@@ -173,15 +173,13 @@ class BlockFolder:
             self._usage.remove(path)
         return len(others)
 
-    def _write_temp(self, file: Replacement, block: BlockWrite) -> int:
-        parts = encode_block(self._spec_of(block.header), block.header, block.arrays, block.extras)
+    def _write_temp(self, file: Replacement, parts: Sequence[bytes | memoryview]) -> None:
         try:
             file.write(*parts)
         except FileNotFoundError:  # the first block with such a key
             self._files.make_folder(file.path.parent, sync=False)
             self._has_new_folders = True
             file.write(*parts)
-        return sum(map(len, parts))
 
     def _put_in_place(self, files: Sequence[Replacement]) -> None:
         if self._has_new_folders:

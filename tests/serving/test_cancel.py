@@ -146,8 +146,7 @@ def bytes_of(hand: ByHand, receiver: Receiver) -> list[int]:
     for group, table in enumerate(place.tables):
         for position, block_id in enumerate(table.block_ids, table.first_block):
             num_tokens = min(BLOCK_SIZE, place.num_tokens - position * BLOCK_SIZE)
-            arrays = inside.block_arrays(hand.engine, group, block_id, position, num_tokens)
-            hashes += [hash(array.tobytes()) for array in arrays.values()]
+            hashes.append(hash(inside.block_bytes(hand.engine, group, block_id, num_tokens).tobytes()))
     return hashes
 
 
