@@ -155,6 +155,7 @@ class AgentInfo:
     """One agent as `GET /v1/agents` shows it. Bytes count blocks shared with other agents in full.
 
     Tokens, blocks and cache state are those of its longest lineage; bytes are those of all; `last_used` is the latest.
+    `residual_bytes` are those of `ram_bytes` that hold residuals of adapters; `residual_disk_bytes` likewise on disk.
     """
 
     id: str
@@ -167,6 +168,8 @@ class AgentInfo:
     last_used: float
     adapter: str | None = None
     policy: str = "exact"
+    residual_bytes: int = 0
+    residual_disk_bytes: int = 0
     lineages: tuple[LineageInfo, ...] = ()
 
 

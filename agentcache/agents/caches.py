@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
-
-import numpy as np
 
 from agentcache.blocks.keys import BASE_CACHE, Namespace, kind_of
 from agentcache.blocks.prefix_cache import PrefixCache
@@ -21,9 +19,11 @@ class Arenas(Protocol):
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None: ...
 
-    def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> Mapping[str, np.ndarray]: ...
+    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array: ...
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None: ...
+
+    def move_blocks(self, moves: Iterable[Copy]) -> None: ...
 
     def fit(self) -> None: ...
 
@@ -62,7 +62,7 @@ class KeptCaches:
         if base.name != BASE_CACHE:
             raise BrokenInvariant(f"{base.name} stands in base's place")
         self.base = base
-        self._namespace = namespace
+        self.namespace = namespace
         self._further: dict[str, KeptCache] = {}
 
     def __iter__(self) -> Iterator[KeptCache]:
@@ -91,7 +91,7 @@ class KeptCaches:
 
     def root(self, cache: KeptCache, salt: str) -> str:
         """The chain key in front of the first block of the cache's sequences with this salt."""
-        namespace = self._namespace(salt)
+        namespace = self.namespace(salt)
         if cache is self.base:
             return namespace.root
         return replace(namespace, spec=cache.spec.digest, cache=cache.name).root

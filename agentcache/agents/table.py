@@ -201,7 +201,7 @@ class AgentTable(Lineages):
 
 def emptied(record: AgentRecord) -> AgentRecord:
     """A lineage of the same agent that holds nothing."""
-    return replace(record, salt="", producer=None, transcript=Transcript.empty(), num_saved=0, blocks=(), snapshots=())
+    return replace(record.without_blocks(), salt="", producer=None, transcript=Transcript.empty())
 
 
 def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:

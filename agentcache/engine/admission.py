@@ -20,6 +20,7 @@ from agentcache.engine.room import Growth, has_room
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, OutOfMemory, Overloaded
+from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.report import CachedTokens, FinishReason, StepDown
 
 
@@ -115,7 +116,9 @@ class Admission:
             self._cache.abandon(sequences[BASE_CACHE])
             raise
         base, residuals = sequences.values()
-        generation.take_sequence(base, overlay=Overlay(cache, residuals, base, len(generation.token_ids)))
+        assert isinstance(cache.arenas, ResidualArenas)  # base's only are others
+        overlay = Overlay(cache, cache.arenas, residuals, base, paired_from=len(generation.token_ids))
+        generation.take_sequence(base, overlay=overlay)
         self._device.copy_blocks(base.copies)
         cache.arenas.copy_blocks(residuals.copies)
         if generation.num_generated == 0:

@@ -250,6 +250,11 @@ class Generation:
         """Whether logits of the prompt are still wanted."""
         return self.request.sampling.prompt_logprobs and self.num_generated == 0
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether they are to be had of the current pass. Of a residual request's, the adapter's give them."""
+        return self.wants_prompt_logprobs and (self.overlay is None or self.current.overlay is not None)
+
     def note_written(self, num_bytes: int) -> None:
         """Blocks written before the turn's end count for it too."""
         self.written_bytes += num_bytes

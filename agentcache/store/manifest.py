@@ -121,9 +121,13 @@ class AgentRecord:
         """Its residuals in the cache of that name."""
         return next((residual for residual in self.residuals if residual.cache == cache), None)
 
+    def without_residual(self, cache: str) -> AgentRecord:
+        """The lineage without its residuals in the cache of that name."""
+        return replace(self, residuals=tuple(each for each in self.residuals if each.cache != cache))
+
     def with_residual(self, residual: ResidualBlocks) -> AgentRecord:
         """The lineage with these residuals in place of those that it had in their cache."""
-        others = (each for each in self.residuals if each.cache != residual.cache)
+        others = self.without_residual(residual.cache).residuals
         return replace(self, residuals=(*others, residual))
 
     @property
