@@ -1,4 +1,4 @@
-"""What lies in the cache folder: the one place that writes to it and deletes from it while serving.
+"""What lies in the cache folder: the one owner that writes to it and deletes from it while serving.
 
 All of it runs on the writer's thread, one job after the other, so a manifest never overtakes the blocks that it names,
 and nothing changes between looking and writing. The engine's thread hands in values and gets values back.

@@ -22,8 +22,7 @@ from agentcache.agents.table import AgentTable, names_of
 from agentcache.blocks.keys import BASE_CACHE, BlockName, Producer
 from agentcache.blocks.lanes import NamedBlock, NamedSnapshot, spans
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import LaneBlock
-from agentcache.blocks.sequence import Sequence as CacheSequence
+from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import choose_saved
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner

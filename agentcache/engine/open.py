@@ -12,7 +12,7 @@ import mlx.core as mx
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.in_use import InUse
-from agentcache.agents.memory import AgentMemory
+from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
@@ -131,7 +131,7 @@ def _put_together(
             scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=_pace(config, loaded)),
             turns=Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests, device),
             agents=agents,
-            memory=AgentMemory(caches, agents, persistence, in_use, restorer),
+            operations=AgentOperations(caches, agents, persistence, in_use, restorer),
             persistence=persistence,
             restorer=restorer,
             adapters=adapters,

@@ -326,7 +326,7 @@ class AsyncEngine:
         """A new agent with the same memory (of one lineage), sharing every block; raises NotFound, Conflict."""
         if new_id == agent_id:
             raise Conflict(f"agent {new_id!r} exists already", param="id")
-        # In one order for all, or two that fork into each other's place would wait for ever.
+        # In one order for all, or two that fork into each other would wait for ever.
         first, second = sorted((agent_id, new_id))
         async with self._turns.turn(first) as one, self._turns.turn(second) as two:
             await self._save([one, two], ForkAgent(agent_id, new_id, lineage))
