@@ -64,6 +64,8 @@ def test_names_of_the_engines_numbers() -> None:
     assert samples["agentcache_ram_account_bytes{account=base.full,state=capacity}"] == 60
     assert samples["agentcache_ram_account_bytes{account=base.window512,state=used}"] == 35
     assert "agentcache_ram_used_bytes{cache=residual}" not in samples
+    assert samples["agentcache_disk_kind_bytes{kind=residual}"] == 50
+    assert samples["agentcache_evicted_blocks_total{cache=base}"] == 3
     assert samples["agentcache_kv_blocks{state=live}"] == 2
     assert samples["agentcache_disk_written_bytes_total"] == 5
     assert samples["agentcache_num_requests_running"] == 0
