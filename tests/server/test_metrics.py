@@ -24,7 +24,9 @@ class Numbered(FakeEngine):
 
     async def stats(self) -> CacheStats:
         numbers: dict[str, Any] = {field.name: 1000 + index for index, field in enumerate(fields(CacheStats))}
-        return CacheStats(**numbers | {"ram_accounts": (RamUse("trunk", numbers["ram_accounts"], 2000, 2001),)})
+        by_kind = {name: {"residual": numbers[name]} for name in ("disk_bytes_by", "evicted_blocks")}
+        accounts = (RamUse("trunk", numbers["ram_accounts"], 2000, 2001),)
+        return CacheStats(**numbers | by_kind | {"ram_accounts": accounts})
 
 
 def scrape(engine: FakeEngine, *calls: tuple[str, str, Any], config: Config | None = None) -> dict[str, float]:
