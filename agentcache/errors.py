@@ -5,6 +5,7 @@ AgentCacheError
 │   ├── InvalidRequest           400  malformed or contradictory input
 │   ├── ContextLengthExceeded    400  prompt longer than the model or the RAM budget can hold
 │   ├── UnsupportedAdapter       400  the adapter cannot be served as it was trained; says what it asks for
+│   ├── UnsupportedPolicy        400  the model or the adapter cannot share its cache in that way; says why
 │   ├── Unauthorized             401  missing or wrong API key
 │   ├── NotFound                 404  unknown agent, model or adapter
 │   ├── Conflict                 409  the name is taken
@@ -64,6 +65,10 @@ class ContextLengthExceeded(RequestError):
 
 class UnsupportedAdapter(RequestError):
     code = "adapter_unsupported"
+
+
+class UnsupportedPolicy(RequestError):
+    code = "policy_unsupported"
 
 
 class Unauthorized(RequestError):

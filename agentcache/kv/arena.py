@@ -9,7 +9,7 @@ the device computes in the memory that this process sees (a CPU, unified memory)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -315,6 +315,11 @@ class GroupArena:
             own = mx.contiguous(there[:, tensor.begin : tensor.end])
             shape = (count, *tensor.spec.block_shape(num_tokens))
             self._tensors[tensor.spec.name].upload(slots, own.view(_DTYPES[tensor.spec.dtype]).reshape(shape))
+
+    @property
+    def tensors(self) -> Iterable[TensorArena]:
+        """In the order of the spec."""
+        return self._tensors.values()
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to evaluate pending writes."""

@@ -56,7 +56,7 @@ def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
     for group_size in (64, 32):
         if all(dim % group_size == 0 for dim in dims):
             return Quantisation(bits, group_size)
-    raise UnsupportedModel(f"head dimensions {dims} are not multiples of 32, so 4-bit quantisation has no groups")
+    raise UnsupportedModel(f"head dimensions {dims} are not multiples of 32, so {bits}-bit quantisation has no groups")
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,7 @@ class CacheSpec:
         groups: the cache groups, in order of depth.
         rope: a text that changes whenever rope would rotate differently.
         recurrent: one per layer that keeps a state instead, or besides, in order of depth.
+        beside: of a cache that is kept beside the model's own, what it goes with: that one's digest among it.
     """
 
     model_type: str
@@ -235,6 +236,7 @@ class CacheSpec:
     rope: str = ""
     block_size: int = field(default=BLOCK_SIZE)
     recurrent: tuple[RecurrentSpec, ...] = ()
+    beside: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -351,9 +353,12 @@ def _kind_of(group: GroupSpec) -> GroupKind:
     return GroupKind.LATENT if is_latent else GroupKind.FULL
 
 
+_NEW_DEFAULTS: tuple[tuple[str, Any], ...] = (("nth", 0), ("recurrent", ()), ("beside", ""))
+
+
 def _without_new_defaults(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     """Entries that came later are left out where they say nothing: files that there are keep their addresses."""
-    return {name: value for name, value in entries if (name, value) not in (("nth", 0), ("recurrent", ()))}
+    return {name: value for name, value in entries if (name, value) not in _NEW_DEFAULTS}
 
 
 def tensor_name(layer: LayerSpec, side: str, part: str) -> str:

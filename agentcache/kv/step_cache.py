@@ -17,10 +17,15 @@ from agentcache.kv.step_plan import Reads, Writes
 
 
 class PagedKV(NamedTuple):
-    """Keys and values as attention reads them: in which arena, and where."""
+    """Keys and values as attention reads them: in which arena, and where.
+
+    Args:
+        overlay: what is laid over those of some rows, a `LayerOverlay` (`models/overlay.py`); None where nothing is.
+    """
 
     arena: LayerArena
     reads: Reads
+    overlay: Any = None
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena, Slot, quantise
+from agentcache.kv.arena import LayerArena, Slot, TensorArena, quantise
 
 _MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assignments
 
@@ -108,6 +108,15 @@ class Reads:
             for table, first, begin, end in zip(tables, firsts, self._firsts, ends, strict=True)
         ]
 
+    def of_rows(self, rows: Sequence[int]) -> Reads:
+        """The same for some of the rows."""
+        part = Reads.__new__(Reads)
+        part.num_tokens, part.window = self.num_tokens, self.window
+        part._lengths = [self._lengths[row] for row in rows]
+        part._firsts = [self._firsts[row] for row in rows]
+        part._ids = [self._ids[row] for row in rows]
+        return part
+
     @property
     def batch_size(self) -> int:
         return len(self._ids)
@@ -179,6 +188,7 @@ class Writes:
 
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int) -> None:
         self.num_tokens = num_tokens
+        self._by_runs = len(lengths) == 1 and num_tokens <= _MAX_SLICES * BLOCK_SIZE
         self._offsets = [length % BLOCK_SIZE for length in lengths]  # of each row's first token in its first slot
         firsts = [length // BLOCK_SIZE for length in lengths]
         ends = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
@@ -213,10 +223,18 @@ class Writes:
 
     def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
         """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy."""
-        by_runs = len(self._ids) == 1 and self.num_tokens <= _MAX_SLICES * BLOCK_SIZE
         for (_, side), new in zip(arena.sides, (keys, values), strict=False):
             packed = quantise(new, arena.quantisation)
-            if by_runs:
+            if self._by_runs:
                 side.write_slots(packed, self.runs)
             else:
                 side.write_scattered(packed, *self.slots_and_offsets)
+
+    def put_tokens(self, tensor: TensorArena, new: mx.array) -> None:
+        """Write what a tensor of another kind keeps of each token, [B, n, ...]. Lazy."""
+        if self._by_runs:
+            for run in self.runs:
+                end = run.offset + run.stop - run.start
+                tensor.array[run.block_id, run.offset : end] = new[0, run.start : run.stop]
+        else:
+            tensor.array[self.slots_and_offsets] = new.reshape(-1, *new.shape[2:])

@@ -16,6 +16,7 @@ from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_files import MAX_BYTES, LowRank, ModuleName, read_folder
 from agentcache.models.attention import activation_dtype
 from agentcache.models.mla import is_expanded
+from agentcache.models.residual_sides import KEYS, VALUES, AdapterSides, Side, find_side, is_split
 from agentcache.models.survey import Survey
 
 _MAKE_KEYS = ("k_proj", "qkv_proj", "kv_a_proj_with_mqa")
@@ -146,6 +147,7 @@ class Adapter:
         nbytes: of its weights on the device.
         invocation_tokens: activated LoRA (arXiv 2504.12397): it acts from their last occurrence in the prompt on.
         activation_shift: added to that position.
+        sides: what of it acts on keys and on values.
     """
 
     digest: str
@@ -157,6 +159,7 @@ class Adapter:
     nbytes: int
     invocation_tokens: tuple[int, ...] | None
     activation_shift: int
+    sides: AdapterSides = AdapterSides()
 
 
 @dataclass(frozen=True)
@@ -208,8 +211,24 @@ def _read_adapter(path: Path, modules: TargetModules, max_bytes: int) -> Adapter
         nbytes=sum(_nbytes(pair, modules.linears[name]) for name, pair in matrices.items()),
         invocation_tokens=folder.config.invocation_tokens,
         activation_shift=folder.config.activation_shift,
+        sides=_sides(matrices, targets, modules),
     )
     return AdapterContent(adapter, matrices)
+
+
+def _sides(
+    matrices: Mapping[ModuleName, LowRank], targets: Mapping[ModuleName, Target], modules: TargetModules
+) -> AdapterSides:
+    """By the modules' parts that make keys and values, whatever names the adapter has used."""
+    found: dict[str, dict[int, Side]] = {KEYS: {}, VALUES: {}}
+    for name, target in modules.targets.items():
+        leaf = name.path.rpartition(".")[2]
+        if leaf in found and target.makes_kv and target.module in matrices:
+            side = find_side(target.module, target.start, target.stop, matrices[target.module])
+            if side is not None:
+                found[leaf][name.layer] = side
+    unsplit = [name for name, target in sorted(targets.items()) if target.makes_kv and not is_split(target.module)]
+    return AdapterSides(found[KEYS], found[VALUES], next(iter(unsplit), None))
 
 
 def _nbytes(pair: LowRank, linear: LinearShape) -> int:

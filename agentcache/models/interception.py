@@ -21,6 +21,7 @@ from agentcache.kv.step_cache import Handle
 from agentcache.models.attention import AttentionOptions, paged_attention
 from agentcache.models.mla import latent_attention
 from agentcache.models.observation import observe
+from agentcache.models.residual_attention import overlaid_attention
 
 _NAME = "scaled_dot_product_attention"
 _ORIGINAL = base.scaled_dot_product_attention
@@ -90,4 +91,7 @@ def _attention(
         raise BrokenInvariant("keys of one layer with values of another")
     if mask is not None:
         raise BrokenInvariant("the model masks by itself, beside what its cache says")
-    return paged_attention(queries, values.kv, AttentionOptions(scale, None, sinks))
+    options = AttentionOptions(scale, None, sinks)
+    if values.kv.overlay is not None:
+        return overlaid_attention(queries, values.kv.arena, values.kv.overlay, options)
+    return paged_attention(queries, values.kv, options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +20,7 @@ from agentcache.models.adapter_rows import AdapterRows, AdapterWeights
 from agentcache.models.adapters import AdapterContent, target_modules
 from agentcache.models.attention import activation_dtype
 from agentcache.models.layers import Stand
+from agentcache.models.residual_forms import ResidualForms, find_forms
 from agentcache.models.step import CurrentStep
 from agentcache.models.survey import Survey
 
@@ -103,9 +104,18 @@ class ModelAdapters:
     def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep) -> None:
         self.modules = target_modules(model.layers, survey)
         self.stacks = Stacks()
+        self._model, self._survey = model, survey
         self._layers = list(model.layers)  # whatever stands in their places later
         self._wrapped: dict[ModuleName, AdaptedLinear] = {}
         self._current = current
+
+    @cached_property
+    def residual_forms(self) -> ResidualForms:
+        """How the model makes keys and values, for adapters whose caches are kept beside base's.
+
+        Runs the model once on a few tokens, when first asked.
+        """
+        return find_forms(self._model, self._survey, self.modules)
 
     def load(self, content: AdapterContent) -> AdapterWeights:
         """Put an adapter's matrices on the device, and wrap the modules that it is the first to act on."""
@@ -129,8 +139,7 @@ class ModelAdapters:
     def _adapt(self, name: ModuleName, x: mx.array, y: mx.array) -> mx.array:
         """The original's output `y` [B, n, out], changed where an adapter acts on its input `x` [B, n, in]."""
         step = self._current.step
-        rows = None if step is None else step.adapter_rows
-        if rows is None:
+        if step is None or (rows := step.adapter_rows) is None:
             return y
         pairs = [weights.matrices.get(name) for weights in rows.adapters]
         present = tuple(pair is not None for pair in pairs)
@@ -140,7 +149,9 @@ class ModelAdapters:
             raise BrokenInvariant(f"{name} was called with {x.shape}, not with the step's tokens {rows.shape}")
         mask = rows.mask(present)
         adapted = y + self._delta(rows, name, x, pairs).astype(y.dtype)
-        return adapted if mask is None else mx.where(mask, adapted, y)
+        if mask is not None:
+            adapted = mx.where(mask, adapted, y)
+        return adapted if step.residual is None else step.residual.take(name, x, y, adapted)
 
     def _delta(self, rows: AdapterRows, name: ModuleName, x: mx.array, pairs: Sequence[LowRank | None]) -> mx.array:
         """x @ a @ b [B, n, out] with each row's own matrices; MLX adds up in float32 whatever the dtype."""

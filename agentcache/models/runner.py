@@ -12,12 +12,15 @@ from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import GroupArena, make_arenas
 from agentcache.kv.block_layout import Array
+from agentcache.kv.residual_arenas import ResidualArenas
+from agentcache.kv.spec import CacheSpec
 from agentcache.kv.states import StateArena
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.malloc import give_back_freed
 from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import RowState, join, make_caches, state_of
+from agentcache.models.residual_rows import ResidualRow, ResidualRows, make_step_caches
 from agentcache.models.step import StepInputs, StepOutputs
 
 Tables = Sequence[Sequence[BlockTable]]  # per row one block table per group
@@ -42,6 +45,7 @@ class ModelRunner:
         self._recurrent = loaded.spec.recurrent
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
+        self._residuals: list[ResidualArenas] = []
         self._is_busy = False
         self.forward_tokens = 0
         self.copied_blocks = 0
@@ -65,6 +69,25 @@ class ModelRunner:
             for index, end in enumerate(self._layer_ends)
         ]
 
+    def open_residual(self, spec: CacheSpec, pools: Sequence[BlockPool]) -> ResidualArenas:
+        """Arenas for one adapter's residuals (`residual_spec`), which follow these pools until `close_residual`."""
+        arenas = ResidualArenas(spec, pools, self.wait, self.evaluate)
+        self._residuals.append(arenas)
+        return arenas
+
+    def close_residual(self, arenas: ResidualArenas) -> None:
+        """Give their memory back. No step may read them any more."""
+        self.wait()
+        self._residuals.remove(arenas)
+
+    def residual_rows(self, rows: Sequence[ResidualRow], batch_size: int, num_tokens: int) -> ResidualRows | None:
+        """The residual rows of a step of `num_tokens` tokens a row, in the order of their places; None for none."""
+        if not rows:
+            return None
+        for arenas in {id(row.arenas): row.arenas for row in rows}.values():
+            arenas.fit()
+        return ResidualRows(rows, self._loaded.adapters.residual_forms, batch_size, num_tokens)
+
     def forward(self, step: StepInputs) -> StepOutputs:
         """Compute a step and write its keys and values; nothing is evaluated yet.
 
@@ -87,6 +110,8 @@ class ModelRunner:
 
     def _paged(self, step: StepInputs) -> list[StepCache]:
         """One per cache of keys and values, in the model's order."""
+        if step.residual is not None:
+            return make_step_caches(self._layers, step.reads, step.writes, step.offset, step.residual)
         return [StepCache(layer, step.reads[group], step.writes[group], step.offset) for group, layer in self._layers]
 
     def fit(self) -> None:
@@ -107,7 +132,8 @@ class ModelRunner:
         self.wait()
         self._is_busy = True
         states, self._states = self._states, []
-        mx.async_eval(*outputs, *self._arena_arrays(), *states, *self._loaded.trunk.blocks.written())
+        residuals = [array for arenas in self._residuals for array in arenas.arrays()] if self._residuals else ()
+        mx.async_eval(*outputs, *self._arena_arrays(), *residuals, *states, *self._loaded.trunk.blocks.written())
 
     def wait(self) -> None:
         """Return when the device has done what was started last."""

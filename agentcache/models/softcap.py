@@ -14,6 +14,7 @@ import mlx.nn as nn
 from agentcache.kv.step_cache import StepCache
 from agentcache.models.attention import AttentionOptions, paged_attention
 from agentcache.models.observation import observe
+from agentcache.models.residual_attention import overlaid_attention
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "rope")
 _SIZES = ("n_heads", "n_kv_heads", "scale", "attn_logit_softcapping")
@@ -42,7 +43,11 @@ def _on_step_caches(kind: Any) -> Any:
                 )
             )
             queries, keys = (self.rope(each, offset=cache.offset) for each in (queries, keys))
-            out = paged_attention(queries, cache.update(keys, values), options)
+            kv = cache.update(keys, values)
+            if kv.overlay is None:
+                out = paged_attention(queries, kv, options)
+            else:
+                out = overlaid_attention(queries, kv.arena, kv.overlay, options)
             return observe(self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)))
 
     return CappedAttention

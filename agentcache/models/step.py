@@ -15,6 +15,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_rows import AdapterRows, RowAdapter
 from agentcache.models.recurrent import RowState
+from agentcache.models.residual_rows import ResidualRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,8 @@ class StepInputs:
         all_logits: logits of every position are wanted, not only of the last one.
         states: per row what the model's recurrent layers keep of the tokens before; None for a row without tokens,
             nothing at all for a model without such layers.
+        residual: the rows whose keys and values are base's with an adapter's residuals; None for none. Then `reads`
+            are of all rows and `writes` of those that write base's, `residual.writers`, nothing where none does.
     """
 
     token_ids: mx.array
@@ -44,6 +47,7 @@ class StepInputs:
     trunk: TrunkPlan = TrunkPlan()
     all_logits: bool = False
     states: Sequence[RowState | None] = ()
+    residual: ResidualRows | None = None
 
     @cached_property
     def offset(self) -> int | mx.array:

@@ -1,0 +1,99 @@
+"""The RAM in which one adapter's residuals lie, beside the model's own cache.
+
+It answers whoever reads, writes or saves blocks as `ModelRunner` does for base. One object an adapter: ranks differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import mlx.core as mx
+
+from agentcache.blocks.pool import BlockPool
+from agentcache.blocks.sequence import Copy
+from agentcache.kv.arena import GroupArena, TensorArena, make_arenas
+from agentcache.kv.block_layout import Array
+from agentcache.kv.spec import CacheSpec
+
+LARGEST_FLOAT16 = 65504.0
+
+
+class ResidualArenas:
+    """Belongs to the thread that runs the model.
+
+    Args:
+        spec: see `residual_spec`.
+        pools: one a group, whose slots these arenas hold.
+        wait: returns when the device has done what was started last.
+        evaluate: finishes every write that is due, these among them.
+
+    Attributes:
+        saturated: int32 [], how many values have been too large for float16, or were no numbers.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        pools: Sequence[BlockPool],
+        wait: Callable[[], None],
+        evaluate: Callable[[], None],
+    ) -> None:
+        self.spec = spec
+        self.evaluate = evaluate
+        self.saturated = mx.array(0, mx.int32)
+        self._pools = pools
+        self._wait = wait
+        self._arenas: list[GroupArena] = make_arenas(spec)
+        self._tensors = {
+            tensor.spec.name: (group, tensor) for group, arena in enumerate(self._arenas) for tensor in arena.tensors
+        }
+
+    def tensor(self, name: str) -> tuple[int, TensorArena]:
+        """A tensor by its name in the spec, with the index of its group; KeyError where the spec has none."""
+        return self._tensors[name]
+
+    def has(self, name: str) -> bool:
+        """Whether the spec has a tensor of that name."""
+        return name in self._tensors
+
+    def saturate(self, x: mx.array) -> mx.array:
+        """Float32 `x` as float16: a NaN becomes 0 and what is too large the largest there is; both are counted."""
+        self.saturated = self.saturated + mx.logical_not(mx.abs(x) <= LARGEST_FLOAT16).sum()
+        finite = mx.nan_to_num(x, nan=0.0, posinf=LARGEST_FLOAT16, neginf=-LARGEST_FLOAT16)
+        return mx.clip(finite, -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(mx.float16)
+
+    def fit(self) -> None:
+        """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""
+        pairs = list(zip(self._arenas, self._pools, strict=True))
+        if all(arena.capacity == pool.capacity for arena, pool in pairs):
+            return
+        self._wait()  # what is under way holds the old arrays
+        for arena, pool in pairs:
+            arena.shrink(pool.capacity)
+        for arena, pool in pairs:
+            arena.grow(pool.capacity)
+
+    def copy_blocks(self, copies: Iterable[Copy]) -> None:
+        """Copy-on-write, lazily, in order with the steps around it."""
+        self.fit()
+        self.move_blocks(copies)
+
+    def move_blocks(self, moves: Iterable[Copy]) -> None:
+        """The same, of blocks that nobody reads, before `fit` follows the pools."""
+        for move in moves:
+            self._arenas[move.group].copy(move.source, move.target)
+
+    def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        """Write blocks that were read from files: uint8 [n] each, which may change as soon as this returns."""
+        self.fit()
+        self._wait()  # the step under way may still write to slots whose owner is gone
+        self._arenas[group].put(block_ids, blocks)
+
+    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
+        """A copy of a block's bytes, for the writer: uint8 [n]."""
+        self._wait()
+        return self._arenas[group].snapshot(block_id, num_tokens)
+
+    def arrays(self) -> list[mx.array]:
+        """All arrays, to evaluate pending writes."""
+        return [self.saturated, *(array for arena in self._arenas for array in arena.arrays())]

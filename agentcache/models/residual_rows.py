@@ -1,0 +1,283 @@
+"""Residual rows of a step: they read base's keys and values and add what their adapter's residuals make of them.
+
+A residual row writes no keys and values of its own. Of its tokens the modules that make keys and values give what
+base's weights make of the row's input; what the adapter's matrices would add is kept apart, as x·A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockTable
+from agentcache.errors import BrokenInvariant
+from agentcache.kv.arena import LayerArena
+from agentcache.kv.residual_arenas import LARGEST_FLOAT16, ResidualArenas
+from agentcache.kv.residual_spec import key_a_name, key_norms_name, value_a_name
+from agentcache.kv.step_cache import PagedKV, StepCache
+from agentcache.kv.step_plan import Reads, Writes
+from agentcache.models.adapter_files import ModuleName
+from agentcache.models.adapter_rows import AdapterWeights
+from agentcache.models.overlay import LayerMatrices, LayerOverlay, RowOverlay
+from agentcache.models.residual_forms import LayerForm, ResidualForms
+from agentcache.models.residual_sides import Side
+
+
+@dataclass(frozen=True, eq=False)
+class ResidualRow:
+    """A row of a step whose keys and values are base's with its adapter's residuals.
+
+    Args:
+        row: its place in the step.
+        weights: its adapter's.
+        arenas: where the adapter's residuals lie.
+        tables: the row's block table of each group of `arenas`; those of the step's tokens have been reserved.
+        length: tokens it holds before the step.
+    """
+
+    row: int
+    weights: AdapterWeights
+    arenas: ResidualArenas
+    tables: Sequence[BlockTable]
+    length: int
+
+
+def layer_matrices(weights: AdapterWeights, form: LayerForm) -> LayerMatrices:
+    """An adapter's matrices for the keys and values of a layer."""
+    sides, layer = weights.adapter.sides, form.layer
+    key_a, key_b = _pair(weights, sides.keys.get(layer.index))
+    value_a, value_b = _pair(weights, sides.values.get(layer.index))
+    if value_b is not None:
+        value_b = value_b.reshape(value_b.shape[0], layer.num_kv_heads, -1).swapaxes(0, 1)
+    return LayerMatrices(key_a, key_b, value_a, value_b)
+
+
+def _pair(weights: AdapterWeights, side: Side | None) -> tuple[mx.array | None, mx.array | None]:
+    if side is None:
+        return None, None
+    pair = weights.matrices[side.module]
+    a, b = pair.a, pair.b[:, side.begin : side.end]
+    if side.rank < pair.rank:
+        components = mx.array(side.components)
+        a, b = a[:, components], b[components]
+    return a.astype(mx.float32), b.astype(mx.float32)
+
+
+@dataclass
+class _Captured:
+    """x·A of one row's tokens in one layer, float16 [1, n, r], and its key norms, float16 [1, n, H_kv, 2]."""
+
+    key_a: mx.array | None = None
+    key_norms: mx.array | None = None
+    value_a: mx.array | None = None
+
+
+class ResidualRows:
+    """The residual rows of one step, and what its modules have given for them so far.
+
+    Args:
+        rows: those with residuals, in the order of their places.
+        forms: of the model.
+        batch_size: rows of the step.
+        num_tokens: tokens a row in the step.
+
+    Attributes:
+        writers: places of the rows that write keys and values: all others.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[ResidualRow],
+        forms: ResidualForms,
+        batch_size: int,
+        num_tokens: int,
+    ) -> None:
+        places = {row.row for row in rows}
+        self.rows = rows
+        self.writers = [place for place in range(batch_size) if place not in places]
+        self._matrices: dict[tuple[AdapterWeights, int], LayerMatrices] = {}
+        self._forms = forms
+        self._batch_size = batch_size
+        self._num_tokens = num_tokens
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._plans: dict[tuple[int, tuple[int, ...]], tuple[mx.array, Reads | None, mx.array]] = {}
+        self._row_reads: dict[tuple[int, int], Reads] = {}
+        self._places = [[Writes([table], [row.length], num_tokens) for table in row.tables] for row in rows]
+        self._reads: dict[tuple[int, int], mx.array] = {}
+
+    # -- what the modules that make keys and values give -------------------------------------------------------------
+
+    def take(self, name: ModuleName, x: mx.array, y: mx.array, adapted: mx.array) -> mx.array:
+        """Keep residual rows' part of what adapters add in a module; returns what the module gives.
+
+        Args:
+            x: its input [B, n, in].
+            y: its output without adapters [B, n, out].
+            adapted: with them.
+        """
+        form = self._forms.layers.get(name.layer)
+        if form is None or name not in (form.keys.module, form.values.module):
+            return adapted
+        for place, row in enumerate(self.rows):
+            own = self._of(row.weights, form)
+            captured = self._captured.setdefault((place, name.layer), _Captured())
+            x_row = x[row.row : row.row + 1].astype(mx.float32)
+            if name == form.keys.module and own.key_a is not None and own.key_b is not None:
+                captured.key_a = row.arenas.saturate(x_row @ own.key_a)
+                if form.key_form.norm is not None:
+                    given = y[row.row : row.row + 1, :, form.keys.start : form.keys.stop].astype(mx.float32)
+                    captured.key_norms = self._norms(form, given, captured.key_a.astype(mx.float32) @ own.key_b)
+            if name == form.values.module and own.value_a is not None:
+                captured.value_a = row.arenas.saturate(x_row @ own.value_a)
+        return mx.where(self._masked(name, form, y.shape[-1]), y, adapted)
+
+    def _of(self, weights: AdapterWeights, form: LayerForm) -> LayerMatrices:
+        key = weights, form.layer.index
+        if key not in self._matrices:
+            self._matrices[key] = layer_matrices(weights, form)
+        return self._matrices[key]
+
+    def _norms(self, form: LayerForm, given: mx.array, delta: mx.array) -> mx.array:
+        """ρ of keys [1, n, H_kv * D] without and with `delta`: float16 [1, n, H_kv, 2]."""
+        assert form.key_form.norm is not None  # who asks has seen it
+        heads = (1, self._num_tokens, form.layer.num_kv_heads, form.layer.key_dim)
+        factors = [form.key_form.norm.factor(keys.reshape(heads)) for keys in (given, given + delta)]
+        return mx.minimum(mx.stack(factors, axis=-1), LARGEST_FLOAT16).astype(mx.float16)
+
+    def _masked(self, name: ModuleName, form: LayerForm, width: int) -> mx.array:
+        """Where the original's output counts: residual rows' columns of keys and values, bool [B, 1, width]."""
+        columns = mx.zeros(width, mx.bool_)
+        for side in (form.keys, form.values):
+            if side.module == name:
+                columns[side.start : side.stop] = True
+        return self._is_residual[:, None, None] & columns
+
+    @cached_property
+    def writer_places(self) -> mx.array:
+        """`writers`, int32 [W]."""
+        return mx.array(self.writers, mx.int32)
+
+    @cached_property
+    def _is_residual(self) -> mx.array:
+        places = {row.row for row in self.rows}
+        return mx.array([place in places for place in range(self._batch_size)])
+
+    # -- what is written and read in a layer ---------------------------------------------------------------------------
+
+    def write(self, layer: int) -> None:
+        """Write what has been kept of the layer's residuals. Lazy."""
+        for place, row in enumerate(self.rows):
+            captured = self._captured.pop((place, layer), None)
+            for name, new in (
+                (key_a_name(layer), captured and captured.key_a),
+                (key_norms_name(layer), captured and captured.key_norms),
+                (value_a_name(layer), captured and captured.value_a),
+            ):
+                if new is not None:
+                    group, tensor = row.arenas.tensor(name)
+                    self._places[place][group].put_tokens(tensor, new)
+                elif row.arenas.has(name):
+                    raise BrokenInvariant(f"nothing was computed for {name}")
+
+    def overlaid(self, arena: LayerArena, group: int, reads: Reads) -> PagedKV:
+        """How the rows of the step read a layer.
+
+        Args:
+            group: index of the layer's group in base's spec.
+            reads: base's blocks, of all rows.
+        """
+        layer = arena.layer.index
+        rows = [
+            overlay
+            for place in range(len(self.rows))
+            if (overlay := self._overlay(place, layer, group, reads)) is not None
+        ]
+        if not rows:
+            return PagedKV(arena, reads)
+        plain, plain_reads, order = self._plan(group, tuple(row.row for row in rows), reads)
+        return PagedKV(arena, reads, LayerOverlay(plain, plain_reads, rows, order))
+
+    def _overlay(self, place: int, layer: int, group: int, reads: Reads) -> RowOverlay | None:
+        row, form = self.rows[place], self._forms.layers[layer]
+        names = key_a_name(layer), key_norms_name(layer), value_a_name(layer)
+        found = [row.arenas.tensor(name) if row.arenas.has(name) else None for name in names]
+        groups = {each[0] for each in found if each is not None}
+        if not groups:
+            return None
+        key_a, key_norms, value_a = (None if each is None else each[1] for each in found)
+        own = self._row_reads.setdefault((place, group), reads.of_rows([row.row]))
+        ids = self._residual_ids(place, groups.pop(), own)
+        return RowOverlay(row.row, own, ids, form.key_form, self._of(row.weights, form), key_a, key_norms, value_a)
+
+    def _residual_ids(self, place: int, group: int, reads: Reads) -> mx.array:
+        """Slots of the residuals of the tokens in the base blocks that a row reads."""
+        if (place, group) not in self._reads:
+            (base,) = reads.rows
+            table = self.rows[place].tables[group]
+            first = base.base // BLOCK_SIZE - table.first_block
+            ids = table.block_ids[first : first + len(base.block_ids)] if first >= 0 else []
+            if len(ids) != len(base.block_ids):
+                raise BrokenInvariant("a residual row lacks residuals of blocks that it reads")
+            self._reads[place, group] = mx.array(ids, mx.int32)
+        return self._reads[place, group]
+
+    def _plan(self, group: int, rows: tuple[int, ...], reads: Reads) -> tuple[mx.array, Reads | None, mx.array]:
+        if (group, rows) not in self._plans:
+            plain = [place for place in range(self._batch_size) if place not in rows]
+            order = [*plain, *rows]
+            self._plans[group, rows] = (
+                mx.array(plain, mx.int32),
+                reads.of_rows(plain) if plain else None,
+                mx.array([order.index(place) for place in range(self._batch_size)], mx.int32),
+            )
+        return self._plans[group, rows]
+
+
+class ResidualStepCache(StepCache):
+    """One layer's cache in a step with residual rows.
+
+    Args:
+        rows: those.
+        group: index of the layer's group in base's spec.
+    """
+
+    def __init__(
+        self,
+        arena: LayerArena,
+        reads: Reads | None,
+        writes: Writes | None,
+        offset: int | mx.array,
+        rows: ResidualRows,
+        group: int,
+    ) -> None:
+        super().__init__(arena, reads, writes, offset)
+        self._rows = rows
+        self._group = group
+
+    def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
+        """Write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] of the rows that do, and the others' residuals."""
+        if self._reads is None or values is None:
+            raise BrokenInvariant(f"layer {self.arena.layer.index} has no residuals in this step")
+        if self._writes is not None:
+            writers = self._rows.writer_places
+            self._writes.put(self.arena, keys[writers], values[writers])
+        self._rows.write(self.arena.layer.index)
+        return self._rows.overlaid(self.arena, self._group, self._reads)
+
+
+def make_step_caches(
+    layers: Sequence[tuple[int, LayerArena]],
+    reads: Sequence[Reads | None],
+    writes: Sequence[Writes | None],
+    offset: int | mx.array,
+    rows: ResidualRows,
+) -> list[StepCache]:
+    """One per cache of keys and values, in the model's order, each given with its group."""
+    return [
+        ResidualStepCache(arena, reads[group], writes[group] if writes else None, offset, rows, group)
+        for group, arena in layers
+    ]
