@@ -34,6 +34,7 @@ ENV_PREFIX = "AGENTCACHE_"
 # which kernels compute attention.
 OTHER_VARIABLES = frozenset({"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND", "AGENTCACHE_KERNELS"})
 
+KV_BITS = (4, 8)
 QUEUE_FACTOR = 16  # waiting requests per running one
 
 
@@ -130,6 +131,7 @@ class Config:
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
+        kv: bits that a key or a value is kept in, 4 or 8. Each has files of its own.
         max_body_bytes: largest request body.
         header_timeout, body_timeout: seconds within which a request's headers, and then its body, must have come.
         cors_origins: web pages that may ask, as `scheme://host[:port]`, or `*` for all.
@@ -216,6 +218,9 @@ class Config:
     max_context: int | None = _setting(
         Kind.INTEGER, Flag("Tokens a sequence may have (the model's limit)."), above_zero=True, default=None
     )
+    kv: int = _setting(
+        Kind.INTEGER, Flag("Bits of cached keys and values (4); 8 takes twice the memory.", metavar="4|8"), default=4
+    )
     max_body_bytes: int = _setting(Kind.SIZE, above_zero=True, default=32 * 10**6)
     header_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=10.0)
     body_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=30.0)
@@ -265,6 +270,8 @@ class Config:
             value = getattr(self, key)
             if setting.above_zero and value is not None and value <= 0:
                 raise ConfigError(f"{key} = {value} must be positive")
+        if self.kv not in KV_BITS:
+            raise ConfigError(f"kv = {self.kv} is neither 4 nor 8")
         if not 0 < self.decode_share < 1:
             raise ConfigError(f"decode_share = {self.decode_share} is not between 0 and 1")
         if not 0 <= self.max_divergence < math.inf:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 from agentcache.adapter_settings import Policy
-from agentcache.blocks.ledger import ADAPTERS, BASE, STACKS, STATE, TRUNK, RamUse
+from agentcache.blocks.ledger import ADAPTERS, BASE, RESIDUAL, STACKS, STATE, TRUNK, RamUse
 from agentcache.blocks.prefix_match import Match
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.pressure import Level
@@ -206,7 +207,8 @@ class CacheStats:
     `decode_rows` is the sum over decode steps of their rows: divided by `decode_steps`, the average batch. Seconds are
     the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together;
     `trunk_ram_bytes` have their own. These are capacity, in use or not; `ram_accounts` tells the two apart, by kind
-    (`blocks/ledger.py`). `/metrics` takes what is a gauge or a counter from here.
+    (`blocks/ledger.py`). `disk_bytes_by` is by what files hold (`Store.disk_bytes_by`), `evicted_blocks` counts what
+    left RAM, by kind of cache. `/metrics` takes what is a gauge or a counter from here.
     """
 
     ram_bytes: int
@@ -223,7 +225,6 @@ class CacheStats:
     computed_tokens: Annotated[int, Counter("computed_tokens", "Tokens that went through the model")]
     cached_tokens: Annotated[int, Counter("cached_tokens", "Prompt tokens that did not have to")]
     save_failures: Annotated[int, Counter("save_failures", "Turns that could not be written")]
-    residual_ram_bytes: int | None = None  # there is no such cache
     adapter_ram_bytes: int = 0
     trunk_ram_bytes: int = 0
     running: Annotated[int, Gauge("num_requests_running", "Requests in the batch")] = 0
@@ -243,6 +244,8 @@ class CacheStats:
         int, Counter("computed_layer_tokens", "Computed tokens, once for each layer that they went through")
     ] = 0
     ram_accounts: tuple[RamUse, ...] = ()
+    disk_bytes_by: Mapping[str, int] = field(default_factory=dict)
+    evicted_blocks: Mapping[str, int] = field(default_factory=dict)
     memory_limit: Annotated[
         int, Gauge("memory_limit_bytes", "Memory that weights, cache and steps may take together")
     ] = 0
@@ -261,10 +264,10 @@ class CacheStats:
         """Bytes taken, in use or not, by kind of cache; None where there is no such cache."""
         return {
             "base": self.ram_bytes,
-            "residual": self.residual_ram_bytes,
+            "residual": self._held_by(RESIDUAL) if self._has(RESIDUAL) else None,
             "adapters": self.adapter_ram_bytes,
             "trunk": self.trunk_ram_bytes,
-            **self._of_states(self._held_by(STATE)),
+            **({STATE: self._held_by(STATE)} if self._has(STATE) else {}),
         }
 
     @property
@@ -272,15 +275,15 @@ class CacheStats:
         """What of them holds something."""
         return {
             "base": self._used_by(BASE),
-            "residual": None,
+            "residual": self._used_by(RESIDUAL) if self._has(RESIDUAL) else None,
             "adapters": self._used_by(ADAPTERS, STACKS),
             "trunk": self._used_by(TRUNK),
-            **self._of_states(self._used_by(STATE)),
+            **({STATE: self._used_by(STATE)} if self._has(STATE) else {}),
         }
 
-    def _of_states(self, num_bytes: int) -> dict[str, int | None]:
-        """Of recurrent state; nothing for a model without recurrent layers."""
-        return {STATE: num_bytes} if any(each.kind == STATE for each in self.ram_accounts) else {}
+    def _has(self, family: str) -> bool:
+        """Whether there is such a cache: residuals while an adapter that has some is loaded, states in some models."""
+        return any(each.kind.partition(".")[0] == family for each in self.ram_accounts)
 
     def _held_by(self, family: str) -> int:
         return sum(each.capacity_bytes for each in self.ram_accounts if each.kind.partition(".")[0] == family)

@@ -52,11 +52,12 @@ def doctor(
         str | None, typer.Option(help="Folder or hub id; the served or configured one without it.")
     ] = None,
     cache_dir: CacheDir = None,
+    kv: Annotated[int | None, typer.Option(help="Bits of cached keys and values (4).", metavar="4|8")] = None,
     files: Annotated[bool, typer.Option("--check", help="Also verify every file of the cache folder.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check the installation, the cache folder, and what is served of a model."""
-    config = load_config({"model": model, "cache_dir": cache_dir})
+    config = load_config({"model": model, "cache_dir": cache_dir, "kv": kv})
     checks = list(examine(config, model))
     if files:
         checks += verify(config.cache_dir)
@@ -139,7 +140,7 @@ def check_kernels(config: Config) -> Check:
         from agentcache.models.kernel_report import in_child
     except ImportError as error:  # MLX without a back end
         return Check("kernels", True, f"none: {error}")
-    said = [f"{kind.kind}: {kind.by}{f' ({kind.why})' if kind.why else ''}" for kind in in_child(folder)]
+    said = [f"{kind.kind}: {kind.by}{f' ({kind.why})' if kind.why else ''}" for kind in in_child(folder, config.kv)]
     return Check("kernels", True, "; ".join(said) or "nothing could be tried; the reference serves")
 
 

@@ -38,6 +38,11 @@ def _metrics_of(stats: CacheStats) -> Iterator[Metric]:
     yield _labelled("ram_bytes", "RAM the cache takes, in use or not", "cache", stats.ram_capacity)
     yield _labelled("ram_used_bytes", "What of it holds something", "cache", stats.ram_used)
     yield _ram_accounts(stats)
+    yield _labelled("disk_kind_bytes", "Bytes of files, by what they hold", "kind", stats.disk_bytes_by)
+    evicted = CounterMetricFamily("agentcache_evicted_blocks", "Blocks that left RAM, by cache", labels=("cache",))
+    for kind, number in stats.evicted_blocks.items():
+        evicted.add_metric((kind,), number)
+    yield evicted
     blocks = {"free": stats.blocks_free, "live": stats.blocks_live, "cached": stats.blocks_cached}
     yield _labelled("kv_blocks", "Blocks in RAM", "state", blocks)
 

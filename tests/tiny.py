@@ -29,7 +29,7 @@ TOKENIZERS: dict[str, Callable[[Path], Any]] = {
     **WRITERS,
 }
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 192,
     "num_hidden_layers": 4,
@@ -158,7 +158,7 @@ def tiny_model(folder: Path, architecture: str, tokenizer: str = "byte_bpe", see
     """
     folder.mkdir(parents=True, exist_ok=True)
     TOKENIZERS[tokenizer](folder)
-    config = _nest_text_config(_COMMON | ARCHITECTURES[architecture] | _token_config(folder) | overrides)
+    config = _nest_text_config(COMMON | ARCHITECTURES[architecture] | _token_config(folder) | overrides)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(_random_weights(config, seed), folder / "model.safetensors", metadata={"format": "mlx"})
     return folder

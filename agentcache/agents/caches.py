@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from agentcache.blocks.keys import BASE_CACHE, Namespace, kind_of
+from agentcache.blocks.keys import BASE_CACHE, RESIDUAL, Namespace, kind_of
+from agentcache.blocks.ledger import STATE
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Copy
 from agentcache.errors import BrokenInvariant
@@ -64,6 +65,7 @@ class KeptCaches:
         self.base = base
         self.namespace = namespace
         self._further: dict[str, KeptCache] = {}
+        self._evicted_from_closed = 0
 
     def __iter__(self) -> Iterator[KeptCache]:
         """All, base's first."""
@@ -104,4 +106,12 @@ class KeptCaches:
 
     def close(self, name: str) -> None:
         """A further cache is gone from RAM; its files stay."""
-        del self._further[name]
+        closed = self._further.pop(name)
+        self._evicted_from_closed += closed.prefix.slots.evicted_blocks
+
+    @property
+    def evicted_blocks(self) -> dict[str, int]:
+        """Blocks that left RAM since start, by kind of cache; snapshots of recurrent state where there are any."""
+        residual = self._evicted_from_closed + sum(each.prefix.slots.evicted_blocks for each in self.further)
+        evicted, snapshots = {BASE_CACHE: self.base.prefix.slots.evicted_blocks}, self.base.prefix.snapshots
+        return {**evicted, RESIDUAL: residual, **({STATE: snapshots.evicted} if snapshots is not None else {})}

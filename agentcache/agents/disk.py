@@ -22,6 +22,7 @@ from agentcache.blocks.lanes import NamedBlock
 from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.archive import Archive
+from agentcache.store.block_folder import BlockCopy
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import BlockWrite, Store
 
@@ -190,6 +191,8 @@ class Disk:
             if not self._could_hold(archive.num_bytes):  # nobody else's blocks are dropped for nothing
                 raise StoreError(f"the agent takes {archive.num_bytes} bytes, more than the disk budget can hold")
             saved: list[AgentRecord] = []
+            for record in archive.records:
+                self._learn_names(record)
             try:
                 for writes in archive.writes():
                     self._write_blocks(writes, done)
@@ -273,7 +276,10 @@ class Disk:
             raise StoreError(f"{reason}, over the budget of {budget}")
 
     def _write_blocks(
-        self, blocks: Sequence[BlockWrite], done: Committed, is_wanted: Callable[[], bool] = lambda: True
+        self,
+        blocks: Sequence[BlockWrite | BlockCopy],
+        done: Committed,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         done.num_bytes += self._with_room(lambda: self._store.write_blocks(blocks), done, is_wanted) if blocks else 0
         done.written = True
@@ -374,10 +380,13 @@ class Disk:
     def _put(self, record: AgentRecord) -> list[BlockName]:
         """The lineage is, or will be, so on disk; returns what it named before and names no more."""
         known = self._lineages.find(record.name)
-        for residual in record.residuals:
-            self._group_names.setdefault(residual.cache, list(residual.groups))
+        self._learn_names(record)
         self._lineages.put(record)
         return self._recount(record.id, set(known.held) if known else set(), set(record.held))
+
+    def _learn_names(self, record: AgentRecord) -> None:
+        for residual in record.residuals:
+            self._group_names.setdefault(residual.cache, list(residual.groups))
 
     def _recount(self, agent_id: str, before: Set[NamedBlock], after: Set[NamedBlock]) -> list[BlockName]:
         self._unshared.pop(agent_id, None)

@@ -566,6 +566,11 @@ class Persistence:
         return self._disk.bytes_of([block])
 
     @property
+    def evicted_blocks(self) -> dict[str, int]:
+        """Blocks that left RAM, by kind of cache."""
+        return self._caches.evicted_blocks
+
+    @property
     def is_writing(self) -> bool:
         """Whether the outcome of some job has yet to be posted here and run."""
         return self._unsettled > 0

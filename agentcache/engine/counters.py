@@ -66,5 +66,7 @@ def cache_stats(
         preemptions=scheduler.preemptions,
         copied_blocks=device.copied_blocks,
         ram_accounts=cache.ledger.statement(),
+        disk_bytes_by=store.disk_bytes_by,
+        evicted_blocks=persistence.evicted_blocks,
         **asdict(counters),
     )

@@ -155,16 +155,16 @@ class Engine:
                 self.operations.create(agent_id, adapter, policy, system, reply)
             case ImportAgent(archive):
                 self.operations.bring_in(archive, reply)
-            case ForkAgent(agent_id, new_id, lineage):
-                self.operations.fork(agent_id, new_id, reply, lineage)
+            case ForkAgent(agent_id, new_id, lineage, adapter, policy):
+                self.operations.fork(agent_id, new_id, reply, lineage, adapter, policy)
             case DeleteAgent(agent_id, lineage):
                 self.operations.delete(agent_id, reply, lineage)
             case SaveAgent(agent_id, lineage):
                 self.operations.save(agent_id, reply, lineage)
             case RestoreAgent(agent_id, lineage):
                 self.operations.restore(agent_id, reply, lineage)
-            case EvictAgent(agent_id, lineage):
-                self.operations.evict(agent_id, reply, lineage)
+            case EvictAgent(agent_id, lineage, kind):
+                self.operations.evict(agent_id, reply, lineage, kind)
             case PutAdapter(content):
                 is_there = self.adapters.load(content)
                 if isinstance(content, AdapterContent):

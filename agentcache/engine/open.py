@@ -70,7 +70,13 @@ def open_engine(
     keep_freed_memory()
     memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
     wishes = wishes_of(config)
-    loaded = load(model_path, memo=memo, max_context=config.max_context, check_weights=partial(check_weights, wishes))
+    loaded = load(
+        model_path,
+        memo=memo,
+        max_context=config.max_context,
+        check_weights=partial(check_weights, wishes),
+        kv_bits=config.kv,
+    )
     footprint = Footprint.of(loaded.spec, loaded.config)
     plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
     limits = Limits(wanted_limits(plan))

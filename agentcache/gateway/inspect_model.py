@@ -34,6 +34,8 @@ def inspect_model(config: Config, model_path: str) -> InspectedModel:
         ConfigError: it does not fit.
     """
     wishes = wishes_of(config)
-    loaded = load(model_path, max_context=config.max_context, check_weights=partial(check_weights, wishes))
+    loaded = load(
+        model_path, max_context=config.max_context, check_weights=partial(check_weights, wishes), kv_bits=config.kv
+    )
     plan = plan_for(wishes, loaded, Footprint.of(loaded.spec, loaded.config), config.prefill_chunk)
     return InspectedModel(describe(loaded, config), plan)

@@ -56,7 +56,7 @@ def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
     for group_size in (64, 32):
         if all(dim % group_size == 0 for dim in dims):
             return Quantisation(bits, group_size)
-    raise UnsupportedModel(f"head dimensions {dims} are not multiples of 32, so 4-bit quantisation has no groups")
+    raise UnsupportedModel(f"head dimensions {dims} are not multiples of 32, so {bits}-bit quantisation has no groups")
 
 
 @dataclass(frozen=True)

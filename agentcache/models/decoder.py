@@ -142,7 +142,7 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
         for part in (*model.layers, model):
             mx.eval(part.parameters())
             yield None
-        for hosted in host_in_pieces(model, config["model_type"], config):  # noqa: B007
+        for hosted in host_in_pieces(model, config["model_type"], config, kv_bits=base.survey.kv_bits):  # noqa: B007
             yield None
         assert hosted is not None  # it comes last
         install_wanted_positions(hosted.survey, base.current)

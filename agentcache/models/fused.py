@@ -35,6 +35,7 @@ log = logging.getLogger("agentcache.models")
 VARIABLE = "AGENTCACHE_KERNELS"
 MAX_QUERIES = 8  # of a row; more read a group's blocks several times
 _MAX_DIM = 256
+_BITS = 4
 _MAX_QUERIES_PER_HEAD = 16
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # In `check`: of the largest value. A kernel multiplies in half where the model is in 16 bits.
@@ -120,7 +121,8 @@ def unpacked(
 
 
 def head_shape(side: SideArena, num_heads: int, dtype: mx.Dtype) -> HeadShape:
-    return HeadShape(side.dim, side.num_heads, num_heads // side.num_heads, side.quantisation.group_size, dtype)
+    packing = side.quantisation
+    return HeadShape(side.dim, side.num_heads, num_heads // side.num_heads, packing.group_size, dtype, packing.bits)
 
 
 def usable(shape: HeadShape) -> Verdict:
@@ -131,6 +133,8 @@ def usable(shape: HeadShape) -> Verdict:
 
 
 def _unsupported(shape: HeadShape) -> str:
+    if shape.bits != _BITS:
+        return f"no kernel for {shape.bits} bits"
     if shape.dim % 32 or shape.dim > _MAX_DIM:
         return f"no kernel for {shape.dim} values a head"
     if shape.queries_per_head > _MAX_QUERIES_PER_HEAD:

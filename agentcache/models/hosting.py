@@ -23,22 +23,26 @@ class Hosted:
     spec: CacheSpec
 
 
-def host(model: nn.Module, model_type: str, config: dict[str, Any], *, check: bool = True) -> Hosted:
+def host(model: nn.Module, model_type: str, config: dict[str, Any], *, check: bool = True, kv_bits: int = 4) -> Hosted:
     """Have a model of mlx-lm run on step caches.
+
+    Args:
+        check: whether to prove that it gives mlx-lm's own numbers.
+        kv_bits: that a key or a value is kept in.
 
     Raises:
         UnsupportedModel: a layer keeps something that is not understood, or gives other numbers than mlx-lm's own.
     """
-    *_, hosted = host_in_pieces(model, model_type, config, check=check)
+    *_, hosted = host_in_pieces(model, model_type, config, check=check, kv_bits=kv_bits)
     assert hosted is not None  # it comes last
     return hosted
 
 
 def host_in_pieces(
-    model: nn.Module, model_type: str, config: dict[str, Any], *, check: bool = True
+    model: nn.Module, model_type: str, config: dict[str, Any], *, check: bool = True, kv_bits: int = 4
 ) -> Iterator[Hosted | None]:
     """`host`, for a thread that has other things to do between two pieces: None for each, the result at last."""
-    seen = survey(model)
+    seen = survey(model, kv_bits)
     spec = seen.spec(model_type, config)
     for layer in model.layers:
         mla.adapt(layer)

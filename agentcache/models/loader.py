@@ -109,6 +109,7 @@ def load(
     memo: Path | None = None,
     max_context: int | None = None,
     check_weights: Callable[[int], None] = lambda num_bytes: None,
+    kv_bits: int = 4,
 ) -> LoadedModel:
     """Load a model on the calling thread, which must be the one that runs it.
 
@@ -117,6 +118,7 @@ def load(
         memo: where digests of weight files are remembered.
         max_context: an upper bound on the model's own context length.
         check_weights: called with the bytes that the weights will take, before they are read; raises what it likes.
+        kv_bits: that a key or a value is kept in.
 
     Raises:
         UnsupportedModel: the folder is no model, or its architecture cannot be served exactly.
@@ -126,7 +128,7 @@ def load(
     check_weights(weight_bytes(model))
     read.evaluate()
     current = CurrentStep()
-    hosted = host(model, config["model_type"], config)
+    hosted = host(model, config["model_type"], config, kv_bits=kv_bits)
     install_wanted_positions(hosted.survey, current)
     return LoadedModel(
         model=model,

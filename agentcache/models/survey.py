@@ -65,6 +65,7 @@ class Survey:
         linears: of each linear module that is called token by token, by its layer's number and its path in the layer:
             whether the layer has written all that it caches before it is called, so that it has no part in that.
         final_norm: the module that owns the first norm behind the last layer, and its name there; None without one.
+        kv_bits: that a key or a value is to be kept in.
     """
 
     refs: tuple[CacheRef, ...]
@@ -75,12 +76,14 @@ class Survey:
     hidden_bytes: int
     linears: Mapping[tuple[int, str], bool]
     final_norm: tuple[nn.Module, str] | None
+    kv_bits: int = 4
 
     @cached_property
     def quantisation(self) -> Quantisation:
         """Of keys and values; raises UnsupportedModel where heads have no groups."""
         dims = {dim for layer in self.layers for dim in (layer.key_dim, layer.value_dim) if dim}
-        return quantisation_for(*sorted(dims | {latent.rank for latent in self.latents if latent is not None}))
+        ranks = {latent.rank for latent in self.latents if latent is not None}
+        return quantisation_for(*sorted(dims | ranks), bits=self.kv_bits)
 
     def spec(self, model_type: str, config: dict[str, Any]) -> CacheSpec:
         """Raises UnsupportedModel where heads cannot be quantised."""
@@ -238,8 +241,11 @@ def _watched_linears(model: nn.Module, run: _Run) -> Iterator[None]:
             del module._run, module._path
 
 
-def survey(model: nn.Module) -> Survey:
+def survey(model: nn.Module, kv_bits: int = 4) -> Survey:
     """Run the model once and say what it caches.
+
+    Args:
+        kv_bits: that a key or a value is to be kept in.
 
     Raises:
         UnsupportedModel: it keeps something that is not understood, or does not run.
@@ -269,6 +275,7 @@ def survey(model: nn.Module) -> Survey:
         hidden_bytes=0 if states else _hidden_bytes(model, run),
         linears=run.behind,
         final_norm=next(((owner, name) for owner, name, norm in norms if norm.depths == [run.depth]), None),
+        kv_bits=kv_bits,
     )
 
 

@@ -47,6 +47,17 @@ def _kind_of(header: BlockHeader) -> str:
     return STATE if header.group == STATE_GROUP else kind_of(header.cache)
 
 
+@dataclass(frozen=True)
+class BlockCopy:
+    """A block's file as it lay in another folder, of a cache whose spec nobody here may know.
+
+    `verify.examine_block` has found it sound; whether it has the tensors that it should, whoever reads it finds out.
+    """
+
+    header: BlockHeader
+    file: bytes
+
+
 class BlockFolder:
     """The files below ``blocks/``; their only writer.
 
@@ -130,7 +141,7 @@ class BlockFolder:
         verify_block(spec, header, bytes(encode_block(spec, header, data)[0]), data)
         return data
 
-    def write(self, blocks: Sequence[BlockWrite]) -> int:
+    def write(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
         """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
 
         Raises:
@@ -139,10 +150,7 @@ class BlockFolder:
             OSError: the disk is full, say; none of the blocks is there.
         """
         new = {block.header.block_key: block for block in blocks if not self.has(block.header.block_key)}
-        encoded = {
-            key: encode_block(self._spec_of(block.header), block.header, block.data, block.extras)
-            for key, block in new.items()
-        }
+        encoded = {key: self._encode(block) for key, block in new.items()}
         sizes = {key: sum(map(len, parts)) for key, parts in encoded.items()}
         self._usage.require(sum(sizes.values()))
         files = {key: Replacement(self._files, self._path(key), "block", self._fault) for key in new}
@@ -157,6 +165,11 @@ class BlockFolder:
             self.classify([key], _kind_of(new[key].header))
             self._usage.record_written(files[key].path, size, size)
         return sum(sizes.values())
+
+    def _encode(self, block: BlockWrite | BlockCopy) -> Sequence[bytes | memoryview]:
+        if isinstance(block, BlockCopy):
+            return (block.file,)
+        return encode_block(self._spec_of(block.header), block.header, block.data, block.extras)
 
     def _spec_of(self, header: BlockHeader) -> CacheSpec:
         return self._specs[header.cache]

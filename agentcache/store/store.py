@@ -28,7 +28,7 @@ from agentcache.names import is_name
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.atomic import Fault, as_store_error
 from agentcache.store.block_file import BlockHeader, StoredBlock
-from agentcache.store.block_folder import BlockFolder, BlockWrite
+from agentcache.store.block_folder import BlockCopy, BlockFolder, BlockWrite
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
 from agentcache.store.lock import FolderLock
@@ -217,7 +217,7 @@ class Store:
         """What a read of a block of zeros into `buffer` would give; no file is touched."""
         return self._blocks.decode_zeros(header, buffer)
 
-    def write_blocks(self, blocks: Sequence[BlockWrite]) -> int:
+    def write_blocks(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
         """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
 
         Raises:

@@ -177,6 +177,7 @@ def test_a_store_keeps_them_and_finds_damage(tmp_path: Path, group: str, damage:
 def test_a_lineage_may_have_blocks_in_two_caches(tmp_path: Path) -> None:
     """One manifest and one log name both; what the model's own spec is does not matter to the other's blocks."""
     record = make_record("alice", make_transcript(600), adapter="math")
+    base = make_turn(record)
     ids, layout = record.transcript.ids, spans(512, None, len(OTHER.groups))
     chains = tuple(chain_keys(ROOT, ids, layout))
     residual = [
@@ -188,7 +189,7 @@ def test_a_lineage_may_have_blocks_in_two_caches(tmp_path: Path) -> None:
     record = replace(record, residuals=(ResidualBlocks(CACHE, OTHER.digest, ("full.0", "state"), 512, blocks),))
     with open_store(tmp_path) as store:
         store.know_cache(CACHE, OTHER)
-        store.write_blocks([*make_turn(record), *residual])
+        store.write_blocks([*base, *residual])
         store.save_agent(record)
         written = store.disk_bytes_by
         assert sum(written.values()) == store.disk_bytes

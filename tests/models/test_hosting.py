@@ -103,6 +103,16 @@ def test_windows_make_groups(model_folder: ModelFolder) -> None:
     assert [layer.index for group in spec.groups for layer in group.layers] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v2", "gemma3_text"])
+def test_keys_and_values_in_8_bits_are_proved_as_those_in_4_are(model_folder: ModelFolder, name: str) -> None:
+    folder = model_folder(name, num_hidden_layers=2)
+    specs = [host(*load(folder), kv_bits=bits).spec for bits in (4, 8)]
+    assert [spec.bits for spec in specs] == [4, 8]
+    assert specs[0].digest != specs[1].digest
+    data = [[t.own_bytes for t in spec.groups[0].tensors if t.name.endswith("data")] for spec in specs]
+    assert [2 * size for size in data[0]] == data[1]
+
+
 def test_rope_is_part_of_the_digest(model_folder: ModelFolder) -> None:
     folders = [model_folder(a, rope_theta=theta) for a in ("qwen2", "gemma3") for theta in (10000.0, 20000.0)]
     digests = [host(*load(folder)).spec.digest for folder in folders]

@@ -14,6 +14,7 @@ import pytest
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import kernel_report
+from agentcache.models.fused import _unsupported
 from agentcache.models.kernel_report import LayerKind, head_shape, layer_kinds
 
 LLAMA: dict[str, Any] = {
@@ -36,6 +37,12 @@ def test_a_kernel_or_the_reason_for_the_reference(monkeypatch: pytest.MonkeyPatc
     assert layer_kinds(LLAMA) == [LayerKind("attention", "reference", "wrong numbers: decode")]
 
 
+def test_kernels_read_4_bits() -> None:
+    assert layer_kinds(LLAMA, 8)[0].by == "reference"
+    assert _unsupported(head_shape(LLAMA, 8)) == "no kernel for 8 bits"
+    assert not _unsupported(head_shape(LLAMA))
+
+
 def test_latents_have_no_kernel() -> None:
     [kind] = layer_kinds(LLAMA | {"kv_lora_rank": 512})
     assert (kind.kind, kind.by) == ("latent", "reference")
@@ -43,7 +50,7 @@ def test_latents_have_no_kernel() -> None:
 
 def test_as_a_command(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    command = [sys.executable, "-m", "agentcache.models.kernel_report", str(tmp_path)]
+    command = [sys.executable, "-m", "agentcache.models.kernel_report", str(tmp_path), "4"]
     [kind] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert kind["kind"] == "attention"
     assert kind["by"] in ("kernel", "reference")

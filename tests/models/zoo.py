@@ -20,8 +20,8 @@ from agentcache.models.trunk import ModelTrunk
 _NOISE = 0.1
 
 
-def build(file: str, config: dict[str, Any], seed: int = 0) -> nn.Module:
-    """mlx-lm's own model, float32, in which nothing is one, zero or tied by accident."""
+def build(file: str, config: dict[str, Any], seed: int = 0, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """mlx-lm's own model in which nothing is one, zero or tied by accident."""
     module = import_module(f"mlx_lm.models.{file}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict({"model_type": file, **config}))
@@ -30,7 +30,8 @@ def build(file: str, config: dict[str, Any], seed: int = 0) -> nn.Module:
     def stir(path: str, value: Any) -> Any:
         if not isinstance(value, mx.array) or not mx.issubdtype(value.dtype, mx.floating):
             return value
-        return value.astype(mx.float32) + _NOISE * mx.random.normal(value.shape, key=next(keys))
+        stirred = value.astype(mx.float32) + _NOISE * mx.random.normal(value.shape, key=next(keys))
+        return stirred.astype(dtype)
 
     model.update(tree_map_with_path(stir, model.parameters()))
     model.eval()
@@ -38,9 +39,9 @@ def build(file: str, config: dict[str, Any], seed: int = 0) -> nn.Module:
     return model
 
 
-def load(file: str, config: dict[str, Any], *, check: bool = True) -> LoadedModel:
+def load(file: str, config: dict[str, Any], *, check: bool = True, dtype: mx.Dtype = mx.float32) -> LoadedModel:
     """The model on the paged cache, without a folder and a tokenizer. Raises UnsupportedModel."""
-    model, current = build(file, config), CurrentStep()
+    model, current = build(file, config, dtype=dtype), CurrentStep()
     hosted = host(model, file, config, check=check)
     loader.install_wanted_positions(hosted.survey, current)
     return LoadedModel(

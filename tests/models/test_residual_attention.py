@@ -1,0 +1,141 @@
+"""Attention of rows with residuals is what numpy makes in float64 of what the arenas hold."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from agentcache.models import interception, residual_attention
+from agentcache.models.loader import LoadedModel
+from agentcache.models.overlay import KeyForm
+from tests.models.residual_driver import ResidualDriver
+from tests.models.residual_oracle import HEADS, Seen, adapter, expected, float64, small_model
+
+MODELS = (
+    "llama",
+    "llama_bias",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "gemma3_text_wide",
+    "gpt_oss",
+    "phi3",
+    "phi3_partial",
+    "granite",
+)
+RANKS = (1, 3, 8, 16, 64)
+CASES = [
+    pytest.param(model, shared_by, rank, marks=() if (i + 2 * j + k) % 10 == 0 else pytest.mark.slow)
+    for (i, model), (j, shared_by), (k, rank) in product(enumerate(MODELS), enumerate(HEADS), enumerate(RANKS))
+]
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """Filled with what attention of residual rows is asked and gives."""
+    seen: list[Seen] = []
+
+    def watched(queries: mx.array, arena: Any, overlay: Any, options: Any) -> mx.array:
+        out = residual_attention.overlaid_attention(queries, arena, overlay, options)
+        seen.append(Seen(queries, arena, list(overlay.rows), options, out))
+        return out
+
+    monkeypatch.setattr(interception, "overlaid_attention", watched)
+    return seen
+
+
+def worst(loaded: LoadedModel, weights: Any, watch: list[Seen]) -> float:
+    """Largest difference of a chunk and of a decoded token behind it, as a part of the largest value."""
+    num_tokens = 560 if any(layer.window == 512 for layer in loaded.survey.layers) else 290
+    ids = np.random.default_rng(1).integers(0, 90, num_tokens + 1)
+    driver = ResidualDriver(loaded)
+    row = driver.overlay(driver.row(), weights)
+    driver.mixed([row.base], ids[None, :-1])
+    for chunk in (ids[: num_tokens - 20], ids[num_tokens - 20 : -1]):
+        watch.clear()
+        driver.mixed([row], chunk[None])
+    differences = [differ(seen) for seen in watch]
+    watch.clear()
+    driver.mixed([row.base, row], np.stack([ids[-1:], ids[-1:]]))
+    assert len(watch) == len(loaded.survey.layers)
+    return max(differences + [differ(seen) for seen in watch])
+
+
+def differ(seen: Seen) -> float:
+    (row,) = seen.rows
+    wanted = expected(seen, row)
+    return float(np.abs(float64(seen.out[row.row]) - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(("model", "shared_by", "rank"), CASES)
+def test_it_is_what_numpy_computes(model: str, shared_by: int, rank: int, watch: list[Seen], tmp_path: Path) -> None:
+    loaded = small_model(model, shared_by)
+    assert worst(loaded, adapter(loaded, tmp_path, rank), watch) < TOLERANCE[mx.float32]
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("model", ["llama_bias", "qwen3", "gemma3_text", "phi3_partial"])
+def test_in_half_precision_it_is_off_by_the_answers_own(
+    model: str, dtype: mx.Dtype, watch: list[Seen], tmp_path: Path
+) -> None:
+    loaded = small_model(model, 2, dtype)
+    assert worst(loaded, adapter(loaded, tmp_path, 8), watch) < TOLERANCE[dtype]
+
+
+def without_weight(form: KeyForm, delta: mx.array, factor: mx.array | None, starts: mx.array) -> mx.array:
+    rotated: mx.array = form.rope(
+        (delta if factor is None else delta * factor[..., None]).swapaxes(1, 2), offset=starts
+    )
+    return rotated
+
+
+def spoilt(old: str, new: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A way to compute with another text of the module."""
+
+    def spoil(patch: pytest.MonkeyPatch) -> None:
+        text = inspect.getsource(residual_attention)
+        assert text.count(old) == 1
+        names: dict[str, Any] = {"__name__": residual_attention.__name__}
+        exec(compile(text.replace(old, new), "spoilt", "exec", dont_inherit=True), names)
+        names["_MOST_BLOCKS"] = 1
+        patch.setattr(residual_attention, "overlaid_attention", names["overlaid_attention"])
+
+    return spoil
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "without the norm's weight": lambda patch: patch.setattr(KeyForm, "rotated", without_weight),
+    "without the ratio of the norms": spoilt("base * ratio", "base"),
+    "query heads mapped the other way": spoilt(
+        "q.reshape(kv_heads, num_heads // kv_heads, num_tokens, -1)",
+        "q.reshape(num_heads // kv_heads, kv_heads, num_tokens, -1).swapaxes(0, 1)",
+    ),
+    "B of the values split wrongly by heads": spoilt(
+        "row.matrices.value_b[:, None]", "row.matrices.value_b[::-1, None]"
+    ),
+    "B of the keys split wrongly by heads": spoilt(
+        "low_rank @ row.matrices.key_b", "low_rank @ row.matrices.key_b[:, ::-1]"
+    ),
+    "rope from the row's first block on": spoilt("row.reads.blocks.starts[piece]", "[0]"),
+    "values without what fades": spoilt("sums.residuals * fading", "sums.residuals"),
+    "the first block's residuals for all": spoilt(
+        "row.value_a.array[residual_ids]", "row.value_a.array[row.residual_ids[:1]]"
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault: str, watch: list[Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = small_model("qwen3", 2)
+    weights = adapter(loaded, tmp_path, 3)
+    assert not loaded.adapters.residual_forms.support.refusal  # found before the fault, which the proof would find
+    FAULTS[fault](monkeypatch)
+    assert worst(loaded, weights, watch) > 100 * TOLERANCE[mx.float32]
