@@ -12,7 +12,6 @@ from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.lane_search import UNBOUNDED
 from agentcache.engine.admission import Admission
 from agentcache.engine.counters import Counters, cache_stats
 from agentcache.engine.device import Device, Step
@@ -359,7 +358,7 @@ class Engine:
             generation.saved_early += published
             self.persistence.save_blocks(sequence, published, generation.note_written)
         overlay = generation.overlay
-        self.cache.leave_window(sequence, UNBOUNDED if overlay is None else overlay.residuals.num_tokens)
+        self.cache.leave_window(sequence, None if overlay is None else overlay.residuals.num_tokens)
 
     def _saves_early(self, generation: Generation) -> bool:
         record = generation.record
