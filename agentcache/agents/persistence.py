@@ -278,11 +278,13 @@ class Persistence:
         parts = [_Part(self._caches.base, blocks, record.num_saved)]
         held = _names(early)
         for residual in residuals:
-            held += _names(residual.early, residual.cache)
-            with_residual = self._with_residual(record, residual)
+            early_ones, with_residual = _names(residual.early, residual.cache), self._with_residual(record, residual)
             if residual.num_tokens and self.fits(with_residual, record.num_saved):
                 record = with_residual
+                held += early_ones
                 parts.append(_Part(self._caches.get(residual.cache), residual.blocks, residual.num_tokens))
+            else:
+                self._let_go(early_ones)  # before base's, which may need their room
         # The durable part of the record in memory changes only when the disk has changed.
         durable = self._agents.find(record.name) or record.without_blocks()
         self._agents.put(record.with_blocks_of(durable))
@@ -421,6 +423,7 @@ class Persistence:
         """Make the agent of an archive durable, and then known; its id is nobody's."""
         for record in archive.records:
             self._in_use.hold_lineage(record.name)
+            self._disk.learn_names(record)
         self._in_use.hold_blocks(archive.names)
 
         def settle(outcome: Committed) -> None:
