@@ -23,6 +23,13 @@ class CacheState(StrEnum):
     HOT = "hot"
 
 
+class StepDown(StrEnum):
+    """Why a request that was to share base's cache has been computed exactly."""
+
+    DIVERGENCE = "divergence"  # its keys and values are further from base's than allowed
+    MEMORY = "memory"  # there is no room for its residuals
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
@@ -74,6 +81,10 @@ class Report:
     `lineage` is the agent's conversation that this turn went on or began. `lost_tokens` counts what a conversation of
     the agent held and was neither in RAM nor on disk any more, so that it was computed again.
     `activated_at` is the first token that an activated or prefill-share adapter acted on; None if it did not act.
+    `base_computed_tokens` are those of the prompt that went through the model without an adapter; under the policy
+    `residual` that is beside `computed_tokens`, which are its adapter's. `requested_policy` is the one that would have
+    answered it, had it not `stepped_down`. `divergence` says how far the keys and values that it read are from its own,
+    relative to these, as far as that is measured.
     """
 
     agent: str | None
@@ -92,6 +103,9 @@ class Report:
     activated_at: int | None = None
     lineage: str | None = None
     lost_tokens: int = 0
+    base_computed_tokens: int = 0
+    requested_policy: Policy = Policy.EXACT
+    stepped_down: StepDown | None = None
     divergence: float | None = None
     saved: bool | None = None
     save_error: str | None = None

@@ -252,21 +252,25 @@ class PrefixCache:
             for lane in sequence.lanes:
                 self.slots.prune(self._list(sequence, lane, end))
 
-    def leave_window(self, sequence: CacheSequence, read_from: int = UNBOUNDED) -> None:
+    def leave_window(self, sequence: CacheSequence, read_from: int | None = None) -> None:
         """Drop the slots that no later token of the sequence attends to; from the tree too if nobody reads them.
 
         Args:
-            read_from: the first token that is still to be computed with it, where that lies in front of its end.
+            read_from: the first token that is still to be computed with it, of a sequence that others read beside whom
+                it belongs to. Then the tree keeps what it has, as long as there is room: such readers begin anywhere.
         """
         for lane in sequence.lanes if self._windowed else ():
             for index in self._windowed.intersection(lane.groups):
-                self._leave_window(sequence, lane, index, min(sequence.num_tokens, read_from))
+                self._leave_window(sequence, lane, index, read_from)
 
-    def _leave_window(self, sequence: CacheSequence, lane: Lane, index: int, num_tokens: int) -> None:
+    def _leave_window(self, sequence: CacheSequence, lane: Lane, index: int, read_from: int | None) -> None:
+        num_tokens = sequence.num_tokens if read_from is None else min(sequence.num_tokens, read_from)
         table = sequence.tables[index]
         start, needed = table.first_block, self.groups[index].first_block_needed(num_tokens)
         for node, block_id in zip(lane.nodes[start:], table.drop_before(needed), strict=False):
             self.slots.pools[index].release(block_id)
+            if read_from is not None:
+                continue
             if node.block_ids.get(index) == block_id and not self.slots.is_read(index, block_id):
                 self.slots.take_from(node, index)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentcache.adapters.weights import AdapterWeightSet
+from agentcache.agents.caches import KeptCaches
 from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.engine.admission import Admission
 from agentcache.engine.counters import Counters, cache_stats
 from agentcache.engine.device import Device, Step
@@ -37,18 +38,20 @@ from agentcache.engine.messages import (
     Submit,
 )
 from agentcache.engine.output import Output
-from agentcache.engine.passes import Pass
+from agentcache.engine.passes import Overlay, Pass
 from agentcache.engine.relief import MemoryRelief
 from agentcache.engine.requests import Requests
+from agentcache.engine.residuals import Residuals
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, RequestCancelled
+from agentcache.models.adapters import AdapterContent
 from agentcache.models.device_memory import Limits
 from agentcache.models.loader import LoadedModel
 from agentcache.pressure import Level
-from agentcache.report import CacheStats, FinishReason
+from agentcache.report import CacheStats, FinishReason, StepDown
 from agentcache.request import ChatPrompt
 
 _IDLE_SECONDS = 60.0  # an agent that has not been used for so long is likely to be left alone for longer
@@ -59,7 +62,7 @@ class Parts:
     """What an engine works with. `open_engine` makes the real ones."""
 
     loaded: LoadedModel
-    cache: PrefixCache
+    caches: KeptCaches
     device: Device
     requests: Requests
     scheduler: Scheduler
@@ -70,6 +73,7 @@ class Parts:
     restorer: Restorer
     adapters: AdapterWeightSet
     trunk: Trunk
+    residuals: Residuals
     served: ServedModel
     limits: Limits
 
@@ -79,7 +83,8 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self.loaded = parts.loaded
-        self.cache = parts.cache
+        self.caches = parts.caches
+        self.cache = parts.caches.base.prefix
         self.device = parts.device
         self.requests = parts.requests
         self.scheduler = parts.scheduler
@@ -90,21 +95,22 @@ class Engine:
         self.restorer = parts.restorer
         self.adapters = parts.adapters
         self.trunk = parts.trunk
+        self.residuals = parts.residuals
         self.counters = Counters()
         self._served = parts.served
         self._under_way: Step | None = None
         self._admission = Admission(
             parts.requests,
             parts.scheduler,
-            parts.cache,
+            parts.caches,
             parts.device,
             parts.restorer,
             parts.trunk,
-            parts.loaded.namespace,
             self.end,
+            self._step_down,
         )
         self.relief = MemoryRelief(
-            parts.cache, parts.device, parts.scheduler, parts.operations, parts.trunk, parts.loaded
+            parts.caches, parts.device, parts.scheduler, parts.operations, parts.trunk, parts.loaded
         )
         self._limits = parts.limits
 
@@ -159,9 +165,13 @@ class Engine:
             case EvictAgent(agent_id, lineage, kind):
                 self.operations.evict(agent_id, reply, lineage, kind)
             case PutAdapter(content):
-                reply(self.adapters.load(content))
+                is_there = self.adapters.load(content)
+                if isinstance(content, AdapterContent):
+                    self.residuals.open_for(content.adapter)
+                reply(is_there)
             case DropAdapter(digest):
                 self.adapters.drop(digest)
+                self.residuals.close_for(digest)
                 reply(None)
             case RelieveMemory(level):
                 self.relieve(level)
@@ -215,6 +225,9 @@ class Engine:
             return
         self.device.prepare(generation)
         self.requests.move(generation, State.WAITING)
+        if generation.is_residual and (known := self.residuals.known_divergence(generation)) is not None:
+            generation.divergence = known
+            self._step_down(generation, StepDown.DIVERGENCE)
 
     def end(self, generation: Generation, outcome: Outcome) -> None:
         """The one way out, for whatever reason. What is being saved, or has ended, stays as it is.
@@ -245,6 +258,13 @@ class Engine:
     def preempt(self, generation: Generation) -> None:
         """A running request gives up its sequence, and waits for another."""
         self._admission.preempt(generation)
+
+    def _step_down(self, generation: Generation, why: StepDown) -> None:
+        """A request that was to be residual, and has shown nothing yet, waits to be computed exactly."""
+        self._admission.abandon_sequence(generation)
+        self.turns.step_down(generation, why)
+        if generation.state is not State.WAITING:
+            self.requests.move(generation, State.WAITING)
 
     def drop_all(self, error: AgentCacheError) -> None:
         """End every request that is not complete; it leaves no trace."""
@@ -310,8 +330,15 @@ class Engine:
             generation.in_flight -= batch.num_tokens
             if generation.wants_prompt_logprobs:
                 self.turns.note_prompt_scores(generation, result.prompt_scores)
-            start = generation.num_computed
-            self._advance(generation, result.row.work, generation.token_ids[start : start + batch.num_tokens])
+            start, overlay = generation.num_computed, result.row.work.overlay
+            token_ids = generation.token_ids[start : start + batch.num_tokens]
+            if overlay is None:
+                self._advance(generation, result.row.work, token_ids)
+            else:
+                self._advance_residuals(generation, overlay, token_ids)
+                if result.token is not None and not generation.num_generated and self.residuals.is_too_far(generation):
+                    self._step_down(generation, StepDown.DIVERGENCE)
+                    continue
             if result.state is not None:
                 generation.settle_state(result.state)
                 self._keep_state(generation)
@@ -327,11 +354,32 @@ class Engine:
         published = self.cache.advance(sequence, token_ids)
         generation.drop_passes()
         self.trunk.advance(sequence)
-        record = generation.record
-        if published and record is not None and self.persistence.fits(record, generation.num_prompt_tokens):
+        if published and self._saves_early(generation):
             generation.saved_early += published
             self.persistence.save_blocks(sequence, published, generation.note_written)
-        self.cache.leave_window(sequence)
+        overlay = generation.overlay
+        self.cache.leave_window(sequence, None if overlay is None else overlay.residuals.num_tokens)
+
+    def _saves_early(self, generation: Generation) -> bool:
+        record = generation.record
+        return record is not None and self.persistence.fits(record, generation.num_prompt_tokens)
+
+    def _advance_residuals(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> None:
+        """The same of what an adapter has computed on top of base, and base beside it in the same step."""
+        residuals, cache = overlay.residuals, overlay.cache
+        is_paired = overlay.is_paired(residuals.num_tokens)
+        published = cache.prefix.advance(residuals, token_ids)
+        generation.drop_passes()
+        if published and self._saves_early(generation):
+            generation.saved_residuals += published
+            self.persistence.save_blocks(residuals, published, generation.note_written, cache.name)
+        cache.prefix.leave_window(residuals)
+        if is_paired:
+            base_published = self.cache.advance(overlay.base, token_ids)
+            if base_published and self._saves_early(generation):
+                generation.saved_early += base_published
+                self.persistence.save_blocks(overlay.base, base_published, generation.note_written)
+        self.cache.leave_window(overlay.base, residuals.num_tokens)
 
     def _keep_state(self, generation: Generation) -> None:
         """Take a snapshot where one is wanted."""
@@ -359,9 +407,10 @@ class Engine:
     def clear(self) -> None:
         """Evict every block from RAM that nobody is reading; agents come back warm."""
         self.trunk.blocks.clear()
-        evicted = True
-        while evicted:  # leaves first: each round makes new ones
-            evicted = sum(self.cache.slots.evict(node) for node in list(self.cache.tree.residents)) > 0
+        for slots, tree in [(each.prefix.slots, each.prefix.tree) for each in self.caches]:
+            evicted = True
+            while evicted:  # leaves first: each round makes new ones
+                evicted = sum(slots.evict(node) for node in list(tree.residents)) > 0
         if self.cache.snapshots is not None:
             for node in list(self.cache.snapshots.nodes):
                 self.cache.snapshots.evict(node)
@@ -373,7 +422,8 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless every block of cache and trunk is accounted for."""
-        self.cache.check_integrity()
+        for cache in self.caches:
+            cache.prefix.check_integrity()
         self.trunk.check_integrity()
 
     def stats(self) -> CacheStats:

@@ -19,7 +19,7 @@ from agentcache.blocks.trunk_match import TrunkMatch
 from agentcache.engine.output import Output
 from agentcache.engine.passes import Overlay, Pass, plan_passes
 from agentcache.errors import AgentCacheError, BrokenInvariant
-from agentcache.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
+from agentcache.report import CachedTokens, CacheState, FinishReason, Report, StepDown, TokenLogprob, Update
 from agentcache.request import ChatPrompt, Request
 from agentcache.store.manifest import AgentRecord
 
@@ -71,6 +71,8 @@ class Generation:
         sequence: what it holds of the cache; None while waiting. Of a residual request, that in base's.
         overlay: what a residual request writes on top of it.
         stepped_down: why a request that was to be residual is computed exactly; None where it is not so.
+        divergence: of what the adapter has read of its prompt from what it would have computed, where it was measured.
+        saved_residuals: as `saved_early`, of residuals.
         in_flight: tokens of it that the device is at work on.
         passes: that compute what is not computed yet, in order, the first of them at work; none without a sequence.
         background: it lets others go first; the scheduler ends that when it has waited enough.
@@ -105,7 +107,8 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     sequence: CacheSequence | None = None
     overlay: Overlay | None = None
-    stepped_down: str | None = None
+    stepped_down: StepDown | None = None
+    divergence: float | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached: CachedTokens = field(default_factory=CachedTokens)
@@ -120,6 +123,7 @@ class Generation:
     lost_tokens: int = 0
     written_bytes: int = 0
     saved_early: list[LaneBlock] = field(default_factory=list)
+    saved_residuals: list[LaneBlock] = field(default_factory=list)
     found: AgentRecord | None = None
     goes_on: bool = False
     record: AgentRecord | None = None
@@ -230,6 +234,10 @@ class Generation:
         self.snapshots = self.row_state = self.launched_state = self.shown_state = None
 
     @property
+    def is_residual(self) -> bool:
+        return self.adapter is not None and self.adapter.is_residual
+
+    @property
     def is_chat(self) -> bool:
         return isinstance(self.request.prompt, ChatPrompt)
 
@@ -242,6 +250,11 @@ class Generation:
         """Whether logits of the prompt are still wanted."""
         return self.request.sampling.prompt_logprobs and self.num_generated == 0
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether they are to be had of the current pass. Of a residual request's, the adapter's give them."""
+        return self.wants_prompt_logprobs and (self.overlay is None or self.current.overlay is not None)
+
     def note_written(self, num_bytes: int) -> None:
         """Blocks written before the turn's end count for it too."""
         self.written_bytes += num_bytes
@@ -250,6 +263,7 @@ class Generation:
 def make_report(generation: Generation, saved: Saved | None) -> Report:
     """What a finished generation cost and reused; `saved` is None for one without an agent."""
     cached, adapter, now = generation.cached, generation.adapter, time.perf_counter()
+    policy = Policy.EXACT if adapter is None else adapter.policy
     found = CacheState.WARM if generation.restored_bytes else CacheState.HOT
     return Report(
         agent=generation.request.agent,
@@ -267,7 +281,11 @@ def make_report(generation: Generation, saved: Saved | None) -> Report:
         total_ms=(now - generation.submitted_at) * 1e3,
         saved=None if saved is None else saved.error is None,
         save_error=None if saved is None else saved.error,
-        policy=Policy.EXACT if adapter is None else adapter.policy,
+        policy=policy,
+        requested_policy=policy if generation.stepped_down is None else Policy.RESIDUAL,
+        stepped_down=generation.stepped_down,
+        divergence=generation.divergence,
+        base_computed_tokens=generation.computed_base_tokens,
         adapter=None if adapter is None else adapter.name,
         activated_at=None if adapter is None else adapter.activated_at,
         written_bytes=generation.written_bytes + (saved.written_bytes if saved else 0),

@@ -15,6 +15,7 @@ from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache
 from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.trunk_match import TrunkMatch
+from agentcache.kv.residual_arenas import ResidualArenas
 
 # Where a window is read, base must not be further ahead of the adapter than this: what base leaves behind, the adapter
 # has still to read.
@@ -27,6 +28,7 @@ class Overlay:
 
     Args:
         cache: the adapter's.
+        arenas: where its blocks lie.
         residuals: its sequence there.
         base: the sequence that it is read with.
         paired_from: the tokens from here on base computes in the adapter's steps, and those before in passes of its
@@ -34,9 +36,14 @@ class Overlay:
     """
 
     cache: KeptCache
+    arenas: ResidualArenas
     residuals: CacheSequence
     base: CacheSequence
     paired_from: int
+
+    def is_paired(self, position: int) -> bool:
+        """Whether base computes the token at that position in the adapter's step."""
+        return position >= self.paired_from
 
 
 @dataclass(frozen=True)

@@ -85,12 +85,16 @@ class Scheduler:
         generation.passed_over = 0
         self.stalled = False
 
-    def victim(self) -> Generation | None:
+    def victim(self, *, residual: bool = False) -> Generation | None:
         """Whom to preempt when no block is left: background first, then the youngest. None if nobody else runs.
 
         The oldest is never preempted, so it gets done.
+
+        Args:
+            residual: there is none for residuals, which only those give back who have some.
         """
-        return max(self.running, key=_rank) if len(self.running) > 1 else None
+        running = [each for each in self.running if each.overlay is not None] if residual else self.running
+        return max(running, key=_rank) if len(running) > 1 else None
 
     def preempt(self, generation: Generation) -> None:
         """Back to the queue. It has paid for its background: from now on it is one like any other."""

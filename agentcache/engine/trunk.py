@@ -81,7 +81,9 @@ class Trunk:
         """What the next step is to take and to give. Only chunks of prompts do either."""
         generation = rows[0]
         cut, start = generation.current.cut, generation.num_launched
-        cuts = [each for each in self._adapters.cuts if each > cut] if self.blocks.num_slots and num_tokens > 1 else []
+        cuts = []
+        if self.blocks.num_slots and num_tokens > 1 and generation.current.overlay is None:
+            cuts = [each for each in self._adapters.cuts if each > cut]
         reads = self._reads(generation.open_sequence, start, start + num_tokens) if cut else ()
         return TrunkPlan(cut, reads, self._writes(generation, num_tokens, cuts) if cuts else {})
 

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from agentcache.adapter_settings import AdapterFolder
+from agentcache.adapter_settings import RESIDUAL_IS_OFF, AdapterFolder
 from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, settle_policy
 from agentcache.engine.messages import DropAdapter, PutAdapter
-from agentcache.errors import InvalidRequest, OutOfBlocks, Overloaded, UnsupportedAdapter
+from agentcache.errors import InvalidRequest, OutOfBlocks, Overloaded, UnsupportedAdapter, UnsupportedPolicy
 from agentcache.gateway.engine_thread import EngineThread
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter, read_again
 from agentcache.models.decoder import Decoder, is_decoder_folder, read_decoder, read_decoder_again
@@ -98,10 +98,21 @@ class AdapterLoader:
         if self._model.spec.recurrent and isinstance(source, Decoder):
             message = f"decoders do not go with {self._model.spec.model_type}, whose layers keep recurrent state"
             raise UnsupportedAdapter(f"{message}: they are trained to read base's keys and values", param="path")
-        policy = settle_policy(folder.policy, source)
+        refusal = self._residual_refusal(source)
+        policy = settle_policy(folder.policy, source, refusal)
         groups = range(len(self._model.spec.groups))
         changed = groups if isinstance(source, Decoder) else producer_groups(source, self._model.spec)
-        return ServedAdapter(name, source, policy, frozenset(changed))
+        return ServedAdapter(name, source, policy, frozenset(changed), refusal)
+
+    def _residual_refusal(self, source: AdapterSource) -> str:
+        """Why its requests cannot be `residual`; empty where they can."""
+        if self._model.residuals is None or isinstance(source, Decoder):
+            return RESIDUAL_IS_OFF
+        try:
+            self._model.residuals.shape_of(source)
+        except UnsupportedPolicy as error:
+            return error.message
+        return ""
 
     async def _put_if_there_is_room(self, content: Content) -> None:
         """So that the first request need not wait; it will where others use all the room."""

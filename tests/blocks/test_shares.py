@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence as Sizes
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import BASE, RESIDUAL, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.errors import OutOfBlocks
 from tests.blocks.cache_model import FakeGroup
 
@@ -35,7 +35,7 @@ class Caches:
             cache.check_integrity()
 
 
-def run(cache: PrefixCache, num_blocks: int, seed: int) -> Sequence | None:
+def run(cache: PrefixCache, num_blocks: int, seed: int) -> CacheSequence | None:
     """A request that has computed so many blocks; None where there is no room for it."""
     ids = random.Random(seed).choices(range(1000), k=num_blocks * BLOCK_SIZE)
     try:
@@ -121,9 +121,9 @@ def test_a_closed_cache_leaves_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 7), st.booleans()), max_size=25))
-def test_any_traffic(requests: Sizes[tuple[int, int, bool]]) -> None:
+def test_any_traffic(requests: Sequence[tuple[int, int, bool]]) -> None:
     caches = Caches()
-    running: list[tuple[PrefixCache, Sequence]] = []
+    running: list[tuple[PrefixCache, CacheSequence]] = []
     for seed, (which, num_blocks, stays) in enumerate(requests):
         cache = (caches.base, *caches.adapters)[which]
         sequence = run(cache, num_blocks, seed)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.in_use import InUse
+from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import Match, PromptMatch
@@ -211,7 +213,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
     none: Any = None
     return Parts(
         loaded=loaded,
-        cache=cache,
+        caches=KeptCaches(KeptCache(BASE_CACHE, none, cache, none), loaded.namespace),
         device=device,
         requests=requests,
         scheduler=Scheduler(requests, max_running=max_running, pace=pace),
@@ -222,6 +224,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         restorer=SimpleNamespace(restore=_restore),  # type: ignore[arg-type]
         adapters=adapters,
         trunk=Trunk(cache, adapters),
+        residuals=none,
         served=none,
         limits=Limits([]),
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,12 +17,13 @@ from agentcache.blocks.trunk import TrunkName
 from agentcache.blocks.trunk_match import TrunkMatch
 from agentcache.engine.batch import BatchRow
 from agentcache.engine.generation import Generation
-from agentcache.engine.passes import Pass, plan_passes
+from agentcache.engine.passes import Overlay, Pass, plan_passes
 from tests.serving.simulation import make_generation
 
 LORA = AdapterUse("poet", "lora", Policy.EXACT, 0, frozenset([1]))
 ACTIVATED = AdapterUse("poet", "lora", Policy.ACTIVATED, 700, frozenset([1]))
 DECODER = AdapterUse("novelist", "decoder", Policy.PREFILL_SHARE, 999, frozenset([0, 1]), is_decoder=True)
+RESIDUAL = AdapterUse("poet", "lora", Policy.RESIDUAL, 0, frozenset([1]))
 UNUSED = AdapterUse("novelist", "decoder", Policy.PREFILL_SHARE, None, frozenset(), is_decoder=True)
 AHEAD = TrunkMatch(CachedPrefix(BASE_PRODUCER, ()), 1, (TrunkName("b", 6), TrunkName("c", 6)))
 
@@ -93,6 +96,55 @@ def test_passes_over_the_same_tokens_write_different_sequences() -> None:
     assert BatchRow.of(generation, generation.num_to_launch, 900).is_complete
     compute(generation, 900)
     assert (shared.num_tokens, own.num_tokens) == (1000, 1000)
+
+
+def overlay_of(base: int, residuals: int, known: int, window: int | None = None) -> Overlay:
+    cache: Any = SimpleNamespace(spec=SimpleNamespace(groups=[SimpleNamespace(window=window)]))
+    none: Any = None
+    return Overlay(cache, none, sequence_of(residuals), sequence_of(base), paired_from=known)
+
+
+@pytest.mark.parametrize(("base", "residuals"), [(0, 0), (600, 100), (999, 0), (256, 256)])
+def test_the_passes_of_a_residual_request(base: int, residuals: int) -> None:
+    generation = make_generation(1000, wanted=3)
+    generation.adapter = RESIDUAL
+    overlay = overlay_of(base, residuals, 1000)
+    generation.take_sequence(overlay.base, overlay=overlay)
+    assert generation.current.computes is None and generation.num_to_prefill == 1000 - base
+    assert not BatchRow.of(generation, generation.num_to_launch, 1000 - base).is_complete, "base answers nobody"
+    compute(generation, 1000 - base)
+    assert generation.current.computes is RESIDUAL and generation.num_to_prefill == 1000 - residuals
+    assert not overlay.is_paired(999) and overlay.is_paired(1000), "what is generated, both compute in one step"
+    assert BatchRow.of(generation, generation.num_to_launch, 1000 - residuals).is_complete
+
+
+def test_base_is_not_far_ahead_where_windows_are_read() -> None:
+    overlay = overlay_of(300, 100, 5000, window=512)
+    passes = plan_passes(RESIDUAL, overlay.base, None, overlay)
+    assert [(each.computes, each.end) for each in passes] == [
+        (None, 2048),
+        (RESIDUAL, 2048),
+        (None, 4096),
+        (RESIDUAL, 4096),
+        (None, 5000),
+        (RESIDUAL, None),
+    ]
+    assert len(plan_passes(RESIDUAL, overlay.base, None, overlay_of(300, 100, 5000))) == 2
+
+
+def test_nobody_decodes_on_what_base_alone_computes() -> None:
+    """After a preemption: tokens that have been generated are known, and base computes them first."""
+    generation = make_generation(10, wanted=8)
+    generation.adapter = RESIDUAL
+    generation.token_ids += [5, 6]
+    overlay = overlay_of(8, 8, 12)
+    generation.take_sequence(overlay.base, overlay=overlay)
+    generation.in_flight = 4
+    assert generation.num_to_launch == 0 and not generation.can_decode, "no token is about to be chosen"
+    generation.in_flight = 0
+    compute(generation, 4)
+    generation.in_flight = 4
+    assert generation.can_decode
 
 
 def test_a_pass_that_the_cache_has_done_is_not_at_work() -> None:
