@@ -27,7 +27,6 @@ from agentcache.blocks.snapshot_plan import choose_saved
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
 from agentcache.store.archive import Archive
-from agentcache.store.block_file import NO_EXTRAS
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.writer import Writer
@@ -372,7 +371,8 @@ class Persistence:
             node = target.node
             data = target.cache.arenas.snapshot(target.group, target.block_id, node.num_tokens)
             header = header_of(node, target.group, target.cache)
-            writes.append(BlockWrite(header, data, node.extras.get(target.group, NO_EXTRAS)))
+            extras = target.cache.arenas.block_extras(target.group, target.block_id, node.num_tokens)
+            writes.append(BlockWrite(header, data, extras))
             node.pending.add(target.group)
         return writes
 
