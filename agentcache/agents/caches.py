@@ -12,6 +12,7 @@ from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Copy
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.block_layout import Array
+from agentcache.kv.measures import Extras
 from agentcache.kv.spec import CacheSpec
 
 
@@ -21,6 +22,10 @@ class Arenas(Protocol):
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None: ...
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array: ...
+
+    def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras: ...
+
+    def put_extras(self, group: int, block_id: int, num_tokens: int, extras: Extras) -> None: ...
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None: ...
 

@@ -85,7 +85,8 @@ class Committed:
 class Disk:
     """Knows which lineages are durable and which files they need, and makes room for new ones.
 
-    `needs`, `fits` and `has` may be called from any thread; all else runs on one thread, the writer's.
+    What looks (`needs`, `fits`, `has`) and what tells it names may be called from any thread; all else runs on one
+    thread, the writer's.
 
     Args:
         records: what the store holds.
@@ -116,6 +117,11 @@ class Disk:
         self._store.know_cache(name, spec)
         self._group_names[name] = [group.name for group in spec.all_groups]
         self._residuals[name] = spec
+
+    def learn_names(self, record: AgentRecord) -> None:
+        """What the lineage names may be held from now on, whether its adapters are loaded or not."""
+        for residual in record.residuals:
+            self._group_names.setdefault(residual.cache, list(residual.groups))
 
     def needs(self, name: BlockName) -> bool:
         """Whether some lineage on disk names this, or some turn counts on it."""
@@ -191,8 +197,6 @@ class Disk:
             if not self._could_hold(archive.num_bytes):  # nobody else's blocks are dropped for nothing
                 raise StoreError(f"the agent takes {archive.num_bytes} bytes, more than the disk budget can hold")
             saved: list[AgentRecord] = []
-            for record in archive.records:
-                self._learn_names(record)
             try:
                 for writes in archive.writes():
                     self._write_blocks(writes, done)
@@ -380,13 +384,9 @@ class Disk:
     def _put(self, record: AgentRecord) -> list[BlockName]:
         """The lineage is, or will be, so on disk; returns what it named before and names no more."""
         known = self._lineages.find(record.name)
-        self._learn_names(record)
+        self.learn_names(record)
         self._lineages.put(record)
         return self._recount(record.id, set(known.held) if known else set(), set(record.held))
-
-    def _learn_names(self, record: AgentRecord) -> None:
-        for residual in record.residuals:
-            self._group_names.setdefault(residual.cache, list(residual.groups))
 
     def _recount(self, agent_id: str, before: Set[NamedBlock], after: Set[NamedBlock]) -> list[BlockName]:
         self._unshared.pop(agent_id, None)

@@ -27,7 +27,6 @@ from agentcache.blocks.snapshot_plan import choose_saved
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
 from agentcache.store.archive import Archive
-from agentcache.store.block_file import NO_EXTRAS
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.writer import Writer
@@ -278,11 +277,13 @@ class Persistence:
         parts = [_Part(self._caches.base, blocks, record.num_saved)]
         held = _names(early)
         for residual in residuals:
-            held += _names(residual.early, residual.cache)
-            with_residual = self._with_residual(record, residual)
+            early_ones, with_residual = _names(residual.early, residual.cache), self._with_residual(record, residual)
             if residual.num_tokens and self.fits(with_residual, record.num_saved):
                 record = with_residual
+                held += early_ones
                 parts.append(_Part(self._caches.get(residual.cache), residual.blocks, residual.num_tokens))
+            else:
+                self._let_go(early_ones)  # before base's, which may need their room
         # The durable part of the record in memory changes only when the disk has changed.
         durable = self._agents.find(record.name) or record.without_blocks()
         self._agents.put(record.with_blocks_of(durable))
@@ -370,7 +371,8 @@ class Persistence:
             node = target.node
             data = target.cache.arenas.snapshot(target.group, target.block_id, node.num_tokens)
             header = header_of(node, target.group, target.cache)
-            writes.append(BlockWrite(header, data, node.extras.get(target.group, NO_EXTRAS)))
+            extras = target.cache.arenas.block_extras(target.group, target.block_id, node.num_tokens)
+            writes.append(BlockWrite(header, data, extras))
             node.pending.add(target.group)
         return writes
 
@@ -421,6 +423,7 @@ class Persistence:
         """Make the agent of an archive durable, and then known; its id is nobody's."""
         for record in archive.records:
             self._in_use.hold_lineage(record.name)
+            self._disk.learn_names(record)
         self._in_use.hold_blocks(archive.names)
 
         def settle(outcome: Committed) -> None:

@@ -231,8 +231,7 @@ class Restorer:
         group, block_ids = blocks[0][0].group, [load.block_id for load, _ in blocks]
         restore.cache.arenas.put_blocks(group, block_ids, [block.data for _, block in blocks])
         for load, block in blocks:
-            if block.extras:
-                load.node.extras[group] = block.extras
+            restore.cache.arenas.put_extras(group, load.block_id, load.node.num_tokens, block.extras)
             restore.cache.prefix.loaded(restore.sequence, load)
 
 

@@ -10,8 +10,7 @@ references; `prefix_cache` does that.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, chain_key
 from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, Siblings, pack, unpack
@@ -29,8 +28,6 @@ class Node:
         stored: group indices whose file is on disk.
         pending: group indices whose file is being written.
         readers: lanes of running sequences that go through it; it stays in the tree for them.
-        extras: per group index, what is known of its data beside the data (`store/block_extras.py`); it goes to the
-            file with it, and comes back from there.
         state: slot in RAM of the snapshot of recurrent state behind its last token; None for none.
     """
 
@@ -38,7 +35,6 @@ class Node:
         "_families",
         "block_ids",
         "chain",
-        "extras",
         "packed",
         "parent",
         "pending",
@@ -60,7 +56,6 @@ class Node:
         self.stored: set[int] = set()
         self.pending: set[int] = set()
         self.readers = 0
-        self.extras: dict[int, Mapping[str, Any]] = {}
         self.state: int | None = None
         self.resident_children = 0
         self._families: dict[str, Siblings[Node]] = {}

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
+import numpy as np
 
-from agentcache.blocks.pool import BlockPool
+from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
 from agentcache.kv.arena import GroupArena, TensorArena, make_arenas
 from agentcache.kv.block_layout import Array
+from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.spec import CacheSpec
 
 LARGEST_FLOAT16 = 65504.0
@@ -26,8 +28,10 @@ class ResidualArenas:
         pools: one a group, whose slots these arenas hold.
         wait: returns when the device has done what was started last.
         evaluate: finishes every write that is due, these among them.
+        measures: whether it is kept how far each token's own keys and values were from base's.
 
     Attributes:
+        measures: those, of the group `measured`; None where they are not kept.
         saturated: int32 [], how many values have been too large for float16, or were no numbers.
     """
 
@@ -37,10 +41,15 @@ class ResidualArenas:
         pools: Sequence[BlockPool],
         wait: Callable[[], None],
         evaluate: Callable[[], None],
+        *,
+        measures: bool = False,
     ) -> None:
         self.spec = spec
         self.evaluate = evaluate
         self.saturated = mx.array(0, mx.int32)
+        # One group stands for all: what is measured is summed over the whole model. Of a window's blocks few are left.
+        self.measured = next((index for index, group in enumerate(spec.groups) if group.window is None), 0)
+        self.measures = TokenMeasures("divergence", 4) if measures else None
         self._pools = pools
         self._wait = wait
         self._arenas: list[GroupArena] = make_arenas(spec)
@@ -72,6 +81,8 @@ class ResidualArenas:
             arena.shrink(pool.capacity)
         for arena, pool in pairs:
             arena.grow(pool.capacity)
+        if self.measures is not None:
+            self.measures.fit(self._pools[self.measured].capacity)
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
         """Copy-on-write, lazily, in order with the steps around it."""
@@ -82,6 +93,8 @@ class ResidualArenas:
         """The same, of blocks that nobody reads, before `fit` follows the pools."""
         for move in moves:
             self._arenas[move.group].copy(move.source, move.target)
+            if self.measures is not None and move.group == self.measured:
+                self.measures.copy(move.source, move.target)
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks that were read from files: uint8 [n] each, which may change as soon as this returns."""
@@ -94,6 +107,26 @@ class ResidualArenas:
         self._wait()
         return self._arenas[group].snapshot(block_id, num_tokens)
 
+    def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras:
+        """What is known of a block beside its bytes, to go with its file."""
+        if self.measures is None or group != self.measured:
+            return {}
+        self._wait()
+        return self.measures.extras(block_id, num_tokens)
+
+    def put_extras(self, group: int, block_id: int, num_tokens: int, extras: Extras) -> None:
+        """Take over what came with a block's file."""
+        if self.measures is not None and group == self.measured:
+            self.measures.put(block_id, num_tokens, extras)
+
+    def measured_of(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[np.ndarray, int]:
+        """Sums over a sequence's first tokens, float64 [4], as far as they are known, and of how many tokens."""
+        if self.measures is None:
+            return np.zeros(4), 0
+        self.evaluate()
+        return self.measures.sums(tables[self.measured], num_tokens)
+
     def arrays(self) -> list[mx.array]:
         """All arrays, to evaluate pending writes."""
-        return [self.saturated, *(array for arena in self._arenas for array in arena.arrays())]
+        measures = [] if self.measures is None else [self.measures.tokens.array]
+        return [self.saturated, *measures, *(array for arena in self._arenas for array in arena.arrays())]

@@ -6,7 +6,7 @@ base's weights make of the row's input; what the adapter's matrices would add is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from agentcache.kv.step_cache import PagedKV, StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.adapter_rows import AdapterWeights
+from agentcache.models.divergence import StepMeasures
 from agentcache.models.overlay import LayerMatrices, LayerOverlay, RowOverlay
 from agentcache.models.residual_forms import LayerForm, ResidualForms
 from agentcache.models.residual_sides import Side
@@ -209,9 +210,22 @@ class ResidualRows:
         if not groups:
             return None
         key_a, key_norms, value_a = (None if each is None else each[1] for each in found)
-        own = self._row_reads.setdefault((place, group), reads.of_rows([row.row]))
+        own = self.reads_of(row, group, reads)
         ids = self._residual_ids(place, groups.pop(), own)
         return RowOverlay(row.row, own, ids, form.key_form, self._of(row.weights, form), key_a, key_norms, value_a)
+
+    def reads_of(self, row: ResidualRow, group: int, reads: Reads) -> Reads:
+        """One row's part of what all rows read of base's blocks."""
+        if (row.row, group) not in self._row_reads:
+            self._row_reads[row.row, group] = reads.of_rows([row.row])
+        return self._row_reads[row.row, group]
+
+    def keep_measures(self, measures: Mapping[int, mx.array]) -> None:
+        """Keep what has been measured of each row's tokens, float32 [n, 4] by the row's place. Lazy."""
+        for place, row in enumerate(self.rows):
+            if row.arenas.measures is not None and row.row in measures:
+                writes = self._places[place][row.arenas.measured]
+                writes.put_tokens(row.arenas.measures.tokens, measures[row.row][None])
 
     def _residual_ids(self, place: int, group: int, reads: Reads) -> mx.array:
         """Slots of the residuals of the tokens in the base blocks that a row reads."""
@@ -237,12 +251,13 @@ class ResidualRows:
         return self._plans[group, rows]
 
 
-class ResidualStepCache(StepCache):
-    """One layer's cache in a step with residual rows.
+class OverlaidStepCache(StepCache):
+    """One layer's cache in a step with residual rows, or in one that is measured.
 
     Args:
-        rows: those.
         group: index of the layer's group in base's spec.
+        rows: those with residuals; None for none.
+        measures: of the step; None where nothing is measured.
     """
 
     def __init__(
@@ -251,21 +266,35 @@ class ResidualStepCache(StepCache):
         reads: Reads | None,
         writes: Writes | None,
         offset: int | mx.array,
-        rows: ResidualRows,
         group: int,
+        rows: ResidualRows | None,
+        measures: StepMeasures | None,
     ) -> None:
         super().__init__(arena, reads, writes, offset)
-        self._rows = rows
         self._group = group
+        self._rows = rows
+        self._measures = measures
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
         """Write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] of the rows that do, and the others' residuals."""
+        if self._rows is None:
+            kv = super().update(keys, values)
+            if self._measures is not None:
+                self._measures.note_written(self._group, self.arena, keys, values)
+            return kv
         if self._reads is None or values is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} has no residuals in this step")
         if self._writes is not None:
-            writers = self._rows.writer_places
-            self._writes.put(self.arena, keys[writers], values[writers])
+            written = keys[self._rows.writer_places], values[self._rows.writer_places]
+            self._writes.put(self.arena, *written)
+            if self._measures is not None:
+                self._measures.note_written(self._group, self.arena, *written)
         self._rows.write(self.arena.layer.index)
+        if self._measures is not None:
+            for row in self._rows.rows:
+                own = self._rows.reads_of(row, self._group, self._reads)
+                place = slice(row.row, row.row + 1)
+                self._measures.note_own(row.row, self._group, self.arena, own, keys[place], values[place])
         return self._rows.overlaid(self.arena, self._group, self._reads)
 
 
@@ -274,10 +303,11 @@ def make_step_caches(
     reads: Sequence[Reads | None],
     writes: Sequence[Writes | None],
     offset: int | mx.array,
-    rows: ResidualRows,
+    rows: ResidualRows | None,
+    measures: StepMeasures | None,
 ) -> list[StepCache]:
     """One per cache of keys and values, in the model's order, each given with its group."""
     return [
-        ResidualStepCache(arena, reads[group], writes[group] if writes else None, offset, rows, group)
+        OverlaidStepCache(arena, reads[group], writes[group] if writes else None, offset, group, rows, measures)
         for group, arena in layers
     ]

@@ -12,12 +12,14 @@ from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import GroupArena, make_arenas
 from agentcache.kv.block_layout import Array
+from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.spec import CacheSpec
 from agentcache.kv.states import StateArena
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.malloc import give_back_freed
+from agentcache.models.divergence import StepMeasures
 from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import RowState, join, make_caches, state_of
 from agentcache.models.residual_rows import ResidualRow, ResidualRows, make_step_caches
@@ -31,11 +33,19 @@ class ModelRunner:
 
     Args:
         snapshots: of recurrent state, for a model that has any.
+        measures: whether it is measured what sharing base's keys and values costs (`models/divergence.py`).
 
     Counters: `forward_tokens` tokens computed, `copied_blocks` blocks copied on write.
     """
 
-    def __init__(self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pools: Sequence[BlockPool],
+        snapshots: Snapshots | None = None,
+        *,
+        measures: bool = False,
+    ) -> None:
         self._loaded = loaded
         self._pools = pools
         self.arenas: list[GroupArena] = make_arenas(loaded.spec)
@@ -46,6 +56,7 @@ class ModelRunner:
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
         self._residuals: list[ResidualArenas] = []
+        self._energies = [TokenMeasures("energy", 2) for _ in self.arenas] if measures else []
         self._is_busy = False
         self.forward_tokens = 0
         self.copied_blocks = 0
@@ -71,7 +82,7 @@ class ModelRunner:
 
     def open_residual(self, spec: CacheSpec, pools: Sequence[BlockPool]) -> ResidualArenas:
         """Arenas for one adapter's residuals (`residual_spec`), which follow these pools until `close_residual`."""
-        arenas = ResidualArenas(spec, pools, self.wait, self.evaluate)
+        arenas = ResidualArenas(spec, pools, self.wait, self.evaluate, measures=bool(self._energies))
         self._residuals.append(arenas)
         return arenas
 
@@ -98,8 +109,13 @@ class ModelRunner:
         self._loaded.trunk.prepare(step)
         model = self._loaded.model if step.model is None else step.model
         states = make_caches(join(step.states, self._recurrent), self._recurrent)
+        measures = StepMeasures(self._energies) if self._energies else None
         with self._loaded.current.of(step):
-            logits = model(step.token_ids, cache=self._loaded.survey.caches(self._paged(step), states))
+            logits = model(step.token_ids, cache=self._loaded.survey.caches(self._paged(step, measures), states))
+        if measures is not None:
+            own = measures.finish(step.writes)
+            if step.residual is not None:
+                step.residual.keep_measures(own)
         after = state_of(states, len(step.lengths))
         self._states += [array for cache in after.arrays for array in cache if array is not None]
         return StepOutputs(logits if step.all_logits else logits[:, -1:], after.rows())
@@ -108,10 +124,10 @@ class ModelRunner:
         """What was computed until now does not count."""
         self.forward_tokens = self._loaded.trunk.layer_tokens = 0
 
-    def _paged(self, step: StepInputs) -> list[StepCache]:
+    def _paged(self, step: StepInputs, measures: StepMeasures | None) -> list[StepCache]:
         """One per cache of keys and values, in the model's order."""
-        if step.residual is not None:
-            return make_step_caches(self._layers, step.reads, step.writes, step.offset, step.residual)
+        if step.residual is not None or measures is not None:
+            return make_step_caches(self._layers, step.reads, step.writes, step.offset, step.residual, measures)
         return [StepCache(layer, step.reads[group], step.writes[group], step.offset) for group, layer in self._layers]
 
     def fit(self) -> None:
@@ -123,6 +139,8 @@ class ModelRunner:
             arena.shrink(pool.capacity)
         for arena, pool in zip(self.arenas, self._pools, strict=True):
             arena.grow(pool.capacity)
+        for energies, pool in zip(self._energies, self._pools, strict=False):
+            energies.fit(pool.capacity)
 
     def start(self, *outputs: mx.array) -> None:
         """Have the device compute `outputs` and every write into the arenas that is due, without waiting for the end.
@@ -148,7 +166,8 @@ class ModelRunner:
         self.wait()
 
     def _arena_arrays(self) -> list[mx.array]:
-        return [array for arena in self.arenas for array in arena.arrays()]
+        energies = [each.tokens.array for each in self._energies] if self._energies else []
+        return [array for arena in self.arenas for array in arena.arrays()] + energies
 
     def release_buffers(self) -> None:
         """Give temporaries of a large step back: on a Mac they are taken from the same memory as everything else."""
@@ -159,13 +178,18 @@ class ModelRunner:
         """Copy-on-write, lazily, in order with the steps around it."""
         self.fit()
         for copy in copies:
-            self.arenas[copy.group].copy(copy.source, copy.target)
+            self._copy(copy)
             self.copied_blocks += 1
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
         """The same, of blocks that nobody reads."""
         for move in moves:
-            self.arenas[move.group].copy(move.source, move.target)
+            self._copy(move)
+
+    def _copy(self, copy: Copy) -> None:
+        self.arenas[copy.group].copy(copy.source, copy.target)
+        if self._energies:
+            self._energies[copy.group].copy(copy.source, copy.target)
 
     def give_back(self) -> None:
         """Follow the pools downwards, and give all that is free to the system."""
@@ -189,6 +213,18 @@ class ModelRunner:
         if group == len(self.arenas):
             return self._state_arena.snapshot(block_id)
         return self.arenas[group].snapshot(block_id, num_tokens)
+
+    def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras:
+        """What is known of a block beside its bytes, to go with its file."""
+        if not self._energies or group == len(self.arenas):
+            return {}
+        self.wait()
+        return self._energies[group].extras(block_id, num_tokens)
+
+    def put_extras(self, group: int, block_id: int, num_tokens: int, extras: Extras) -> None:
+        """Take over what came with a block's file; after `put_blocks`."""
+        if self._energies and group < len(self.arenas):
+            self._energies[group].put(block_id, num_tokens, extras)
 
     # -- recurrent state ----------------------------------------------------------------------------------------------
 

@@ -29,10 +29,10 @@ class Row:
 class Driver:
     """A runner with its pools."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, *, measures: bool = False) -> None:
         self.loaded = loaded
         self.pools = [BlockPool() for _ in loaded.spec.groups]
-        self.runner = ModelRunner(loaded, self.pools)
+        self.runner = ModelRunner(loaded, self.pools, measures=measures)
 
     def row(self) -> Row:
         return Row([BlockTable() for _ in self.pools])

@@ -47,8 +47,8 @@ AnyRow = Row | Overlay | tuple[Row, RowAdapter]
 class ResidualDriver(Driver):
     """A runner with base's pools and one set of pools an adapter."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        super().__init__(loaded)
+    def __init__(self, loaded: LoadedModel, *, measures: bool = False) -> None:
+        super().__init__(loaded, measures=measures)
         self.caches: dict[AdapterWeights, Residuals] = {}
 
     def residuals(self, weights: AdapterWeights) -> Residuals:

@@ -27,8 +27,10 @@ _HEAD_DIM = 32
 KEYS_AND_VALUES = ("self_attn.k_proj", "self_attn.v_proj")
 
 
-def small_model(architecture: str, shared_by: int, dtype: mx.Dtype = mx.float32, **overrides: Any) -> LoadedModel:
-    """One of two layers (of three, where these are of two kinds) with heads of 32 values."""
+def small_model(
+    architecture: str, shared_by: int = 2, dtype: mx.Dtype = mx.float32, kv_bits: int = 4, **overrides: Any
+) -> LoadedModel:
+    """One of two layers with heads of 32 values."""
     heads, kv_heads = HEADS[shared_by]
     config = COMMON | {"vocab_size": 97, "num_hidden_layers": 2, "intermediate_size": 64} | ARCHITECTURES[architecture]
     config |= {
@@ -39,7 +41,7 @@ def small_model(architecture: str, shared_by: int, dtype: mx.Dtype = mx.float32,
         "num_key_value_heads": kv_heads,
         "sliding_window_pattern": 2,
     }
-    return zoo.load(config["model_type"], config | overrides, check=False, dtype=dtype)
+    return zoo.load(config["model_type"], config | overrides, check=False, dtype=dtype, kv_bits=kv_bits)
 
 
 def adapter(

@@ -39,10 +39,12 @@ def build(file: str, config: dict[str, Any], seed: int = 0, dtype: mx.Dtype = mx
     return model
 
 
-def load(file: str, config: dict[str, Any], *, check: bool = True, dtype: mx.Dtype = mx.float32) -> LoadedModel:
+def load(
+    file: str, config: dict[str, Any], *, check: bool = True, dtype: mx.Dtype = mx.float32, kv_bits: int = 4
+) -> LoadedModel:
     """The model on the paged cache, without a folder and a tokenizer. Raises UnsupportedModel."""
     model, current = build(file, config, dtype=dtype), CurrentStep()
-    hosted = host(model, file, config, check=check)
+    hosted = host(model, file, config, check=check, kv_bits=kv_bits)
     loader.install_wanted_positions(hosted.survey, current)
     return LoadedModel(
         model=model,

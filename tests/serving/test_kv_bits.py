@@ -28,4 +28,3 @@ def test_each_has_files_of_its_own(model_folder: ModelFolder, tmp_path: Path) ->
     assert 1.6 < first[8][2] / first[4][2] < 1.9  # scales and biases stay what they are
     assert ask(model, tmp_path / "8", 8)[0] <= 4
     assert ask(model, tmp_path / "8", 4)[0] == len(PROMPT)  # nothing of 8 bits is read as 4
-    assert ask(model, tmp_path / "8", 8)[0] <= 4

@@ -1,0 +1,74 @@
+"""What has been measured of each cached token, beside what attention reads: only where somebody asks for it.
+
+In RAM token by token, so that a part of a block can be told from the rest. With a block's file goes one sum a block
+(see `store/block_extras.py`), rounded to eleven bits, so that files are equal where a last bit of a float was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import mlx.core as mx
+import numpy as np
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockTable
+from agentcache.kv.arena import TensorArena
+from agentcache.kv.block_layout import Array
+from agentcache.kv.spec import TensorSpec
+
+Extras: TypeAlias = "Mapping[str, str | Array]"  # as in `store/block_extras.py`
+
+_KEPT_BITS = 11
+
+
+class TokenMeasures:
+    """Some numbers a token, for all slots of a cache group; NaN where nothing is known.
+
+    Args:
+        name: of the sum in a block's file.
+        width: how many numbers.
+    """
+
+    def __init__(self, name: str, width: int) -> None:
+        self.name = name
+        self.tokens = TensorArena(TensorSpec(name, "F32", (width,)))
+        self._width = width
+
+    def fit(self, capacity: int) -> None:
+        """Follow the pool's capacity."""
+        if self.tokens.capacity > capacity:
+            self.tokens.shrink(capacity)
+        elif self.tokens.capacity < capacity:
+            self.tokens.grow(capacity)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block's. Lazy."""
+        self.tokens.array[target] = self.tokens.array[source]
+
+    def extras(self, block_id: int, num_tokens: int) -> dict[str, Array]:
+        """What goes with the file of a block of so many tokens: their sum, float32 [width]; nothing if unknown."""
+        total = np.array(self.tokens.array[block_id, :num_tokens].sum(axis=0))
+        if not np.isfinite(total).all():
+            return {}
+        mantissa, exponent = np.frexp(total)
+        return {self.name: np.ldexp(np.round(np.ldexp(mantissa, _KEPT_BITS)), exponent - _KEPT_BITS).astype(np.float32)}
+
+    def put(self, block_id: int, num_tokens: int, extras: Extras) -> None:
+        """Take over what came with the file of a block of so many tokens, an equal part for each of them."""
+        total = extras.get(self.name)
+        if isinstance(total, str) or (total is not None and total.shape != (self._width,)):
+            total = None  # of a writer that measured something else
+        each = np.full(self._width, np.nan, np.float32) if total is None else total / np.float32(num_tokens)
+        self.tokens.array[block_id, :num_tokens] = mx.array(each)
+
+    def sums(self, table: BlockTable, num_tokens: int) -> tuple[np.ndarray, int]:
+        """Sum over those of a sequence's first tokens that are in `table` and known, and how many these are."""
+        count = num_tokens - table.first_block * BLOCK_SIZE
+        ids: Sequence[int] = table.block_ids[: -(-count // BLOCK_SIZE)]
+        if not ids:
+            return np.zeros(self._width), 0
+        tokens = np.array(self.tokens.array[mx.array(ids)].reshape(-1, self._width)[:count], np.float64)
+        known = np.isfinite(tokens).all(axis=1)
+        return tokens[known].sum(axis=0), int(known.sum())

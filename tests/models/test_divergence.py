@@ -1,0 +1,110 @@
+"""What is measured of the difference between an agent's own keys and values and the base that it shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentcache.models.divergence import Divergence
+from agentcache.models.loader import LoadedModel
+from tests.models.residual_driver import Overlay, ResidualDriver
+from tests.models.residual_oracle import adapter, small_model
+
+EVERYTHING = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
+IDS = np.random.default_rng(3).integers(0, 90, 600)
+
+
+def read(loaded: LoadedModel, folder: Path, strength: float, chunk: int = 150) -> tuple[ResidualDriver, Overlay]:
+    driver = ResidualDriver(loaded, measures=True)
+    row = driver.overlay(driver.row(), adapter(loaded, folder, 3, targets=EVERYTHING, strength=strength))
+    driver.read(row, IDS, chunk)
+    return driver, row
+
+
+def divergence(row: Overlay, num_tokens: int = len(IDS)) -> Divergence:
+    found = Divergence.of(*row.cache.arenas.measured_of(row.tables, num_tokens))
+    assert found is not None
+    return found
+
+
+def without_energy(driver: ResidualDriver, row: Overlay) -> float:
+    """What would be said if the rounding were not taken off."""
+    sums, count = row.cache.arenas.measured_of(row.tables, len(IDS))
+    for group, energies in enumerate(driver.runner._energies):
+        rounding, _ = energies.sums(row.base.tables[group], len(IDS))
+        sums[[0, 2]] += rounding
+    whole = Divergence.of(sums, count)
+    assert whole is not None
+    return whole.value
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_where_nothing_differs_nothing_is_said_to(model: str, tmp_path: Path) -> None:
+    driver, row = read(small_model(model), tmp_path, 0.0)
+    assert divergence(row).num_tokens == len(IDS)
+    assert divergence(row).value < 0.003
+    assert without_energy(driver, row) > 0.05
+
+
+@pytest.mark.parametrize("strength", [0.05, 0.3])
+def test_at_4_bits_it_is_what_8_bits_see(strength: float, tmp_path: Path) -> None:
+    values = [
+        divergence(read(small_model("qwen3", kv_bits=bits), tmp_path / str(bits), strength)[1]).value for bits in (4, 8)
+    ]
+    assert values[0] == pytest.approx(values[1], rel=0.05)
+    assert values[1] > 0.01
+
+
+def test_it_grows_with_the_adapter(tmp_path: Path) -> None:
+    loaded = small_model("llama")
+    values = [divergence(read(loaded, tmp_path / str(s), s)[1]).value for s in (0.02, 0.1, 0.5)]
+    assert values[0] < values[1] / 2 < values[2] / 4
+
+
+def test_a_companion_row_writes_what_the_adapters_row_is_measured_against(tmp_path: Path) -> None:
+    driver, row = read(small_model("qwen3"), tmp_path, 0.0)
+    for token in range(5):
+        driver.mixed([row, row.base], np.full((2, 1), token))
+    sums, count = row.cache.arenas.measured_of(row.tables, len(IDS) + 5)
+    assert count == len(IDS) + 5
+    assert abs(sums[0]) < 1e-3 * sums[1] and abs(sums[2]) < 1e-3 * sums[3]
+
+
+def test_it_comes_back_from_what_goes_with_files(tmp_path: Path) -> None:
+    """Both: base's, without which nothing could be measured against restored blocks, and the residuals' own."""
+    driver, row = read(small_model("qwen3"), tmp_path, 0.3)
+    arenas, runner = row.cache.arenas, driver.runner
+    before = divergence(row)
+    for group, table in enumerate(row.tables):
+        for block_id, count in zip(table.block_ids, (256, 256, 88), strict=True):
+            kept = arenas.block_extras(group, block_id, count)
+            arenas.put_extras(group, block_id, count, {})
+            assert group != arenas.measured or kept["divergence"].dtype == np.float32
+            arenas.put_extras(group, block_id, count, kept)
+    assert divergence(row).value == pytest.approx(before.value, rel=1e-3)
+    (first, *_) = row.base.tables[0].block_ids
+    kept = runner.block_extras(0, first, 256)
+    assert kept["energy"].shape == (2,)
+    runner.put_extras(0, first, 256, kept)
+    again = runner.block_extras(0, first, 256)
+    np.testing.assert_array_equal(again["energy"], kept["energy"])
+
+
+def test_tokens_of_blocks_that_nobody_measured_do_not_count(tmp_path: Path) -> None:
+    driver, row = read(small_model("llama"), tmp_path, 0.3)
+    arenas = row.cache.arenas
+    arenas.put_extras(arenas.measured, row.tables[arenas.measured].block_ids[0], 256, {})
+    assert divergence(row).num_tokens == len(IDS) - 256
+    assert arenas.block_extras(arenas.measured, row.tables[arenas.measured].block_ids[0], 256) == {}
+    assert Divergence.of(*arenas.measured_of(row.tables, 200)) is None
+
+
+def test_by_default_nothing_is_measured(tmp_path: Path) -> None:
+    driver = ResidualDriver(small_model("llama"))
+    row = driver.overlay(driver.row(), adapter(driver.loaded, tmp_path, 3))
+    driver.read(row, IDS[:40])
+    assert row.cache.arenas.measures is None
+    assert driver.runner.block_extras(0, 0, 40) == {} == row.cache.arenas.block_extras(0, 0, 40)
+    assert Divergence.of(*row.cache.arenas.measured_of(row.tables, 40)) is None

@@ -1,0 +1,213 @@
+"""Rows that share base's keys and values: where they are exact, how far off elsewhere, and beside others in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from agentcache.errors import BrokenInvariant
+from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
+from agentcache.models.loader import LoadedModel
+from agentcache.models.step import StepInputs
+from tests.models.driver import Driver, Row
+from tests.models.lora_driver import difference
+from tests.models.residual_driver import AnyRow, Overlay, ResidualDriver
+from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
+
+ATTENTION = ("self_attn.q_proj", *KEYS_AND_VALUES, "self_attn.o_proj")
+EVERYTHING = (*ATTENTION, "mlp.gate_proj", "mlp.down_proj")
+IDS = np.random.default_rng(5).integers(0, 90, 330)
+
+
+def exact(loaded: LoadedModel, weights: AdapterWeights | None, ids: np.ndarray = IDS) -> mx.array:
+    return Driver(loaded).logits(ids, [len(ids)], adapter=None if weights is None else RowAdapter(weights))
+
+
+def shared(loaded: LoadedModel, weights: AdapterWeights, ids: np.ndarray = IDS) -> mx.array:
+    driver = ResidualDriver(loaded)
+    return driver.read(driver.overlay(driver.row(), weights), ids, 110)
+
+
+def full_reuse(loaded: LoadedModel, weights: AdapterWeights, other: AdapterWeights | None) -> mx.array:
+    """The adapter on keys and values that another one, or base, has computed: the baseline that must lose."""
+    driver = Driver(loaded)
+    theirs, own = driver.row(), driver.row()
+    user = None if other is None else RowAdapter(other)
+    driver.logits(IDS, [len(IDS)], theirs, user)
+    driver._reserve(own, len(IDS))
+    step = StepInputs(
+        mx.array(IDS.astype(np.int32))[None],
+        [0],
+        reads=driver.runner.reads([theirs.tables], [0], len(IDS)),
+        writes=driver.runner.writes([own.tables], [0], len(IDS)),
+        adapters=[RowAdapter(weights)],
+        all_logits=True,
+        states=[None],
+    )
+    logits = driver.runner.forward(step).logits[0]
+    mx.eval(logits)
+    return logits
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "gemma3_text"])
+def test_an_adapter_of_the_last_layer_only_is_exact_at_8_bits(model: str, tmp_path: Path) -> None:
+    loaded = small_model(model, kv_bits=8, num_hidden_layers=3)
+    weights = adapter(loaded, tmp_path, 5, targets=EVERYTHING, layers=[2], strength=1.0)
+    wanted, base, actual = exact(loaded, weights), exact(loaded, None), shared(loaded, weights)
+    best = mx.sort(wanted, axis=-1)[:, -2:]
+    same = actual.argmax(axis=-1) == wanted.argmax(axis=-1)
+    assert mx.all(same | (best[:, 1] - best[:, 0] < 0.05)).item()  # of logits up to 5; what 8 bits leave is 0.01
+    assert difference(actual, wanted) < 0.01
+    assert difference(wanted, base) > 0.2
+
+
+@pytest.mark.parametrize("kv_bits", [4, 8])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "phi3"])
+def test_an_adapter_that_adds_nothing_is_base(model: str, kv_bits: int, tmp_path: Path) -> None:
+    loaded = small_model(model, kv_bits=kv_bits)
+    weights = adapter(loaded, tmp_path, 3, targets=(*KEYS_AND_VALUES, "self_attn.qkv_proj"), strength=0.0)
+    assert difference(shared(loaded, weights), exact(loaded, None)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model", "seeds"),
+    [("qwen3", 2), *(pytest.param(name, 8, marks=pytest.mark.slow) for name in ("llama", "qwen3", "gemma3_text"))],
+)
+def test_the_error_falls_with_the_adapter_and_is_less_than_that_of_full_reuse(
+    model: str, seeds: int, tmp_path: Path
+) -> None:
+    loaded = small_model(model, kv_bits=8, num_hidden_layers=3)
+    errors: dict[float, list[float]] = {0.05: [], 0.2: []}
+    other = adapter(loaded, tmp_path / "other", 4, targets=EVERYTHING, strength=0.2, seed=99)
+    for strength, found in errors.items():
+        for seed in range(seeds):
+            weights = adapter(
+                loaded, tmp_path / f"{strength}.{seed}", 4, targets=EVERYTHING, strength=strength, seed=seed
+            )
+            wanted = exact(loaded, weights)
+            found.append(difference(shared(loaded, weights), wanted))
+            if seed < 1:
+                assert found[-1] < difference(full_reuse(loaded, weights, None), wanted)
+                assert found[-1] < difference(full_reuse(loaded, weights, other), wanted)
+    assert np.mean(errors[0.05]) / np.mean(errors[0.2]) <= 0.4
+
+
+@pytest.fixture
+def crowd(tmp_path: Path) -> tuple[LoadedModel, list[AdapterWeights]]:
+    """Rank 4 everywhere, rank 16 in the upper layer, values only, keys only."""
+    loaded = small_model("gemma3_text")
+    recipes: list[dict[str, Any]] = [
+        {"rank": 4, "targets": EVERYTHING},
+        {"rank": 16, "targets": ATTENTION, "layers": [1]},
+        {"rank": 3, "targets": ["self_attn.q_proj", "self_attn.v_proj"]},
+        {"rank": 2, "targets": ["self_attn.k_proj"]},
+    ]
+    return loaded, [adapter(loaded, tmp_path / str(i), seed=i, **recipe) for i, recipe in enumerate(recipes)]
+
+
+def start(driver: ResidualDriver, weights: list[AdapterWeights]) -> list[AnyRow]:
+    """Rows of all policies and many lengths, each read; residual ones have their companions behind them."""
+    rows: list[AnyRow] = []
+    for seed, length in enumerate((40, 5, 290, 256, 17, 33, 60)):
+        ids = np.random.default_rng(seed).integers(0, 90, length)
+        row = driver.row()
+        if seed < len(weights):
+            overlay = driver.overlay(row, weights[seed])
+            driver.read(overlay, ids, 100)
+            rows.append(overlay)
+            continue
+        user = (None, RowAdapter(weights[0]), RowAdapter(weights[1], 9))[seed - len(weights)]
+        driver.logits(ids, [length], row, user)
+        rows.append(row if user is None else (row, user))
+    return rows
+
+
+def decode(driver: ResidualDriver, rows: Sequence[AnyRow], steps: int = 6) -> mx.array:
+    """Logits [steps, rows, vocabulary]: greedy, of rows and, behind them, the companions of residual ones."""
+    tokens, found = [7] * len(rows), []
+    for _ in range(steps):
+        overlays = [place for place, row in enumerate(rows) if isinstance(row, Overlay)]
+        companions = [row.base for row in rows if isinstance(row, Overlay)]
+        ids = np.array([*tokens, *(tokens[place] for place in overlays)])[:, None]
+        logits = driver.mixed([*rows, *companions], ids).logits[: len(rows), 0]
+        found.append(logits)
+        tokens = logits.argmax(axis=-1).tolist()
+    return mx.stack(found)
+
+
+def test_rows_of_all_kinds_are_in_a_batch_what_they_are_alone(
+    crowd: tuple[LoadedModel, list[AdapterWeights]],
+) -> None:
+    loaded, weights = crowd
+    driver = ResidualDriver(loaded)
+    together = decode(driver, start(driver, weights))
+    for place in range(together.shape[1]):
+        alone = ResidualDriver(loaded)
+        row = start(alone, weights)[place]
+        assert difference(together[:, place], decode(alone, [row])[:, 0]) < 2e-3, place
+
+
+def contents(driver: Driver, row: Row, num_tokens: int) -> list[bytes]:
+    return [
+        bytes(driver.runner.snapshot(group, block_id, min(256, num_tokens - 256 * position)))
+        for group, table in enumerate(row.tables)
+        for position, block_id in enumerate(table.block_ids)
+    ]
+
+
+def test_base_blocks_are_the_same_bytes_whoever_reads_them(crowd: tuple[LoadedModel, list[AdapterWeights]]) -> None:
+    loaded, weights = crowd
+    plain, driver = Driver(loaded), ResidualDriver(loaded)
+    untouched, base = plain.row(), driver.row()
+    plain.logits(IDS, [110] * 3, untouched)
+    rows = [driver.overlay(base, each) for each in weights]
+    driver.read(rows[0], IDS, 110)
+    for row in rows[1:]:
+        for begin in range(0, len(IDS), 110):
+            driver.mixed([row], IDS[None, begin : begin + 110])
+    assert contents(driver, base, len(IDS)) == contents(plain, untouched, len(IDS))
+
+
+def test_companions_write_what_base_rows_write(crowd: tuple[LoadedModel, list[AdapterWeights]]) -> None:
+    """Whatever the adapter's rows beside them are: the next turn's base is what base itself would have cached."""
+    loaded, weights = crowd
+    driver, plain = ResidualDriver(loaded), ResidualDriver(loaded)
+    overlay, other = driver.overlay(driver.row(), weights[0]), plain.row()
+    driver.read(overlay, IDS[:300], 100)
+    plain.logits(IDS[:300], [100] * 3, other)
+    for token in IDS[300:]:
+        driver.mixed([overlay, overlay.base], np.full((2, 1), token))
+        plain.mixed([other, plain.row()], np.full((2, 1), token))  # as many rows, since products differ by their shapes
+    assert contents(driver, overlay.base, len(IDS)) == contents(plain, other, len(IDS))
+
+
+def test_what_passes_float16_saturates_and_is_counted(tmp_path: Path) -> None:
+    loaded = small_model("llama")
+    weights = adapter(loaded, tmp_path, 2, strength=0.01)
+    for pair in weights.matrices.values():
+        pair.a[:, 0] = pair.a[:, 0] * 1e8
+    driver = ResidualDriver(loaded)
+    row = driver.overlay(driver.row(), weights)
+    logits = driver.read(row, IDS[:40])
+    counted = row.cache.arenas.saturated.item()
+    assert 0 < counted <= 40 * 2 * 2  # one component of two, keys and values, of two layers
+    assert mx.isfinite(logits).all().item()
+    (arena,) = {id(arena): arena for arena in [row.cache.arenas]}.values()
+    _, tensor = arena.tensor("residual.layers.0.key_a.@")
+    assert mx.abs(tensor.array).max().item() == 65504
+
+
+def test_residuals_that_are_not_there_are_never_read(tmp_path: Path) -> None:
+    loaded = small_model("llama")
+    driver = ResidualDriver(loaded)
+    row = driver.overlay(driver.row(), adapter(loaded, tmp_path, 2))
+    driver.read(row, IDS)
+    row.tables[0].block_ids = row.tables[0].block_ids[1:]
+    row.tables[0].first_block = 1
+    with pytest.raises(BrokenInvariant, match="lacks residuals"):
+        driver.mixed([row, row.base], np.array([[1], [1]]))
