@@ -113,7 +113,7 @@ def _put_together(
     if plan.ram_budget < ledger.floors:
         raise ConfigError(f"ram_budget must be at least {ledger.floors} bytes for this model")
     cache.allocator.headroom = guard.headroom
-    runner = ModelRunner(loaded, cache.slots.pools, cache.snapshots)
+    runner = ModelRunner(loaded, cache.slots.pools, cache.snapshots, measures=config.max_divergence > 0)
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
     in_use = InUse()
     agents = AgentTable(loaded.fingerprint, store.load_agents(), in_use)
