@@ -18,20 +18,23 @@ class Policy(StrEnum):
     EXACT = "exact"
     ACTIVATED = "activated"
     PREFILL_SHARE = "prefill-share"
+    RESIDUAL = "residual"  # lossy: only where `max_divergence` allows it, and never by `auto`
 
 
-# Lossy ways to share, by their published names: a clear word beats "unknown".
-REFUSED_POLICIES = ("residual", "residual-shared-a", "full-reuse")
+# Why a server that has not been told otherwise answers nobody so.
+RESIDUAL_IS_OFF = "the policy 'residual' is not exact; --max-divergence above 0 allows it, and is 0"
+# Other lossy ways to share, by their published names: a clear word beats "unknown".
+REFUSED_POLICIES = ("residual-shared-a", "full-reuse")
 
 
 def parse_policy(text: str, param: str = "policy") -> Policy:
     """The policy of that name.
 
     Raises:
-        InvalidRequest: there is none, or it is one of those that are not exact.
+        InvalidRequest: there is none, or it is not supported.
     """
     if text in REFUSED_POLICIES:
-        raise InvalidRequest(f"{param} {text!r} is not supported: only exact ways to share are", param=param)
+        raise InvalidRequest(f"{param} {text!r} is not supported", param=param)
     if text not in list(Policy):
         raise InvalidRequest(f"{param} must be one of {', '.join(Policy)}", param=param)
     return Policy(text)

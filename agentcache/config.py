@@ -21,8 +21,8 @@ from agentcache.sizes import (
     AUTO_DISK_CEILING,
     parse_bytes,
     parse_disk_budget,
+    parse_part_of_budget,
     parse_share_of_ram,
-    parse_state_budget,
     parse_trunk_budget,
     parse_wired_limit,
 )
@@ -124,6 +124,10 @@ class Config:
             models that have recurrent layers; None for a quarter of it.
         snapshot_tokens: tokens between two snapshots of a conversation's recurrent state; None for as many as make
             snapshots cost at most twice the keys and values.
+        residual_budget: bytes of `ram_budget` for residuals of adapters (policy `residual`), lent to the base cache
+            until they are used; None for a quarter of it.
+        max_divergence: how far, relative to its own, the keys and values that an adapter reads may lie from those that
+            base shares with it (policy `residual`); 0 refuses to share so.
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
@@ -194,6 +198,17 @@ class Config:
     snapshot_tokens: int | None = _setting(
         Kind.INTEGER, Flag("Tokens between snapshots of recurrent state."), above_zero=True, default=None
     )
+    residual_budget: int | None = _setting(
+        Kind.SIZE,
+        Flag("Of that RAM, for residuals of adapters: 2GB, 5%, auto (a quarter)."),
+        above_zero=True,
+        default=None,
+    )
+    max_divergence: float = _setting(
+        Kind.NUMBER,
+        Flag("How far answers' keys and values may be from the adapter's own, to share a base: 0.2; 0 (never)."),
+        default=0.0,
+    )
     max_concurrent_requests: int = _setting(
         Kind.INTEGER, Flag("Requests in one batch (16); more wait."), above_zero=True, default=16
     )
@@ -259,6 +274,8 @@ class Config:
             raise ConfigError(f"kv = {self.kv} is neither 4 nor 8")
         if not 0 < self.decode_share < 1:
             raise ConfigError(f"decode_share = {self.decode_share} is not between 0 and 1")
+        if not 0 <= self.max_divergence < math.inf:
+            raise ConfigError(f"max_divergence = {self.max_divergence} is not 0 or above")
         for key in ("model", "host", "api_key"):
             if getattr(self, key) == "":
                 raise ConfigError(f"{key} is empty; leave it out to get the default")
@@ -354,7 +371,8 @@ def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     settings["wired_limit"] = parse_wired_limit(settings.get("wired_limit", "auto"))
     settings["disk_budget"] = parse_disk_budget(settings.get("disk_budget", "auto"), cache_dir)
     settings["trunk_budget"] = parse_trunk_budget(settings.get("trunk_budget", "auto"), settings["ram_budget"])
-    settings["state_budget"] = parse_state_budget(settings.get("state_budget", "auto"), settings["ram_budget"])
+    for key in ("state_budget", "residual_budget"):
+        settings[key] = parse_part_of_budget(settings.get(key, "auto"), settings["ram_budget"], key=key)
     if "max_body_bytes" in settings:
         settings["max_body_bytes"] = parse_bytes(settings["max_body_bytes"], key="max_body_bytes")
     for key, value in settings.items():

@@ -258,9 +258,21 @@ class LLM:
         """One agent; raises NotFound."""
         return self._wait(self._engine.agent(agent_id))
 
-    def fork(self, agent_id: str, new_id: str, lineage: str | None = None) -> AgentInfo:
-        """A new agent with the same memory (of one lineage); raises NotFound, Conflict."""
-        return self._wait(self._engine.fork_agent(agent_id, new_id, lineage))
+    def fork(
+        self,
+        agent_id: str,
+        new_id: str,
+        lineage: str | None = None,
+        *,
+        adapter: str | None = None,
+        policy: Policy | str | None = None,
+    ) -> AgentInfo:
+        """A new agent with the same memory (of one lineage), and another adapter or policy where these are given.
+
+        Raises NotFound, InvalidRequest, Conflict.
+        """
+        fork = self._engine.fork_agent(agent_id, new_id, lineage, adapter=adapter, policy=_policy(policy))
+        return self._wait(fork)
 
     def import_agent(self, agent_id: str, path: str | Path) -> AgentInfo:
         """Make an agent of a file of `agentcache export`; raises ArchiveRejected, Conflict, StoreError."""
@@ -274,9 +286,13 @@ class LLM:
         """Bring an agent's blocks (of one lineage) from disk into RAM."""
         return self._wait(self._engine.restore_agent(agent_id, lineage))
 
-    def evict(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
-        """Free the RAM of an agent, or of one of its lineages; it stays on disk."""
-        return self._wait(self._engine.evict_agent(agent_id, lineage))
+    def evict(self, agent_id: str, lineage: str | None = None, kind: str | None = None) -> AgentInfo:
+        """Free the RAM of an agent, or of one of its lineages; it stays on disk.
+
+        Args:
+            kind: only base's keys and values (`base`), or only residuals (`residual`).
+        """
+        return self._wait(self._engine.evict_agent(agent_id, lineage, kind))
 
     def stats(self) -> CacheStats:
         return self._wait(self._engine.stats())

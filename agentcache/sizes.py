@@ -114,15 +114,15 @@ def parse_trunk_budget(text: str | int, ram_budget: int | None) -> int | None:
     return budget
 
 
-def parse_state_budget(text: str | int, ram_budget: int | None) -> int | None:
+def parse_part_of_budget(text: str | int, ram_budget: int | None, *, key: str) -> int | None:
     """Bytes; None for `auto`, as in `parse_share_of_ram`.
 
     Raises:
         ConfigError: more than `ram_budget`, of which it is a part.
     """
-    budget = parse_share_of_ram(text, key="state_budget")
+    budget = parse_share_of_ram(text, key=key)
     if budget is not None and ram_budget is not None and budget > ram_budget:
-        raise ConfigError(f"state_budget = {text!r} is more than the ram_budget of {ram_budget} bytes")
+        raise ConfigError(f"{key} = {text!r} is more than the ram_budget of {ram_budget} bytes")
     return budget
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.report import AgentInfo
 from agentcache.request import Prompt, Request
@@ -100,12 +101,15 @@ async def import_agent(request: HttpRequest, agent_id: str) -> Response:
 
 @_of_agent
 async def fork_agent(request: HttpRequest, agent_id: str) -> Response:
-    body = (await read_call(request, without_body=b"{}")).body
-    _check_fields(body, "id", "lineage", id_field="goes into 'id'")
+    call = await read_call(request, without_body=b"{}")
+    body = call.body
+    _check_fields(body, "id", "lineage", "adapter", "policy", id_field="goes into 'id'")
     if body.string("id") is None:
         body.fail("id", 'is required: send a JSON object with "id", the new agent\'s name')
     new_id = check_agent_id(body.required_string("id"), "id")
-    agent = await engine_of(request).fork_agent(agent_id, new_id, body.string("lineage"))
+    agent = await engine_of(request).fork_agent(
+        agent_id, new_id, body.string("lineage"), adapter=read_adapter(call), policy=read_policy(body)
+    )
     return JSONResponse(agent_object(request, agent), 201)
 
 
@@ -117,9 +121,13 @@ async def restore_agent(request: HttpRequest, agent_id: str) -> Response:
 
 @_of_agent
 async def evict_agent(request: HttpRequest, agent_id: str) -> Response:
-    return JSONResponse(
-        agent_object(request, await engine_of(request).evict_agent(agent_id, await _read_lineage(request)))
-    )
+    body = (await read_call(request, without_body=b"{}")).body
+    _check_fields(body, "lineage", "kind", id_field="is in the path")
+    kind = body.string("kind")
+    if kind not in (None, BASE_CACHE, RESIDUAL):
+        body.fail("kind", f"must be {BASE_CACHE} or {RESIDUAL}")
+    agent = await engine_of(request).evict_agent(agent_id, body.string("lineage"), kind)
+    return JSONResponse(agent_object(request, agent))
 
 
 @_of_agent

@@ -24,7 +24,7 @@ async def clear_cache(request: Request) -> Response:
 def stats_object(stats: CacheStats) -> dict[str, Any]:
     """All numbers; RAM by kind of cache and by account, and blocks by state, in objects of their own."""
     described = dataclasses.asdict(stats)
-    for name in ("ram_bytes", "residual_ram_bytes", "adapter_ram_bytes", "trunk_ram_bytes"):
+    for name in ("ram_bytes", "adapter_ram_bytes", "trunk_ram_bytes"):
         del described[name]
     accounts = {account.pop("kind"): account for account in described.pop("ram_accounts")}
     blocks = {state: described.pop(f"blocks_{state}") for state in ("free", "live", "cached")}

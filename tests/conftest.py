@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -31,6 +33,19 @@ for _name, _examples in {"agentcache": 40, "thorough": 100}.items():
         derandomize="CI" in os.environ,
     )
 settings.load_profile("agentcache")
+
+
+RAM_DISK = Path("/dev/shm")
+
+
+@pytest.fixture
+def ram_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose files are flushed at once, where there is room: for hundreds of runs none of which loses power."""
+    if not RAM_DISK.is_dir() or shutil.disk_usage(RAM_DISK).free < 256 << 20:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=RAM_DISK) as folder:
+        yield Path(folder)
 
 
 def _schedule(item: pytest.Item | None) -> None:

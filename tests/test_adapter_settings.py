@@ -31,7 +31,7 @@ def test_a_folder_with_a_colon() -> None:
     assert parse_adapters({"x": "/a:b:exact"}) == (AdapterFolder("x", "/a:b", Policy.EXACT),)
 
 
-@pytest.mark.parametrize("value", [["poet"], ["=x"], ["poet="], ["poet=/a:residual"], ["a=/x", "a=/y"], {"a": 5}, 5])
+@pytest.mark.parametrize("value", [["poet"], ["=x"], ["poet="], ["poet=/a:full-reuse"], ["a=/x", "a=/y"], {"a": 5}, 5])
 def test_what_is_none(value: Any) -> None:
     with pytest.raises(ConfigError, match="adapters"):
         parse_adapters(value)
@@ -53,5 +53,5 @@ def test_policies() -> None:
     with pytest.raises(InvalidRequest, match="must be one of auto, exact") as caught:
         parse_policy("fast", "agentcache.policy")
     assert caught.value.param == "agentcache.policy"
-    with pytest.raises(InvalidRequest, match="'residual' is not supported"):
-        parse_policy("residual")
+    with pytest.raises(InvalidRequest, match="'residual-shared-a' is not supported"):
+        parse_policy("residual-shared-a")

@@ -7,7 +7,7 @@ once, in the prompt; what comes before is base's. Shared prefill (arXiv 2602.120
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.table import ServedAdapter, settle_policy
@@ -38,14 +38,23 @@ class AdapterUse:
     is_decoder: bool = False
 
     @property
+    def is_residual(self) -> bool:
+        """Whether it reads base's keys and values, and keeps beside them what it adds."""
+        return self.policy is Policy.RESIDUAL
+
+    @property
     def producer(self) -> Producer | None:
         """Who computes the request's keys and values; None for base."""
-        return None if self.start is None else Producer(self.digest, self.start, self.groups)
+        return None if self.start is None or self.is_residual else Producer(self.digest, self.start, self.groups)
 
     @property
     def activated_at(self) -> int | None:
         """The start, where that depends on the prompt."""
-        return None if self.policy is Policy.EXACT else self.start
+        return self.start if self.policy in (Policy.ACTIVATED, Policy.PREFILL_SHARE) else None
+
+    def stepped_down(self) -> AdapterUse:
+        """The same request's exact use of the adapter."""
+        return replace(self, policy=Policy.EXACT)
 
 
 def use_adapter(adapter: ServedAdapter, policy: Policy, request: Request, token_ids: Sequence[int]) -> AdapterUse:
@@ -57,7 +66,7 @@ def use_adapter(adapter: ServedAdapter, policy: Policy, request: Request, token_
     Raises:
         InvalidRequest: the prompt does not invoke the adapter, or the request contradicts itself.
     """
-    policy = settle_policy(policy, adapter.source)
+    policy = settle_policy(policy, adapter.source, adapter.residual_refusal)
     if request.invocation_start is not None and policy is not Policy.ACTIVATED:
         raise InvalidRequest(f"the policy {policy.value!r} has no invocation", param=_START_PARAM)
     start = _start(adapter, policy, request, token_ids)
@@ -66,6 +75,9 @@ def use_adapter(adapter: ServedAdapter, policy: Policy, request: Request, token_
 
 def refuse_without_adapter(request: Request) -> None:
     """Raise InvalidRequest if a request that base answers asks for what only an adapter has."""
+    if request.policy is Policy.RESIDUAL:
+        message = "the policy 'residual' needs an adapter, and a server with --max-divergence above 0"
+        raise InvalidRequest(message, param="agentcache.policy")
     if request.policy in (Policy.ACTIVATED, Policy.PREFILL_SHARE):
         raise InvalidRequest(f"the policy {request.policy.value!r} needs an adapter", param="agentcache.policy")
     if request.invocation_start is not None:
@@ -73,7 +85,7 @@ def refuse_without_adapter(request: Request) -> None:
 
 
 def _start(adapter: ServedAdapter, policy: Policy, request: Request, token_ids: Sequence[int]) -> int | None:
-    if policy is Policy.EXACT:
+    if policy in (Policy.EXACT, Policy.RESIDUAL):
         return 0
     if policy is Policy.PREFILL_SHARE:
         # The decoder is for what is generated: nothing, and the whole prompt is base's.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agentcache.adapter_settings import Policy
+from agentcache.adapter_settings import RESIDUAL_IS_OFF, Policy
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.names import RULE, is_name
 from agentcache.report import AdapterInfo
@@ -19,6 +19,9 @@ from agentcache.report import AdapterInfo
 if TYPE_CHECKING:
     from agentcache.models.adapters import Adapter
     from agentcache.models.decoder import Decoder
+
+    # Who an adapter is, by content, and where its weights can be read again.
+    AdapterSource = Adapter | Decoder
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,14 @@ class ServedAdapter:
         source: who the adapter is, by content, and where its weights can be read again.
         policy: how requests that name none share; never `auto`.
         groups: indices of the cache groups in which keys or values can differ from base's.
+        residual_refusal: why its requests cannot be `residual`; empty where they can.
     """
 
     name: str
-    source: Adapter | Decoder
+    source: AdapterSource
     policy: Policy
     groups: frozenset[int]
+    residual_refusal: str = RESIDUAL_IS_OFF
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -47,7 +52,7 @@ class ServedAdapter:
         return _is_decoder(self.source)
 
 
-def _is_decoder(source: Adapter | Decoder) -> bool:
+def _is_decoder(source: AdapterSource) -> bool:
     return source.format == "model"
 
 
@@ -62,8 +67,17 @@ def check_adapter_name(name: str) -> str:
     return name
 
 
-def settle_policy(policy: Policy, source: Adapter | Decoder) -> Policy:
-    """The policy itself, or what `auto` stands for; raises InvalidRequest for a decoder under any but its own."""
+def settle_policy(policy: Policy, source: AdapterSource, residual_refusal: str = RESIDUAL_IS_OFF) -> Policy:
+    """The policy itself, or what `auto` stands for.
+
+    Args:
+        residual_refusal: as in `ServedAdapter`.
+
+    Raises:
+        InvalidRequest: the adapter cannot be used so.
+    """
+    if policy is Policy.RESIDUAL and residual_refusal:
+        raise InvalidRequest(residual_refusal, param="policy", code="policy_unsupported")
     if _is_decoder(source):
         if policy not in (Policy.AUTO, Policy.PREFILL_SHARE):
             raise InvalidRequest(f"a decoder that is a whole model cannot be {policy.value!r}", param="policy")

@@ -126,7 +126,7 @@ class AdapterWeightSet:
 
     def cut(self, use: AdapterUse | None) -> int:
         """Layer below which all that a request computes is base's, at any token; 0 for none, or for base itself."""
-        row = self.row(use)
+        row = None if use is None or use.is_residual else self.row(use)
         return 0 if row is None else trunk_cut(row.weights.adapter, self._loaded.spec)
 
     @property

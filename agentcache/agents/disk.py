@@ -1,4 +1,4 @@
-"""What lies in the cache folder: the one place that writes to it and deletes from it while serving.
+"""What lies in the cache folder: the one owner that writes to it and deletes from it while serving.
 
 All of it runs on the writer's thread, one job after the other, so a manifest never overtakes the blocks that it names,
 and nothing changes between looking and writing. The engine's thread hands in values and gets values back.
@@ -17,11 +17,13 @@ from typing import TypeVar
 from agentcache.agents.in_use import InUse, subtract
 from agentcache.agents.lineages import staleness, unshared_tokens
 from agentcache.agents.table import Lineages, names_of
-from agentcache.blocks.keys import BLOCK_SIZE, BlockName, block_key
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, BlockName, block_key
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
+from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.archive import Archive
-from agentcache.store.manifest import AgentRecord
+from agentcache.store.block_folder import BlockCopy
+from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import BlockWrite, Store
 
 log = logging.getLogger("agentcache.disk")
@@ -49,6 +51,14 @@ class Turn:
     held: Sequence[BlockName] = ()
 
 
+@dataclass(frozen=True)
+class Reduced:
+    """A lineage before and after some of its blocks went."""
+
+    before: AgentRecord
+    after: AgentRecord
+
+
 @dataclass
 class Committed:
     """How a job ended.
@@ -57,7 +67,7 @@ class Committed:
         written: whether the blocks that came with it are on disk (or were deleted since: see there).
         lost: whether blocks that the turn names are gone, and nothing was saved: those in RAM can be written again.
         deleted: what no lineage and no turn needs any more: there are no files of it, once `clean_up` has run.
-        emptied: lineages whose blocks went to make room, as they were; the transcript stayed.
+        reduced: lineages of which blocks went to make room; the transcript stayed.
         removed: lineages that went as a whole, as they were.
         num_bytes: written.
         error: why it failed.
@@ -66,7 +76,7 @@ class Committed:
     written: bool = False
     lost: bool = False
     deleted: list[BlockName] = field(default_factory=list)
-    emptied: list[AgentRecord] = field(default_factory=list)
+    reduced: list[Reduced] = field(default_factory=list)
     removed: list[AgentRecord] = field(default_factory=list)
     num_bytes: int = 0
     error: str | None = None
@@ -75,15 +85,22 @@ class Committed:
 class Disk:
     """Knows which lineages are durable and which files they need, and makes room for new ones.
 
-    `needs`, `fits` and `has` may be called from any thread; all else runs on one thread, the writer's.
+    What looks (`needs`, `fits`, `has`) and what tells it names may be called from any thread; all else runs on one
+    thread, the writer's.
 
     Args:
         records: what the store holds.
         in_use: what must stay.
+        is_open: whether the cache of that name is in RAM: what is on disk of others cannot be used now.
     """
 
-    def __init__(self, store: Store, records: Iterable[AgentRecord], in_use: InUse) -> None:
+    def __init__(
+        self, store: Store, records: Iterable[AgentRecord], in_use: InUse, is_open: Callable[[str], bool]
+    ) -> None:
         self._store = store
+        self._is_open = is_open
+        self._group_names = {BASE_CACHE: [group.name for group in store.groups]}  # by cache
+        self._residuals: dict[str, CacheSpec] = {}  # by cache, of those that were in RAM some time
         self._in_use = in_use
         self._lineages = Lineages()
         self._references: Counter[BlockName] = Counter()  # by lineages
@@ -95,6 +112,17 @@ class Disk:
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
+    def know_cache(self, name: str, spec: CacheSpec) -> None:
+        """Blocks of that cache may be named from now on."""
+        self._store.know_cache(name, spec)
+        self._group_names[name] = [group.name for group in spec.all_groups]
+        self._residuals[name] = spec
+
+    def learn_names(self, record: AgentRecord) -> None:
+        """What the lineage names may be held from now on, whether its adapters are loaded or not."""
+        for residual in record.residuals:
+            self._group_names.setdefault(residual.cache, list(residual.groups))
+
     def needs(self, name: BlockName) -> bool:
         """Whether some lineage on disk names this, or some turn counts on it."""
         return self._references[name] > 0 or self._in_use.has_block(name)
@@ -103,26 +131,31 @@ class Disk:
         """Whether there is a file."""
         return self._store.has(self._key(name))
 
+    def bytes_of(self, blocks: Iterable[NamedBlock]) -> int:
+        """Bytes of these blocks' files, as far as they are there."""
+        return self._store.block_bytes(map(self._key, names_of(blocks)))
+
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
         """Whether the budget could hold a lineage of so many tokens if no other had any blocks on disk."""
         return self._bytes_with(record, num_tokens) <= self._store.disk_budget
 
     def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
         """Bytes on disk with that lineage and all transcripts, which stay. A little more than there will be."""
-        full, rest = divmod(num_tokens, BLOCK_SIZE)
-        num_blocks = full + bool(rest)
-        blocks = sum(
-            full * group.bytes_per_block + bool(rest) * group.bytes_of(rest) + num_blocks * _BLOCK_HEADER_BYTES
-            for group in self._store.groups
-            if not group.is_state
-        )
+        blocks = _bytes_of((group for group in self._store.groups if not group.is_state), num_tokens)
         snapshots = sum(
             self._store.groups[each.group].bytes_per_block + _BLOCK_HEADER_BYTES for each in record.snapshots
         )
+        residuals = sum(map(self._residual_bytes, record.residuals))
         known = self._lineages.find(record.name)
         logged = 0 if known is None else len(known.transcript)
         log_bytes = max(0, num_tokens - logged) * _LOG_BYTES_PER_TOKEN + _MANIFEST_BYTES
-        return self._store.agent_bytes + blocks + snapshots + log_bytes
+        return self._store.agent_bytes + blocks + snapshots + residuals + log_bytes
+
+    def _residual_bytes(self, residual: ResidualBlocks) -> int:
+        spec = self._residuals.get(residual.cache)
+        if spec is None:  # then all that there is of it is on disk
+            return self._store.block_bytes(map(self._key, names_of(residual.blocks)))
+        return _bytes_of(spec.groups, residual.num_saved)
 
     # -- jobs -------------------------------------------------------------------------------------------------------
 
@@ -247,7 +280,10 @@ class Disk:
             raise StoreError(f"{reason}, over the budget of {budget}")
 
     def _write_blocks(
-        self, blocks: Sequence[BlockWrite], done: Committed, is_wanted: Callable[[], bool] = lambda: True
+        self,
+        blocks: Sequence[BlockWrite | BlockCopy],
+        done: Committed,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         done.num_bytes += self._with_room(lambda: self._store.write_blocks(blocks), done, is_wanted) if blocks else 0
         done.written = True
@@ -280,19 +316,44 @@ class Disk:
 
         Of an agent's longest lineage the transcript stays, and of another model's agents.
         """
+        if self._drop_orphans(done):
+            return True
         now = time.time()
         victim, foreign = self._stalest(now), self._store.other_model_last_used()
         if victim is None or (foreign is not None and now - foreign > self._staleness(victim, now)):
             return self._store.evict_other_model() > 0
         log.info("dropping the blocks of agent %s to keep the disk budget", victim.name)
         if victim is self._lineages.get(victim.id):
-            done.emptied.append(victim)
-            self._behind.add(victim.name)
-            self._delete(self._put(replace(victim, num_saved=0, blocks=(), snapshots=())), done)
+            self._reduce(victim, victim.without_blocks(), done)
         else:
             done.removed.append(victim)
             self._remove(victim, done)
         return True
+
+    def _drop_orphans(self, done: Committed) -> bool:
+        """Drop residuals of adapters that are not loaded, of the lineage used least recently; False if there are none.
+
+        They are kept as long as there is room: the adapter may come back. But nothing can be done with them now.
+        """
+        orphans = (
+            (record, [each for each in record.residuals if not self._is_open(each.cache)])
+            for record in self._lineages
+            if record.residuals and not self._in_use.has_lineage(record.name)
+        )
+        victim, residuals = min(
+            (each for each in orphans if each[1]), key=lambda each: each[0].last_used, default=(None, [])
+        )
+        if victim is None:
+            return False
+        log.info("dropping residuals of agent %s, whose adapters are not loaded, to keep the disk budget", victim.name)
+        left = tuple(each for each in victim.residuals if each not in residuals)
+        self._reduce(victim, replace(victim, residuals=left), done)
+        return True
+
+    def _reduce(self, record: AgentRecord, after: AgentRecord, done: Committed) -> None:
+        done.reduced.append(Reduced(record, after))
+        self._behind.add(record.name)
+        self._delete(self._put(after), done)
 
     def _stalest(self, now: float) -> AgentRecord | None:
         with_blocks = (record for record in self._lineages if record.held)
@@ -323,6 +384,7 @@ class Disk:
     def _put(self, record: AgentRecord) -> list[BlockName]:
         """The lineage is, or will be, so on disk; returns what it named before and names no more."""
         known = self._lineages.find(record.name)
+        self.learn_names(record)
         self._lineages.put(record)
         return self._recount(record.id, set(known.held) if known else set(), set(record.held))
 
@@ -341,4 +403,11 @@ class Disk:
             done.deleted += unneeded
 
     def _key(self, name: BlockName) -> str:
-        return block_key(name.chain, self._store.groups[name.group].name)
+        return block_key(name.chain, self._group_names[name.cache][name.group])
+
+
+def _bytes_of(groups: Iterable[GroupSpec], num_tokens: int) -> int:
+    """Bytes of the files of so many tokens, headers included."""
+    full, rest = divmod(num_tokens, BLOCK_SIZE)
+    headers = (full + bool(rest)) * _BLOCK_HEADER_BYTES
+    return sum(full * group.bytes_per_block + bool(rest) * group.bytes_of(rest) + headers for group in groups)

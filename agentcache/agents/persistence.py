@@ -12,22 +12,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
+from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.disk import Committed, Disk, Turn
 from agentcache.agents.in_use import InUse
+from agentcache.agents.residuals import ResidualTurn, cut_residuals
 from agentcache.agents.restore import header_of
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable, names_of
-from agentcache.blocks.keys import BlockName, Namespace
-from agentcache.blocks.lanes import NamedSnapshot, spans
-from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.keys import BASE_CACHE, BlockName, Producer
+from agentcache.blocks.lanes import NamedBlock, NamedSnapshot, spans
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import LaneBlock
-from agentcache.blocks.sequence import Sequence as CacheSequence
+from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import choose_saved
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
 from agentcache.store.archive import Archive
-from agentcache.store.manifest import AgentRecord
+from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.writer import Writer
 
@@ -38,21 +38,62 @@ log = logging.getLogger("agentcache.persistence")
 class _Target:
     """One group's file of a node, and the slot its bytes are in."""
 
+    cache: KeptCache
     node: Node
     group: int
     block_id: int
 
     @property
     def name(self) -> BlockName:
-        return BlockName(self.node.chain, self.group)
+        return BlockName(self.node.chain, self.group, self.cache.name)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.prefix.all_groups[self.group].bytes_per_block
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a turn has in one cache: the blocks of its first `num_tokens` tokens."""
+
+    cache: KeptCache
+    blocks: Sequence[LaneBlock]
+    num_tokens: int
+
+    @property
+    def needed(self) -> list[tuple[Node, BlockName]]:
+        """What has to be on disk: as far as it will be attended to."""
+        # A tail in front of others is base's, for those who go on from there; the agent can do without.
+        groups = self.cache.prefix.groups
+        return [
+            (block.node, BlockName(block.node.chain, index, self.cache.name))
+            for block in self.blocks
+            if block.node.is_full or block.node.end == self.num_tokens
+            for index in block.groups
+            if block.node.position >= groups[index].first_block_needed(self.num_tokens)
+        ]
+
+    @property
+    def targets(self) -> list[_Target]:
+        """What RAM has of it and the disk has not."""
+        return [
+            _Target(self.cache, block.node, index, block.node.block_ids[index])
+            for block in self.blocks
+            for index in block.groups
+            if index in block.node.block_ids and _is_wanted(block.node, index)
+        ]
 
 
 @dataclass
 class _Commit:
-    """A turn on its way to the disk, which may take several tries; `num_bytes` were written by those before."""
+    """A turn on its way to the disk, which may take several tries; `num_bytes` were written by those before.
+
+    Attributes:
+        parts: base's, and that of an adapter's residuals, if there are any.
+    """
 
     record: AgentRecord
-    blocks: Sequence[LaneBlock]
+    parts: list[_Part]
     held: Sequence[BlockName]
     done: Callable[[Committed], None]
     num_bytes: int = 0
@@ -68,25 +109,23 @@ class Persistence:
 
     def __init__(
         self,
-        cache: PrefixCache,
+        caches: KeptCaches,
         runner: ModelRunner,
         store: Store,
         agents: AgentTable,
         in_use: InUse,
-        namespace: Callable[[str], Namespace],
         post: Callable[[Callable[[], None]], None],
         max_lineages: int,
     ) -> None:
-        self._cache = cache
-        self._groups = cache.all_groups
+        self._caches = caches
+        self._cache = caches.base.prefix
         self._runner = runner
         self._store = store
         self._agents = agents
         self._in_use = in_use
-        self._namespace = namespace
         self._post = post
         self._max_lineages = max_lineages
-        self._disk = Disk(store, agents, in_use)
+        self._disk = Disk(store, agents, in_use, caches.is_open)
         self._writer = Writer()
         self._unsettled = 0
         self._unsaved: dict[str, float] = {}  # lineages whose last snapshot is in RAM only, since when; oldest first
@@ -109,11 +148,33 @@ class Persistence:
         self.flush()
         self._apply(self._disk.tidy())
 
+    def open_cache(self, cache: KeptCache) -> None:
+        """There is a further cache in RAM from now on; what is on disk for it can be used."""
+        self._caches.open(cache)
+        self._disk.know_cache(cache.name, cache.spec)
+        for record in self._agents:
+            self._index_residuals(record, cache)
+
+    def close_cache(self, name: str) -> None:
+        """A further cache, in which there is no sequence any more, is gone from RAM; its files stay."""
+        self._caches.close(name)
+
+    def _index_residuals(self, record: AgentRecord, cache: KeptCache) -> None:
+        residual = record.residual_of(cache.name)
+        if residual is not None and residual.spec == cache.spec.digest:
+            blocks = self._lay_out(cache, record, residual.num_saved, None)
+            self._note_stored(cache, blocks)
+            for block in reversed(blocks):
+                cache.prefix.slots.prune(block.node)
+
+    def _note_stored(self, cache: KeptCache, blocks: Iterable[LaneBlock]) -> None:
+        for block in blocks:
+            names = block.named_in(cache.name).names
+            block.node.stored.update(name.group for name in names if self._disk.has(name))
+
     def _index_agent(self, record: AgentRecord) -> None:
         blocks = self.blocks_of(record, record.num_saved)
-        for block in blocks:
-            names = (BlockName(block.node.chain, index) for index in block.groups)
-            block.node.stored.update(name.group for name in names if self._disk.has(name))
+        self._note_stored(self._caches.base, blocks)
         nodes = [block.node for block in blocks]
         for snapshot in record.snapshots:
             nodes.append(self._snapshot_node(record, snapshot.num_tokens))
@@ -123,15 +184,20 @@ class Persistence:
             self._cache.slots.prune(node)
 
     def _snapshot_node(self, record: AgentRecord, num_tokens: int) -> Node:
-        root = self._namespace(record.salt).root
+        root = self._caches.root(self._caches.base, record.salt)
         return self._cache.snapshot_node(root, record.transcript.ids, num_tokens, record.producer)
 
     def blocks_of(self, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
-        """The blocks of an agent's first `num_tokens` tokens, in the order of `spans`. What the tree lacks is made."""
-        tree, blocks = self._cache.tree, list[LaneBlock]()
-        root = tree.root(self._namespace(record.salt).root)
-        has_state = self._cache.snapshots is not None
-        for span in spans(num_tokens, record.producer, len(self._cache.groups), has_state=has_state):
+        """Base's blocks of an agent's first `num_tokens` tokens, in the order of `spans`. What is not there is made."""
+        return self._lay_out(self._caches.base, record, num_tokens, record.producer)
+
+    def _lay_out(
+        self, cache: KeptCache, record: AgentRecord, num_tokens: int, producer: Producer | None
+    ) -> list[LaneBlock]:
+        tree, blocks = cache.prefix.tree, list[LaneBlock]()
+        root = tree.root(self._caches.root(cache, record.salt))
+        has_state = cache.prefix.snapshots is not None
+        for span in spans(num_tokens, producer, len(cache.prefix.groups), has_state=has_state):
             parent = root if span.parent is None else blocks[span.parent].node
             node = tree.insert(parent, record.transcript.ids[span.begin : span.end], span.producer)
             blocks.append(LaneBlock(node, span.groups))
@@ -147,18 +213,25 @@ class Persistence:
         """Whether some lineage on disk, or a turn that is not saved yet, names this."""
         return self._disk.needs(name)
 
-    def save_blocks(self, sequence: CacheSequence, blocks: Iterable[LaneBlock], written: Callable[[int], None]) -> None:
+    def save_blocks(
+        self,
+        sequence: CacheSequence,
+        blocks: Iterable[LaneBlock],
+        written: Callable[[int], None],
+        cache: str = BASE_CACHE,
+    ) -> None:
         """Write blocks that an agent's request has just filled, without waiting; its manifest will name them.
 
         They are held until the turn's `commit` or `release`, one of which has to follow.
 
         Args:
             written: gets the number of bytes, some time before the turn is committed.
+            cache: whose the sequence is.
         """
-        blocks = list(blocks)
-        self._in_use.hold_blocks(_names(blocks))
+        blocks, kept = list(blocks), self._caches.get(cache)
+        self._in_use.hold_blocks(_names(blocks, cache))
         targets = [
-            _Target(block.node, index, sequence.tables[index].block_id(block.node.position))
+            _Target(kept, block.node, index, sequence.tables[index].block_id(block.node.position))
             for block in blocks
             for index in block.groups
             if _is_wanted(block.node, index) and sequence.tables[index].has(block.node.position)
@@ -167,9 +240,9 @@ class Persistence:
             write = partial(self._disk.write, self._snapshots(targets), [target.name for target in targets])
             self._submit(write, targets, lambda outcome: written(outcome.num_bytes))
 
-    def release(self, blocks: Iterable[LaneBlock]) -> None:
+    def release(self, blocks: Iterable[LaneBlock], cache: str = BASE_CACHE) -> None:
         """A turn that gave these to `save_blocks` did not happen: delete what nobody else needs."""
-        self._let_go(_names(blocks))
+        self._let_go(_names(blocks, cache))
 
     def _let_go(self, held: Sequence[BlockName]) -> None:
         if held:
@@ -185,8 +258,11 @@ class Persistence:
         lasting: int = 0,
         *,
         final: bool = False,
+        residuals: Sequence[ResidualTurn] = (),
     ) -> None:
         """Make a turn durable: its blocks, then the lineage's manifest. A turn that fails leaves no file.
+
+        Residuals that there is no room for, or that are lost meanwhile, are left out: they can be computed again.
 
         Args:
             record: the lineage after the turn, which names `blocks`.
@@ -195,29 +271,51 @@ class Persistence:
             early: what the turn gave to `save_blocks`.
             lasting: the position of the snapshot behind its system prompt; 0 where that is not known.
             final: nothing of it is to be computed again after a restart.
+            residuals: what the turn has of its adapter's; those of other adapters stay.
         """
-        record = self._with_snapshots(record, lasting, final=final)
+        record = cut_residuals(self._with_snapshots(record, lasting, final=final), self._caches.namespace)
+        parts = [_Part(self._caches.base, blocks, record.num_saved)]
+        held = _names(early)
+        for residual in residuals:
+            early_ones, with_residual = _names(residual.early, residual.cache), self._with_residual(record, residual)
+            if residual.num_tokens and self.fits(with_residual, record.num_saved):
+                record = with_residual
+                held += early_ones
+                parts.append(_Part(self._caches.get(residual.cache), residual.blocks, residual.num_tokens))
+            else:
+                self._let_go(early_ones)  # before base's, which may need their room
         # The durable part of the record in memory changes only when the disk has changed.
-        durable = self._agents.find(record.name) or replace(record, num_saved=0, blocks=(), snapshots=())
-        self._agents.put(
-            replace(record, num_saved=durable.num_saved, blocks=durable.blocks, snapshots=durable.snapshots)
-        )
+        durable = self._agents.find(record.name) or record.without_blocks()
+        self._agents.put(record.with_blocks_of(durable))
         self._in_use.hold_lineage(record.name)  # so that nobody drops the durable ones for room
         counted_on = names_of(set(record.held).difference(durable.held))
         self._in_use.hold_blocks(counted_on)
 
         def settle(outcome: Committed) -> None:
             self._in_use.let_lineage_go(record.name)
-            done(self._saved(record, outcome))
+            done(self._saved(commit.record, outcome))
 
-        self._try_to_commit(_Commit(record, blocks, [*counted_on, *_names(early)], settle))
+        commit = _Commit(record, parts, [*counted_on, *held], settle)
+        self._try_to_commit(commit)
+
+    def _with_residual(self, record: AgentRecord, residual: ResidualTurn) -> AgentRecord:
+        spec = self._caches.get(residual.cache).spec
+        return record.with_residual(
+            ResidualBlocks(
+                cache=residual.cache,
+                spec=spec.digest,
+                groups=tuple(group.name for group in spec.groups),
+                num_saved=residual.num_tokens,
+                blocks=tuple(block.named_in(residual.cache) for block in residual.blocks),
+            )
+        )
 
     def _with_snapshots(self, record: AgentRecord, lasting: int, *, final: bool) -> AgentRecord:
         """The record with the snapshots that are to be on disk; those that there is no room for are left out."""
         snapshots = self._cache.snapshots
         if snapshots is None:
             return record
-        root = self._namespace(record.salt).root
+        root = self._caches.root(self._caches.base, record.salt)
         nodes = self._cache.find_snapshots(root, record.transcript.ids, record.num_saved, record.producer)
         found = {node.end: node for node in nodes}
         saved = {end for end, node in found.items() if not _is_wanted(node, snapshots.index)}
@@ -241,17 +339,12 @@ class Persistence:
 
     def _try_to_commit(self, commit: _Commit) -> None:
         """Where files went meanwhile, again, as long as RAM has what is to be written."""
-        targets = [
-            _Target(block.node, index, block.node.block_ids[index])
-            for block in commit.blocks
-            for index in block.groups
-            if index in block.node.block_ids and _is_wanted(block.node, index)
-        ]
+        targets = [target for part in commit.parts for target in part.targets]
         for snapshot in commit.record.snapshots:
             node = self._cache.tree.node(snapshot.chain)
             if node is not None and node.state is not None and _is_wanted(node, snapshot.group):
-                targets.append(_Target(node, snapshot.group, node.state))
-        needed = self._needed(commit.blocks, commit.record.num_saved)
+                targets.append(_Target(self._caches.base, node, snapshot.group, node.state))
+        needed = [each for part in commit.parts for each in part.needed]
         turn = Turn(commit.record, [name for _, name in needed], self._snapshots(targets), commit.held)
 
         def settle(outcome: Committed) -> None:
@@ -259,6 +352,11 @@ class Persistence:
             if not outcome.lost:
                 commit.done(replace(outcome, num_bytes=commit.num_bytes))
             elif all(node.available(name.group) for node, name in needed):
+                self._try_to_commit(commit)
+            elif len(commit.parts) > 1:
+                for part in commit.parts[1:]:
+                    commit.record = commit.record.without_residual(part.cache.name)
+                del commit.parts[1:]
                 self._try_to_commit(commit)
             else:
                 self._let_go(commit.held)
@@ -271,21 +369,12 @@ class Persistence:
         writes = []
         for target in targets:
             node = target.node
-            data = self._runner.snapshot(target.group, target.block_id, node.num_tokens)
-            writes.append(BlockWrite(header_of(node, self._groups[target.group].name), data))
+            data = target.cache.arenas.snapshot(target.group, target.block_id, node.num_tokens)
+            header = header_of(node, target.group, target.cache)
+            extras = target.cache.arenas.block_extras(target.group, target.block_id, node.num_tokens)
+            writes.append(BlockWrite(header, data, extras))
             node.pending.add(target.group)
         return writes
-
-    def _needed(self, blocks: Sequence[LaneBlock], num_tokens: int) -> list[tuple[Node, BlockName]]:
-        """What has to be on disk of an agent's tokens: as far as they will be attended to."""
-        # A tail in front of others is base's, for those who go on from there; the agent can do without.
-        return [
-            (block.node, BlockName(block.node.chain, index))
-            for block in blocks
-            if block.node.is_full or block.node.end == num_tokens
-            for index in block.groups
-            if block.node.position >= self._cache.groups[index].first_block_needed(num_tokens)
-        ]
 
     def _saved(self, record: AgentRecord, outcome: Committed) -> Saved:
         if outcome.error is not None:
@@ -293,7 +382,7 @@ class Persistence:
             log.error("agent %s was not saved: %s", record.name, outcome.error)
             return Saved(error=outcome.error)
         current = self._agents.find(record.name) or record
-        self._agents.put(replace(current, num_saved=record.num_saved, blocks=record.blocks, snapshots=record.snapshots))
+        self._agents.put(current.with_blocks_of(record))
         return Saved(outcome.num_bytes)
 
     def save_snapshots(self, now: float, idle: float = 0.0) -> None:
@@ -334,6 +423,7 @@ class Persistence:
         """Make the agent of an archive durable, and then known; its id is nobody's."""
         for record in archive.records:
             self._in_use.hold_lineage(record.name)
+            self._disk.learn_names(record)
         self._in_use.hold_blocks(archive.names)
 
         def settle(outcome: Committed) -> None:
@@ -342,6 +432,8 @@ class Persistence:
                 if outcome.error is None:
                     self._agents.put(record)
                     self._index_agent(record)
+                    for cache in self._caches.further:
+                        self._index_residuals(record, cache)
             if outcome.error is None:
                 self.keep_bound(max(archive.records, key=lambda record: record.last_used))
             done(Saved(outcome.num_bytes, outcome.error))
@@ -387,7 +479,9 @@ class Persistence:
     def _evict(self, record: AgentRecord, outcome: Committed) -> None:
         """From RAM goes what was deleted of a lineage that is forgotten."""
         deleted = set(outcome.deleted)
-        self._cache.evict(block for block in record.held if deleted.issuperset(block.names))
+        for cache in self._caches:
+            named = (block for block in record.held if block.cache == cache.name)
+            cache.prefix.evict(block for block in named if deleted.issuperset(block.names))
 
     def when_settled(self, done: Callable[[], None]) -> None:
         """Call `done` when all that was queued until now is on disk, or gone from it, and known here."""
@@ -407,7 +501,7 @@ class Persistence:
             targets: whose blocks it writes.
         """
         self._unsettled += 1
-        num_bytes = sum(self._groups[target.group].bytes_per_block for target in targets)
+        num_bytes = sum(target.num_bytes for target in targets)
 
         def applied(result: Committed | StoreError) -> None:
             self._unsettled -= 1
@@ -425,20 +519,23 @@ class Persistence:
     def _apply(self, outcome: Committed, targets: Sequence[_Target] = ()) -> None:
         for target in targets:
             if outcome.written:
-                self._cache.mark_stored(target.node, target.group)
+                target.cache.prefix.mark_stored(target.node, target.group)
             else:
-                self._cache.mark_unwritten(target.node, target.group)
+                target.cache.prefix.mark_unwritten(target.node, target.group)
         for name in outcome.deleted:
             self._forget(name)
-        for dropped in (*outcome.emptied, *outcome.removed):
-            known = self._agents.find(dropped.name)
-            if known is None or known.held != dropped.held:
-                continue  # it was deleted, and perhaps made again, since
-            if dropped in outcome.emptied:
-                self._agents.put(replace(known, num_saved=0, blocks=(), snapshots=()))
-            else:
+        for reduced in outcome.reduced:
+            if (known := self._same(reduced.before)) is not None:
+                self._agents.put(known.with_blocks_of(reduced.after))
+        for removed in outcome.removed:
+            if (known := self._same(removed)) is not None:
                 self._agents.remove(known)
-                self._evict(dropped, outcome)
+                self._evict(removed, outcome)
+
+    def _same(self, dropped: AgentRecord) -> AgentRecord | None:
+        """The lineage as it is known here, unless it was deleted, and perhaps made again, since it was dropped."""
+        known = self._agents.find(dropped.name)
+        return known if known is not None and known.held == dropped.held else None
 
     def _forget(self, name: BlockName) -> None:
         """There is no file of it, and from RAM goes the tail that a longer one has replaced.
@@ -446,23 +543,35 @@ class Persistence:
         Other tails stay until room is needed, and go first then: an agent's next request may be with the adapter
         before last.
         """
-        node = self._cache.tree.node(name.chain)
-        if node is None or name.group in node.pending:
-            return  # it is being written again
+        cache = self._caches.find(name.cache)
+        node = None if cache is None else cache.prefix.tree.node(name.chain)
+        if cache is None or node is None or name.group in node.pending:
+            return  # its adapter is not loaded, or it is being written again
         if not node.is_full and _is_outgrown(node, name.group):
-            self._cache.slots.drop(node, name.group)
+            cache.prefix.slots.drop(node, name.group)
         elif not node.is_full:
-            self._cache.tree.expire(node)
+            cache.prefix.tree.expire(node)
         if name.group in node.stored:
-            self._cache.mark_missing(node, name.group)
+            cache.prefix.mark_missing(node, name.group)
 
     def _forget_lost(self) -> None:
         """Somebody has removed files: what is in RAM of them is written again by the next turns that need it."""
-        for node in list(self._cache.tree.walk()):
-            for index in [index for index in node.stored if not self._disk.has(BlockName(node.chain, index))]:
-                self._cache.mark_missing(node, index)
+        for cache in self._caches:
+            for node in list(cache.prefix.tree.walk()):
+                named = (BlockName(node.chain, index, cache.name) for index in node.stored)
+                for name in [name for name in named if not self._disk.has(name)]:
+                    cache.prefix.mark_missing(node, name.group)
 
     # -- numbers ----------------------------------------------------------------------------------------------------
+
+    def file_bytes(self, block: NamedBlock) -> int:
+        """Bytes of a block's files, headers included."""
+        return self._disk.bytes_of([block])
+
+    @property
+    def evicted_blocks(self) -> dict[str, int]:
+        """Blocks that left RAM, by kind of cache."""
+        return self._caches.evicted_blocks
 
     @property
     def is_writing(self) -> bool:
@@ -505,5 +614,5 @@ def _note_removal(record: AgentRecord, saved: Saved) -> None:
         log.error("lineage %s could not be removed from disk: %s", record.name, saved.error)
 
 
-def _names(blocks: Iterable[LaneBlock]) -> list[BlockName]:
-    return names_of(block.named for block in blocks)
+def _names(blocks: Iterable[LaneBlock], cache: str = BASE_CACHE) -> list[BlockName]:
+    return names_of(block.named_in(cache) for block in blocks)

@@ -19,17 +19,16 @@ from itertools import groupby
 
 import numpy as np
 
-from agentcache.blocks.keys import BLOCK_SIZE, block_key
+from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, block_key
 from agentcache.blocks.pool import BlockTable
-from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import Load
-from agentcache.blocks.sequence import Sequence as CacheSequence
+from agentcache.blocks.sequence import CacheSequence, Load
+from agentcache.blocks.slots import Group
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.kv.arena import shares_memory
 from agentcache.kv.block_layout import Array
-from agentcache.models.runner import ModelRunner
-from agentcache.store.block_file import BlockHeader, make_header
+from agentcache.store.block_file import BlockHeader, StoredBlock, make_header
 from agentcache.store.store import Store
 
 _READERS = 4
@@ -43,9 +42,10 @@ _BATCH_BLOCKS = 16  # blocks that are put into their slots at once
 _BATCH_BYTES, _UPLOAD_BYTES = 2 << 20, 16 << 20
 
 
-def header_of(node: Node, group: str) -> BlockHeader:
-    """What the file of `group`'s part of a node has to say of itself."""
+def header_of(node: Node, index: int, cache: KeptCache) -> BlockHeader:
+    """What the file of one cache group's part of a node has to say of itself."""
     assert node.parent is not None
+    group = cache.prefix.all_groups[index].name
     return BlockHeader(
         block_key=block_key(node.chain, group),
         chain=node.chain,
@@ -54,6 +54,7 @@ def header_of(node: Node, group: str) -> BlockHeader:
         position=node.position,
         token_ids=node.token_ids,
         producer=node.producer,
+        cache=cache.name,
     )
 
 
@@ -74,16 +75,17 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Read:
-    """One block's bytes, uint8 [n]; None if its file was missing or wrong."""
+    """One block as its file has it; None if that was missing or wrong."""
 
     load: Load
-    data: Array | None
+    block: StoredBlock | None
 
 
 @dataclass
 class _Restore:
     """A restore under way."""
 
+    cache: KeptCache
     sequence: CacheSequence
     done: Callable[[Restored], None]
     batches_due: int
@@ -108,19 +110,15 @@ class Restorer:
         post: runs a function on the engine thread soon; callable from any thread.
     """
 
-    def __init__(
-        self, cache: PrefixCache, runner: ModelRunner, store: Store, post: Callable[[Callable[[], None]], None]
-    ) -> None:
-        self._cache = cache
-        self._runner = runner
+    def __init__(self, caches: KeptCaches, store: Store, post: Callable[[Callable[[], None]], None]) -> None:
+        self._caches = caches
         self._store = store
         self._post = post
-        self._groups = cache.all_groups
-        sizes = [group.bytes_per_block for group in self._groups]
-        batch_bytes = _BATCH_BYTES if shares_memory() else _UPLOAD_BYTES
-        self._batch_blocks = [max(1, min(_BATCH_BLOCKS, batch_bytes // size)) for size in sizes]
+        self._batch_bytes = _BATCH_BYTES if shares_memory() else _UPLOAD_BYTES
+        groups = caches.base.prefix.all_groups
+        sizes = [group.bytes_per_block for group in groups]
         # Their pages are touched when they are used: an idle process has them for nothing.
-        most = max(size * count for size, count in zip(sizes, self._batch_blocks, strict=True))
+        most = max(group.bytes_per_block * self._batch_blocks(group) for group in groups)
         count = max(2, _BUFFERS_BYTES // most)
         # What follows is the readers' too, under this lock. A read may be over as soon as it is begun: its callback
         # runs where it was begun then, inside the lock.
@@ -133,18 +131,23 @@ class Restorer:
         )
 
     def warm_up(self, tables: Sequence[BlockTable]) -> None:
-        """Fill the slots of `tables`, one a group, with made-up blocks, by the way that blocks from files take."""
+        """Fill base's slots of `tables`, one a group, with made-up blocks, by the way that blocks from files take."""
+        base = self._caches.base
         for index, table in enumerate(tables):
-            header = make_header("", self._cache.groups[index].name, 0, range(BLOCK_SIZE))
-            for start in range(0, len(table.block_ids), self._batch_blocks[index]):
-                block_ids = table.block_ids[start : start + self._batch_blocks[index]]
-                buffer = self._buffers[-1 - start // self._batch_blocks[index] % _READS_BEGUN % len(self._buffers)]
+            group = base.prefix.groups[index]
+            header, at_once = make_header("", group.name, 0, range(BLOCK_SIZE)), self._batch_blocks(group)
+            for start in range(0, len(table.block_ids), at_once):
+                block_ids = table.block_ids[start : start + at_once]
+                buffer = self._buffers[-1 - start // at_once % _READS_BEGUN % len(self._buffers)]
                 reads = [
                     self._readers.submit(self._store.decode_zeros, header, part)
-                    for part in self._parts(buffer, index, len(block_ids))
+                    for part in _parts(buffer, group.bytes_per_block, len(block_ids))
                 ]
-                self._runner.put_blocks(index, block_ids, [read.result() for read in reads])
-        self._runner.evaluate()
+                base.arenas.put_blocks(index, block_ids, [read.result() for read in reads])
+        base.arenas.evaluate()
+
+    def _batch_blocks(self, group: Group) -> int:
+        return max(1, min(_BATCH_BLOCKS, self._batch_bytes // group.bytes_per_block))
 
     def close(self) -> None:
         """Wait for the reads under way; no others begin."""
@@ -152,23 +155,26 @@ class Restorer:
             self._due.clear()
         self._readers.shutdown(wait=True)
 
-    def restore(self, sequence: CacheSequence, done: Callable[[Restored], None]) -> None:
-        """Bring a sequence's blocks into RAM; `done` gets the outcome later, even if the sequence has ended."""
-        batches = list(self._batches(sequence.loads))
-        restore = _Restore(sequence, done, batches_due=len(batches))
+    def restore(self, sequence: CacheSequence, done: Callable[[Restored], None], cache: str = BASE_CACHE) -> None:
+        """Bring a sequence's blocks into RAM; `done` gets the outcome later, even if the sequence has ended.
+
+        Args:
+            cache: whose the sequence is.
+        """
+        kept = self._caches.get(cache)
+        batches = list(self._batches(kept, sequence.loads))
+        restore = _Restore(kept, sequence, done, batches_due=len(batches))
+        due = [_Batch(restore, loads, [header_of(load.node, load.group, kept) for load in loads]) for loads in batches]
         with self._lock:
-            self._due.extend(_Batch(restore, loads, list(map(self._header, loads))) for loads in batches)
+            self._due.extend(due)
             self._begin_reads()
-        self._runner.fit()  # slots that are new get their memory while the first files are read
+        kept.arenas.fit()  # slots that are new get their memory while the first files are read
         if not batches:
             done(Restored(0, 0.0, complete=True))
 
-    def _header(self, load: Load) -> BlockHeader:
-        return header_of(load.node, self._groups[load.group].name)
-
-    def _batches(self, loads: Sequence[Load]) -> Iterator[list[Load]]:
+    def _batches(self, cache: KeptCache, loads: Sequence[Load]) -> Iterator[list[Load]]:
         for group, same in groupby(sorted(loads, key=lambda load: load.group), key=lambda load: load.group):
-            members, size = list(same), self._batch_blocks[group]
+            members, size = list(same), self._batch_blocks(cache.prefix.all_groups[group])
             yield from (members[start : start + size] for start in range(0, len(members), size))
 
     def _begin_reads(self) -> None:
@@ -178,22 +184,20 @@ class Restorer:
             self._begun += 1
             self._readers.submit(self._read, batch, buffer).add_done_callback(partial(self._hand_over, batch, buffer))
 
-    def _parts(self, buffer: Array, group: int, count: int) -> list[Array]:
-        """The first parts of a buffer, a block's room each."""
-        size = self._groups[group].bytes_per_block
-        return [buffer[start : start + size] for start in range(0, count * size, size)]
-
     def _read(self, batch: _Batch, buffer: Array) -> list[_Read]:
         """On a reader thread."""
-        parts = self._parts(buffer, batch.loads[0].group, len(batch.loads))
+        size = batch.restore.cache.prefix.all_groups[batch.loads[0].group].bytes_per_block
+        if size * len(batch.loads) > buffer.nbytes:  # residuals of a rank so high that they are larger than base
+            buffer = np.empty(size * len(batch.loads), np.uint8)
+        parts = _parts(buffer, size, len(batch.loads))
         return [
             _Read(load, self._read_one(header, part))
             for load, header, part in zip(batch.loads, batch.headers, parts, strict=True)
         ]
 
-    def _read_one(self, header: BlockHeader, part: Array) -> Array | None:
+    def _read_one(self, header: BlockHeader, part: Array) -> StoredBlock | None:
         try:
-            return self._store.read_block(header, part).data
+            return self._store.read_block(header, part)
         except (BlockMissing, BlockRejected, StoreError):
             return None  # the store has logged and counted it
 
@@ -211,20 +215,26 @@ class Restorer:
             self._begin_reads()
 
     def _put(self, restore: _Restore, reads: Sequence[_Read]) -> None:
-        good = [(read.load, read.data) for read in reads if read.data is not None]
+        good = [(read.load, read.block) for read in reads if read.block is not None]
         for read in reads:
-            if read.data is None:
-                self._cache.mark_missing(read.load.node, read.load.group)
+            if read.block is None:
+                restore.cache.prefix.mark_missing(read.load.node, read.load.group)
                 restore.complete = False
         if good and not restore.sequence.closed:
-            self._put_into_arena(restore.sequence, good)
-        restore.num_bytes += sum(data.nbytes for _, data in good)
+            self._put_into_arena(restore, good)
+        restore.num_bytes += sum(block.data.nbytes for _, block in good)
         restore.batches_due -= 1
         if not restore.batches_due:
             restore.done(Restored(restore.num_bytes, time.perf_counter() - restore.started_at, restore.complete))
 
-    def _put_into_arena(self, sequence: CacheSequence, blocks: Sequence[tuple[Load, Array]]) -> None:
-        group = blocks[0][0].group
-        self._runner.put_blocks(group, [load.block_id for load, _ in blocks], [data for _, data in blocks])
-        for load, _ in blocks:
-            self._cache.loaded(sequence, load)
+    def _put_into_arena(self, restore: _Restore, blocks: Sequence[tuple[Load, StoredBlock]]) -> None:
+        group, block_ids = blocks[0][0].group, [load.block_id for load, _ in blocks]
+        restore.cache.arenas.put_blocks(group, block_ids, [block.data for _, block in blocks])
+        for load, block in blocks:
+            restore.cache.arenas.put_extras(group, load.block_id, load.node.num_tokens, block.extras)
+            restore.cache.prefix.loaded(restore.sequence, load)
+
+
+def _parts(buffer: Array, size: int, count: int) -> list[Array]:
+    """The first `count` parts of a buffer, of `size` bytes each."""
+    return [buffer[start : start + size] for start in range(0, count * size, size)]

@@ -1,7 +1,7 @@
 """How many slots there are: they are allocated, and grow and shrink with what the ledger grants each attention kind.
 
 Groups of one attention kind fill together and grow together; they have one account, whose floor is what a single short
-sequence needs.
+sequence needs. Caches beside base's have none: they come and go, and grow at the expense of who holds their share.
 """
 
 from __future__ import annotations
@@ -48,20 +48,26 @@ class _Kind:
 class BlockAllocator:
     """Slots for who asks, within the ledger's budget.
 
+    Args:
+        name: of the cache, as its accounts begin.
+
     Attributes:
         slots: those that there are.
         headroom: tells how many bytes the machine can still give the cache, whatever the budget says.
         is_sparing: whether what nobody reads is evicted before anything grows, as while the machine is short of memory.
     """
 
-    def __init__(self, slots: Slots, eviction: EvictionOrder, ledger: Ledger) -> None:
+    def __init__(self, slots: Slots, eviction: EvictionOrder, ledger: Ledger, name: str = BASE) -> None:
         self.slots = slots
+        self._name = name
         self.headroom: Callable[[], int] = lambda: _UNBOUNDED
         self.is_sparing = False
         self._pools = slots.pools
         self._bytes = [group.bytes_per_block for group in slots.groups]
         self._eviction = eviction
         self._ledger = ledger
+        # Slots that stay whoever asks.
+        self._least = [min_blocks(group) if name == BASE else 0 for group in slots.groups]
         windows = [group.window for group in slots.groups]
         kinds = {window: self._open(window) for window in dict.fromkeys(windows)}
         self._kinds = [kinds[window] for window in windows]  # of each group
@@ -71,8 +77,8 @@ class BlockAllocator:
     def _open(self, window: int | None) -> _Kind:
         members = tuple(i for i, group in enumerate(self.slots.groups) if group.window == window)
         account = self._ledger.open(
-            f"{BASE}.full" if window is None else f"{BASE}.window{window}",
-            floor=sum(min_blocks(self.slots.groups[i]) * self._bytes[i] for i in members),
+            f"{self._name}.full" if window is None else f"{self._name}.window{window}",
+            floor=sum(self._least[i] * self._bytes[i] for i in members),
             used=lambda: sum((self._pools[i].capacity - self._pools[i].num_free) * self._bytes[i] for i in members),
             give_way=self._give_way,
         )
@@ -88,14 +94,21 @@ class BlockAllocator:
         if not self._pools[index].num_free and not self._free_one(index):
             if self._growth_within(self._kinds[index].account.room, index):
                 raise OutOfMemory("the machine has no memory left for what running requests need")
-            budget = self._ledger.left_for(BASE)
+            budget = self._ledger.left_for(self._kinds[index].account.family)
             raise OutOfBlocks(f"the RAM budget of {budget} bytes is in use by running requests")
         return self._pools[index].allocate()
 
     def _free_one(self, index: int) -> bool:
         if self.is_sparing and self._eviction.free_one(index):
             return True
-        return self._grow(index) or self._eviction.free_one(index) or self._grow_at_others_expense(index)
+        if self._grow(index) or (self._has_share(index) and self._grow_at_others_expense(index)):
+            return True
+        return self._eviction.free_one(index) or self._grow_at_others_expense(index)
+
+    def _has_share(self, index: int) -> bool:
+        """Whether its cache has a share of the budget, with room for one slot more; others may hold that meanwhile."""
+        account = self._kinds[index].account
+        return account.family in self._ledger.shares and account.share_left >= self._cost(index, 1)
 
     def preallocate(self, num_bytes: int) -> None:
         """Grow every attention kind in turn up to `num_bytes` in all, so that the first requests need not."""
@@ -158,14 +171,14 @@ class BlockAllocator:
             if not donors:
                 return
             # A kind needs room for one slot. For adapters, which need more, the groups stay as even as they can.
-            donor = donors[0] if asker.family == BASE else max(donors, key=lambda i: self._pools[i].capacity)
+            donor = donors[0] if asker.family == self._name else max(donors, key=lambda i: self._pools[i].capacity)
             self.slots.drop_last(donor)
             self._kinds[donor].account.release(self._bytes[donor])
             freed += self._bytes[donor]
 
     def _can_shrink(self, index: int) -> bool:
         last = self._pools[index].capacity - 1
-        return last >= min_blocks(self.slots.groups[index]) and not self.slots.is_read(index, last)
+        return last >= self._least[index] and not self.slots.is_read(index, last)
 
     # -- giving memory back -------------------------------------------------------------------------------------------
 
@@ -180,13 +193,18 @@ class BlockAllocator:
         """Have no slots behind the last one that is in use, but for the floors'; returns how many bytes that frees."""
         freed = 0
         for index, (pool, kind) in enumerate(zip(self._pools, self._kinds, strict=True)):
-            least = min_blocks(self.slots.groups[index])
-            capacity = max(pool.last_in_use + 1, min(least, pool.capacity))
+            capacity = max(pool.last_in_use + 1, min(self._least[index], pool.capacity))
             num_bytes = (pool.capacity - capacity) * self._bytes[index]
             pool.shrink(capacity)
             kind.account.release(num_bytes)
             freed += num_bytes
         return freed
+
+    def close(self) -> None:
+        """Give up everything, of a cache that nobody reads any more."""
+        for kind in dict.fromkeys(self._kinds):
+            kind.account.release(kind.account.claimed)
+            self._ledger.close(kind.account)
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 
@@ -199,7 +217,8 @@ class BlockAllocator:
         """Tokens that a single sequence can hold within the budget (all groups unbounded by windows taken together)."""
         if not self._unbounded_bytes:
             return _UNBOUNDED
-        return max(0, (self._ledger.left_for(BASE) - self._windows_bytes) // self._unbounded_bytes) * BLOCK_SIZE
+        left = self._ledger.left_for(self._kinds[0].account.family)
+        return max(0, (left - self._windows_bytes) // self._unbounded_bytes) * BLOCK_SIZE
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless the slots are what the ledger says."""

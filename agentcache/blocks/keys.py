@@ -18,6 +18,7 @@ BLOCK_SIZE = 256
 FORMAT_VERSION = 2
 BASE_PRODUCER = "base"
 BASE_CACHE = "base"
+RESIDUAL = "residual"
 STATE_GROUP = "recurrent"  # the last of a model's cache groups, where it has recurrent layers
 _DIGEST_BYTES = 20
 
@@ -103,6 +104,16 @@ def block_key(chain: str, group: str) -> str:
     return _digest("agentcache.block", chain.encode(), group.encode())
 
 
+def residual_cache(adapter_digest: str) -> str:
+    """Names the cache of one adapter's residuals, in roots and in manifests."""
+    return f"{RESIDUAL}.{adapter_digest}"
+
+
+def kind_of(cache: str) -> str:
+    """The kind of the cache of that name: `base` or `residual`."""
+    return cache.partition(".")[0]
+
+
 class BlockName(NamedTuple):
     """One cache group's layers of the block at `chain`.
 
@@ -112,3 +123,4 @@ class BlockName(NamedTuple):
 
     chain: str
     group: int
+    cache: str = BASE_CACHE

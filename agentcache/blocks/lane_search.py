@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
-from agentcache.blocks.lanes import LaneLayout, Source, lay_out
+from agentcache.blocks.lanes import BlockKind, LaneLayout, lay_out
 from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, pack
 from agentcache.blocks.slots import Group
 from agentcache.blocks.snapshots import Snapshots
 
+UNBOUNDED = 2**62
 MIN_TAIL_TOKENS = 16  # copying fewer tokens of another block costs more than computing them
 
 
@@ -23,12 +24,14 @@ class LanePrefix:
     Args:
         nodes: full blocks, all of whose tokens are used.
         tail: a further node of which the first `tail_tokens` tokens are used, or None.
+        read_from: whoever reads it goes on from there, which may be in front of its end.
     """
 
     layout: LaneLayout
     nodes: tuple[Node, ...]
     tail: Node | None = None
     tail_tokens: int = 0
+    read_from: int = UNBOUNDED
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -37,6 +40,10 @@ class LanePrefix:
     @property
     def num_tokens(self) -> int:
         return len(self.nodes) * BLOCK_SIZE + self.tail_tokens
+
+    def first_block_read(self, group: Group) -> int:
+        """Number of the first block that is read of a group, which may be the one behind its last block."""
+        return group.first_block_needed(min(self.num_tokens, self.read_from))
 
     @property
     def all_nodes(self) -> tuple[Node, ...]:
@@ -84,17 +91,19 @@ def match_prefix(
     limit: int,
     producer: Producer | None,
     snapshots: Snapshots | None = None,
+    read_from: int = UNBOUNDED,
 ) -> CachedPrefix:
     """The longest prefix of at most `limit` tokens that every lane has in RAM or on disk. Changes nothing.
 
     Args:
+        read_from: the first token that is computed with it: windows are needed from there on, not from its end.
         snapshots: those of a model with recurrent layers; the prefix ends where there is one.
     """
     packed = pack(token_ids[:limit])
     layouts = lay_out(producer, len(groups), has_state=snapshots is not None)
     # Where a sequence may begin at few positions only, no tokens are too few to be worth a copy.
     least = MIN_TAIL_TOKENS if snapshots is None else 1
-    searches = [LaneSearch(tree, groups, root, packed, layout, least) for layout in layouts]
+    searches = [LaneSearch(tree, groups, root, packed, layout, least, read_from) for layout in layouts]
     ends = None if snapshots is None else SnapshotSearch(tree, root, packed, layouts, snapshots)
     known = None if groups else min(limit, len(token_ids))
     while True:
@@ -120,6 +129,7 @@ class LaneSearch:
     Args:
         packed: the prompt's tokens (`siblings.pack`).
         least: tokens of another block that are worth a copy.
+        read_from: see `match_prefix`.
     """
 
     def __init__(
@@ -130,7 +140,9 @@ class LaneSearch:
         packed: bytes,
         layout: LaneLayout,
         least: int = MIN_TAIL_TOKENS,
+        read_from: int = UNBOUNDED,
     ) -> None:
+        self._read_from = read_from
         self._root = tree.peek(root)
         self._least = least
         self._packed = packed
@@ -149,7 +161,7 @@ class LaneSearch:
             with_tail = self._with_tail(count, limit)
             if with_tail is not None and self._missing(with_tail) is None:
                 return with_tail
-            prefix = LanePrefix(self._layout, tuple(self._nodes[:count]))
+            prefix = LanePrefix(self._layout, tuple(self._nodes[:count]), read_from=self._read_from)
             missing = self._missing(prefix)
             if missing is None:
                 return prefix
@@ -160,32 +172,32 @@ class LaneSearch:
         missing = (
             position
             for index, group in self._windows.items()
-            for position in range(group.first_block_needed(prefix.num_tokens), len(prefix.nodes))
+            for position in range(prefix.first_block_read(group), len(prefix.nodes))
             if not prefix.nodes[position].available(index)
         )
         return max(missing, default=None)
 
     def _with_tail(self, count: int, limit: int) -> LanePrefix | None:
         """The first `count` blocks and what shares most tokens behind them; None if that is not worth a copy."""
-        nearest = [self._nearest(count, limit, source) for source in self._layout.sources(count)]
+        nearest = [self._nearest(count, limit, kind) for kind in self._layout.usable_kinds(count)]
         most = max(found.num_tokens for found in nearest)
         tails = [node for found in nearest if found.num_tokens == most for node in found.items]
         if not tails:
             return None
         tail = min(tails, key=self._loads_needed)
-        return LanePrefix(self._layout, tuple(self._nodes[:count]), tail, most)
+        return LanePrefix(self._layout, tuple(self._nodes[:count]), tail, most, self._read_from)
 
-    def _nearest(self, count: int, limit: int, source: Source) -> Nearest[Node]:
+    def _nearest(self, count: int, limit: int, kind: BlockKind) -> Nearest[Node]:
         """Not for the few tokens that most prompts of a template share; but a whole tail is some agent's memory."""
         parent = self._nodes[count - 1] if count else self._root
-        rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : min(limit, source.end) * BYTES_PER_TOKEN]
+        rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : min(limit, kind.end) * BYTES_PER_TOKEN]
         usable = partial(_has, self._all)
-        nearest = parent.nearest(rest, usable, least=self._least, producer=source.producer)
+        nearest = parent.nearest(rest, usable, least=self._least, producer=kind.producer)
         if nearest.items:
             return nearest
         short = min(self._least - 1, len(rest) // BYTES_PER_TOKEN)
         for num_tokens in range(short, 0, -1):
-            tail = parent.child(rest[: num_tokens * BYTES_PER_TOKEN], source.producer)
+            tail = parent.child(rest[: num_tokens * BYTES_PER_TOKEN], kind.producer)
             if tail is not None and usable(tail):
                 return Nearest([tail], num_tokens)
         return nearest
@@ -259,7 +271,7 @@ def in_ram(prefix: CachedPrefix, groups: Sequence[Group]) -> bool:
 def _needed(prefix: CachedPrefix, groups: Sequence[Group]) -> Iterable[tuple[int, Node]]:
     for lane in prefix.lanes:
         for index in lane.groups:
-            for node in lane.all_nodes[groups[index].first_block_needed(lane.num_tokens) :]:
+            for node in lane.all_nodes[lane.first_block_read(groups[index]) :]:
                 yield index, node
 
 

@@ -5,6 +5,8 @@ budget beside all that is claimed and all floors. Where an account lacks room it
 `GIVES_WAY`. Claimed is capacity, the memory that an account holds; used is what of it holds something.
 
     base.KIND     slots of the base cache, by attention kind; floor: what one short sequence needs
+    residual.ADAPTER.KIND   slots of one adapter's residuals; all adapters have one share of the budget, which base
+                  may use as long as they do not
     adapters      weights of adapters on the device
     stacks        copies of adapters for steps that mix them: on loan, so all comes back when another account asks
     weights       of the model; loaded before there was a cache, and counted beside its budget
@@ -15,18 +17,22 @@ budget beside all that is claimed and all floors. Where an account lacks room it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from agentcache.errors import BrokenInvariant
 
 BASE, ADAPTERS, STACKS, TRUNK, STATE, TEMPORARIES = "base", "adapters", "stacks", "trunk", "state", "temporaries"
-WEIGHTS = "weights"
+RESIDUAL, WEIGHTS = "residual", "weights"
+_UNBOUNDED = 2**62
+
+_NO_SHARES: Mapping[str, int] = {}
 
 # Who is asked for room, first to last, by whom. Weights never give way: they leave when no request needs them.
 GIVES_WAY: Mapping[str, tuple[str, ...]] = {
     BASE: (BASE, STACKS),  # slots of another attention kind that nobody reads
-    ADAPTERS: (BASE, STACKS),
+    RESIDUAL: (BASE, STACKS, RESIDUAL),  # base holds more than its own then: residuals are within their share
+    ADAPTERS: (BASE, STACKS, RESIDUAL),
     STACKS: (BASE,),
 }
 
@@ -82,11 +88,23 @@ class Account:
         """Bytes that it can claim with nobody giving way."""
         if self.apart is not None:
             return self.apart - self.claimed
+        return min(self._common_room, self.share_left)
+
+    @property
+    def _common_room(self) -> int:
+        """What is left of the one budget."""
         return self.ledger.budget - self.claimed - sum(each.held for each in self.ledger.sharing if each is not self)
 
     @property
+    def share_left(self) -> int:
+        """What is left of its family's share; without a bound where the family has none."""
+        return self.ledger.share_left(self.family)
+
+    @property
     def room_without_loans(self) -> int:
-        """The same, if all that is on loan came back."""
+        """The same, if all that is on loan came back: of its family's share too, which others may hold meanwhile."""
+        if self.family in self.ledger.shares:
+            return self.share_left
         loans = (each for each in self.ledger.sharing if each.on_loan and each is not self)
         return self.room + (0 if self.apart is not None else sum(each.claimed for each in loans))
 
@@ -117,15 +135,26 @@ class Account:
         self.settle(num_bytes)
 
     def ask(self, num_bytes: int) -> bool:
-        """Have others give way until there is room for so many bytes; False where what they can spare is not enough."""
-        for family in GIVES_WAY.get(self.family, ()):
+        """Have others give way until there is room for so many bytes; False where what they can spare is not enough.
+
+        Where its family's share is too small, nobody else can help: the others of the family go first.
+        """
+        self._have_give_way((self.family,), lambda: num_bytes - self.share_left)
+        if self.share_left >= num_bytes:
+            families = GIVES_WAY.get(self.family, ())
+            self._have_give_way(
+                families, lambda: num_bytes - (self.room if self.apart is not None else self._common_room)
+            )
+        return self.room >= num_bytes
+
+    def _have_give_way(self, families: Iterable[str], missing: Callable[[], int]) -> None:
+        for family in families:
             for other in self.ledger.accounts:
-                short = num_bytes - self.room
+                short = missing()
                 if short <= 0:
-                    return True
+                    return
                 if other.family == family and other is not self and other.claimed and other.give_way is not None:
                     other.give_way(short, self)
-        return self.room >= num_bytes
 
 
 class Ledger:
@@ -133,13 +162,15 @@ class Ledger:
 
     Args:
         budget: bytes that all accounts without a budget of their own may take together.
+        shares: of it, what the accounts of a family may take together at most. Others may use what they do not.
 
     Attributes:
         sharing: the accounts of the one budget.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, shares: Mapping[str, int] = _NO_SHARES) -> None:
         self.budget = budget
+        self.shares = shares
         self.accounts: list[Account] = []
         self.sharing: list[Account] = []
 
@@ -162,6 +193,20 @@ class Ledger:
             self.sharing.append(account)
         return account
 
+    def close(self, account: Account) -> None:
+        """There is no such account any more; it has given all back."""
+        if account.claimed:
+            raise BrokenInvariant(f"{account.kind} still has {account.claimed} bytes")
+        self.accounts.remove(account)
+        if account.apart is None:
+            self.sharing.remove(account)
+
+    def share_left(self, family: str) -> int:
+        """What is left of a family's share; without a bound where it has none."""
+        if family not in self.shares:
+            return _UNBOUNDED
+        return self.shares[family] - sum(each.claimed for each in self.accounts if each.family == family)
+
     @property
     def floors(self) -> int:
         """Bytes below which the budget must not be."""
@@ -169,6 +214,8 @@ class Ledger:
 
     def left_for(self, family: str) -> int:
         """Bytes that the accounts of a family may take together, if all that is on loan came back."""
+        if family in self.shares:
+            return self.shares[family]
         return self.budget - sum(each.held for each in self.sharing if each.family != family and not each.on_loan)
 
     def statement(self) -> tuple[RamUse, ...]:
@@ -182,6 +229,9 @@ class Ledger:
                 raise BrokenInvariant(f"{account.kind} uses {account.used} of {account.claimed} bytes")
             if account.apart is not None and account.claimed > account.apart:
                 raise BrokenInvariant(f"{account.kind} has claimed {account.claimed} of {account.apart} bytes")
+        for family in self.shares:
+            if self.share_left(family) < 0:
+                raise BrokenInvariant(f"the share of {family} is exceeded")
         if sum(account.claimed for account in self.sharing) > self.budget:
             raise BrokenInvariant("the RAM budget is exceeded")
         if sum(account.held for account in self.sharing) > max(self.budget, self.floors):

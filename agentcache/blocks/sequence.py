@@ -1,4 +1,4 @@
-"""One running request's place in the cache: its lanes, its block tables, and what is due before its first step."""
+"""What one running request holds of the cache: its lanes, its block tables, and what is due before its first step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import BASE_CACHE, Producer
 from agentcache.blocks.lanes import LaneLayout, NamedBlock
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.radix_tree import Node
@@ -39,7 +39,11 @@ class LaneBlock(NamedTuple):
 
     @property
     def named(self) -> NamedBlock:
-        return NamedBlock(self.node.chain, self.groups)
+        return self.named_in(BASE_CACHE)
+
+    def named_in(self, cache: str) -> NamedBlock:
+        """The block of the cache of that name."""
+        return NamedBlock(self.node.chain, self.groups, cache)
 
 
 @dataclass(eq=False)
@@ -76,8 +80,8 @@ class Lane:
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One running request's place in the cache.
+class CacheSequence:
+    """What one running request holds of the cache.
 
     Attributes:
         root: chain key of its namespace.

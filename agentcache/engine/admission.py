@@ -1,56 +1,62 @@
-"""Into the cache and out of it: who gets a place and blocks, waits for files, or has to give way."""
+"""Into the cache and out of it: who gets a sequence and blocks, waits for files, or has to give way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from agentcache.adapters.activation import AdapterUse
+from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.restore import Restored, Restorer
-from agentcache.blocks.keys import Namespace
+from agentcache.blocks.keys import BASE_CACHE, residual_cache
 from agentcache.blocks.lane_search import CachedPrefix
-from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.overlay_match import OverlayMatch, match_overlay
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.engine.device import Device
 from agentcache.engine.generation import Generation, Outcome, State
+from agentcache.engine.passes import Overlay
 from agentcache.engine.requests import Requests
 from agentcache.engine.room import Growth, has_room
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, OutOfMemory, Overloaded
-from agentcache.report import CachedTokens, FinishReason
+from agentcache.kv.residual_arenas import ResidualArenas
+from agentcache.report import CachedTokens, FinishReason, StepDown
 
 
 class Admission:
-    """Gives generations their place in the cache. Belongs to the engine thread.
+    """Opens generations' sequences in the cache. Belongs to the engine thread.
 
     Args:
         end: ends a generation, with what it has or with an error.
+        step_down: has a generation that waits be computed exactly instead of as residuals.
     """
 
     def __init__(
         self,
         requests: Requests,
         scheduler: Scheduler,
-        cache: PrefixCache,
+        caches: KeptCaches,
         device: Device,
         restorer: Restorer,
         trunk: Trunk,
-        namespace: Callable[[str], Namespace],
         end: Callable[[Generation, Outcome], None],
+        step_down: Callable[[Generation, StepDown], None],
     ) -> None:
         self._requests = requests
         self._scheduler = scheduler
-        self._cache = cache
+        self._caches = caches
+        self._cache = caches.base.prefix
         self._device = device
         self._restorer = restorer
         self._trunk = trunk
-        self._namespace = namespace
         self._end = end
+        self._step_down = step_down
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Admit waiting requests in order, as long as there are places and blocks."""
+        """Admit waiting requests in order, as long as the batch has room and there are blocks."""
         while (generation := self._scheduler.next_to_admit()) is not None:
             busy = bool(self._requests.running or self._requests.loading)
             try:
@@ -59,13 +65,19 @@ class Admission:
                 if busy:
                     self._scheduler.stalled = True
                     return  # others will give blocks back
-                self._end(generation, _too_large(generation, error))
+                if generation.is_residual and not generation.num_generated:
+                    self._step_down(generation, StepDown.MEMORY)
+                else:
+                    self._end(generation, _too_large(generation, error))
 
     def _open(self, generation: Generation, busy: bool) -> None:
-        """Give a waiting request its place in the cache; starts its restore where blocks are on disk only."""
-        root = self._namespace(generation.request.salt).root
+        """Open a waiting request's sequence; starts its restore where blocks are on disk only."""
+        root = self._caches.root(self._caches.base, generation.request.salt)
         if not busy:
             self._cache.allocator.make_room(len(generation.token_ids) + 1)
+        if generation.adapter is not None and generation.is_residual:
+            self._open_residual(generation, generation.adapter, root, busy)
+            return
         prefix = self._usable_prefix(generation, root)
         ahead = self._trunk.match(generation, root, prefix)
         if ahead is not None:
@@ -74,7 +86,7 @@ class Admission:
             self._check_room(generation, prefix)
         in_ram = self._cache.in_ram(prefix)
         sequence = self._cache.open(root, prefix)
-        generation.take_place(sequence, ahead)
+        generation.take_sequence(sequence, ahead)
         self._plan_snapshots(generation, prefix)
         self._device.copy_blocks(sequence.copies)
         if ahead is not None:
@@ -86,7 +98,36 @@ class Admission:
         if in_ram:
             self._begin_state(generation, sequence)
         else:
-            self._restorer.restore(sequence, lambda restored: self._restored(generation, sequence, restored))
+            self._restore(generation, [(BASE_CACHE, sequence)])
+
+    def _open_residual(self, generation: Generation, use: AdapterUse, root: str, busy: bool) -> None:
+        """The same for a request that has a sequence in its adapter's cache too: both, or none."""
+        cache = self._caches.get(residual_cache(use.digest))
+        residual_root = self._caches.root(cache, generation.request.salt)
+        limit = self._most_cached(generation)
+        match = match_overlay(self._cache, root, cache.prefix, residual_root, generation.token_ids, limit)
+        if busy:
+            self._check_room(generation, match.base)
+            self._check_residual_room(generation, cache, match.residuals)
+        sequences = {BASE_CACHE: self._cache.open(root, match.base)}
+        try:
+            sequences[cache.name] = cache.prefix.open(residual_root, match.residuals)
+        except OutOfBlocks:
+            self._cache.abandon(sequences[BASE_CACHE])
+            raise
+        base, residuals = sequences.values()
+        assert isinstance(cache.arenas, ResidualArenas)  # base's only are others
+        overlay = Overlay(cache, cache.arenas, residuals, base, paired_from=len(generation.token_ids))
+        generation.take_sequence(base, overlay=overlay)
+        self._device.copy_blocks(base.copies)
+        cache.arenas.copy_blocks(residuals.copies)
+        if generation.num_generated == 0:
+            generation.prompt_logprobs.clear()
+            _note_cached(generation, match.residuals, match)
+        due = [(name, sequence) for name, sequence in sequences.items() if sequence.loads]
+        self._scheduler.admit(generation, loading=bool(due))
+        if due:
+            self._restore(generation, due)
 
     def _plan_snapshots(self, generation: Generation, prefix: CachedPrefix) -> None:
         snapshots = self._cache.snapshots
@@ -101,35 +142,59 @@ class Admission:
             prefix.known_tokens,
         )
 
-    def _begin_state(self, generation: Generation, sequence: Sequence) -> None:
+    def _begin_state(self, generation: Generation, sequence: CacheSequence) -> None:
         """The row takes the snapshot that it goes on from, if it does; arrays are values, so the slot is free then."""
         if sequence.state is not None:
             generation.begin_state(self._device.row_state(sequence.state))
             self._cache.state_taken(sequence)
 
     def _usable_prefix(self, generation: Generation, root: str) -> CachedPrefix:
-        # One token at least is computed, for its logits; all are where the prompt's own logprobs are wanted.
-        limit = len(generation.token_ids) - 1
-        if generation.request.sampling.prompt_logprobs and generation.num_generated == 0:
-            limit = 0
+        limit = self._most_cached(generation)
         return self._cache.match_prefix(root, generation.token_ids, limit, generation.producer)
+
+    @staticmethod
+    def _most_cached(generation: Generation) -> int:
+        """One token at least is computed, for its logits; all are where the prompt's own logprobs are wanted."""
+        if generation.request.sampling.prompt_logprobs and generation.num_generated == 0:
+            return 0
+        return len(generation.token_ids) - 1
 
     def _check_room(self, generation: Generation, prefix: CachedPrefix) -> None:
         """Raise OutOfBlocks if the known tokens of all who are admitted would not fit: one would preempt another."""
         admitted = (*self._requests.running, *self._requests.loading)
-        running = [Growth(other.place.tables, len(other.token_ids) + 1) for other in admitted]
+        running = [Growth(other.open_sequence.tables, len(other.token_ids) + 1) for other in admitted]
         if not has_room(self._cache.allocator, running, prefix, len(generation.token_ids) + 1):
             raise OutOfBlocks("running requests need all the blocks there are")
 
-    def _restored(self, generation: Generation, sequence: Sequence, restored: Restored) -> None:
-        if generation.sequence is not sequence:
+    def _check_residual_room(self, generation: Generation, cache: KeptCache, prefix: CachedPrefix) -> None:
+        """The same in an adapter's cache."""
+        admitted = (*self._requests.running, *self._requests.loading)
+        running = [
+            Growth(other.overlay.residuals.tables, len(other.token_ids) + 1)
+            for other in admitted
+            if other.overlay is not None and other.overlay.cache is cache
+        ]
+        if not has_room(cache.prefix.allocator, running, prefix, len(generation.token_ids) + 1):
+            raise OutOfBlocks("running requests need all the blocks there are for residuals")
+
+    def _restore(self, generation: Generation, due: Sequence[tuple[str, CacheSequence]]) -> None:
+        """Have the files of a request's sequences read, given with their caches, one sequence after the other."""
+        name, sequence = due[0]
+        self._restorer.restore(sequence, lambda restored: self._restored(generation, due, restored), cache=name)
+
+    def _restored(self, generation: Generation, due: Sequence[tuple[str, CacheSequence]], restored: Restored) -> None:
+        sequence = due[0][1]
+        if sequence.closed:
             return  # cancelled meanwhile
         self._device.evaluate()
         generation.restored_bytes += restored.num_bytes
         generation.restore_seconds += restored.seconds
         if not restored.complete:
             # What was wrong is in quarantine; match again and compute the rest.
-            self.give_up_place(generation)
+            self.abandon_sequence(generation)
+        elif due[1:]:
+            self._restore(generation, due[1:])
+            return
         else:
             self._begin_state(generation, sequence)
         self._requests.move(generation, State.RUNNING if restored.complete else State.WAITING)
@@ -139,8 +204,20 @@ class Admission:
     def reserve(self, generation: Generation, num_tokens: int) -> bool:
         """Blocks for the next tokens; False if the request has to wait for them or ends for want of them."""
         while generation.state is State.RUNNING:
+            overlay = generation.current.overlay
             try:
-                self._cache.reserve(generation.place, generation.in_flight + num_tokens)
+                if overlay is not None:
+                    overlay.cache.prefix.reserve(overlay.residuals, generation.in_flight + num_tokens)
+            except OutOfBlocks as error:
+                if generation.in_flight:
+                    return False
+                self._out_of_blocks(generation, error, residual=True)
+                continue
+            try:
+                if overlay is None:
+                    self._cache.reserve(generation.open_sequence, generation.in_flight + num_tokens)
+                elif overlay.is_paired(generation.num_launched):
+                    self._cache.reserve(overlay.base, generation.num_launched + num_tokens - overlay.base.num_tokens)
                 return True
             except OutOfBlocks as error:
                 if generation.in_flight:
@@ -148,8 +225,8 @@ class Admission:
                 self._out_of_blocks(generation, error)
         return False
 
-    def _out_of_blocks(self, generation: Generation, error: OutOfBlocks) -> None:
-        victim = self._scheduler.victim()
+    def _out_of_blocks(self, generation: Generation, error: OutOfBlocks, *, residual: bool = False) -> None:
+        victim = self._scheduler.victim(residual=residual)
         if victim is not None:
             self.preempt(victim)
         else:
@@ -167,22 +244,40 @@ class Admission:
 
     def preempt(self, generation: Generation) -> None:
         """A running generation waits again; what it has computed is computed anew, where nobody else needs it too."""
-        self.give_up_place(generation)
+        self.abandon_sequence(generation)
         self._scheduler.preempt(generation)
 
-    def give_up_place(self, generation: Generation) -> None:
+    def abandon_sequence(self, generation: Generation) -> None:
         """Out of the cache, if it is in it; its blocks are free at once."""
         if generation.sequence is not None:
+            if generation.overlay is not None:
+                generation.overlay.cache.prefix.abandon(generation.overlay.residuals)
             self._cache.abandon(generation.sequence)
-            generation.lose_place()
+            generation.lose_sequence()
 
 
-def _note_cached(generation: Generation, prefix: CachedPrefix) -> None:
+def _note_cached(generation: Generation, prefix: CachedPrefix, match: OverlayMatch | None = None) -> None:
+    """Args:
+    prefix: behind which the request's prompt is computed.
+    match: a residual request's.
+    """
     own = min(generation.own_tokens, prefix.num_tokens)
-    # What is there but for a state to go on from is computed again, and not lost.
-    generation.lost_tokens = max(0, generation.expected_tokens - max(prefix.num_tokens, prefix.known_tokens))
-    generation.cached = CachedTokens(own=own, shared=prefix.num_tokens - own)
+    # What is there but for a state to go on from is computed again, and not lost; nor is what it never had: residuals
+    # of an adapter that is new to the conversation.
+    known = max(prefix.num_tokens, prefix.known_tokens)
+    if match is not None and not generation.had_residuals:
+        known = match.base.num_tokens
+    generation.lost_tokens = max(0, generation.expected_tokens - known)
+    found = None if match is None else match.found
+    generation.cached = CachedTokens(own=own, shared=prefix.num_tokens - own, residual=found)
     generation.computed_prompt_tokens = generation.num_prompt_tokens - prefix.num_tokens
+    generation.computed_base_tokens = _computed_by_base(generation, (match.base if match else prefix).num_tokens)
+
+
+def _computed_by_base(generation: Generation, cached: int) -> int:
+    """How many tokens of the prompt the unadapted model computes."""
+    start = None if generation.producer is None else generation.producer.start
+    return max(0, (generation.num_prompt_tokens if start is None else start) - cached)
 
 
 def _too_large(generation: Generation, error: OutOfBlocks) -> AgentCacheError:

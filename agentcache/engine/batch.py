@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from agentcache.adapters.weights import AdapterWeightSet
+from agentcache.blocks.pool import BlockTable
 from agentcache.engine.generation import Generation
-from agentcache.engine.passes import Pass
+from agentcache.engine.passes import Overlay, Pass
 from agentcache.engine.trunk import Trunk
 from agentcache.models.recurrent import RowState
+from agentcache.models.residual_rows import ResidualRow
 from agentcache.models.runner import ModelRunner
 from agentcache.models.sampler import REPETITION_CONTEXT, Row, Sampler, Scores, TokenScore, choose
 from agentcache.models.step import StepInputs
@@ -43,7 +45,7 @@ class BatchRow:
 
     @property
     def is_void(self) -> bool:
-        """Whether what is computed here is of no use any more: its generation has ended, or lost its place."""
+        """Whether what is computed here is of no use any more: its generation has ended, or lost its sequence."""
         return self.work.writes.closed
 
 
@@ -123,7 +125,7 @@ class Batch:
         self.seconds = time.perf_counter() - self.started_at
 
     def results(self) -> Iterator[Result]:
-        """What came out, row by row; of generations that have ended or lost their place meanwhile, nothing."""
+        """What came out, row by row; of generations that have ended or lost their sequence meanwhile, nothing."""
         tokens: list[int] = [] if self.tokens is None else self.tokens.tolist()
         scores = dict(zip(self._scored, self._scores.read(), strict=True)) if self._scores else {}
         prompt_scores = self._prompt_scores.read() if self._prompt_scores else []
@@ -155,23 +157,28 @@ class BatchBuilder:
         starts = [generation.num_launched for generation in rows]
         left = [generation.num_to_launch for generation in rows]
         inputs = self._inputs(rows, left, num_tokens, before)
-        score_prompt = left[0] > 1 and rows[0].wants_prompt_logprobs
+        score_prompt = left[0] > 1 and rows[0].scores_prompt
         made = [BatchRow.of(generation, count, num_tokens) for generation, count in zip(rows, left, strict=True)]
         decoder = self._adapters.decoder(made[0].work.decoder)
-        cut = made[0].work.cut
+        cut, overlays = made[0].work.cut, [row.work.overlay for row in made]
+        written = () if any(overlays) else [row.work.writes.tables for row in made]
         step = StepInputs(
             inputs,
             starts,
-            reads=self._runner.reads([generation.place.tables for generation in rows], starts, num_tokens, cut),
-            writes=self._runner.writes([row.work.writes.tables for row in made], starts, num_tokens, cut),
+            reads=self._runner.reads([generation.open_sequence.tables for generation in rows], starts, num_tokens, cut),
+            writes=self._runner.writes(written, starts, num_tokens, cut) if written else (),
             model=None if decoder is None else decoder.model,
             adapters=self._adapters.rows([row.work.computes for row in made]),
             trunk=self._trunk.plan(rows, num_tokens),
             all_logits=score_prompt,
             states=[generation.launched_state for generation in rows] if self._runner.states is not None else (),
         )
+        if not written:
+            step = self._with_overlays(step, made, overlays)
         outputs = self._runner.forward(step)
         logits, states = outputs.logits, outputs.states if self._runner.states is not None else ()
+        if not written:
+            logits = logits[: len(rows)]
         complete = [row.is_complete for row in made]
         ends = [start + num_tokens for start in starts]
         tokens = self._choose(rows, ends, logits[:, -1], inputs[:, -1]) if any(complete) else None
@@ -194,6 +201,38 @@ class BatchBuilder:
             generation.launched_state = state
         return batch
 
+    def _with_overlays(
+        self, step: StepInputs, rows: Sequence[BatchRow], overlays: Sequence[Overlay | None]
+    ) -> StepInputs:
+        """The step of rows of which some write residuals; behind these come base's rows beside them, where it has any.
+
+        Residual rows write no keys and values: base has them already, or its row writes them in the same step.
+        """
+        num_tokens, starts = step.token_ids.shape[1], step.lengths
+        paired = [i for i, overlay in enumerate(overlays) if overlay is not None and overlay.is_paired(starts[i])]
+        lengths = [*starts, *(starts[i] for i in paired)]
+        residual_rows, tables, writers = list[ResidualRow](), list[Sequence[BlockTable]](), list[int]()
+        for i, (row, overlay, adapter) in enumerate(zip(rows, overlays, step.adapters, strict=True)):
+            tables.append(row.generation.open_sequence.tables)
+            if overlay is None or adapter is None:
+                writers.append(i)
+            else:
+                own = overlay.residuals.tables
+                residual_rows.append(ResidualRow(i, adapter.weights, overlay.arenas, own, starts[i]))
+        tables += [tables[i] for i in paired]
+        writers += range(len(rows), len(lengths))
+        return replace(
+            step,
+            token_ids=mx.concatenate([step.token_ids, step.token_ids[mx.array(paired)]]) if paired else step.token_ids,
+            lengths=lengths,
+            reads=self._runner.reads(tables, lengths, num_tokens),
+            writes=self._runner.writes([tables[i] for i in writers], [lengths[i] for i in writers], num_tokens)
+            if writers
+            else (),
+            adapters=[*step.adapters, *[None] * len(paired)],
+            residual=self._runner.residual_rows(residual_rows, len(lengths), num_tokens),
+        )
+
     def _inputs(
         self, rows: Sequence[Generation], left: Sequence[int], num_tokens: int, before: Batch | None
     ) -> mx.array:
@@ -201,12 +240,12 @@ class BatchBuilder:
         if all(left):
             return mx.array([g.token_ids[g.num_launched : g.num_launched + num_tokens] for g in rows], mx.int32)
         assert before is not None and before.tokens is not None  # somebody chooses what is not known yet
-        places = {row.generation: place for place, row in enumerate(before.rows)}
+        indices = {row.generation: index for index, row in enumerate(before.rows)}
         known = [generation.token_ids[-1] for generation, count in zip(rows, left, strict=True) if count]
-        if not known and [places[generation] for generation in rows] == list(range(len(places))):
+        if not known and [indices[generation] for generation in rows] == list(range(len(indices))):
             return before.tokens[:, None]
-        known_places = iter(range(len(places), len(places) + len(known)))
-        order = [next(known_places) if count else places[row] for row, count in zip(rows, left, strict=True)]
+        known_indices = iter(range(len(indices), len(indices) + len(known)))
+        order = [next(known_indices) if count else indices[row] for row, count in zip(rows, left, strict=True)]
         return mx.concatenate([before.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
 
     def _choose(self, rows: Sequence[Generation], ends: Sequence[int], logits: mx.array, last: mx.array) -> mx.array:

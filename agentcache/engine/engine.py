@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentcache.adapters.weights import AdapterWeightSet
-from agentcache.agents.memory import AgentMemory
+from agentcache.agents.caches import KeptCaches
+from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.engine.admission import Admission
 from agentcache.engine.counters import Counters, cache_stats
 from agentcache.engine.device import Device, Step
@@ -37,18 +38,20 @@ from agentcache.engine.messages import (
     Submit,
 )
 from agentcache.engine.output import Output
-from agentcache.engine.passes import Pass
+from agentcache.engine.passes import Overlay, Pass
 from agentcache.engine.relief import MemoryRelief
 from agentcache.engine.requests import Requests
+from agentcache.engine.residuals import Residuals
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, RequestCancelled
+from agentcache.models.adapters import AdapterContent
 from agentcache.models.device_memory import Limits
 from agentcache.models.loader import LoadedModel
 from agentcache.pressure import Level
-from agentcache.report import CacheStats, FinishReason
+from agentcache.report import CacheStats, FinishReason, StepDown
 from agentcache.request import ChatPrompt
 
 _IDLE_SECONDS = 60.0  # an agent that has not been used for so long is likely to be left alone for longer
@@ -59,17 +62,18 @@ class Parts:
     """What an engine works with. `open_engine` makes the real ones."""
 
     loaded: LoadedModel
-    cache: PrefixCache
+    caches: KeptCaches
     device: Device
     requests: Requests
     scheduler: Scheduler
     turns: Turns
     agents: AgentTable
-    memory: AgentMemory
+    operations: AgentOperations
     persistence: Persistence
     restorer: Restorer
     adapters: AdapterWeightSet
     trunk: Trunk
+    residuals: Residuals
     served: ServedModel
     limits: Limits
 
@@ -79,31 +83,35 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self.loaded = parts.loaded
-        self.cache = parts.cache
+        self.caches = parts.caches
+        self.cache = parts.caches.base.prefix
         self.device = parts.device
         self.requests = parts.requests
         self.scheduler = parts.scheduler
         self.turns = parts.turns
         self.agents = parts.agents
-        self.memory = parts.memory
+        self.operations = parts.operations
         self.persistence = parts.persistence
         self.restorer = parts.restorer
         self.adapters = parts.adapters
         self.trunk = parts.trunk
+        self.residuals = parts.residuals
         self.counters = Counters()
         self._served = parts.served
         self._under_way: Step | None = None
         self._admission = Admission(
             parts.requests,
             parts.scheduler,
-            parts.cache,
+            parts.caches,
             parts.device,
             parts.restorer,
             parts.trunk,
-            parts.loaded.namespace,
             self.end,
+            self._step_down,
         )
-        self.relief = MemoryRelief(parts.cache, parts.device, parts.scheduler, parts.memory, parts.trunk, parts.loaded)
+        self.relief = MemoryRelief(
+            parts.caches, parts.device, parts.scheduler, parts.operations, parts.trunk, parts.loaded
+        )
         self._limits = parts.limits
 
     def close(self) -> None:
@@ -139,27 +147,31 @@ class Engine:
                 self._cancel_submitted(submitted)
                 reply(None)
             case ListAgents():
-                reply(self.memory.list())
+                reply(self.operations.list())
             case ShowAgent(agent_id):
-                reply(self.memory.info(agent_id))
+                reply(self.operations.info(agent_id))
             case CreateAgent(agent_id, adapter, policy, system):
-                self.memory.create(agent_id, adapter, policy, system, reply)
+                self.operations.create(agent_id, adapter, policy, system, reply)
             case ImportAgent(archive):
-                self.memory.bring_in(archive, reply)
-            case ForkAgent(agent_id, new_id, lineage):
-                self.memory.fork(agent_id, new_id, reply, lineage)
+                self.operations.bring_in(archive, reply)
+            case ForkAgent(agent_id, new_id, lineage, adapter, policy):
+                self.operations.fork(agent_id, new_id, reply, lineage, adapter, policy)
             case DeleteAgent(agent_id, lineage):
-                self.memory.delete(agent_id, reply, lineage)
+                self.operations.delete(agent_id, reply, lineage)
             case SaveAgent(agent_id, lineage):
-                self.memory.save(agent_id, reply, lineage)
+                self.operations.save(agent_id, reply, lineage)
             case RestoreAgent(agent_id, lineage):
-                self.memory.restore(agent_id, reply, lineage)
-            case EvictAgent(agent_id, lineage):
-                self.memory.evict(agent_id, reply, lineage)
+                self.operations.restore(agent_id, reply, lineage)
+            case EvictAgent(agent_id, lineage, kind):
+                self.operations.evict(agent_id, reply, lineage, kind)
             case PutAdapter(content):
-                reply(self.adapters.load(content))
+                is_there = self.adapters.load(content)
+                if isinstance(content, AdapterContent):
+                    self.residuals.open_for(content.adapter)
+                reply(is_there)
             case DropAdapter(digest):
                 self.adapters.drop(digest)
+                self.residuals.close_for(digest)
                 reply(None)
             case RelieveMemory(level):
                 self.relieve(level)
@@ -213,12 +225,15 @@ class Engine:
             return
         self.device.prepare(generation)
         self.requests.move(generation, State.WAITING)
+        if generation.is_residual and (known := self.residuals.known_divergence(generation)) is not None:
+            generation.divergence = known
+            self._step_down(generation, StepDown.DIVERGENCE)
 
     def end(self, generation: Generation, outcome: Outcome) -> None:
         """The one way out, for whatever reason. What is being saved, or has ended, stays as it is.
 
         Args:
-            outcome: why it is complete, and its memory is kept; or an error, and its agent is as before.
+            outcome: why it is complete, and what it computed is kept; or an error, and its agent is as before.
         """
         if generation.state not in LIVE:
             return
@@ -230,7 +245,7 @@ class Engine:
             self.turns.finish(generation)
         else:
             self.requests.move(generation, State.FAILED)
-            self._admission.give_up_place(generation)
+            self._admission.abandon_sequence(generation)
             self.turns.drop(generation)
             generation.emit(outcome)
 
@@ -241,8 +256,15 @@ class Engine:
             self.end(generation, RequestCancelled("the request was cancelled"))
 
     def preempt(self, generation: Generation) -> None:
-        """A running request gives up its place in the cache, and waits for another."""
+        """A running request gives up its sequence, and waits for another."""
         self._admission.preempt(generation)
+
+    def _step_down(self, generation: Generation, why: StepDown) -> None:
+        """A request that was to be residual, and has shown nothing yet, waits to be computed exactly."""
+        self._admission.abandon_sequence(generation)
+        self.turns.step_down(generation, why)
+        if generation.state is not State.WAITING:
+            self.requests.move(generation, State.WAITING)
 
     def drop_all(self, error: AgentCacheError) -> None:
         """End every request that is not complete; it leaves no trace."""
@@ -308,8 +330,15 @@ class Engine:
             generation.in_flight -= batch.num_tokens
             if generation.wants_prompt_logprobs:
                 self.turns.note_prompt_scores(generation, result.prompt_scores)
-            start = generation.num_computed
-            self._advance(generation, result.row.work, generation.token_ids[start : start + batch.num_tokens])
+            start, overlay = generation.num_computed, result.row.work.overlay
+            token_ids = generation.token_ids[start : start + batch.num_tokens]
+            if overlay is None:
+                self._advance(generation, result.row.work, token_ids)
+            else:
+                self._advance_residuals(generation, overlay, token_ids)
+                if result.token is not None and not generation.num_generated and self.residuals.is_too_far(generation):
+                    self._step_down(generation, StepDown.DIVERGENCE)
+                    continue
             if result.state is not None:
                 generation.settle_state(result.state)
                 self._keep_state(generation)
@@ -325,17 +354,38 @@ class Engine:
         published = self.cache.advance(sequence, token_ids)
         generation.drop_passes()
         self.trunk.advance(sequence)
-        record = generation.record
-        if published and record is not None and self.persistence.fits(record, generation.num_prompt_tokens):
+        if published and self._saves_early(generation):
             generation.saved_early += published
             self.persistence.save_blocks(sequence, published, generation.note_written)
-        self.cache.leave_window(sequence)
+        overlay = generation.overlay
+        self.cache.leave_window(sequence, None if overlay is None else overlay.residuals.num_tokens)
+
+    def _saves_early(self, generation: Generation) -> bool:
+        record = generation.record
+        return record is not None and self.persistence.fits(record, generation.num_prompt_tokens)
+
+    def _advance_residuals(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> None:
+        """The same of what an adapter has computed on top of base, and base beside it in the same step."""
+        residuals, cache = overlay.residuals, overlay.cache
+        is_paired = overlay.is_paired(residuals.num_tokens)
+        published = cache.prefix.advance(residuals, token_ids)
+        generation.drop_passes()
+        if published and self._saves_early(generation):
+            generation.saved_residuals += published
+            self.persistence.save_blocks(residuals, published, generation.note_written, cache.name)
+        cache.prefix.leave_window(residuals)
+        if is_paired:
+            base_published = self.cache.advance(overlay.base, token_ids)
+            if base_published and self._saves_early(generation):
+                generation.saved_early += base_published
+                self.persistence.save_blocks(overlay.base, base_published, generation.note_written)
+        self.cache.leave_window(overlay.base, residuals.num_tokens)
 
     def _keep_state(self, generation: Generation) -> None:
         """Take a snapshot where one is wanted."""
         plan, num_tokens = generation.snapshots, generation.num_computed
         if plan is not None and plan.wants(num_tokens) and generation.row_state is not None:
-            slot = self.cache.keep_state(generation.place, num_tokens, lasts=num_tokens == plan.lasting)
+            slot = self.cache.keep_state(generation.open_sequence, num_tokens, lasts=num_tokens == plan.lasting)
             if slot is not None:
                 self.device.keep_state(slot, generation.row_state)
 
@@ -357,9 +407,10 @@ class Engine:
     def clear(self) -> None:
         """Evict every block from RAM that nobody is reading; agents come back warm."""
         self.trunk.blocks.clear()
-        evicted = True
-        while evicted:  # leaves first: each round makes new ones
-            evicted = sum(self.cache.slots.evict(node) for node in list(self.cache.tree.residents)) > 0
+        for slots, tree in [(each.prefix.slots, each.prefix.tree) for each in self.caches]:
+            evicted = True
+            while evicted:  # leaves first: each round makes new ones
+                evicted = sum(slots.evict(node) for node in list(tree.residents)) > 0
         if self.cache.snapshots is not None:
             for node in list(self.cache.snapshots.nodes):
                 self.cache.snapshots.evict(node)
@@ -371,7 +422,8 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless every block of cache and trunk is accounted for."""
-        self.cache.check_integrity()
+        for cache in self.caches:
+            cache.prefix.check_integrity()
         self.trunk.check_integrity()
 
     def stats(self) -> CacheStats:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.saved import Saved
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import Producer, residual_cache
 from agentcache.blocks.prefix_match import PromptMatch
-from agentcache.blocks.sequence import LaneBlock, Sequence
+from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.blocks.trunk_match import TrunkMatch
 from agentcache.engine.output import Output
-from agentcache.engine.passes import Pass, plan_passes
+from agentcache.engine.passes import Overlay, Pass, plan_passes
 from agentcache.errors import AgentCacheError, BrokenInvariant
-from agentcache.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
+from agentcache.report import CachedTokens, CacheState, FinishReason, Report, StepDown, TokenLogprob, Update
 from agentcache.request import ChatPrompt, Request
 from agentcache.store.manifest import AgentRecord
 
@@ -32,7 +32,7 @@ Emit = Callable[[Update | BaseException], None]
 
 
 class State(Enum):
-    """Where in its life a request is: from NEW on one after the other, but that one that loses its place WAITS again.
+    """Where in its life a request is: from NEW on one after the other, but one that loses its sequence WAITS again.
 
     Only `Requests.move` changes it. WAITING, LOADING and RUNNING end in FAILED too: refused, cancelled, shut down.
     """
@@ -46,7 +46,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-# How a request ends: with a reason, and its memory is kept; or with an error, and it leaves no trace.
+# How a request ends: with a reason, and what it computed is kept; or with an error, and it leaves no trace.
 Outcome = FinishReason | AgentCacheError
 
 LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})
@@ -68,9 +68,13 @@ class Generation:
         state: see `State`.
         sampler: chooses its tokens, once it is queued.
         token_ids: prompt, then what was generated.
-        sequence: its place in the cache; None while waiting.
+        sequence: what it holds of the cache; None while waiting. Of a residual request, that in base's.
+        overlay: what a residual request writes on top of it.
+        stepped_down: why a request that was to be residual is computed exactly; None where it is not so.
+        divergence: of what the adapter has read of its prompt from what it would have computed, where it was measured.
+        saved_residuals: as `saved_early`, of residuals.
         in_flight: tokens of it that the device is at work on.
-        passes: that compute what is not computed yet, in order, the first of them at work; none without a place.
+        passes: that compute what is not computed yet, in order, the first of them at work; none without a sequence.
         background: it lets others go first; the scheduler ends that when it has waited enough.
         passed_over: how often others went before it.
         decoded_at: number of the last step that it decoded in.
@@ -79,6 +83,7 @@ class Generation:
         record: the lineage that this turn will be, before the turn.
         producer: who computes the keys and values of its tokens; None for base.
         adapter: what it is computed with, the whole way; None for base.
+        computed_base_tokens: of the prompt, how many the unadapted model computes.
         own_tokens: leading prompt tokens that `found` holds already.
         expected_tokens: of these, how many were computed for it, and are not to be computed again.
         lost_tokens: of these, how many were neither in RAM nor on disk, and had to be.
@@ -100,11 +105,15 @@ class Generation:
     state: State = State.NEW
     sampler: Sampler | None = None
     token_ids: list[int] = field(default_factory=list)
-    sequence: Sequence | None = None
+    sequence: CacheSequence | None = None
+    overlay: Overlay | None = None
+    stepped_down: StepDown | None = None
+    divergence: float | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached: CachedTokens = field(default_factory=CachedTokens)
     computed_prompt_tokens: int = 0
+    computed_base_tokens: int = 0
     restored_bytes: int = 0
     restore_seconds: float = 0.0
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -114,6 +123,7 @@ class Generation:
     lost_tokens: int = 0
     written_bytes: int = 0
     saved_early: list[LaneBlock] = field(default_factory=list)
+    saved_residuals: list[LaneBlock] = field(default_factory=list)
     found: AgentRecord | None = None
     goes_on: bool = False
     record: AgentRecord | None = None
@@ -136,10 +146,10 @@ class Generation:
         self.background = self.request.is_background
 
     @property
-    def place(self) -> Sequence:
+    def open_sequence(self) -> CacheSequence:
         """Its sequence, once it is admitted."""
         if self.sequence is None:
-            raise BrokenInvariant(f"request {self.request.request_id} has no place in the cache")
+            raise BrokenInvariant(f"request {self.request.request_id} has no sequence in the cache")
         return self.sequence
 
     @property
@@ -180,17 +190,25 @@ class Generation:
         """
         if not self.in_flight:
             return self.num_to_launch == 1
-        return self.num_to_launch == 0 and 0 < self.num_generated < self.max_tokens - 1
+        if self.num_to_launch or not 0 < self.num_generated < self.max_tokens - 1:
+            return False
+        return self.current.end is None  # else no token is about to be chosen
 
     @property
     def will_decode(self) -> bool:
         """Whether it can decode once what is under way is done, which shows its first token, say."""
         return bool(self.in_flight) and self.num_to_launch == 0 and self.num_generated < self.max_tokens - 1
 
-    def take_place(self, sequence: Sequence, ahead: TrunkMatch | None = None) -> None:
-        """Its place in the cache, and the passes that compute what is not there yet, given what the trunk has."""
-        self.sequence = sequence
-        self.passes = plan_passes(self.adapter, sequence, ahead)
+    def take_sequence(
+        self, sequence: CacheSequence, ahead: TrunkMatch | None = None, overlay: Overlay | None = None
+    ) -> None:
+        """Its sequence, and the passes that compute what is not there yet, given what the trunk has.
+
+        Args:
+            overlay: a residual request's.
+        """
+        self.sequence, self.overlay = sequence, overlay
+        self.passes = plan_passes(self.adapter, sequence, ahead, overlay)
         self.drop_passes()
 
     def drop_passes(self) -> None:
@@ -208,12 +226,23 @@ class Generation:
         if self.num_computed <= self.shown_tokens:
             self.shown_state = self.num_computed, state
 
-    def lose_place(self) -> None:
+    def lose_sequence(self) -> None:
         """Its sequence has been given up; what the device computes for it has no meaning any more."""
-        self.sequence = None
+        self.sequence = self.overlay = None
         self.in_flight = 0
         self.passes = []
         self.snapshots = self.row_state = self.launched_state = self.shown_state = None
+
+    @property
+    def is_residual(self) -> bool:
+        return self.adapter is not None and self.adapter.is_residual
+
+    @property
+    def had_residuals(self) -> bool:
+        """Whether the conversation that it goes on has some of its adapter."""
+        if self.found is None or self.adapter is None:
+            return False
+        return self.found.residual_of(residual_cache(self.adapter.digest)) is not None
 
     @property
     def is_chat(self) -> bool:
@@ -228,6 +257,11 @@ class Generation:
         """Whether logits of the prompt are still wanted."""
         return self.request.sampling.prompt_logprobs and self.num_generated == 0
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether they are to be had of the current pass. Of a residual request's, the adapter's give them."""
+        return self.wants_prompt_logprobs and (self.overlay is None or self.current.overlay is not None)
+
     def note_written(self, num_bytes: int) -> None:
         """Blocks written before the turn's end count for it too."""
         self.written_bytes += num_bytes
@@ -236,6 +270,7 @@ class Generation:
 def make_report(generation: Generation, saved: Saved | None) -> Report:
     """What a finished generation cost and reused; `saved` is None for one without an agent."""
     cached, adapter, now = generation.cached, generation.adapter, time.perf_counter()
+    policy = Policy.EXACT if adapter is None else adapter.policy
     found = CacheState.WARM if generation.restored_bytes else CacheState.HOT
     return Report(
         agent=generation.request.agent,
@@ -253,7 +288,11 @@ def make_report(generation: Generation, saved: Saved | None) -> Report:
         total_ms=(now - generation.submitted_at) * 1e3,
         saved=None if saved is None else saved.error is None,
         save_error=None if saved is None else saved.error,
-        policy=Policy.EXACT if adapter is None else adapter.policy,
+        policy=policy,
+        requested_policy=policy if generation.stepped_down is None else Policy.RESIDUAL,
+        stepped_down=generation.stepped_down,
+        divergence=generation.divergence,
+        base_computed_tokens=generation.computed_base_tokens,
         adapter=None if adapter is None else adapter.name,
         activated_at=None if adapter is None else adapter.activated_at,
         written_bytes=generation.written_bytes + (saved.written_bytes if saved else 0),

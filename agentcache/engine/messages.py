@@ -85,6 +85,8 @@ class ForkAgent:
     agent_id: str
     new_id: str
     lineage: str | None
+    adapter: str | None = None
+    policy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,11 @@ class RestoreAgent:
 
 @dataclass(frozen=True)
 class EvictAgent:
-    """Reply: None."""
+    """Only from caches of that kind, where it is given (`keys.kind_of`). Reply: None."""
 
     agent_id: str
     lineage: str | None
+    kind: str | None = None
 
 
 @dataclass(frozen=True)

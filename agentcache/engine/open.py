@@ -10,14 +10,15 @@ from functools import partial
 import mlx.core as mx
 
 from agentcache.adapters.weights import AdapterWeightSet
+from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.in_use import InUse
-from agentcache.agents.memory import AgentMemory
+from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.allocator import least_bytes
-from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.ledger import WEIGHTS, Ledger
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
+from agentcache.blocks.ledger import RESIDUAL, WEIGHTS, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.snapshot_plan import interval_for, whole_blocks
 from agentcache.config import Config
@@ -27,6 +28,7 @@ from agentcache.engine.engine import Engine, Parts
 from agentcache.engine.guard import MemoryGuard
 from agentcache.engine.pace import Pace, idle_chunk
 from agentcache.engine.requests import Requests
+from agentcache.engine.residuals import Residuals
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
@@ -46,6 +48,7 @@ from agentcache.store.store import Store
 # restore needs than its files take to be read.
 _PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 8192, 256 << 20
 _STATE_SHARE = 4  # of the RAM budget, one part is for recurrent state
+_RESIDUAL_SHARE = 4  # and one for residuals of adapters
 # Of prefilling, until it has been measured: slow machines of their kind.
 _CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS = 50e9, 2e12, 50e12
 
@@ -94,7 +97,8 @@ def _put_together(
     *,
     warm: bool,
 ) -> Engine:
-    ledger = Ledger(plan.ram_budget)
+    residual_budget = plan.ram_budget // _RESIDUAL_SHARE if config.residual_budget is None else config.residual_budget
+    ledger = Ledger(plan.ram_budget, {RESIDUAL: residual_budget} if config.max_divergence else {})
     ledger.open(WEIGHTS, apart=plan.weights).claim(plan.weights)
     guard = MemoryGuard(
         footprint, ledger, partial(free_memory, plan.limit), partial(spare_memory, plan.limit), plan.temporaries
@@ -109,12 +113,13 @@ def _put_together(
     if plan.ram_budget < ledger.floors:
         raise ConfigError(f"ram_budget must be at least {ledger.floors} bytes for this model")
     cache.allocator.headroom = guard.headroom
-    runner = ModelRunner(loaded, cache.slots.pools, cache.snapshots)
+    runner = ModelRunner(loaded, cache.slots.pools, cache.snapshots, measures=config.max_divergence > 0)
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
     in_use = InUse()
     agents = AgentTable(loaded.fingerprint, store.load_agents(), in_use)
-    persistence = Persistence(cache, runner, store, agents, in_use, loaded.namespace, post, config.max_lineages)
-    restorer = Restorer(cache, runner, store, post)
+    caches = KeptCaches(KeptCache(BASE_CACHE, loaded.spec, cache, runner), loaded.namespace)
+    persistence = Persistence(caches, runner, store, agents, in_use, post, config.max_lineages)
+    restorer = Restorer(caches, store, post)
     persistence.index()
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
     runner.fit()
@@ -124,22 +129,25 @@ def _put_together(
     trunk = Trunk(cache, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
     if warm:
         warm_up(cache, runner, restorer, loaded.max_context)
+    # A look at the model that a server without lossy policies has no need of.
+    support = loaded.adapters.residual_forms.support if config.max_divergence else None
     requests = Requests()
     device = MlxDevice(runner, BatchBuilder(runner, adapters, trunk, loaded.tokenizer.eos_ids), guard)
     return Engine(
         Parts(
             loaded=loaded,
-            cache=cache,
+            caches=caches,
             device=device,
             requests=requests,
             scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=_pace(config, loaded)),
             turns=Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests, device),
             agents=agents,
-            memory=AgentMemory(cache, runner, agents, persistence, in_use, restorer, loaded.namespace),
+            operations=AgentOperations(caches, agents, persistence, in_use, restorer),
             persistence=persistence,
             restorer=restorer,
             adapters=adapters,
             trunk=trunk,
+            residuals=Residuals(caches, persistence, runner, ledger, support, config.max_divergence),
             served=ServedModel(
                 path=loaded.path,
                 fingerprint=loaded.fingerprint,
@@ -149,6 +157,7 @@ def _put_together(
                 modules=loaded.adapters.modules,
                 adapter_budget=adapters.budget,
                 plan=plan,
+                residuals=support,
             ),
             limits=limits,
         )

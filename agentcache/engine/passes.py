@@ -1,15 +1,52 @@
 """How a request is computed: a list of passes, one after the other.
 
-Scheduler, builder and pace read the current one.
+Scheduler, builder and pace read the current one. A residual request (ForkKV, arXiv 2604.06370) is two requests in one:
+base computes the tokens into its own sequence, as it does for anybody; the adapter computes them again, reads base's
+keys and values, and writes what it adds to them into a sequence of its own. From the first token that is generated on
+both compute a token at a time in the same step: base's row is the adapter's companion.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from agentcache.adapters.activation import AdapterUse
-from agentcache.blocks.sequence import Sequence
+from agentcache.agents.caches import KeptCache
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.trunk_match import TrunkMatch
+
+if TYPE_CHECKING:
+    from agentcache.kv.residual_arenas import ResidualArenas
+
+# Where a window is read, base must not be further ahead of the adapter than this: what base leaves behind, the adapter
+# has still to read.
+_MOST_AHEAD = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Overlay:
+    """An adapter's residuals on top of a base sequence.
+
+    Args:
+        cache: the adapter's.
+        arenas: where its blocks lie.
+        residuals: its sequence there.
+        base: the sequence that it is read with.
+        paired_from: the tokens from here on base computes in the adapter's steps, and those before in passes of its
+            own.
+    """
+
+    cache: KeptCache
+    arenas: ResidualArenas
+    residuals: CacheSequence
+    base: CacheSequence
+    paired_from: int
+
+    def is_paired(self, position: int) -> bool:
+        """Whether base computes the token at that position in the adapter's step."""
+        return position >= self.paired_from
 
 
 @dataclass(frozen=True)
@@ -25,12 +62,14 @@ class Pass:
         writes: where its keys and values go.
         cut: first layer that is computed. Below it, the cache has keys and values already, and the trunk the hidden
             states; 0 for all layers.
+        overlay: what is written is this, on top of base; None for keys and values.
     """
 
     computes: AdapterUse | None
     end: int | None
-    writes: Sequence
+    writes: CacheSequence
     cut: int = 0
+    overlay: Overlay | None = None
 
     @property
     def decoder(self) -> str | None:
@@ -42,12 +81,17 @@ class Pass:
         return self.end is not None and self.writes.num_tokens >= self.end
 
 
-def plan_passes(use: AdapterUse | None, sequence: Sequence, ahead: TrunkMatch | None) -> list[Pass]:
-    """The passes of a request that uses an adapter so, or None, and has its place in the cache.
+def plan_passes(
+    use: AdapterUse | None, sequence: CacheSequence, ahead: TrunkMatch | None, overlay: Overlay | None = None
+) -> list[Pass]:
+    """The passes of a request that uses an adapter so, or None, and has its sequence.
 
     Args:
         ahead: what the trunk has for it.
+        overlay: what a residual request writes on top of `sequence`.
     """
+    if overlay is not None:
+        return list(_residual_passes(use, overlay))
     acts = None if use is None or use.start is None else use
     passes = []
     if ahead is not None:
@@ -55,3 +99,14 @@ def plan_passes(use: AdapterUse | None, sequence: Sequence, ahead: TrunkMatch | 
     if acts is not None and acts.is_decoder:
         passes.append(Pass(None, acts.start, sequence))
     return [*passes, Pass(acts, None, sequence)]
+
+
+def _residual_passes(use: AdapterUse | None, overlay: Overlay) -> Iterator[Pass]:
+    """Base over what it lacks, then the adapter; where there are windows, in turns."""
+    if any(group.window is not None for group in overlay.cache.spec.groups):
+        start = min(overlay.base.num_tokens, overlay.residuals.num_tokens)
+        for end in range(start - start % _MOST_AHEAD + _MOST_AHEAD, overlay.paired_from, _MOST_AHEAD):
+            yield Pass(None, end, overlay.base)
+            yield Pass(use, end, overlay.residuals, overlay=overlay)
+    yield Pass(None, overlay.paired_from, overlay.base)
+    yield Pass(use, None, overlay.residuals, overlay=overlay)

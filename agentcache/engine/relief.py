@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 
-from agentcache.agents.memory import AgentMemory
-from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.agents.caches import KeptCaches
+from agentcache.agents.operations import AgentOperations
 from agentcache.engine.device import Device
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
@@ -31,20 +31,21 @@ class MemoryRelief:
 
     def __init__(
         self,
-        cache: PrefixCache,
+        caches: KeptCaches,
         device: Device,
         scheduler: Scheduler,
-        memory: AgentMemory,
+        operations: AgentOperations,
         trunk: Trunk,
         loaded: LoadedModel,
     ) -> None:
         self.level = Level.NORMAL
         self.evicted_blocks = 0
         self.freed_bytes = 0
-        self._cache = cache
+        self._caches = caches
+        self._cache = caches.base.prefix
         self._device = device
         self._scheduler = scheduler
-        self._memory = memory
+        self._operations = operations
         self._trunk = trunk
         self._loaded = loaded
 
@@ -57,13 +58,18 @@ class MemoryRelief:
         self._enter(level)
         if level is Level.NORMAL:
             return False
-        evicted = self._memory.evict_unread(_SHARES[level])
+        evicted = self._operations.evict_unread(_SHARES[level])
         for account in self._cache.ledger.sharing:
             if account.on_loan and account.claimed and account.give_way is not None:
                 account.give_way(account.claimed, account)
         self._device.move_blocks(self._cache.allocator.gather())
+        for cache in self._caches.further:
+            cache.arenas.move_blocks(cache.prefix.allocator.gather())
         self._trunk.sweep()
-        freed = self._cache.allocator.give_back() + self._loaded.trunk.blocks.keep_first(self._trunk.blocks.give_back())
+        freed = sum(cache.prefix.allocator.give_back() for cache in self._caches)
+        freed += self._loaded.trunk.blocks.keep_first(self._trunk.blocks.give_back())
+        for cache in self._caches.further:
+            cache.arenas.fit()
         self._device.give_back()
         self.evicted_blocks += evicted
         self.freed_bytes += freed
@@ -80,6 +86,7 @@ class MemoryRelief:
             ", ".join(f"{use.kind} {use.capacity_bytes / 1e6:.0f} MB" for use in self._cache.ledger.statement()),
         )
         self.level = level
-        self._cache.allocator.is_sparing = level > Level.NORMAL
+        for cache in self._caches:
+            cache.prefix.allocator.is_sparing = level > Level.NORMAL
         self._scheduler.one_at_a_time = level is Level.CRITICAL
         self._scheduler.stalled = False

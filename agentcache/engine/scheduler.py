@@ -66,9 +66,9 @@ class Scheduler:
     # -- queues -------------------------------------------------------------------------------------------------------
 
     def next_to_admit(self) -> Generation | None:
-        """The request that is to be admitted next; None if none waits or there is no place for it.
+        """The request that is to be admitted next; None if none waits or the batch has no room for it.
 
-        Background requests leave one place free, so that an interactive one need not wait for them.
+        Background requests leave room for one more, so that an interactive one need not wait for them.
         """
         first = min(self.waiting, key=_rank, default=None)
         if first is None:
@@ -79,18 +79,22 @@ class Scheduler:
         return first if free > kept_free else None
 
     def admit(self, generation: Generation, *, loading: bool) -> None:
-        """It has a place in the cache; who was there before it has been passed over."""
+        """It has a sequence; who was there before it has been passed over."""
         self._requests.move(generation, State.LOADING if loading else State.RUNNING)
         _pass_over(other for other in self.waiting if other.submitted_at < generation.submitted_at)
         generation.passed_over = 0
         self.stalled = False
 
-    def victim(self) -> Generation | None:
+    def victim(self, *, residual: bool = False) -> Generation | None:
         """Whom to preempt when no block is left: background first, then the youngest. None if nobody else runs.
 
         The oldest is never preempted, so it gets done.
+
+        Args:
+            residual: there is none for residuals, which only those give back who have some.
         """
-        return max(self.running, key=_rank) if len(self.running) > 1 else None
+        running = [each for each in self.running if each.overlay is not None] if residual else self.running
+        return max(running, key=_rank) if len(running) > 1 else None
 
     def preempt(self, generation: Generation) -> None:
         """Back to the queue. It has paid for its background: from now on it is one like any other."""

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 from agentcache.agents.in_use import InUse
 from agentcache.agents.persistence import Persistence
+from agentcache.agents.residuals import ResidualTurn
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
+from agentcache.blocks.keys import residual_cache
 from agentcache.blocks.lanes import agreed_tokens
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import len_common_prefix
@@ -19,7 +21,7 @@ from agentcache.engine.generation import Generation, State, make_report
 from agentcache.engine.requests import Requests
 from agentcache.models.sampler import TokenScore
 from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.report import FinishReason, TokenLogprob, Update
+from agentcache.report import FinishReason, StepDown, TokenLogprob, Update
 from agentcache.store.manifest import AgentRecord
 
 # Characters of a prompt that tell whether a reply begins in the midst of something: a header, at most.
@@ -52,17 +54,35 @@ class Turns:
 
         A lineage, and an agent, that is not there yet is made by the end of its first turn.
         """
-        agent, found = generation.request.agent, generation.found
+        agent = generation.request.agent
         if agent is None:
             return
+        self._note_own(generation)
+        generation.record = self._extended(generation) or self._agents.vacant(agent, param="agent")
+        self._in_use.hold_lineage(generation.record.name)
+
+    def _note_own(self, generation: Generation) -> None:
+        found = generation.found
         if found is not None and found.transcript.ids:
             common = len_common_prefix(found.transcript.ids, generation.match.transcript.ids)
             generation.own_tokens = agreed_tokens(found.producer, generation.producer, common)
             # The last token that was generated has never been computed; the prompt's last one always is.
             computed = len(found.transcript) - (found.transcript.spans[-1][0] == "generated")
             generation.expected_tokens = min(generation.own_tokens, computed, generation.num_prompt_tokens - 1)
-        generation.record = self._extended(generation) or self._agents.vacant(agent, param="agent")
-        self._in_use.hold_lineage(generation.record.name)
+
+    def step_down(self, generation: Generation, why: StepDown) -> None:
+        """A turn that was to be residual, and holds nothing of the cache, is computed exactly from now on."""
+        assert generation.adapter is not None  # it is residual
+        self._release_residuals(generation)
+        generation.adapter = generation.adapter.stepped_down()
+        generation.producer, generation.stepped_down = generation.adapter.producer, why
+        self._note_own(generation)
+
+    def _release_residuals(self, generation: Generation) -> None:
+        if generation.saved_residuals:
+            assert generation.adapter is not None  # they are its
+            self._persistence.release(generation.saved_residuals, residual_cache(generation.adapter.digest))
+            generation.saved_residuals = []
 
     def _extended(self, generation: Generation) -> AgentRecord | None:
         """The lineage that the prompt goes on from, if nobody has changed it since it was matched.
@@ -79,6 +99,7 @@ class Turns:
     def drop(self, generation: Generation) -> None:
         """A turn that leaves no trace: the agent is as before, and what was written for it is deleted."""
         self._let_lineage_go(generation)
+        self._release_residuals(generation)
         self._persistence.release(generation.saved_early)
 
     def take(self, generation: Generation, token: int, score: TokenScore | None) -> FinishReason | None:
@@ -91,7 +112,9 @@ class Turns:
             generation.first_token_at = time.perf_counter()
             if generation.request.n > 1:
                 # All but the last token, which each of the others computes again: they need its logits.
-                self._cache.share_tail(generation.place, generation.num_prompt_tokens - 1)
+                self._cache.share_tail(generation.open_sequence, generation.num_prompt_tokens - 1)
+                if (overlay := generation.overlay) is not None:
+                    overlay.cache.prefix.share_tail(overlay.residuals, generation.num_prompt_tokens - 1)
             self._announce(generation)
         if generation.max_tokens == 0:
             return FinishReason.LENGTH
@@ -134,17 +157,26 @@ class Turns:
         return TokenLogprob(token, data(token), score.logprob, top, shown)
 
     def finish(self, generation: Generation) -> None:
-        """Show the rest of a generation's text, keep its memory, report when that is safe."""
+        """Show the rest of a generation's text, keep its blocks, report when that is safe."""
         rest = generation.output.finish()
         if rest.text or rest.markers:
             generation.emit(Update(text=rest.text, markers=rest.markers))
         transcript = self._transcript(generation)
         self._keep_state(generation, len(transcript))
         if generation.request.agent is None:
-            self._cache.close(generation.place, min(generation.num_computed, len(transcript)))
+            self._cache.close(generation.open_sequence, min(generation.num_computed, len(transcript)))
+            self._close_residuals(generation, transcript)
             self._end(generation, None)
         else:
             self._commit(generation, transcript)
+
+    def _close_residuals(self, generation: Generation, transcript: Transcript) -> Sequence[ResidualTurn]:
+        """End the turn's sequence in its adapter's cache; nothing where there is none."""
+        if (overlay := generation.overlay) is None:
+            return ()
+        keep = min(overlay.residuals.num_tokens, len(transcript))
+        blocks = overlay.cache.prefix.close(overlay.residuals, keep)
+        return (ResidualTurn(overlay.cache.name, keep, blocks, generation.saved_residuals),)
 
     def _keep_state(self, generation: Generation, num_tokens: int) -> None:
         """A snapshot at the turn's end: its next one goes on from there."""
@@ -152,7 +184,7 @@ class Turns:
         last = (generation.num_computed, generation.row_state) if generation.num_computed <= num_tokens else None
         end, state = last or generation.shown_state or (0, None)
         if state is not None and end <= num_tokens:
-            slot = self._cache.keep_state(generation.place, end)
+            slot = self._cache.keep_state(generation.open_sequence, end)
             if slot is not None:
                 self._device.keep_state(slot, state)
 
@@ -167,7 +199,7 @@ class Turns:
         return prompt.extended(marked.text, generated.ids, marked.ends, "generated")
 
     def _commit(self, generation: Generation, transcript: Transcript) -> None:
-        sequence, record = generation.place, generation.record
+        sequence, record = generation.open_sequence, generation.record
         assert record is not None  # `begin` has seen to that
         keep = min(sequence.num_tokens, len(transcript))
         blocks = self._cache.close(sequence, keep)
@@ -182,7 +214,10 @@ class Turns:
         )
         early = generation.saved_early
         lasting = 0 if generation.snapshots is None else generation.snapshots.lasting
-        self._persistence.commit(record, blocks, lambda saved: self._end(generation, saved), early, lasting)
+        residuals = self._close_residuals(generation, transcript)
+        self._persistence.commit(
+            record, blocks, lambda saved: self._end(generation, saved), early, lasting, residuals=residuals
+        )
 
     def _end(self, generation: Generation, saved: Saved | None) -> None:
         """The last update, when the turn is safe on disk or known not to be."""

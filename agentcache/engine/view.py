@@ -10,6 +10,7 @@ from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.kv.spec import CacheSpec
 from agentcache.memory_plan import MemoryPlan
 from agentcache.models.adapters import TargetModules
+from agentcache.models.residual_forms import ResidualSupport
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.pressure import Level
 
@@ -23,6 +24,7 @@ class ServedModel:
         modules: what of it adapters can act on.
         adapter_budget: bytes that all adapters' weights together may take.
         plan: how memory is shared out.
+        residuals: which adapters can share base's cache and keep what they add to it; None where no request may.
     """
 
     path: Path
@@ -33,6 +35,7 @@ class ServedModel:
     modules: TargetModules
     adapter_budget: int
     plan: MemoryPlan
+    residuals: ResidualSupport | None = None
 
 
 @dataclass(frozen=True)

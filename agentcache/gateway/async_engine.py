@@ -322,14 +322,35 @@ class AsyncEngine:
             await self._save([turn], ImportAgent(archive))
             return await self.agent(agent_id)
 
-    async def fork_agent(self, agent_id: str, new_id: str, lineage: str | None = None) -> AgentInfo:
-        """A new agent with the same memory (of one lineage), sharing every block; raises NotFound, Conflict."""
+    async def fork_agent(
+        self,
+        agent_id: str,
+        new_id: str,
+        lineage: str | None = None,
+        *,
+        adapter: str | None = None,
+        policy: Policy | None = None,
+    ) -> AgentInfo:
+        """A new agent with the same memory (of one lineage), sharing every block.
+
+        Args:
+            adapter, policy: what it is set to, in place of what the other one is.
+
+        Raises:
+            NotFound: there is no such agent, lineage or adapter.
+            InvalidRequest: the adapter cannot be used under that policy.
+            Conflict: there is an agent of the new name.
+        """
         if new_id == agent_id:
             raise Conflict(f"agent {new_id!r} exists already", param="id")
-        # In one order for all, or two that fork into each other's place would wait for ever.
+        chosen = None
+        if adapter is not None or policy is not None:
+            named = (await self.agent(agent_id)).adapter if adapter is None else adapter
+            chosen = agent_policy(self.adapters.get(named) if named is not None else None, policy)
+        # In one order for all, or two that fork into each other would wait for ever.
         first, second = sorted((agent_id, new_id))
         async with self._turns.turn(first) as one, self._turns.turn(second) as two:
-            await self._save([one, two], ForkAgent(agent_id, new_id, lineage))
+            await self._save([one, two], ForkAgent(agent_id, new_id, lineage, adapter, chosen))
             return await self.agent(new_id)
 
     async def delete_agent(self, agent_id: str, lineage: str | None = None) -> None:
@@ -349,10 +370,14 @@ class AsyncEngine:
             restored: RestoreReport = await _result([turn], self._thread.ask(RestoreAgent(agent_id, lineage)))
             return restored
 
-    async def evict_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
-        """Free the RAM of the agent (or of one of its lineages); it stays on disk; raises NotFound."""
+    async def evict_agent(self, agent_id: str, lineage: str | None = None, kind: str | None = None) -> AgentInfo:
+        """Free the RAM of the agent (or of one of its lineages); it stays on disk; raises NotFound.
+
+        Args:
+            kind: only base's keys and values (`base`), or only residuals (`residual`).
+        """
         async with self._turns.turn(agent_id):
-            await self._thread.ask(EvictAgent(agent_id, lineage))
+            await self._thread.ask(EvictAgent(agent_id, lineage, kind))
             return await self.agent(agent_id)
 
     async def _save(self, turns: Sequence[Turn], message: Message) -> None:

@@ -208,7 +208,7 @@ def choose_adapter(agents: Agents, request: Request) -> AdapterChoice:
 def agent_policy(adapter: ServedAdapter | None, policy: Policy | None) -> Policy:
     """What an agent with that adapter remembers; `auto` is the adapter's own. Raises InvalidRequest."""
     if adapter is not None:
-        settle_policy(policy or Policy.AUTO, adapter.source)
+        settle_policy(policy or Policy.AUTO, adapter.source, adapter.residual_refusal)
         return policy or Policy.AUTO
     if policy not in (None, Policy.EXACT, Policy.AUTO):
         raise InvalidRequest(f"the policy {policy.value!r} needs an adapter", param="policy")

@@ -26,7 +26,7 @@ from agentcache.errors import UnsupportedPolicy
 from agentcache.kv.residual_spec import ResidualLayer, ResidualShape
 from agentcache.kv.spec import LayerSpec
 from agentcache.models.adapter_files import ModuleName
-from agentcache.models.adapters import Adapter, Place, TargetModules
+from agentcache.models.adapters import Adapter, Target, TargetModules
 from agentcache.models.attention import activation_dtype
 from agentcache.models.layers import Stand
 from agentcache.models.overlay import KeyForm, KeyNorm, Rope
@@ -50,8 +50,8 @@ class LayerForm:
     """
 
     layer: LayerSpec
-    keys: Place
-    values: Place
+    keys: Target
+    values: Target
     key_form: KeyForm
 
 
@@ -145,8 +145,8 @@ class _Parts:
     """What a layer's attention is made of, before it is known how these are used."""
 
     layer: LayerSpec
-    keys: Place
-    values: Place
+    keys: Target
+    values: Target
     ropes: tuple[Rope, ...]
     norms: tuple[KeyNorm | None, ...]
     dtype: mx.Dtype
@@ -155,10 +155,10 @@ class _Parts:
 def _parts_of(layer: nn.Module, spec: LayerSpec, modules: TargetModules) -> _Parts:
     paths = [
         name.path.rpartition(".")[0]
-        for name in modules.places
+        for name in modules.targets
         if name.layer == spec.index and name.path.rpartition(".")[2] == KEYS
     ]
-    found = [modules.places.get(ModuleName(spec.index, f"{path}.{leaf}")) for path in paths for leaf in (KEYS, VALUES)]
+    found = [modules.targets.get(ModuleName(spec.index, f"{path}.{leaf}")) for path in paths for leaf in (KEYS, VALUES)]
     places = [place for place in found if place is not None]
     if len(places) != 2 or len(paths) != 1:
         raise _Unfit(f"layer {spec.index} makes its keys and values otherwise than by k_proj and v_proj")

@@ -50,8 +50,8 @@ class ModelRunner:
         self._pools = pools
         self.arenas: list[GroupArena] = make_arenas(loaded.spec)
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
-        places = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
-        self._layers = [places[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
+        owners = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
+        self._layers = [owners[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
         self._recurrent = loaded.spec.recurrent
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
@@ -236,7 +236,7 @@ class ModelRunner:
 
     def keep_state(self, slot: int, state: RowState) -> None:
         """Keep a row's state as the snapshot in `slot`; lazy."""
-        self._state_arena.put(slot, state.batch.arrays, state.place)
+        self._state_arena.put(slot, state.batch.arrays, state.index)
 
     def row_state(self, slot: int) -> RowState:
         """The state that the snapshot in `slot` is of, for a row that goes on from there."""

@@ -34,20 +34,20 @@ _HEADS = ("n_heads", "num_attention_heads", "num_heads", "n_head")
 
 @dataclass(frozen=True)
 class Paged:
-    """Where in the list of a model's caches one of keys and values stands; `layer` is a place in `Survey.layers`."""
+    """Where in the list of a model's caches one of keys and values stands; `layer` is an index into `Survey.layers`."""
 
     layer: int
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """The same for a state; `cache` is a place in `Survey.recurrent`."""
+    """The same for a state; `cache` is an index into `Survey.recurrent`."""
 
     cache: int
 
 
 # None is a cache that the model makes and does not use; a tuple is mlx-lm's CacheList.
-Place = Paged | Recurrent | tuple[Any, ...] | None
+CacheRef = Paged | Recurrent | tuple[Any, ...] | None
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Survey:
     """A model's caches.
 
     Args:
-        places: as the model takes them.
+        refs: to these, in the order that the model takes its caches.
         layers: those of keys and values, in order of computation.
         recurrent: those of a state, in order of computation.
         latents: of each of `layers`, what is known of MLA's latent; None for other attention.
@@ -68,7 +68,7 @@ class Survey:
         kv_bits: that a key or a value is to be kept in.
     """
 
-    places: tuple[Place, ...]
+    refs: tuple[CacheRef, ...]
     layers: tuple[LayerSpec, ...]
     recurrent: tuple[RecurrentSpec, ...]
     latents: tuple[Latent | None, ...]
@@ -93,15 +93,15 @@ class Survey:
     def caches(self, paged: Sequence[Any], states: Sequence[ArraysCache]) -> list[Any]:
         """The model's caches, made of those for `layers` and for `recurrent`."""
         # Not by a closure that calls itself: as a circle it would keep a step's arrays until Python looks for circles.
-        return [_cache_at(place, paged, states) for place in self.places]
+        return [_cache_at(ref, paged, states) for ref in self.refs]
 
 
-def _cache_at(place: Place, paged: Sequence[Any], states: Sequence[ArraysCache]) -> Any:
-    if isinstance(place, tuple):
-        return CacheList(*[_cache_at(inner, paged, states) for inner in place])
-    if isinstance(place, Paged):
-        return paged[place.layer]
-    return None if place is None else states[place.cache]
+def _cache_at(ref: CacheRef, paged: Sequence[Any], states: Sequence[ArraysCache]) -> Any:
+    if isinstance(ref, tuple):
+        return CacheList(*[_cache_at(inner, paged, states) for inner in ref])
+    if isinstance(ref, Paged):
+        return paged[ref.layer]
+    return None if ref is None else states[ref.cache]
 
 
 @dataclass
@@ -217,7 +217,7 @@ def _watched(kind: Any) -> Any:
     class Watched(kind):
         def __call__(self, x: mx.array) -> mx.array:
             if x.shape[:-1] == (1, _NUM_TOKENS):
-                self._run.called.setdefault(self._place, self._run.num_writes)
+                self._run.called.setdefault(self._path, self._run.num_writes)
             return super().__call__(x)
 
     return Watched
@@ -232,13 +232,13 @@ def _watched_linears(model: nn.Module, run: _Run) -> Iterator[None]:
             for path, module in layer.named_modules():
                 if isinstance(module, (nn.Linear, nn.QuantizedLinear)):
                     linears.append((module, type(module)))
-                    module._run, module._place = run, (index, path)
+                    module._run, module._path = run, (index, path)
                     module.__class__ = _watched(linears[-1][1])
         yield
     finally:
         for module, kind in linears:
             module.__class__ = kind
-            del module._run, module._place
+            del module._run, module._path
 
 
 def survey(model: nn.Module, kv_bits: int = 4) -> Survey:
@@ -267,7 +267,7 @@ def survey(model: nn.Module, kv_bits: int = 4) -> Survey:
     states = [seen for seen in run.used if isinstance(seen.cache, ArraysCache)]
     first = {id(seen): nth for nth, seen in enumerate(paged)} | {id(seen): nth for nth, seen in enumerate(states)}
     return Survey(
-        places=tuple(_place(each, first) for each in watched),
+        refs=tuple(_ref(each, first) for each in watched),
         layers=tuple(_layer_spec(seen, paged) for seen in paged),
         recurrent=tuple(_recurrent_spec(seen) for seen in states),
         latents=tuple(seen.latent for seen in paged),
@@ -286,7 +286,7 @@ def _check_ropes(model: nn.Module) -> None:
 
 
 def _watch(cache: Any, index: int, run: _Run) -> Any:
-    """A `_Seen` whose cache goes to the model in place of `cache`; a tuple of them for a CacheList."""
+    """A `_Seen` whose cache goes to the model instead of `cache`; a tuple of them for a CacheList."""
     if type(cache) is CacheList:
         return tuple(_watch(inner, index, run) for inner in cache.caches)
     if type(cache) is ArraysCache:
@@ -304,9 +304,9 @@ def _unwrap(watched: Sequence[Any]) -> list[Any]:
     return [CacheList(*_unwrap(each)) if isinstance(each, tuple) else each.cache for each in watched]
 
 
-def _place(watched: Any, numbers: dict[int, int]) -> Place:
+def _ref(watched: Any, numbers: dict[int, int]) -> CacheRef:
     if isinstance(watched, tuple):
-        return tuple(_place(each, numbers) for each in watched)
+        return tuple(_ref(each, numbers) for each in watched)
     if watched.depth is None:
         return None
     kind = Recurrent if isinstance(watched.cache, ArraysCache) else Paged

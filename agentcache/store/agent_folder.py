@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentcache.blocks.keys import BASE_CACHE, FORMAT_VERSION, STATE_GROUP
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, STATE_GROUP, block_key, kind_of
 from agentcache.blocks.lanes import name_blocks, spans
+from agentcache.blocks.ledger import STATE
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest
 from agentcache.names import is_name
 from agentcache.store.atomic import Fault, append_file, replace_file
@@ -20,6 +21,7 @@ from agentcache.store.manifest import (
     MAX_MANIFEST_BYTES,
     AgentRecord,
     Manifest,
+    ResidualBlocks,
     SavedCache,
     SavedSnapshot,
     agent_of,
@@ -52,6 +54,14 @@ class SavedAgent:
         for cache in self.manifest.caches if self.is_current else ():
             yield from cache.block_keys(self.content.chains.get(cache.name, ()))
 
+    def keys_by_kind(self) -> Iterator[tuple[str, list[str]]]:
+        """The keys of the blocks that hold something else than base's keys and values, by what that is."""
+        for cache in self.manifest.caches if self.is_current else ():
+            if cache.snapshots:
+                yield STATE, [block_key(each.chain, STATE_GROUP) for each in cache.snapshots]
+            if cache.name != BASE_CACHE:
+                yield kind_of(cache.name), list(cache.block_keys(self.content.chains.get(cache.name, ())))
+
     def fits(self, spec: str) -> bool:
         """Whether its blocks of base can be read with the cache spec that has this digest."""
         return self.is_current and self.manifest.base.spec == spec
@@ -75,7 +85,12 @@ class SavedAgent:
             blocks=name_blocks(content.chains.get(BASE_CACHE, ()), base.spans()) if fits else (),
             lineage=manifest.lineage,
             snapshots=base.named_snapshots() if fits else (),
+            residuals=tuple(map(self._residual, manifest.caches[1:])) if fits else (),
         )
+
+    def _residual(self, cache: SavedCache) -> ResidualBlocks:
+        blocks = name_blocks(self.content.chains.get(cache.name, ()), cache.spans(), cache.name)
+        return ResidualBlocks(cache.name, cache.spec, cache.groups, cache.num_saved, blocks)
 
 
 @dataclass(frozen=True)
@@ -168,7 +183,8 @@ class AgentFolder:
             OSError: the disk is full, say; what is on disk is the lineage as before or, whole, as in `record`.
         """
         self._check(record, groups)
-        chains = {BASE_CACHE: record.chains} if record.chains else {}
+        chains = {each.cache: each.chains for each in record.residuals}
+        chains |= {BASE_CACHE: record.chains} if record.chains else {}
         content = Content(record.transcript, chains, record.system)
         log = self._plan(record, content)
         manifest = _manifest_of(record, spec, groups, log.end)
@@ -212,6 +228,11 @@ class AgentFolder:
             raise BrokenInvariant(f"agent {record.id}: {len(record.blocks)} blocks for {record.num_saved} tokens")
         if not all(0 < each.num_tokens <= record.num_saved for each in record.snapshots):
             raise BrokenInvariant(f"agent {record.id}: snapshots behind its {record.num_saved} saved tokens")
+        for each in record.residuals:
+            if not 0 < each.num_saved <= len(record.transcript.ids) or len(each.blocks) != -(
+                -each.num_saved // BLOCK_SIZE
+            ):
+                raise BrokenInvariant(f"agent {record.id}: {len(each.blocks)} residuals for {each.num_saved} tokens")
 
     def _clashes(self, agent_id: str) -> bool:
         folded = agent_id.casefold()
@@ -299,6 +320,7 @@ def _manifest_of(record: AgentRecord, spec: str, groups: tuple[str, ...], end: L
     snapshots = tuple(SavedSnapshot(each.num_tokens, each.chain) for each in record.snapshots)
     producer = save_producer(record.producer, groups)
     base = SavedCache(BASE_CACHE, spec, groups, record.num_saved, producer, snapshots)
+    residuals = (SavedCache(each.cache, each.spec, each.groups, each.num_saved) for each in record.residuals)
     return Manifest(
         id=record.id,
         model=record.model,
@@ -307,7 +329,7 @@ def _manifest_of(record: AgentRecord, spec: str, groups: tuple[str, ...], end: L
         last_used=record.last_used,
         adapter=record.adapter,
         policy=record.policy,
-        caches=(base,),
+        caches=(base, *residuals),
         log=end,
         lineage=record.lineage,
     )

@@ -19,12 +19,11 @@ import stat
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, BlockName, Namespace
-from agentcache.blocks.lanes import BlockSpan, chain_keys
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, RESIDUAL, BlockName, Namespace, kind_of
+from agentcache.blocks.lanes import chain_keys
 from agentcache.errors import AgentCacheError, BlockRejected, Conflict, InvalidRequest, NotFound, StoreError
 from agentcache.kv.spec import CacheSpec
 from agentcache.names import is_name
@@ -35,12 +34,13 @@ from agentcache.store.block_file import (
     make_header,
     max_encoded_size,
 )
-from agentcache.store.block_folder import BlockWrite
+from agentcache.store.block_folder import BlockCopy, BlockWrite
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.manifest import (
     MAX_MANIFEST_BYTES,
     AgentRecord,
     Manifest,
+    SavedCache,
     agent_of,
     decode_manifest,
     valid_lineage,
@@ -201,6 +201,21 @@ class _Content:
     sha256: str
 
 
+@dataclass(frozen=True)
+class _ExpectedBlock:
+    """A block that a lineage names; `group` is its group's place in its cache."""
+
+    header: BlockHeader
+    group: int
+
+
+@dataclass(frozen=True)
+class _PlacedBlock(_ExpectedBlock):
+    """The same, and where it lies in the file."""
+
+    content: _Content
+
+
 class ArchiveFile:
     """An archive whose index is sound; its contents are read, and compared with their digests, one at a time.
 
@@ -272,7 +287,7 @@ class Archive:
     Args:
         agent_id: what the agent is to be called.
         records: its lineages, under that name.
-        blocks: of those in the file, what each is and where it lies.
+        blocks: those in the file.
     """
 
     def __init__(
@@ -281,7 +296,7 @@ class Archive:
         spec: CacheSpec,
         agent_id: str,
         records: Sequence[AgentRecord],
-        blocks: Sequence[tuple[BlockHeader, _Content]],
+        blocks: Sequence[_PlacedBlock],
     ) -> None:
         self.agent_id = agent_id
         self.records = tuple(records)
@@ -292,23 +307,21 @@ class Archive:
     @property
     def names(self) -> list[BlockName]:
         """All blocks in the file."""
-        return [BlockName(header.chain, self._group_index[header.group]) for header, _ in self._blocks]
+        return [BlockName(each.header.chain, each.group, each.header.cache) for each in self._blocks]
 
     @property
     def num_bytes(self) -> int:
         """About what it will take on disk."""
         return sum(content.num_bytes for content in self._file.contents)
 
-    @cached_property
-    def _group_index(self) -> dict[str, int]:
-        return {group.name: index for index, group in enumerate(self._spec.groups)}
-
-    def writes(self) -> Iterator[list[BlockWrite]]:
+    def writes(self) -> Iterator[list[BlockWrite | BlockCopy]]:
         """The blocks, some at a time; read and verified once more. Raises ArchiveRejected."""
         for at in range(0, len(self._blocks), _CHUNK):
-            yield [self._write(header, content) for header, content in self._blocks[at : at + _CHUNK]]
+            yield [self._write(each.header, each.content) for each in self._blocks[at : at + _CHUNK]]
 
-    def _write(self, header: BlockHeader, content: _Content) -> BlockWrite:
+    def _write(self, header: BlockHeader, content: _Content) -> BlockWrite | BlockCopy:
+        if header.cache != BASE_CACHE:  # its adapter may not be loaded
+            return BlockCopy(header, self._file.read(content, MAX_BLOCK_BYTES))
         block = _decode(self._file, self._spec, header, content)
         return BlockWrite(header, block.data, block.extras)
 
@@ -347,8 +360,8 @@ def _verified(file: ArchiveFile, spec: CacheSpec, agent_id: str) -> Archive:
         lineages[lineage.manifest.name] = lineage
     if not lineages:
         raise ArchiveRejected("it has no lineage", param="path")
-    headers = {header.block_key: header for lineage in lineages.values() for header in _headers(lineage, spec)}
-    blocks = [_place(file, spec, content, headers) for content in contents]
+    expected = {each.header.block_key: each for lineage in lineages.values() for each in _expected(lineage)}
+    blocks = [_place(file, spec, content, expected) for content in contents]
     records = [replace(lineage.record(spec.digest), id=agent_id) for lineage in lineages.values()]
     return Archive(file, spec, agent_id, records, blocks)
 
@@ -369,43 +382,47 @@ def _read_lineage(file: ArchiveFile, spec: CacheSpec, manifest_at: _Content, log
     if not valid_lineage(manifest.lineage):
         raise ArchiveRejected("a lineage's id is none", param="path")
     base, groups = manifest.base, tuple(group.name for group in spec.groups)
-    if manifest.format_version != FORMAT_VERSION or len(manifest.caches) > 1 or base.spec != spec.digest:
+    further = {kind_of(cache.name) for cache in manifest.caches[1:]}
+    if manifest.format_version != FORMAT_VERSION or base.spec != spec.digest or not further <= {RESIDUAL}:
         message = "its cache is of another kind (quantisation, say) than this server's"
         raise ArchiveRejected(message, param="path", code="other_model")
     content = parse_log(file.read(log_at, MAX_LOG_BYTES), manifest.name, manifest.model, manifest.log)
     check_caches(manifest, content)
-    root = Namespace(manifest.model, base.spec, manifest.salt).root
-    chains = tuple(chain_keys(root, content.transcript.ids, base.spans()))
-    if base.groups != groups or content.chains.get(BASE_CACHE, ()) != chains:
+    if base.groups != groups:
         raise ArchiveRejected("a lineage's blocks are not those of its tokens", param="path")
+    for cache in manifest.caches:
+        chains = tuple(chain_keys(_root(manifest, cache), content.transcript.ids, cache.spans()))
+        if content.chains.get(cache.name, ()) != chains:
+            raise ArchiveRejected("a lineage's blocks are not those of its tokens", param="path")
     return SavedAgent(manifest, content)
 
 
-def _headers(lineage: SavedAgent, spec: CacheSpec) -> Iterator[BlockHeader]:
+def _root(manifest: Manifest, cache: SavedCache) -> str:
+    return Namespace(manifest.model, cache.spec, manifest.salt, cache.name).root
+
+
+def _expected(lineage: SavedAgent) -> Iterator[_ExpectedBlock]:
     """What every block that the lineage names has to be."""
-    manifest, ids = lineage.manifest, lineage.content.transcript.ids
-    spans, chains = manifest.base.spans(), lineage.content.chains.get(BASE_CACHE, ())
-    root = Namespace(manifest.model, manifest.base.spec, manifest.salt).root
-
-    def header(span: BlockSpan, group: int) -> BlockHeader:
-        parent = root if span.parent is None else chains[span.parent]
-        tokens = ids[span.begin : span.end]
-        return make_header(parent, spec.groups[group].name, span.begin // BLOCK_SIZE, tokens, span.producer)
-
-    return (header(span, group) for span in spans for group in span.groups)
+    for cache in lineage.manifest.caches:
+        chains, root = lineage.content.chains.get(cache.name, ()), _root(lineage.manifest, cache)
+        for span in cache.spans():
+            parent = root if span.parent is None else chains[span.parent]
+            tokens, position = lineage.content.transcript.ids[span.begin : span.end], span.begin // BLOCK_SIZE
+            for group in span.groups:
+                header = make_header(parent, cache.groups[group], position, tokens, span.producer, cache.name)
+                yield _ExpectedBlock(header, group)
 
 
-def _place(
-    file: ArchiveFile, spec: CacheSpec, content: _Content, headers: dict[str, BlockHeader]
-) -> tuple[BlockHeader, _Content]:
+def _place(file: ArchiveFile, spec: CacheSpec, content: _Content, expected: dict[str, _ExpectedBlock]) -> _PlacedBlock:
     """Which block a content is; each is there once."""
     if content.kind != "block":
         raise ArchiveRejected(f"it has a {content.kind!r:.40} where only blocks may be", param="path")
-    header = headers.pop(examine_block(file.read(content, MAX_BLOCK_BYTES)), None)
-    if header is None:
+    block = expected.pop(examine_block(file.read(content, MAX_BLOCK_BYTES)), None)
+    if block is None:
         raise ArchiveRejected("it has a block that no lineage names, or one twice", param="path")
-    _decode(file, spec, header, content)
-    return header, content
+    if block.header.cache == BASE_CACHE:
+        _decode(file, spec, block.header, content)
+    return _PlacedBlock(block.header, block.group, content)
 
 
 def _decode(file: ArchiveFile, spec: CacheSpec, header: BlockHeader, content: _Content) -> Any:

@@ -20,7 +20,15 @@ from types import MappingProxyType
 import numpy as np
 import xxhash
 
-from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, FORMAT_VERSION, block_key, chain_key, pack_token_ids
+from agentcache.blocks.keys import (
+    BASE_CACHE,
+    BASE_PRODUCER,
+    BLOCK_SIZE,
+    FORMAT_VERSION,
+    block_key,
+    chain_key,
+    pack_token_ids,
+)
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
 from agentcache.kv.block_layout import Array, block_tensors, float_ranges, header_entries
 from agentcache.kv.spec import CacheSpec, GroupSpec
@@ -47,6 +55,7 @@ class BlockHeader:
         position: index of the block in its sequence.
         token_ids: the block's tokens, 1 to 256.
         producer: `base`, or who computed the keys and values.
+        cache: which cache it is of. It stands in no file: the chain begins at a root of that cache.
     """
 
     block_key: str
@@ -56,6 +65,7 @@ class BlockHeader:
     position: int
     token_ids: tuple[int, ...]
     producer: str = BASE_PRODUCER
+    cache: str = BASE_CACHE
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.token_ids) <= BLOCK_SIZE or self.position < 0:
@@ -81,11 +91,16 @@ class StoredBlock:
 
 
 def make_header(
-    parent: str, group: str, position: int, token_ids: Sequence[int], producer: str = BASE_PRODUCER
+    parent: str,
+    group: str,
+    position: int,
+    token_ids: Sequence[int],
+    producer: str = BASE_PRODUCER,
+    cache: str = BASE_CACHE,
 ) -> BlockHeader:
     """The header of the block that follows `parent`, with its keys derived."""
     chain = chain_key(parent, token_ids, producer)
-    return BlockHeader(block_key(chain, group), chain, parent, group, position, tuple(token_ids), producer)
+    return BlockHeader(block_key(chain, group), chain, parent, group, position, tuple(token_ids), producer, cache)
 
 
 def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:

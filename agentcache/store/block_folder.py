@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from agentcache.blocks.keys import STATE_GROUP, kind_of
+from agentcache.blocks.ledger import STATE
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec
@@ -41,21 +43,38 @@ class BlockWrite:
     extras: Extras = field(default_factory=dict)
 
 
+def _kind_of(header: BlockHeader) -> str:
+    return STATE if header.group == STATE_GROUP else kind_of(header.cache)
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """A block's file as it lay in another folder, of a cache whose spec nobody here may know.
+
+    `verify.examine_block` has found it sound; whether it has the tensors that it should, whoever reads it finds out.
+    """
+
+    header: BlockHeader
+    file: bytes
+
+
 class BlockFolder:
     """The files below ``blocks/``; their only writer.
 
     Args:
         files: the way to them.
         folder: an existing folder whose files `usage` knows.
-        spec: the model's cache.
+        specs: of each cache, by name; others may come.
         usage: keeps the sizes and the budget.
         fault: called at each step of the write path.
     """
 
-    def __init__(self, files: CacheFiles, folder: Path, spec: CacheSpec, usage: DiskUsage, fault: Fault) -> None:
+    def __init__(
+        self, files: CacheFiles, folder: Path, specs: Mapping[str, CacheSpec], usage: DiskUsage, fault: Fault
+    ) -> None:
         self._files = files
         self._folder = folder
-        self._spec = spec
+        self._specs = specs
         self._usage = usage
         self._fault = fault
         self._has_new_folders = False  # which are not durable yet
@@ -67,6 +86,11 @@ class BlockFolder:
     def size_of(self, key: str) -> int:
         """Bytes of the block's file; 0 where there is none."""
         return self._usage.size_of(self._name(key))
+
+    def classify(self, keys: Iterable[str], kind: str) -> None:
+        """The files of these blocks, which may be there or not, count as of this kind."""
+        for key in keys:
+            self._usage.classify(self._name(key), kind)
 
     def all_there(self, keys: Iterable[str]) -> bool:
         """Whether there still are files for the blocks. Looks at the disk, but not into them.
@@ -86,10 +110,10 @@ class BlockFolder:
             BlockMissing: there is no such file.
             BlockRejected: the file is not that block; it is in quarantine now. What `buffer` holds is of no use.
         """
-        path, size = self._path(header.block_key), data_bytes(self._spec, header)
+        path, size = self._path(header.block_key), data_bytes(self._spec_of(header), header)
         data = np.empty(size, np.uint8) if buffer is None else buffer[:size]
         try:
-            with self._files.open_regular(path, max_encoded_size(self._spec, header)) as file:
+            with self._files.open_regular(path, max_encoded_size(self._spec_of(header), header)) as file:
                 block = self._read_from(file, header, data)
         except FileNotFoundError:
             self._usage.forget(path)
@@ -103,20 +127,21 @@ class BlockFolder:
     def _read_from(self, file: RegularFile, header: BlockHeader, data: Array) -> StoredBlock:
         begin = bytearray(HEAD_BEGIN)
         num_bytes = file.read_into([begin])
-        head_size = find_data(self._spec, header, bytes(begin[:num_bytes]), file.size)
+        head_size = find_data(self._spec_of(header), header, bytes(begin[:num_bytes]), file.size)
         rest = bytearray(head_size - HEAD_BEGIN)
         if num_bytes + file.read_into([rest, data.data]) < file.size:
             raise BlockRejected(f"the file ends before its {file.size} bytes")
-        return StoredBlock(data, verify_block(self._spec, header, bytes(begin + rest), data))
+        return StoredBlock(data, verify_block(self._spec_of(header), header, bytes(begin + rest), data))
 
     def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
         """What a read of a block of zeros into `buffer` would give; no file is touched."""
-        data = buffer[: data_bytes(self._spec, header)]
+        data = buffer[: data_bytes(self._spec_of(header), header)]
         data[:] = 0
-        verify_block(self._spec, header, bytes(encode_block(self._spec, header, data)[0]), data)
+        spec = self._spec_of(header)
+        verify_block(spec, header, bytes(encode_block(spec, header, data)[0]), data)
         return data
 
-    def write(self, blocks: Sequence[BlockWrite]) -> int:
+    def write(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
         """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
 
         Raises:
@@ -125,7 +150,7 @@ class BlockFolder:
             OSError: the disk is full, say; none of the blocks is there.
         """
         new = {block.header.block_key: block for block in blocks if not self.has(block.header.block_key)}
-        encoded = {key: encode_block(self._spec, block.header, block.data, block.extras) for key, block in new.items()}
+        encoded = {key: self._encode(block) for key, block in new.items()}
         sizes = {key: sum(map(len, parts)) for key, parts in encoded.items()}
         self._usage.require(sum(sizes.values()))
         files = {key: Replacement(self._files, self._path(key), "block", self._fault) for key in new}
@@ -137,8 +162,17 @@ class BlockFolder:
             self._undo(files.values())
             raise
         for key, size in sizes.items():
+            self.classify([key], _kind_of(new[key].header))
             self._usage.record_written(files[key].path, size, size)
         return sum(sizes.values())
+
+    def _encode(self, block: BlockWrite | BlockCopy) -> Sequence[bytes | memoryview]:
+        if isinstance(block, BlockCopy):
+            return (block.file,)
+        return encode_block(self._spec_of(block.header), block.header, block.data, block.extras)
+
+    def _spec_of(self, header: BlockHeader) -> CacheSpec:
+        return self._specs[header.cache]
 
     def delete(self, keys: Iterable[str]) -> int:
         """Remove files, as far as they are there; returns the bytes freed."""

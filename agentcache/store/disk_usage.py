@@ -10,9 +10,12 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+from agentcache.blocks.keys import BASE_CACHE
 from agentcache.errors import DiskBudgetExceeded
 from agentcache.store.atomic import TEMP_SUFFIX
 from agentcache.store.cache_files import CacheFiles
+
+_BLOCKS = "blocks"
 
 logger = logging.getLogger("agentcache.store")
 
@@ -20,6 +23,7 @@ logger = logging.getLogger("agentcache.store")
 class DiskUsage:
     """Owner of the sizes of all files of the cache, of the budget they must keep to, and of the quarantine folder.
 
+    A file's kind is the folder that it is in or, of a block, what it holds: keys and values of base, unless told.
     Readers reject files on their own threads, so every method may be called from any thread.
     """
 
@@ -32,14 +36,16 @@ class DiskUsage:
         self._files = files
         self._quarantine = files.root / "quarantine"
         self._sizes: dict[str, int] = {}
-        self._by_folder: Counter[str] = Counter()
+        self._kinds: dict[str, str] = {}  # of blocks, where it is not base's keys and values
+        self._by_kind: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def start_over(self) -> None:
         """Forget all files but those in quarantine, at which it looks again; the others are to be adopted."""
         with self._lock:
             self._sizes = {}
-            self._by_folder.clear()
+            self._kinds = {}
+            self._by_kind.clear()
             self.total = 0
         self._files.make_folder(self._quarantine)
         for name, status in self._files.list_folder(self._quarantine):
@@ -57,9 +63,20 @@ class DiskUsage:
         """Bytes of the file at `path`; 0 where there is none."""
         return self._sizes.get(str(path), 0)
 
-    def bytes_below(self, name: str) -> int:
-        """Bytes of all files in the folder of that name in the root."""
-        return self._by_folder[name]
+    def bytes_of(self, kind: str) -> int:
+        """Bytes of all files of that kind."""
+        return self._by_kind[kind]
+
+    def classify(self, path: str, kind: str) -> None:
+        """The block at `path`, there or not, is of this kind."""
+        with self._lock:
+            size = self._sizes.get(path, 0)
+            self._by_kind[self._kind_of(path)] -= size
+            if kind == BASE_CACHE:
+                self._kinds.pop(path, None)
+            else:
+                self._kinds[path] = kind
+            self._by_kind[kind] += size
 
     def record_written(self, path: Path, size: int, written: int) -> None:
         """The file at `path` has `size` bytes now that `written` bytes of it have been written."""
@@ -89,7 +106,8 @@ class DiskUsage:
         with self._lock:
             size = self._sizes.pop(str(path), 0)
             self.total -= size
-            self._by_folder[self._folder_of(str(path))] -= size
+            self._by_kind[self._kind_of(str(path))] -= size
+            self._kinds.pop(str(path), None)
             return size
 
     def require(self, num_bytes: int) -> None:
@@ -157,11 +175,12 @@ class DiskUsage:
         with self._lock:
             grown = size - self._sizes.get(path, 0)
             self.total += grown
-            self._by_folder[self._folder_of(path)] += grown
+            self._by_kind[self._kind_of(path)] += grown
             self._sizes[path] = size
 
-    def _folder_of(self, path: str) -> str:
-        return path[len(str(self._files.root)) + 1 :].partition("/")[0]
+    def _kind_of(self, path: str) -> str:
+        folder = path[len(str(self._files.root)) + 1 :].partition("/")[0]
+        return self._kinds.get(path, BASE_CACHE) if folder == _BLOCKS else folder
 
     def _empty_quarantine(self) -> None:
         for path in self.paths(self._quarantine):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
 
-from agentcache.blocks.keys import BASE_CACHE, FORMAT_VERSION, STATE_GROUP, BlockName, Producer, block_key
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, STATE_GROUP, BlockName, Producer, block_key
 from agentcache.blocks.lanes import BlockSpan, NamedBlock, NamedSnapshot, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected
@@ -20,6 +20,36 @@ MAX_MANIFEST_BYTES = 1 << 20
 FIRST_LINEAGE = "first"
 _LINEAGE = re.compile(r"[a-z0-9]{1,16}")
 _BETWEEN = "~"  # in no id
+
+
+@dataclass(frozen=True)
+class ResidualBlocks:
+    """What a lineage has on disk beside base's keys and values: residuals of one adapter.
+
+    Args:
+        cache: names the adapter by its digest (`keys.residual_cache`).
+        spec: digest of the residuals' cache spec.
+        groups: names of its cache groups.
+        num_saved: tokens whose residuals are on disk.
+        blocks: the blocks of these, one for each of their `spans`.
+    """
+
+    cache: str
+    spec: str
+    groups: tuple[str, ...]
+    num_saved: int
+    blocks: tuple[NamedBlock, ...]
+
+    @property
+    def chains(self) -> tuple[str, ...]:
+        return tuple(block.chain for block in self.blocks)
+
+    def first_tokens(self, num_tokens: int) -> ResidualBlocks | None:
+        """What of it is of the first tokens: whole blocks, unless it is all; None for nothing."""
+        if num_tokens >= self.num_saved:
+            return self
+        count = num_tokens // BLOCK_SIZE
+        return replace(self, num_saved=count * BLOCK_SIZE, blocks=self.blocks[:count]) if count else None
 
 
 @dataclass(frozen=True)
@@ -41,6 +71,7 @@ class AgentRecord:
         blocks: the blocks of these, one for each of their `spans`.
         lineage: the lineage's short id, its own within the agent; `FIRST_LINEAGE` for the one an agent begins with.
         snapshots: of recurrent state on disk, in their order; one that is not there is computed again.
+        residuals: of the adapters that it was used with, an adapter each.
     """
 
     id: str
@@ -57,6 +88,7 @@ class AgentRecord:
     blocks: tuple[NamedBlock, ...]
     lineage: str = FIRST_LINEAGE
     snapshots: tuple[NamedSnapshot, ...] = ()
+    residuals: tuple[ResidualBlocks, ...] = ()
 
     @property
     def name(self) -> str:
@@ -65,8 +97,38 @@ class AgentRecord:
 
     @property
     def held(self) -> tuple[NamedBlock, ...]:
-        """Its blocks, and those that its snapshots belong to."""
-        return (*self.blocks, *(snapshot.block for snapshot in self.snapshots)) if self.snapshots else self.blocks
+        """Its blocks, those that its snapshots belong to, and its residuals'."""
+        if not self.snapshots and not self.residuals:
+            return self.blocks
+        further = (block for residual in self.residuals for block in residual.blocks)
+        return (*self.blocks, *(snapshot.block for snapshot in self.snapshots), *further)
+
+    def with_blocks_of(self, other: AgentRecord) -> AgentRecord:
+        """The lineage with what another state of it has on disk."""
+        return replace(
+            self,
+            num_saved=other.num_saved,
+            blocks=other.blocks,
+            snapshots=other.snapshots,
+            residuals=other.residuals,
+        )
+
+    def without_blocks(self) -> AgentRecord:
+        """The lineage with nothing but its transcript."""
+        return replace(self, num_saved=0, blocks=(), snapshots=(), residuals=())
+
+    def residual_of(self, cache: str) -> ResidualBlocks | None:
+        """Its residuals in the cache of that name."""
+        return next((residual for residual in self.residuals if residual.cache == cache), None)
+
+    def without_residual(self, cache: str) -> AgentRecord:
+        """The lineage without its residuals in the cache of that name."""
+        return replace(self, residuals=tuple(each for each in self.residuals if each.cache != cache))
+
+    def with_residual(self, residual: ResidualBlocks) -> AgentRecord:
+        """The lineage with these residuals in place of those that it had in their cache."""
+        others = self.without_residual(residual.cache).residuals
+        return replace(self, residuals=(*others, residual))
 
     @property
     def chains(self) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
+from agentcache.blocks.ledger import STATE
 from agentcache.errors import BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec, GroupSpec
@@ -26,7 +28,7 @@ from agentcache.names import is_name
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.atomic import Fault, as_store_error
 from agentcache.store.block_file import BlockHeader, StoredBlock
-from agentcache.store.block_folder import BlockFolder, BlockWrite
+from agentcache.store.block_folder import BlockCopy, BlockFolder, BlockWrite
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
 from agentcache.store.lock import FolderLock
@@ -67,6 +69,7 @@ class Store:
         if not is_name(model_fingerprint[:16]):
             raise BrokenInvariant(f"{model_fingerprint!r:.80} cannot name a folder")
         self._spec = spec
+        self._specs = {BASE_CACHE: spec}
         self._model = model_fingerprint
         self._fault = fault
         self.when_lost: Callable[[], None] = lambda: None
@@ -76,7 +79,7 @@ class Store:
             self._files = CacheFiles(root)
             self._block_dir, self._agent_dir = root / "blocks", root / "agents" / model_fingerprint[:16]
             self._usage = DiskUsage(self._files, disk_budget)
-            self._blocks = BlockFolder(self._files, self._block_dir, spec, self._usage, fault)
+            self._blocks = BlockFolder(self._files, self._block_dir, self._specs, self._usage, fault)
             self._lock = FolderLock(self._files)
             try:
                 self._take_stock()
@@ -126,7 +129,7 @@ class Store:
             self._lock_again()
         self._take_stock()
         for folder in self._agents_by_model.values():
-            folder.load()
+            self._load(folder)
         self.when_lost()
 
     def _lock_again(self) -> None:
@@ -151,8 +154,15 @@ class Store:
             StoreError: the folder cannot be tidied up.
         """
         with as_store_error("load the agents"):
-            self._agents.load()
+            self._load(self._agents)
         return [agent.record(self._spec.digest) for agent in self._agents.agents if agent.manifest.model == self._model]
+
+    def _load(self, folder: AgentFolder) -> None:
+        """Read a folder's agents, and learn from them what the blocks that they name hold."""
+        folder.load()
+        for agent in folder.agents:
+            for kind, keys in agent.keys_by_kind():
+                self._blocks.classify(keys, kind)
 
     def save_agent(self, record: AgentRecord) -> int:
         """Make a lineage durable; its blocks have to be. Returns the bytes written, O(what is new since its last save).
@@ -183,6 +193,10 @@ class Store:
 
     # --- blocks ---
 
+    def know_cache(self, name: str, spec: CacheSpec) -> None:
+        """Blocks of that cache, too, are to be read and written from now on. From any thread."""
+        self._specs[name] = spec
+
     def has(self, block_key: str) -> bool:
         """Whether there is a file for the block; whether it is sound shows when it is read."""
         return self._blocks.has(block_key)
@@ -203,7 +217,7 @@ class Store:
         """What a read of a block of zeros into `buffer` would give; no file is touched."""
         return self._blocks.decode_zeros(header, buffer)
 
-    def write_blocks(self, blocks: Sequence[BlockWrite]) -> int:
+    def write_blocks(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
         """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
 
         Raises:
@@ -245,7 +259,7 @@ class Store:
         """
         with as_store_error("collect orphans"):
             for folder in self._agents_by_model.values():
-                folder.load()
+                self._load(folder)
             live = [agent for agent in self._all_agents() if self._is_current(agent) or self._is_foreign(agent)]
             return self._blocks.delete_all_but(key for agent in live for key in agent.block_keys())
 
@@ -294,6 +308,11 @@ class Store:
         return self._usage.total
 
     @property
+    def disk_bytes_by(self) -> dict[str, int]:
+        """The same by what they hold: keys and values of base, residuals, recurrent state, agents, rejected files."""
+        return {kind: self._usage.bytes_of(kind) for kind in (BASE_CACHE, RESIDUAL, STATE, "agents", "quarantine")}
+
+    @property
     def disk_budget(self) -> int:
         """Bytes that they may take."""
         return self._usage.budget
@@ -301,7 +320,7 @@ class Store:
     @property
     def agent_bytes(self) -> int:
         """Of these, bytes of all manifests and logs, of every model."""
-        return self._usage.bytes_below("agents")
+        return self._usage.bytes_of("agents")
 
     def block_bytes(self, keys: Iterable[str]) -> int:
         """Of these, bytes of these blocks' files."""

@@ -99,7 +99,7 @@ class _Schedule:
             turn = self._running.pop(future)
             spoken = future.result()
             restored = self._prefetcher.restored(turn.question.agent) if self._prefetcher else None
-            self._ended[turn.step.index] = self._run.close(turn, spoken, restored)
+            self._ended[turn.step.index] = self._run.end_turn(turn, spoken, restored)
 
 
 class _Prefetcher:

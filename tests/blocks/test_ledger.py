@@ -7,17 +7,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentcache.blocks.ledger import ADAPTERS, BASE, STACKS, TRUNK, Account, Ledger, RamUse
+from agentcache.blocks.ledger import ADAPTERS, BASE, RESIDUAL, STACKS, TRUNK, Account, Ledger, RamUse
 from agentcache.errors import BrokenInvariant
 
-BUDGET, OWN = 100, 30
+BUDGET, OWN, SHARE = 100, 30, 25
 FLOORS = {"base.full": 15, "base.window": 10}
-KINDS = (*FLOORS, ADAPTERS, STACKS)
+RESIDUALS = ("residual.x.full", "residual.y.full")
+KINDS = (*FLOORS, ADAPTERS, STACKS, *RESIDUALS)
 ASKS = {  # who is asked by whom, in order
     "base.full": ["base.window", STACKS],
     "base.window": ["base.full", STACKS],
-    ADAPTERS: ["base.full", "base.window", STACKS],
+    ADAPTERS: ["base.full", "base.window", STACKS, *RESIDUALS],
     STACKS: ["base.full", "base.window"],
+    RESIDUALS[0]: ["base.full", "base.window", STACKS, RESIDUALS[1]],
+    RESIDUALS[1]: ["base.full", "base.window", STACKS, RESIDUALS[0]],
 }
 BYTES = st.integers(0, BUDGET)
 
@@ -30,7 +33,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(BUDGET)
+        self.ledger = Ledger(BUDGET, {RESIDUAL: SHARE})
         self.accounts = {kind: self.open(kind) for kind in KINDS}
         self.trunk = self.ledger.open(TRUNK, apart=OWN)
         self.claimed = dict.fromkeys(KINDS, 0)
@@ -55,20 +58,28 @@ class LedgerMachine(RuleBasedStateMachine):
     def would_give(self, kind: str, num_bytes: int) -> int:
         if kind == STACKS:
             return self.claimed[kind]
-        return min(num_bytes, max(0, self.claimed[kind] - max(FLOORS[kind], self.read[kind])))
+        return min(num_bytes, max(0, self.claimed[kind] - max(FLOORS.get(kind, 0), self.read[kind])))
+
+    def share_left(self, kind: str) -> int:
+        return SHARE - sum(self.claimed[each] for each in RESIDUALS) if kind in RESIDUALS else 2 * BUDGET
 
     def room(self, kind: str) -> int:
+        return min(self.common_room(kind), self.share_left(kind))
+
+    def common_room(self, kind: str) -> int:
         others = sum(max(self.claimed[other], FLOORS.get(other, 0)) for other in KINDS if other != kind)
         return BUDGET - others - self.claimed[kind]
 
     def after_asking(self, kind: str, num_bytes: int) -> dict[str, int]:
         """What everybody has when `kind` has asked for room: nobody gives more than is missing then, but for loans."""
-        before, left = dict(self.claimed), dict(self.claimed)
-        for other in ASKS[kind]:
-            if (short := num_bytes - self.room(kind)) > 0:
+        before = dict(self.claimed)
+        for other in RESIDUALS:
+            if other != kind and (short := num_bytes - self.share_left(kind)) > 0:
                 self.claimed[other] -= self.would_give(other, short)
-            left = dict(self.claimed)
-        self.claimed = before
+        for other in ASKS[kind] if num_bytes <= self.share_left(kind) else ():
+            if (short := num_bytes - self.common_room(kind)) > 0:
+                self.claimed[other] -= self.would_give(other, short)
+        left, self.claimed = self.claimed, before
         return left
 
     # -- rules --------------------------------------------------------------------------------------------------------
@@ -128,10 +139,13 @@ class LedgerMachine(RuleBasedStateMachine):
         for kind, account in self.accounts.items():
             assert account.room == self.room(kind)
             back = 0 if kind == STACKS else self.claimed[STACKS]
-            assert account.room_without_loans == self.room(kind) + back
+            in_time = self.share_left(kind) if kind in RESIDUALS else self.room(kind) + back
+            assert account.room_without_loans == in_time
         for kind, floor in FLOORS.items():
             assert self.room(kind) + self.claimed[kind] >= floor, "nobody takes what is kept for it"
-        assert self.ledger.left_for(BASE) == BUDGET - self.claimed[ADAPTERS]
+        others = self.claimed[ADAPTERS] + sum(self.claimed[kind] for kind in RESIDUALS)
+        assert self.ledger.left_for(BASE) == BUDGET - others
+        assert self.ledger.left_for(RESIDUAL) == SHARE
 
 
 TestLedger = LedgerMachine.TestCase
@@ -177,3 +191,6 @@ def test_what_cannot_be() -> None:
         account.release(1)
     with pytest.raises(BrokenInvariant, match="room for 100"):
         account.claim(BUDGET + 1)
+    account.claim(1)
+    with pytest.raises(BrokenInvariant, match="still has 1 bytes"):
+        ledger.close(account)

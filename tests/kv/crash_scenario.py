@@ -10,14 +10,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from agentcache.blocks.keys import residual_cache
 from agentcache.store.atomic import Fault
-from agentcache.store.store import AgentRecord, Store
-from tests.kv.store_cases import make_record, make_transcript, make_turn, open_store
+from agentcache.store.store import AgentRecord, Store, no_fault
+from tests.kv.store_cases import (
+    RESIDUAL_SPEC,
+    make_record,
+    make_transcript,
+    make_turn,
+    open_store,
+    with_residual,
+)
 
 State = dict[str, AgentRecord]
 
@@ -55,6 +64,13 @@ def make_operations() -> tuple[Operation, ...]:
     keys = [block.header.block_key for block in make_turn(gone)]
     add(lambda store: store.delete_blocks(keys))
     turn(make_record("b", make_transcript(10, seed=3)))
+    base = make_record("b", make_transcript(270, seed=6))
+    turn(with_residual(base, residual_cache("5e"), 270))
+    turn(with_residual(with_residual(base, residual_cache("5e"), 256), residual_cache("6f"), 100))
+    gone = state.pop("b")
+    add(lambda store: store.delete_agent("b"))
+    residual_keys = [block.header.block_key for block in make_turn(with_residual(gone, residual_cache("5e"), 270))]
+    add(lambda store: store.delete_blocks(residual_keys))
     side = make_record("a", make_transcript(15, seed=4), lineage="5e")
     turn(side)
     del state["a~5e"]
@@ -72,10 +88,19 @@ def run_operations(store: Store, folder: Path) -> None:
             returned.write(b".")
 
 
+@contextmanager
+def open_crash_store(folder: Path, fault: Fault = no_fault) -> Iterator[Store]:
+    """The scenario's store, which knows the caches of all residuals."""
+    with open_store(folder / "cache", fault=fault) as store:
+        for digest in ("5e", "6f"):
+            store.know_cache(residual_cache(digest), RESIDUAL_SPEC)
+        yield store
+
+
 def run_scenario(folder: Path, fault: Fault) -> None:
     """Run all operations on a new store in a new folder."""
     folder.mkdir()
-    with open_store(folder / "cache", fault=fault) as store:
+    with open_crash_store(folder, fault) as store:
         run_operations(store, folder)
 
 

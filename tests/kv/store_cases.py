@@ -11,20 +11,43 @@ from typing import Any
 
 import numpy as np
 
-from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Namespace, Producer
+from agentcache.blocks.keys import BASE_CACHE, BASE_PRODUCER, BLOCK_SIZE, Namespace, Producer
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.kv.block_layout import Array, block_tensors
-from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation, attention_group, make_groups
+from agentcache.kv.spec import (
+    CacheSpec,
+    GroupSpec,
+    LayerSpec,
+    Quantisation,
+    TensorSpec,
+    attention_group,
+    make_groups,
+)
 from agentcache.store import block_file
 from agentcache.store.atomic import Fault
 from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import BlockHeader, data_bytes, make_header, tensor_views
+from agentcache.store.manifest import ResidualBlocks
 from agentcache.store.store import AgentRecord, BlockWrite, Store, no_fault
 
 MODEL = "0123456789abcdef0123456789abcdef"
 SPEC = CacheSpec("tiny", 4, make_groups([LayerSpec(layer, 2, 64, 64) for layer in range(2)], Quantisation()))
 ROOT = Namespace(MODEL, SPEC.digest).root
+RANK = 3
+# Of an adapter that changes keys and values in one layer, and values only in the other.
+RESIDUAL_SPEC = CacheSpec(
+    "tiny",
+    4,
+    (
+        GroupSpec(
+            "full.0",
+            tuple(TensorSpec(f"residual.layers.0.{side}.@", "F16", (RANK,)) for side in ("key_a", "value_a")),
+        ),
+        GroupSpec("full.1", (TensorSpec("residual.layers.1.value_a.@", "F16", (RANK,)),)),
+    ),
+    rope=f"residual of {SPEC.digest}",
+)
 BUDGET = 1 << 30
 
 
@@ -73,10 +96,11 @@ def make_block(
     group: str = "full.0",
     seed: int = 0,
     producer: str = BASE_PRODUCER,
+    cache: str = BASE_CACHE,
 ) -> BlockWrite:
-    """A block of `SPEC` with random tensors."""
-    header = make_header(parent, group, position, token_ids, producer)
-    return BlockWrite(header, make_data(SPEC, header, seed))
+    """A block of `SPEC`, or of another cache of `RESIDUAL_SPEC`, with random tensors."""
+    header = make_header(parent, group, position, token_ids, producer, cache)
+    return BlockWrite(header, make_data(SPEC if cache == BASE_CACHE else RESIDUAL_SPEC, header, seed))
 
 
 def make_transcript(num_tokens: int, *, seed: int = 0, stem: str = "") -> Transcript:
@@ -111,8 +135,42 @@ def make_record(agent_id: str, transcript: Transcript, *, num_saved: int | None 
     return AgentRecord(id=agent_id, model=MODEL, transcript=transcript, num_saved=saved, blocks=blocks, **values)
 
 
+def residual_root(cache: str) -> str:
+    """In front of the residuals in the cache of that name."""
+    return Namespace(MODEL, RESIDUAL_SPEC.digest, cache=cache).root
+
+
+def with_residual(record: AgentRecord, cache: str, num_tokens: int) -> AgentRecord:
+    """The record with residuals of its first tokens in the cache of that name, too."""
+    layout = spans(num_tokens, None, len(RESIDUAL_SPEC.groups))
+    blocks = name_blocks(chain_keys(residual_root(cache), record.transcript.ids, layout), layout, cache)
+    groups = tuple(group.name for group in RESIDUAL_SPEC.groups)
+    return record.with_residual(ResidualBlocks(cache, RESIDUAL_SPEC.digest, groups, num_tokens, blocks))
+
+
+def residual_turn(record: AgentRecord) -> list[BlockWrite]:
+    """All blocks of residuals that the record names."""
+    return [
+        make_block(
+            record.transcript.ids[span.begin : span.end],
+            parent=residual_root(residual.cache) if span.parent is None else residual.chains[span.parent],
+            position=span.begin // BLOCK_SIZE,
+            group=residual.groups[index],
+            seed=span.begin,
+            cache=residual.cache,
+        )
+        for residual in record.residuals
+        for span in spans(residual.num_saved, None, len(residual.groups))
+        for index in span.groups
+    ]
+
+
 def make_turn(record: AgentRecord) -> list[BlockWrite]:
     """All blocks that the record names."""
+    return [*_base_turn(record), *residual_turn(record)]
+
+
+def _base_turn(record: AgentRecord) -> list[BlockWrite]:
     layout = spans(record.num_saved, record.producer, len(SPEC.groups))
     return [
         make_block(

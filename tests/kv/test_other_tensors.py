@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from agentcache.blocks.keys import BLOCK_SIZE, Namespace
+from agentcache.blocks.keys import BLOCK_SIZE, Namespace, residual_cache
 from agentcache.blocks.lanes import chain_keys, name_blocks, spans
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant, StoreError
 from agentcache.kv.arena import GroupArena
 from agentcache.kv.spec import CacheSpec, GroupSpec, TensorSpec
 from agentcache.store.block_file import BlockHeader, data_bytes, decode_block, make_header, tensor_views
-from agentcache.store.manifest import SavedCache, decode_manifest, encode_manifest
+from agentcache.store.manifest import ResidualBlocks, SavedCache, decode_manifest, encode_manifest
 from agentcache.store.store import BlockWrite
 from agentcache.store.transcript_log import Content, start_log
 from agentcache.store.verify import FolderReport, verify_folder
@@ -34,7 +34,7 @@ from tests.kv.store_cases import (
 )
 
 RANK, HEADS = 7, 3
-CACHE = "residual@5e"
+CACHE = residual_cache("5e")
 
 
 def residual_tensors(layer: int) -> tuple[TensorSpec, ...]:
@@ -177,6 +177,7 @@ def test_a_store_keeps_them_and_finds_damage(tmp_path: Path, group: str, damage:
 def test_a_lineage_may_have_blocks_in_two_caches(tmp_path: Path) -> None:
     """One manifest and one log name both; what the model's own spec is does not matter to the other's blocks."""
     record = make_record("alice", make_transcript(600), adapter="math")
+    base = make_turn(record)
     ids, layout = record.transcript.ids, spans(512, None, len(OTHER.groups))
     chains = tuple(chain_keys(ROOT, ids, layout))
     residual = [
@@ -184,26 +185,28 @@ def test_a_lineage_may_have_blocks_in_two_caches(tmp_path: Path) -> None:
         for span in layout
         for group in ("full.0", "state")
     ]
+    blocks = name_blocks(chains, layout, CACHE)
+    record = replace(record, residuals=(ResidualBlocks(CACHE, OTHER.digest, ("full.0", "state"), 512, blocks),))
     with open_store(tmp_path) as store:
-        store.write_blocks(make_turn(record))
+        store.know_cache(CACHE, OTHER)
+        store.write_blocks([*base, *residual])
         store.save_agent(record)
-    with open_store(tmp_path, spec=OTHER) as store:
-        store.write_blocks(residual)
-    folder = agents_folder(tmp_path)
-    manifest = decode_manifest((folder / "alice.json").read_bytes())
-    content = Content(record.transcript, {"base": record.chains, CACHE: chains}, None)
-    log, end = start_log("alice", MODEL, 1, content)
-    (folder / "alice.1.log").write_bytes(log)
-    cache = SavedCache(CACHE, OTHER.digest, ("full.0", "state"), 512)
-    (folder / "alice.json").write_bytes(encode_manifest(replace(manifest, caches=(manifest.base, cache), log=end)))
+        written = store.disk_bytes_by
+        assert sum(written.values()) == store.disk_bytes
+        assert written["residual"] == store.block_bytes(block.header.block_key for block in residual) > 0
 
-    names = [name for block in name_blocks(chains, layout) for name in block.names]
-    assert len(names) == len(residual) == 4
+    names = [name for block in blocks for name in block.names]
+    assert len(names) == len(residual) == 4 and set(names) <= set(record.block_names)
     assert verify_folder(tmp_path) == FolderReport(6 + 4, 1, 0, 0, ())
-    with open_store(tmp_path) as store:
+    with open_store(tmp_path) as store:  # which does not know the other cache, and keeps its files
         assert store.load_agents() == [record]
         assert store.collect_orphans() == 0
         assert all(store.has(block.header.block_key) for block in residual)
+        assert store.disk_bytes_by == written
+        store.save_agent(replace(record, last_used=9.0))
+        store.know_cache(CACHE, OTHER)
+        for block in residual:
+            assert np.array_equal(store.read_block(block.header).data, block.data)
     flip(block_file(tmp_path, residual[0]))
     report = verify_folder(tmp_path)
     assert len(report.problems) == 1 and report.agents == 1
@@ -212,7 +215,7 @@ def test_a_lineage_may_have_blocks_in_two_caches(tmp_path: Path) -> None:
 def block_of_span(
     chains: tuple[str, ...], parent: int | None, group: str, token_ids: tuple[int, ...], position: int
 ) -> BlockWrite:
-    header = make_header(ROOT if parent is None else chains[parent], group, position, token_ids)
+    header = make_header(ROOT if parent is None else chains[parent], group, position, token_ids, cache=CACHE)
     return BlockWrite(header, draw(header))
 
 
@@ -224,7 +227,7 @@ def test_chains_of_a_cache_under_another_name_are_rejected(tmp_path: Path) -> No
     folder = agents_folder(tmp_path)
     manifest = decode_manifest((folder / "alice.json").read_bytes())
     chains = tuple(chain_keys(ROOT, record.transcript.ids, spans(256, None, 2)))
-    for name, problems in ((CACHE, 0), ("residual@6f", 1)):
+    for name, problems in ((CACHE, 0), (residual_cache("6f"), 1)):
         log, end = start_log("alice", MODEL, 1, Content(record.transcript, {"base": record.chains, name: chains}, None))
         cache = SavedCache(name, OTHER.digest, ("full.0", "state"), 256)
         (folder / "alice.1.log").write_bytes(log)

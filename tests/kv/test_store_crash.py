@@ -10,10 +10,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentcache.blocks.keys import BASE_CACHE
 from agentcache.store.atomic import Fault
 from agentcache.store.store import Store
-from tests.kv.crash_scenario import State, make_operations, record_steps, run_operations, run_scenario
-from tests.kv.store_cases import SPEC, make_record, make_transcript, make_turn, open_store, size_on_disk, tree
+from tests.kv.crash_scenario import (
+    State,
+    make_operations,
+    open_crash_store,
+    record_steps,
+    run_operations,
+    run_scenario,
+)
+from tests.kv.store_cases import (
+    SPEC,
+    make_record,
+    make_transcript,
+    make_turn,
+    open_store,
+    size_on_disk,
+    tree,
+)
 
 
 class Crash(Exception):
@@ -33,7 +49,7 @@ def fail_at(number: int) -> Fault:
 
 def check_recovery(folder: Path) -> None:
     """A fresh store on the folder has the state before or after the interrupted operation, and works."""
-    with open_store(folder / "cache") as store:
+    with open_crash_store(folder) as store:
         assert not any(name.endswith(".tmp") for name in tree(folder / "cache"))
         found = {record.name: record for record in store.load_agents()}
         assert found in possible_states(folder)
@@ -63,6 +79,8 @@ def check_files(cache_dir: Path, store: Store, found: State) -> None:
     assert sorted(Path(name).stem for name in names if name.startswith("blocks")) == sorted(blocks)
     assert len([name for name in names if name.startswith("agents")]) == 2 * len(found)
     assert store.disk_bytes == size_on_disk(cache_dir)
+    residuals = [block.header.block_key for block in blocks.values() if block.header.cache != BASE_CACHE]
+    assert store.disk_bytes_by["residual"] == store.block_bytes(residuals)
 
 
 def test_the_scenario_covers_the_whole_write_path(tmp_path: Path) -> None:
@@ -77,7 +95,7 @@ def test_a_failure_at_any_step_loses_nothing(ram_path: Path) -> None:
     for number, expected in enumerate(steps):
         folder = ram_path / str(number)
         folder.mkdir()
-        with open_store(folder / "cache", fault=fail_at(number)) as store:
+        with open_crash_store(folder, fail_at(number)) as store:
             with pytest.raises(Crash, match=expected):
                 run_operations(store, folder)
             assert store.disk_bytes == size_on_disk(folder / "cache"), expected

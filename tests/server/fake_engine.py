@@ -126,6 +126,7 @@ class FakeEngine:
     known: dict[str, AgentInfo] = field(default_factory=dict)
     lineages: list[str | None] = field(default_factory=list)  # that operations on agents were for
     systems: dict[str, str | None] = field(default_factory=dict)
+    evicted_kinds: list[str | None] = field(default_factory=list)
     cleared: int = 0
     closed: bool = False
     start_error: Exception | None = None
@@ -196,15 +197,25 @@ class FakeEngine:
             raise ArchiveRejected("the file cannot be opened", param="path")
         return await self.create_agent(agent_id)
 
-    async def fork_agent(self, agent_id: str, new_id: str, lineage: str | None = None, /) -> AgentInfo:
+    async def fork_agent(
+        self,
+        agent_id: str,
+        new_id: str,
+        lineage: str | None = None,
+        /,
+        *,
+        adapter: str | None = None,
+        policy: Policy | None = None,
+    ) -> AgentInfo:
         self._lineage(agent_id, lineage)
-        return await self.create_agent(new_id)
+        return await self.create_agent(new_id, adapter=adapter, policy=policy)
 
     async def restore_agent(self, agent_id: str, lineage: str | None = None, /) -> RestoreReport:
         self._lineage(agent_id, lineage)
         return RestoreReport(tokens=10, restored_bytes=640, restore_ms=1.5, cache_state=CacheState.HOT)
 
-    async def evict_agent(self, agent_id: str, lineage: str | None = None, /) -> AgentInfo:
+    async def evict_agent(self, agent_id: str, lineage: str | None = None, kind: str | None = None, /) -> AgentInfo:
+        self.evicted_kinds.append(kind)
         return replace(self._lineage(agent_id, lineage), cache_state=CacheState.WARM)
 
     async def save_agent(self, agent_id: str, lineage: str | None = None, /) -> AgentInfo:
@@ -225,7 +236,25 @@ class FakeEngine:
         self.model = replace(self.model, adapters=tuple(each for each in self.model.adapters if each is not gone))
 
     async def stats(self) -> CacheStats:
-        return CacheStats(100, 200, 300, 400, 1, 2, 3, len(self.known), 4, 5, 6, 7, 8, 9, ram_accounts=ACCOUNTS)
+        return CacheStats(
+            100,
+            200,
+            300,
+            400,
+            1,
+            2,
+            3,
+            len(self.known),
+            4,
+            5,
+            6,
+            7,
+            8,
+            9,
+            ram_accounts=ACCOUNTS,
+            disk_bytes_by={"base": 150, "residual": 50},
+            evicted_blocks={"base": 3, "residual": 2},
+        )
 
     async def clear_cache(self) -> None:
         self.cleared += 1

@@ -58,7 +58,7 @@ def test_load(engine: FakeEngine) -> None:
         ({"name": "x", "path": "../x"}, "path"),
         ({"name": "x", "path": 5}, "path"),
         ({"name": "x", "path": "/nothing"}, "path"),
-        ({"name": "x", "path": "/x", "policy": "residual"}, "policy"),
+        ({"name": "x", "path": "/x", "policy": "full-reuse"}, "policy"),
         ({"name": "x", "path": "/x", "policy": "fast"}, "policy"),
         ({"name": "x", "path": "/x", "scale": 2}, "scale"),
     ],

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from agentcache.request import ChatPrompt, TextPrompt, TokenPrompt
 from tests.server.driver import ask, post, refused
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import POET, FakeEngine
 
 ALICE = {
     "id": "alice",
@@ -17,6 +18,8 @@ ALICE = {
     "cache_state": "cold",
     "ram_bytes": 0,
     "disk_bytes": 0,
+    "residual_bytes": 0,
+    "residual_disk_bytes": 0,
     "created": 1.0,
     "last_used": 2.0,
     "lineages": [],
@@ -124,6 +127,10 @@ def test_warm(engine: FakeEngine, body: dict[str, Any], prompt: object) -> None:
         ("/v1/agents/alice/fork", {}, 400, "id"),
         ("/v1/agents/alice/fork", {"id": ".."}, 400, "id"),
         ("/v1/agents/bob/fork", {"id": "c"}, 404, "{id}"),
+        ("/v1/agents/alice/fork", {"id": "c", "adapter": "prose"}, 404, "adapter"),
+        ("/v1/agents/alice/fork", {"id": "c", "policy": "fast"}, 400, "policy"),
+        ("/v1/agents/alice/evict", {"kind": "weights"}, 400, "kind"),
+        ("/v1/agents/alice/evict", {"kind": 5}, 400, "kind"),
         ("/v1/agents/alice/warm", {}, 400, "messages"),
         ("/v1/agents/alice/warm", {"prompt": "x", "messages": []}, 400, "messages"),
         ("/v1/agents/alice/warm", {"prompt": ["a", "b"]}, 400, "prompt"),
@@ -161,6 +168,19 @@ def test_refusals(engine: FakeEngine, path: str, body: dict[str, Any], status: i
 )
 def test_refusals_say_where_it_belongs(engine: FakeEngine, path: str, body: dict[str, Any], message: str) -> None:
     assert refused(post(engine, path, body), 400)["message"] == message
+
+
+def test_a_fork_may_have_another_adapter_and_policy(engine: FakeEngine) -> None:
+    engine.model = replace(engine.model, adapters=(POET,))
+    forked = post(engine, "/v1/agents/alice/fork", {"id": "bob", "adapter": "poet", "policy": "exact"})
+    assert forked.status_code == 201
+    assert (forked.json()["adapter"], forked.json()["policy"]) == ("poet", "exact")
+
+
+@pytest.mark.parametrize("kind", [None, "base", "residual"])
+def test_what_is_evicted_may_be_of_one_kind(engine: FakeEngine, kind: str | None) -> None:
+    assert post(engine, "/v1/agents/alice/evict", {"kind": kind}).status_code == 200
+    assert engine.evicted_kinds == [kind]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"id": null}'])

@@ -105,6 +105,8 @@ def test_cache_routes() -> None:
             "stacks": {"capacity_bytes": 4, "used_bytes": 2, "floor_bytes": 0},
         },
         "disk_bytes": 200,
+        "disk_bytes_by": {"base": 150, "residual": 50},
+        "evicted_blocks": {"base": 3, "residual": 2},
         "ram_budget": 300,
         "disk_budget": 400,
         "blocks": {"free": 1, "live": 2, "cached": 3},

@@ -24,7 +24,9 @@ class Numbered(FakeEngine):
 
     async def stats(self) -> CacheStats:
         numbers: dict[str, Any] = {field.name: 1000 + index for index, field in enumerate(fields(CacheStats))}
-        return CacheStats(**numbers | {"ram_accounts": (RamUse("trunk", numbers["ram_accounts"], 2000, 2001),)})
+        by_kind = {name: {"residual": numbers[name]} for name in ("disk_bytes_by", "evicted_blocks")}
+        accounts = (RamUse("trunk", numbers["ram_accounts"], 2000, 2001),)
+        return CacheStats(**numbers | by_kind | {"ram_accounts": accounts})
 
 
 def scrape(engine: FakeEngine, *calls: tuple[str, str, Any], config: Config | None = None) -> dict[str, float]:
@@ -64,6 +66,8 @@ def test_names_of_the_engines_numbers() -> None:
     assert samples["agentcache_ram_account_bytes{account=base.full,state=capacity}"] == 60
     assert samples["agentcache_ram_account_bytes{account=base.window512,state=used}"] == 35
     assert "agentcache_ram_used_bytes{cache=residual}" not in samples
+    assert samples["agentcache_disk_kind_bytes{kind=residual}"] == 50
+    assert samples["agentcache_evicted_blocks_total{cache=base}"] == 3
     assert samples["agentcache_kv_blocks{state=live}"] == 2
     assert samples["agentcache_disk_written_bytes_total"] == 5
     assert samples["agentcache_num_requests_running"] == 0

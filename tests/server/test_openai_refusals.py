@@ -88,7 +88,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"agentcache": {"invocation_start": -1}}, "agentcache.invocation_start"),
     ({"agentcache": {"invocation_start": "5"}}, "agentcache.invocation_start"),
     ({"agentcache": {"invocation": "maybe"}}, "agentcache.invocation"),
-    ({"agentcache": {"policy": "residual"}}, "agentcache.policy"),
+    ({"agentcache": {"policy": "full-reuse"}}, "agentcache.policy"),
     ({"agentcache": {"return_token_ids": "yes"}}, "agentcache.return_token_ids"),
 ]
 

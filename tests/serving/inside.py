@@ -23,6 +23,7 @@ from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName
 from agentcache.blocks.ledger import BASE, STACKS
+from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.engine import engine as engine_module
 from agentcache.engine.batch import Batch
@@ -221,6 +222,13 @@ def evict_node(engine: Engine, node: Node) -> int:
     return engine.cache.slots.evict(node)
 
 
+def evict_all(prefix: PrefixCache) -> None:
+    """Empty a cache in RAM, but for what is read."""
+    evicted = True
+    while evicted:  # leaves first: each round makes new ones
+        evicted = sum(prefix.slots.evict(node) for node in list(prefix.tree.residents)) > 0
+
+
 def min_ram_budget(engine: Engine) -> int:
     """Bytes without which the cache cannot be."""
     return engine.cache.ledger.floors
@@ -317,27 +325,27 @@ def busy(engine: Engine, agents: Sequence[str]) -> Iterator[None]:
 
 
 def agent_info(engine: Engine, agent: str) -> AgentInfo:
-    return engine.memory.info(agent)
+    return engine.operations.info(agent)
 
 
 def evict_agent(engine: Engine, agent: str) -> None:
-    engine.memory.evict(agent, lambda _: None)
+    engine.operations.evict(agent, lambda _: None)
 
 
 def delete_agent(engine: Engine, agent: str, done: Callable[[Saved], None]) -> None:
-    engine.memory.delete(agent, done)
+    engine.operations.delete(agent, done)
 
 
 def fork_agent(engine: Engine, agent: str, new: str, done: Callable[[Saved], None]) -> None:
-    engine.memory.fork(agent, new, done)
+    engine.operations.fork(agent, new, done)
 
 
 def save_agent(engine: Engine, agent: str, done: Callable[[Saved], None]) -> None:
-    engine.memory.save(agent, done)
+    engine.operations.save(agent, done)
 
 
 def restore_agent(engine: Engine, agent: str, done: Callable[[RestoreReport | AgentCacheError], None]) -> None:
-    engine.memory.restore(agent, done)
+    engine.operations.restore(agent, done)
 
 
 # -- the disk ---------------------------------------------------------------------------------------------------------

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.in_use import InUse
+from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import Match, PromptMatch
@@ -154,7 +155,7 @@ class FormulaDevice:
     def give_back(self) -> None:
         pass
 
-    def build(self, rows: Rows[Generation], num_tokens: int, before: object, *, contended: bool) -> Computed:
+    def build(self, rows: Sequence[Generation], num_tokens: int, before: object, *, contended: bool) -> Computed:
         assert num_tokens == 1 or len(rows) == 1
         self._simulation.lookahead_rows += sum(generation.in_flight for generation in rows)
         made = [BatchRow.of(g, g.num_to_launch, num_tokens) for g in rows]
@@ -212,17 +213,18 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
     none: Any = None
     return Parts(
         loaded=loaded,
-        cache=cache,
+        caches=KeptCaches(KeptCache(BASE_CACHE, none, cache, none), loaded.namespace),
         device=device,
         requests=requests,
         scheduler=Scheduler(requests, max_running=max_running, pace=pace),
         turns=Turns(cache, tokenizer, none, persistence, InUse(), requests, device),
         agents=none,
-        memory=none,
+        operations=none,
         persistence=persistence,
         restorer=SimpleNamespace(restore=_restore),  # type: ignore[arg-type]
         adapters=adapters,
         trunk=Trunk(cache, adapters),
+        residuals=none,
         served=none,
         limits=Limits([]),
     )

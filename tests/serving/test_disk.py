@@ -17,12 +17,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from agentcache.agents.disk import Committed, Disk, Turn
 from agentcache.agents.in_use import InUse
-from agentcache.blocks.keys import BlockName, block_key
+from agentcache.blocks.keys import BASE_CACHE, BlockName, block_key, residual_cache
 from agentcache.store.manifest import FIRST_LINEAGE, AgentRecord
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
 from tests.examples import examples
-from tests.kv.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, open_store, size_on_disk, tree
+from tests.kv.store_cases import (
+    MODEL,
+    RESIDUAL_SPEC,
+    SPEC,
+    make_record,
+    make_transcript,
+    make_turn,
+    open_store,
+    size_on_disk,
+    tree,
+    with_residual,
+)
 
 IDS = st.sampled_from(["ada", "bob", "carl"])
 LINEAGES = st.sampled_from([FIRST_LINEAGE, "a1"])
@@ -30,8 +41,13 @@ BLOCK_BYTES = SPEC.groups[0].bytes_per_block
 OTHER_MODEL = "f" * 32
 
 
+# Residuals of an adapter that is loaded, and of one that is not any more.
+OPEN, CLOSED = residual_cache("5e"), residual_cache("6f")
+
+
 def keys_of(names: Sequence[BlockName] | set[BlockName]) -> set[str]:
-    return {block_key(name.chain, SPEC.groups[name.group].name) for name in names}
+    specs = {BASE_CACHE: SPEC, OPEN: RESIDUAL_SPEC, CLOSED: RESIDUAL_SPEC}
+    return {block_key(name.chain, specs[name.cache].groups[name.group].name) for name in names}
 
 
 def writes_of(record: AgentRecord, names: Sequence[BlockName] | set[BlockName]) -> list[BlockWrite]:
@@ -66,7 +82,8 @@ class DiskMachine(RuleBasedStateMachine):
         self.in_use = InUse()
         records = self.store.load_agents()
         assert {record.name: record for record in records} == self.saved
-        self.disk = Disk(self.store, records, self.in_use)
+        self.disk = Disk(self.store, records, self.in_use, lambda cache: cache == OPEN)
+        self.disk.know_cache(OPEN, RESIDUAL_SPEC)
         self.apply(self.disk.tidy())
 
     def fault(self, step: str) -> None:
@@ -74,22 +91,34 @@ class DiskMachine(RuleBasedStateMachine):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     def apply(self, outcome: Committed) -> Committed:
-        for dropped in (*outcome.emptied, *outcome.removed):
-            assert self.saved[dropped.name] == dropped and dropped.blocks
-            assert dropped.name not in self.busy, "somebody is at work on it"
-        for dropped in outcome.emptied:
-            self.saved[dropped.name] = replace(dropped, num_saved=0, blocks=())
+        before = dict(self.saved)
+        for dropped in (*(reduced.before for reduced in outcome.reduced), *outcome.removed):
+            assert dropped.held and dropped.name not in self.busy, "somebody is at work on it"
+        for reduced in outcome.reduced:
+            assert self.saved[reduced.before.name] == reduced.before
+            self.saved[reduced.before.name] = reduced.after
+            if reduced.after.held:
+                assert reduced.after == reduced.before.without_residual(CLOSED)
         for dropped in outcome.removed:
+            assert self.saved[dropped.name] == dropped
             del self.saved[dropped.name]
             assert any(record.id == dropped.id for record in self.saved.values()), "an agent's longest lineage stays"
+        if any(each.before.blocks and not each.after.blocks for each in outcome.reduced) or outcome.removed:
+            idle = [name for name in before if name not in self.busy and name in self.saved]
+            assert not any(self.saved[name].residual_of(CLOSED) for name in idle), "what is of no use now goes first"
         self.disk.clean_up()
         assert not {name for name in outcome.deleted if self.disk.has(name)}
         return outcome
 
     def make(self, agent_id: str, lineage: str, seed: int, num_tokens: int) -> AgentRecord:
         self.clock += 1
-        transcript = make_transcript(num_tokens, seed=seed)
-        return make_record(agent_id, transcript, lineage=lineage, last_used=self.clock)
+        record = make_record(agent_id, make_transcript(num_tokens, seed=seed), lineage=lineage, last_used=self.clock)
+        if seed == 1:
+            record = with_residual(record, OPEN, num_tokens)
+        if seed == 2:  # its adapter goes while the turn is under way
+            self.disk.know_cache(CLOSED, RESIDUAL_SPEC)
+            record = with_residual(record, CLOSED, num_tokens - num_tokens % 256 or num_tokens)
+        return record
 
     # -- turns ------------------------------------------------------------------------------------------------------
 
@@ -156,7 +185,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def empty(self, data: st.DataObject) -> None:
         record = self.saved[data.draw(st.sampled_from(sorted(self.saved)))]
-        less = replace(record, num_saved=0, blocks=())
+        less = record.without_blocks()
         error = self.apply(self.disk.empty(less)).error
         assert error is None or ("budget" in error and not record.blocks)
         self.saved[record.name] = less
@@ -228,12 +257,12 @@ def test_room_is_made_by_whoever_was_used_longest_ago_of_whatever_model(other_is
             store.save_agent(record)
     with open_store(tmp_path, model=OTHER_MODEL, disk_budget=size_on_disk(tmp_path) + BLOCK_BYTES) as store:
         in_use = InUse()
-        disk = Disk(store, store.load_agents(), in_use)
+        disk = Disk(store, store.load_agents(), in_use, lambda cache: False)
         assert disk.tidy().error is None
         in_use.hold_blocks(new.block_names)
         outcome = disk.commit(Turn(new, new.block_names, make_turn(new), new.block_names))
         assert outcome.error is None
-        assert [record.name for record in outcome.emptied] == ([] if other_is_older else ["own"])
+        assert [reduced.before.name for reduced in outcome.reduced] == ([] if other_is_older else ["own"])
         kept = {record.id: any(map(store.has, keys_of(record.block_names))) for record in (other, own, new)}
         assert kept == {"other": not other_is_older, "own": other_is_older, "new": True}
     with open_store(tmp_path) as store:

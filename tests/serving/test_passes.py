@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,23 +12,24 @@ from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.blocks.keys import BASE_PRODUCER
 from agentcache.blocks.lane_search import CachedPrefix
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.trunk import TrunkName
 from agentcache.blocks.trunk_match import TrunkMatch
 from agentcache.engine.batch import BatchRow
 from agentcache.engine.generation import Generation
-from agentcache.engine.passes import Pass, plan_passes
+from agentcache.engine.passes import Overlay, Pass, plan_passes
 from tests.serving.simulation import make_generation
 
 LORA = AdapterUse("poet", "lora", Policy.EXACT, 0, frozenset([1]))
 ACTIVATED = AdapterUse("poet", "lora", Policy.ACTIVATED, 700, frozenset([1]))
 DECODER = AdapterUse("novelist", "decoder", Policy.PREFILL_SHARE, 999, frozenset([0, 1]), is_decoder=True)
+RESIDUAL = AdapterUse("poet", "lora", Policy.RESIDUAL, 0, frozenset([1]))
 UNUSED = AdapterUse("novelist", "decoder", Policy.PREFILL_SHARE, None, frozenset(), is_decoder=True)
 AHEAD = TrunkMatch(CachedPrefix(BASE_PRODUCER, ()), 1, (TrunkName("b", 6), TrunkName("c", 6)))
 
 
-def sequence_of(num_tokens: int) -> Sequence:
-    return Sequence("root", None, array("I", [1] * num_tokens), [], [])
+def sequence_of(num_tokens: int) -> CacheSequence:
+    return CacheSequence("root", None, array("I", [1] * num_tokens), [], [])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,7 @@ def compute(generation: Generation, num_tokens: int) -> None:
 def test_one_pass_after_the_other() -> None:
     generation = make_generation(1000, wanted=2)
     generation.adapter = DECODER
-    generation.take_place(sequence_of(256))
+    generation.take_sequence(sequence_of(256))
     base, decoder = generation.passes
     assert generation.current is base and generation.num_to_prefill == 999 - 256
     assert not BatchRow.of(generation, generation.num_to_launch, 743).is_complete
@@ -81,7 +84,7 @@ def test_passes_over_the_same_tokens_write_different_sequences() -> None:
     """Base over what base lacks, then an adapter from further in front: one more list."""
     generation = make_generation(1000, wanted=2)
     shared, own = sequence_of(600), sequence_of(100)
-    generation.take_place(shared)
+    generation.take_sequence(shared)
     generation.passes = [Pass(None, 1000, shared), Pass(LORA, None, own)]
     assert (generation.num_computed, generation.num_to_prefill) == (600, 400)
     assert not BatchRow.of(generation, generation.num_to_launch, 400).is_complete, (
@@ -95,17 +98,66 @@ def test_passes_over_the_same_tokens_write_different_sequences() -> None:
     assert (shared.num_tokens, own.num_tokens) == (1000, 1000)
 
 
+def overlay_of(base: int, residuals: int, known: int, window: int | None = None) -> Overlay:
+    cache: Any = SimpleNamespace(spec=SimpleNamespace(groups=[SimpleNamespace(window=window)]))
+    none: Any = None
+    return Overlay(cache, none, sequence_of(residuals), sequence_of(base), paired_from=known)
+
+
+@pytest.mark.parametrize(("base", "residuals"), [(0, 0), (600, 100), (999, 0), (256, 256)])
+def test_the_passes_of_a_residual_request(base: int, residuals: int) -> None:
+    generation = make_generation(1000, wanted=3)
+    generation.adapter = RESIDUAL
+    overlay = overlay_of(base, residuals, 1000)
+    generation.take_sequence(overlay.base, overlay=overlay)
+    assert generation.current.computes is None and generation.num_to_prefill == 1000 - base
+    assert not BatchRow.of(generation, generation.num_to_launch, 1000 - base).is_complete, "base answers nobody"
+    compute(generation, 1000 - base)
+    assert generation.current.computes is RESIDUAL and generation.num_to_prefill == 1000 - residuals
+    assert not overlay.is_paired(999) and overlay.is_paired(1000), "what is generated, both compute in one step"
+    assert BatchRow.of(generation, generation.num_to_launch, 1000 - residuals).is_complete
+
+
+def test_base_is_not_far_ahead_where_windows_are_read() -> None:
+    overlay = overlay_of(300, 100, 5000, window=512)
+    passes = plan_passes(RESIDUAL, overlay.base, None, overlay)
+    assert [(each.computes, each.end) for each in passes] == [
+        (None, 2048),
+        (RESIDUAL, 2048),
+        (None, 4096),
+        (RESIDUAL, 4096),
+        (None, 5000),
+        (RESIDUAL, None),
+    ]
+    assert len(plan_passes(RESIDUAL, overlay.base, None, overlay_of(300, 100, 5000))) == 2
+
+
+def test_nobody_decodes_on_what_base_alone_computes() -> None:
+    """After a preemption: tokens that have been generated are known, and base computes them first."""
+    generation = make_generation(10, wanted=8)
+    generation.adapter = RESIDUAL
+    generation.token_ids += [5, 6]
+    overlay = overlay_of(8, 8, 12)
+    generation.take_sequence(overlay.base, overlay=overlay)
+    generation.in_flight = 4
+    assert generation.num_to_launch == 0 and not generation.can_decode, "no token is about to be chosen"
+    generation.in_flight = 0
+    compute(generation, 4)
+    generation.in_flight = 4
+    assert generation.can_decode
+
+
 def test_a_pass_that_the_cache_has_done_is_not_at_work() -> None:
     generation = make_generation(1000, wanted=2)
     generation.adapter = DECODER
-    generation.take_place(sequence_of(999))
+    generation.take_sequence(sequence_of(999))
     assert generation.current.computes is DECODER
 
 
 def test_without_a_place_nothing_is_computed() -> None:
     generation = make_generation(10)
     assert generation.num_computed == 0
-    generation.take_place(sequence_of(4))
+    generation.take_sequence(sequence_of(4))
     generation.in_flight = 2
-    generation.lose_place()
+    generation.lose_sequence()
     assert (generation.passes, generation.num_computed, generation.in_flight) == ([], 0, 0)

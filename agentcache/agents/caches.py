@@ -1,0 +1,124 @@
+"""The caches whose blocks go between RAM and disk: base's, and one for the residuals of each adapter that has some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from agentcache.blocks.keys import BASE_CACHE, RESIDUAL, Namespace, kind_of
+from agentcache.blocks.ledger import STATE
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.sequence import Copy
+from agentcache.errors import BrokenInvariant
+from agentcache.kv.block_layout import Array
+from agentcache.kv.spec import CacheSpec
+
+if TYPE_CHECKING:
+    from agentcache.kv.measures import Extras
+
+
+class Arenas(Protocol):
+    """Where the bytes of one cache's blocks lie in RAM; `ModelRunner` for base's."""
+
+    def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None: ...
+
+    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array: ...
+
+    def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras: ...
+
+    def put_extras(self, group: int, block_id: int, num_tokens: int, extras: Extras) -> None: ...
+
+    def copy_blocks(self, copies: Iterable[Copy]) -> None: ...
+
+    def move_blocks(self, moves: Iterable[Copy]) -> None: ...
+
+    def fit(self) -> None: ...
+
+    def evaluate(self) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class KeptCache:
+    """One cache in RAM.
+
+    Args:
+        name: `base`, or `keys.residual_cache` of an adapter.
+        spec: its groups; part of its blocks' addresses.
+        prefix: which of its blocks are known, in RAM and on disk.
+        arenas: their bytes in RAM.
+    """
+
+    name: str
+    spec: CacheSpec
+    prefix: PrefixCache
+    arenas: Arenas
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.name)
+
+
+class KeptCaches:
+    """All caches that there are now. Belongs to the engine thread; `is_open` may be asked from any.
+
+    Args:
+        namespace: base's, for a salt.
+    """
+
+    def __init__(self, base: KeptCache, namespace: Callable[[str], Namespace]) -> None:
+        if base.name != BASE_CACHE:
+            raise BrokenInvariant(f"{base.name} stands in base's place")
+        self.base = base
+        self.namespace = namespace
+        self._further: dict[str, KeptCache] = {}
+        self._evicted_from_closed = 0
+
+    def __iter__(self) -> Iterator[KeptCache]:
+        """All, base's first."""
+        yield self.base
+        yield from list(self._further.values())
+
+    @property
+    def further(self) -> list[KeptCache]:
+        """All but base's."""
+        return list(self._further.values())
+
+    def find(self, name: str) -> KeptCache | None:
+        """The cache of that name; None where it is not open: its adapter is not loaded, say."""
+        return self.base if name == BASE_CACHE else self._further.get(name)
+
+    def get(self, name: str) -> KeptCache:
+        """The cache of that name, which is open."""
+        cache = self.find(name)
+        if cache is None:
+            raise BrokenInvariant(f"the cache {name} is not open")
+        return cache
+
+    def is_open(self, name: str) -> bool:
+        return self.find(name) is not None
+
+    def root(self, cache: KeptCache, salt: str) -> str:
+        """The chain key in front of the first block of the cache's sequences with this salt."""
+        namespace = self.namespace(salt)
+        if cache is self.base:
+            return namespace.root
+        return replace(namespace, spec=cache.spec.digest, cache=cache.name).root
+
+    def open(self, cache: KeptCache) -> None:
+        """There is one more cache."""
+        if self.is_open(cache.name):
+            raise BrokenInvariant(f"the cache {cache.name} is open already")
+        self._further[cache.name] = cache
+
+    def close(self, name: str) -> None:
+        """A further cache is gone from RAM; its files stay."""
+        closed = self._further.pop(name)
+        self._evicted_from_closed += closed.prefix.slots.evicted_blocks
+
+    @property
+    def evicted_blocks(self) -> dict[str, int]:
+        """Blocks that left RAM since start, by kind of cache; snapshots of recurrent state where there are any."""
+        residual = self._evicted_from_closed + sum(each.prefix.slots.evicted_blocks for each in self.further)
+        evicted, snapshots = {BASE_CACHE: self.base.prefix.slots.evicted_blocks}, self.base.prefix.snapshots
+        return {**evicted, RESIDUAL: residual, **({STATE: snapshots.evicted} if snapshots is not None else {})}

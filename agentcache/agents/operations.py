@@ -1,0 +1,365 @@
+"""Agents between their turns: what they hold, and moving it between RAM and disk."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.in_use import InUse
+from agentcache.agents.persistence import Persistence
+from agentcache.agents.residuals import ResidualTurn, cut_residuals
+from agentcache.agents.restore import Restored, Restorer
+from agentcache.agents.saved import Saved, when_all
+from agentcache.agents.table import AgentTable, blocks_of, emptied
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, RESIDUAL, BlockName
+from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.sequence import CacheSequence, LaneBlock
+from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks
+from agentcache.report import AgentInfo, CacheState, LineageInfo, RestoreReport
+from agentcache.store.archive import Archive
+from agentcache.store.manifest import AgentRecord
+
+
+class AgentOperations:
+    """Operations on agents that no request is at work on. All belong to the engine thread."""
+
+    def __init__(
+        self,
+        caches: KeptCaches,
+        agents: AgentTable,
+        persistence: Persistence,
+        in_use: InUse,
+        restorer: Restorer,
+    ) -> None:
+        self._caches = caches
+        self._cache = caches.base.prefix
+        self._agents = agents
+        self._persistence = persistence
+        self._in_use = in_use
+        self._restorer = restorer
+
+    def _prefix(self, record: AgentRecord) -> CachedPrefix:
+        """What base has of a lineage."""
+        ids = record.transcript.ids
+        return self._cache.match_prefix(self._base_root(record), ids, len(ids), record.producer)
+
+    def _base_root(self, record: AgentRecord) -> str:
+        return self._caches.root(self._caches.base, record.salt)
+
+    def _residual_prefix(self, record: AgentRecord, cache: KeptCache) -> CachedPrefix:
+        """What a further cache has of a lineage."""
+        ids = record.transcript.ids
+        return cache.prefix.match_prefix(self._caches.root(cache, record.salt), ids, len(ids))
+
+    def _residual_prefixes(self, records: Iterable[AgentRecord]) -> list[tuple[KeptCache, CachedPrefix]]:
+        """What of their residuals can be used: those of adapters that are loaded."""
+        return [
+            (cache, self._residual_prefix(record, cache))
+            for record in records
+            for cache in self._caches.further
+            if record.residual_of(cache.name) is not None
+        ]
+
+    def info(self, agent_id: str) -> AgentInfo:
+        """An agent as clients see it. Raises NotFound."""
+        lineages, record = self._agents.lineages(agent_id), self._agents.get(agent_id)
+        prefixes = {each.name: self._prefix(each) for each in lineages}
+        longest, residuals = prefixes[record.name], self._residual_prefixes(lineages)
+        in_ram = self._cache.in_ram(longest) and all(
+            cache.prefix.in_ram(prefix) for cache, prefix in self._residual_prefixes([record])
+        )
+        state = CacheState.HOT if in_ram else CacheState.WARM
+        residual_bytes = sum(
+            _ram_bytes(cache.prefix, [prefix for other, prefix in residuals if other is cache])
+            for cache in self._caches.further
+        )
+        blocks = blocks_of(lineages)
+        return AgentInfo(
+            id=record.id,
+            tokens=len(record.transcript.ids),
+            blocks=-(-longest.num_tokens // BLOCK_SIZE),
+            cache_state=state if longest.num_tokens else CacheState.COLD,
+            ram_bytes=_ram_bytes(self._cache, prefixes.values()) + residual_bytes,
+            residual_bytes=residual_bytes,
+            disk_bytes=sum(map(self._disk_bytes, blocks)),
+            residual_disk_bytes=sum(self._disk_bytes(block) for block in blocks if block.cache != BASE_CACHE),
+            created=record.created,
+            last_used=max(each.last_used for each in lineages),
+            adapter=record.adapter,
+            policy=record.policy,
+            lineages=tuple(LineageInfo(each.lineage, len(each.transcript), each.last_used) for each in lineages),
+        )
+
+    def _disk_bytes(self, block: NamedBlock) -> int:
+        """Of what the manifest names: the tree may know longer tails of others with the same beginning."""
+        cache = self._caches.find(block.cache)
+        if cache is None:
+            return self._persistence.file_bytes(block)
+        node = cache.prefix.tree.node(block.chain)
+        if node is None:
+            return 0
+        groups = (cache.spec.all_groups[index] for index in node.stored.intersection(block.groups))
+        return sum(group.bytes_of(node.num_tokens) for group in groups)
+
+    def list(self) -> list[AgentInfo]:
+        """All agents, by id."""
+        return [self.info(agent_id) for agent_id in self._agents.ids]
+
+    def create(
+        self, agent_id: str, adapter: str | None, policy: str, system: str | None, done: Callable[[Saved], None]
+    ) -> None:
+        """Make an agent without a conversation, durably. Raises InvalidRequest, Conflict."""
+        record = self._agents.new(agent_id, policy=policy, system=system)
+        self._persistence.save_record(replace(record, adapter=adapter), done)
+
+    def bring_in(self, archive: Archive, done: Callable[[Saved], None]) -> None:
+        """Make an agent of an archive, durably. Raises Conflict."""
+        self._agents.new(archive.agent_id)
+        self._persistence.bring_in(archive, done)
+
+    def fork(
+        self,
+        agent_id: str,
+        new_id: str,
+        done: Callable[[Saved], None],
+        lineage: str | None = None,
+        adapter: str | None = None,
+        policy: str | None = None,
+    ) -> None:
+        """Make an agent with the same conversations (or one lineage of them), durably, sharing every block.
+
+        With another adapter it shares base's blocks, and no residuals. Raises NotFound, Conflict.
+        """
+        sources = [record.name for record in self._agents.lineages(agent_id, lineage)]
+        copies = [
+            _set_to(self._as_far_as_saved(copy), adapter, policy)
+            for copy in self._agents.fork(agent_id, new_id, lineage)
+        ]
+        for name in sources:
+            self._in_use.hold_lineage(name)
+
+        def settle(saved: Saved) -> None:
+            for name in sources:
+                self._in_use.let_lineage_go(name)
+            if saved.error is not None:  # all or nothing
+                for copy in filter(None, (self._agents.find(copy.name) for copy in copies)):
+                    self._persistence.delete_lineage(copy, lambda _: None)
+            done(saved)
+
+        saved_all = when_all(len(copies), settle)
+        for copy in copies:
+            self._persistence.save_record(copy, saved_all)
+
+    def _as_far_as_saved(self, record: AgentRecord) -> AgentRecord:
+        """The record without blocks that are not of its transcript: a turn may have changed it and not been saved."""
+        has_state = self._cache.snapshots is not None
+        layout = spans(record.num_saved, record.producer, len(self._cache.groups), has_state=has_state)
+        chains = chain_keys(self._base_root(record), record.transcript.ids, layout)
+        blocks, saved = name_blocks(chains, layout), set(record.block_names)
+        lost = (span.begin for span, block in zip(layout, blocks, strict=True) if not saved.issuperset(block.names))
+        num_saved = min(lost, default=record.num_saved)
+        kept = tuple(block for span, block in zip(layout, blocks, strict=True) if span.end <= num_saved)
+        snapshots = tuple(each for each in record.snapshots if each.num_tokens <= num_saved)
+        record = replace(record, num_saved=num_saved, blocks=kept, snapshots=snapshots)
+        return cut_residuals(record, self._caches.namespace)
+
+    def delete(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
+        """Forget an agent (or one of its lineages) in RAM and on disk, but for what others name. Raises NotFound.
+
+        Of an agent whose only lineage goes by name, an empty one stays.
+        """
+        records = self._agents.lineages(agent_id, lineage)
+        if lineage is not None and len(self._agents.lineages(agent_id)) == 1:
+            self._persistence.empty_lineage(emptied(records[0]), done)
+        else:
+            deleted = when_all(len(records), done)
+            for record in records:
+                self._persistence.delete_lineage(record, deleted)
+
+    def evict(
+        self, agent_id: str, done: Callable[[None], None], lineage: str | None = None, kind: str | None = None
+    ) -> None:
+        """Free the RAM of an agent (or one of its lineages): all that is on disk and that nobody reads.
+
+        Args:
+            kind: only of its blocks in caches of this kind, `base` or `residual`.
+
+        With it goes what was in RAM only as somebody's last, partly filled block, and belongs to nobody any more: it
+        would keep the blocks before it. Raises NotFound.
+        """
+        known = self._agents.lineages(agent_id, lineage)
+        blocks = blocks_of(known)
+        for record in known:
+            self._persistence.save_snapshot(record)
+
+        def evict() -> None:
+            if kind != RESIDUAL:
+                self._evict_snapshots(known)
+            for cache in self._caches:
+                if kind is None or cache.kind == kind:
+                    _evict_from(cache, [block for block in blocks if block.cache == cache.name], self._persistence)
+            done(None)
+
+        self._persistence.when_settled(evict)
+
+    def evict_unread(self, share: float) -> int:
+        """Free the RAM of a share of the blocks that nobody reads, least recently used first.
+
+        What agents have in RAM only, since it could not be written, stays. Returns how many blocks left.
+        """
+        unsaved = self._unsaved()
+        return sum(_evict_unread(cache.prefix, share, unsaved) for cache in self._caches)
+
+    def _unsaved(self) -> set[Node]:
+        """What agents have in RAM and not on disk."""
+        # The last token of a turn has been generated and not computed.
+        behind = [each for each in self._agents if each.num_saved < len(each.transcript.ids) - 1]
+        prefixes = [self._prefix(each) for each in behind]
+        prefixes += [self._residual_prefix(each, cache) for each in behind for cache in self._caches.further]
+        nodes = (node for prefix in prefixes for lane in prefix.lanes for node in lane.all_nodes)
+        return {node for node in nodes if not node.block_ids.keys() <= node.stored}
+
+    def _evict_snapshots(self, records: Iterable[AgentRecord]) -> None:
+        """All of these lineages': what is not on disk by now is not worth it."""
+        for record in records:
+            root, ids = self._base_root(record), record.transcript.ids
+            for node in self._cache.find_snapshots(root, ids, len(ids), record.producer):
+                assert self._cache.snapshots is not None  # it has found some
+                self._cache.snapshots.evict(node)
+
+    def save(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
+        """Write what of an agent is in RAM but not on disk (after a failed save). Raises NotFound."""
+        records = self._agents.lineages(agent_id, lineage)
+        saved_all = when_all(len(records), done)
+        for record in records:
+            self._save_lineage(record, saved_all)
+
+    def _save_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
+        prefix = self._prefix(record)
+        num_saved = prefix.num_tokens
+        if not all(lane.ends_with_a_block for lane in prefix.lanes):
+            num_saved -= num_saved % BLOCK_SIZE  # the tail is another agent's
+        blocks = self._persistence.blocks_of(record, num_saved)
+        record = replace(record, num_saved=num_saved, blocks=tuple(block.named for block in blocks))
+        residuals = [turn for cache in self._caches.further if (turn := self._residual_turn(record, cache)) is not None]
+        self._persistence.commit(record, blocks, done, residuals=residuals)
+        for block in reversed(blocks):
+            self._cache.slots.prune(block.node)  # a base tail that was not there was made, and holds nothing
+
+    def _residual_turn(self, record: AgentRecord, cache: KeptCache) -> ResidualTurn | None:
+        """What there is of a lineage's residuals, if that is more than it has on disk."""
+        prefix, saved = self._residual_prefix(record, cache), record.residual_of(cache.name)
+        num_tokens = prefix.num_tokens
+        if not all(lane.ends_with_a_block for lane in prefix.lanes):
+            num_tokens -= num_tokens % BLOCK_SIZE
+        if num_tokens <= (0 if saved is None else saved.num_saved):
+            return None
+        nodes = [node for lane in prefix.lanes for node in lane.all_nodes]
+        groups = tuple(range(len(cache.prefix.groups)))
+        return ResidualTurn(
+            cache.name, num_tokens, [LaneBlock(node, groups) for node in nodes if node.end <= num_tokens]
+        )
+
+    def restore(
+        self, agent_id: str, done: Callable[[RestoreReport | AgentCacheError], None], lineage: str | None = None
+    ) -> None:
+        """Bring an agent's blocks (of one lineage) into RAM; what files do not give is left out. Raises NotFound.
+
+        The longest lineage comes last, so that what RAM cannot hold beside it gives way to it.
+        """
+        started, restored_bytes = time.perf_counter(), 0
+        lineages = sorted(
+            self._agents.lineages(agent_id, lineage), key=lambda record: len(record.transcript), reverse=True
+        )
+        num_tokens = len(lineages[0].transcript)
+        due = [(record, cache) for record in lineages for cache in self._caches if _is_used(cache, record)]
+
+        def attempt() -> None:
+            record, cache = due[-1]
+            is_base = cache is self._caches.base
+            prefix = self._prefix(record) if is_base else self._residual_prefix(record, cache)
+            try:
+                sequence = cache.prefix.open(self._caches.root(cache, record.salt), prefix)
+            except OutOfBlocks as error:
+                done(InvalidRequest(str(error), code="insufficient_memory"))
+                return
+            cache.arenas.copy_blocks(sequence.copies)
+            self._restorer.restore(sequence, lambda restored: settle(cache, sequence, restored), cache.name)
+
+        def settle(cache: KeptCache, sequence: CacheSequence, restored: Restored) -> None:
+            nonlocal restored_bytes
+            restored_bytes += restored.num_bytes
+            cache.arenas.evaluate()
+            cache.prefix.abandon(sequence)  # what was loaded is the tree's by now
+            if restored.complete:
+                due.pop()
+            if due:
+                attempt()
+                return
+            elapsed_ms = (time.perf_counter() - started) * 1e3
+            done(RestoreReport(num_tokens, restored_bytes, elapsed_ms, self.info(agent_id).cache_state))
+
+        attempt()
+
+
+def _is_used(cache: KeptCache, record: AgentRecord) -> bool:
+    """Whether the lineage may have something in the cache."""
+    return cache.name == BASE_CACHE or record.residual_of(cache.name) is not None
+
+
+def _set_to(record: AgentRecord, adapter: str | None, policy: str | None) -> AgentRecord:
+    """The lineage of an agent with these settings; None for as it is."""
+    residuals = record.residuals if adapter in (None, record.adapter) else ()
+    return replace(record, adapter=adapter or record.adapter, policy=policy or record.policy, residuals=residuals)
+
+
+def _ram_bytes(cache: PrefixCache, prefixes: Iterable[CachedPrefix]) -> int:
+    """Of what these have in RAM, each part of a block once."""
+    prefixes = list(prefixes)
+    held = {
+        (node, index)
+        for prefix in prefixes
+        for lane in prefix.lanes
+        for node in lane.all_nodes
+        for index in node.block_ids.keys() & set(lane.groups)
+    }
+    of_states = {node for prefix in prefixes if (node := prefix.snapshot) is not None and node.state is not None}
+    state_bytes = 0 if cache.snapshots is None else cache.snapshots.group.bytes_per_block
+    return sum(cache.groups[index].bytes_per_block for _, index in held) + state_bytes * len(of_states)
+
+
+def _evict_from(cache: KeptCache, blocks: Iterable[NamedBlock], persistence: Persistence) -> None:
+    """Free the RAM of these blocks of the cache, and of tails beside them that nobody needs any more."""
+    tree, blocks = cache.prefix.tree, list(blocks)
+    nodes = [node for block in blocks if (node := tree.node(block.chain)) is not None]
+    parents = {parent for node in nodes for parent in (node, node.parent) if parent is not None}
+    tails = [tail for parent in parents for tail in parent.children if not tail.is_full]
+    for tail in tails:
+        if not any(persistence.needs(BlockName(tail.chain, index, cache.name)) for index in tail.block_ids):
+            cache.prefix.slots.evict(tail)
+    cache.prefix.evict(block for block in blocks if _is_on_disk(cache.prefix, block))
+
+
+def _is_on_disk(cache: PrefixCache, block: NamedBlock) -> bool:
+    """Whether what is in RAM of the block is on disk too."""
+    node = cache.tree.node(block.chain)
+    return node is not None and node.block_ids.keys() & set(block.groups) <= node.stored
+
+
+def _evict_unread(cache: PrefixCache, share: float, unsaved: set[Node]) -> int:
+    slots, passed = cache.slots, set[Node]()
+    before, wanted = slots.evicted_blocks, math.ceil(share * cache.count_blocks().cached)
+    for node in list(cache.tree.residents):
+        passed.add(node)
+        # The end of a path goes before its beginning, which may have been in RAM for longer.
+        while node in passed and node.block_ids and node not in unsaved and slots.evicted_blocks - before < wanted:
+            if not slots.evict(node) or node.parent is None:
+                break
+            node = node.parent
+    return slots.evicted_blocks - before

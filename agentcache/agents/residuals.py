@@ -1,0 +1,54 @@
+"""What a lineage has on disk of adapters' residuals, beside base's keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from agentcache.blocks.keys import BLOCK_SIZE, Namespace
+from agentcache.blocks.lanes import chain_keys, spans
+from agentcache.blocks.sequence import LaneBlock
+from agentcache.store.manifest import AgentRecord, ResidualBlocks
+
+
+@dataclass(frozen=True)
+class ResidualTurn:
+    """What a turn has of one adapter's residuals.
+
+    Args:
+        cache: names the adapter (`keys.residual_cache`).
+        num_tokens: whose residuals `blocks` hold.
+        blocks: all of the lineage's in that cache, in the order of `spans`.
+        early: what of them was given to `Persistence.save_blocks`, and more perhaps.
+    """
+
+    cache: str
+    num_tokens: int
+    blocks: Sequence[LaneBlock]
+    early: Sequence[LaneBlock] = ()
+
+
+def root_of(namespace: Namespace, residual: ResidualBlocks) -> str:
+    """The chain key in front of a lineage's residuals, whether their adapter is loaded or not.
+
+    Args:
+        namespace: base's, with the lineage's salt.
+    """
+    return replace(namespace, spec=residual.spec, cache=residual.cache).root
+
+
+def cut_residuals(record: AgentRecord, namespace: Callable[[str], Namespace]) -> AgentRecord:
+    """The lineage without residuals of tokens that are not, or no longer, those of its transcript."""
+    if not record.residuals:
+        return record
+    cut = (_still_valid(record, each, namespace(record.salt)) for each in record.residuals)
+    return replace(record, residuals=tuple(each for each in cut if each is not None))
+
+
+def _still_valid(record: AgentRecord, residual: ResidualBlocks, namespace: Namespace) -> ResidualBlocks | None:
+    num_tokens = min(residual.num_saved, len(record.transcript))
+    layout = spans(num_tokens, None, len(residual.groups))
+    chains = chain_keys(root_of(namespace, residual), record.transcript.ids, layout)
+    pairs = enumerate(zip(residual.chains, chains, strict=False))
+    agreed = next((index for index, (old, new) in pairs if old != new), len(chains))
+    return residual.first_tokens(num_tokens if agreed == len(residual.blocks) else agreed * BLOCK_SIZE)

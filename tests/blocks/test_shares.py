@@ -1,0 +1,145 @@
+"""Two kinds of cache on one budget: what each may take of the other, and what is left of one that is closed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.ledger import BASE, RESIDUAL, Ledger
+from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.sequence import CacheSequence
+from agentcache.errors import OutOfBlocks
+from tests.blocks.cache_model import FakeGroup
+
+ROOT = "root"
+BUDGET, SHARE = 4000, 800
+BASE_GROUPS = (FakeGroup("full", None, 100), FakeGroup("sliding", 300, 70))
+RESIDUAL_GROUPS = (FakeGroup("full", None, 20), FakeGroup("sliding", 300, 7))
+
+
+class Caches:
+    """Base's cache and two adapters', on one ledger."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger(BUDGET, {RESIDUAL: SHARE})
+        self.base = PrefixCache(BASE_GROUPS, self.ledger)
+        self.adapters = [PrefixCache(RESIDUAL_GROUPS, self.ledger, name=f"residual.{each}") for each in "xy"]
+
+    def check(self) -> None:
+        for cache in (self.base, *self.adapters):
+            cache.check_integrity()
+
+
+def run(cache: PrefixCache, num_blocks: int, seed: int) -> CacheSequence | None:
+    """A request that has computed so many blocks; None where there is no room for it."""
+    ids = random.Random(seed).choices(range(1000), k=num_blocks * BLOCK_SIZE)
+    try:
+        sequence = cache.open(ROOT, cache.match_prefix(ROOT, ids, len(ids)))
+    except OutOfBlocks:
+        return None
+    try:
+        for begin in range(sequence.num_tokens, len(ids), BLOCK_SIZE):
+            cache.reserve(sequence, BLOCK_SIZE)
+            cache.advance(sequence, ids[begin : begin + BLOCK_SIZE])
+            cache.leave_window(sequence)
+    except OutOfBlocks:
+        cache.abandon(sequence)
+        return None
+    return sequence
+
+
+def fill(cache: PrefixCache, num_sequences: int, num_blocks: int = 6) -> None:
+    for seed in range(num_sequences):
+        sequence = run(cache, num_blocks, seed)
+        assert sequence is not None
+        cache.close(sequence)
+
+
+def test_base_uses_what_residuals_do_not_and_gives_it_back() -> None:
+    caches = Caches()
+    fill(caches.base, 12)
+    assert caches.ledger.left_for(BASE) == BUDGET and caches.base.allocator.capacity_bytes > BUDGET - SHARE
+    fill(caches.adapters[0], 8)
+    assert SHARE - 20 - 7 < caches.adapters[0].allocator.capacity_bytes <= SHARE, "its share, that base had"
+    assert caches.base.allocator.capacity_bytes <= BUDGET - caches.adapters[0].allocator.capacity_bytes
+    caches.check()
+
+
+def test_pressure_on_base_takes_nothing_from_residuals() -> None:
+    caches = Caches()
+    fill(caches.adapters[0], 4)
+    before = caches.adapters[0].count_blocks(), caches.adapters[0].allocator.capacity_bytes
+    fill(caches.base, 20)
+    assert caches.base.slots.evicted_blocks > 0
+    assert (caches.adapters[0].count_blocks(), caches.adapters[0].allocator.capacity_bytes) == before
+    caches.check()
+
+
+def test_pressure_on_residuals_takes_nothing_that_is_bases() -> None:
+    """Base holds what is left beside their share, and no more: all they need they take from one another."""
+    caches = Caches()
+    fill(caches.adapters[0], 6)
+    fill(caches.base, 20)
+    before = caches.base.count_blocks(), caches.base.allocator.capacity_bytes
+    fill(caches.adapters[1], 8)
+    assert (caches.base.count_blocks(), caches.base.allocator.capacity_bytes) == before
+    assert caches.adapters[1].count_blocks().cached > 0, "the other adapter has made room"
+    caches.check()
+
+
+def test_residuals_evict_their_own_only_when_their_share_is_full() -> None:
+    caches = Caches()
+    fill(caches.base, 20)
+    fill(caches.adapters[0], 4)
+    assert caches.adapters[0].slots.evicted_blocks == 0
+
+
+def test_who_reads_loses_nothing_and_the_other_kind_has_to_wait() -> None:
+    caches = Caches()
+    running = [run(caches.base, 6, seed) for seed in range(8)]
+    tables = [[list(table.block_ids) for table in each.tables] for each in running if each is not None]
+    while run(caches.adapters[0], 1, random.randrange(1 << 30)) is not None:
+        pass
+    assert [[list(table.block_ids) for table in each.tables] for each in running if each is not None] == tables
+    caches.check()
+
+
+def test_a_closed_cache_leaves_nothing() -> None:
+    caches = Caches()
+    fill(caches.adapters[0], 5)
+    caches.adapters[0].allocator.close()
+    assert not [each for each in caches.ledger.accounts if each.kind.startswith("residual.x")]
+    assert caches.ledger.share_left(RESIDUAL) == SHARE
+    again = PrefixCache(RESIDUAL_GROUPS, caches.ledger, name="residual.x")
+    fill(again, 1)
+    again.check_integrity()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 7), st.booleans()), max_size=25))
+def test_any_traffic(requests: Sequence[tuple[int, int, bool]]) -> None:
+    caches = Caches()
+    running: list[tuple[PrefixCache, CacheSequence]] = []
+    for seed, (which, num_blocks, stays) in enumerate(requests):
+        cache = (caches.base, *caches.adapters)[which]
+        sequence = run(cache, num_blocks, seed)
+        if sequence is not None and stays:
+            running.append((cache, sequence))
+        elif sequence is not None:
+            cache.close(sequence)
+        caches.check()
+    for cache, sequence in running:
+        cache.close(sequence)
+    caches.check()
+
+
+def test_a_share_that_is_exceeded_is_noticed() -> None:
+    caches = Caches()
+    account = next(each for each in caches.ledger.accounts if each.kind == "residual.x.full")
+    account.claimed = SHARE + 1
+    with pytest.raises(Exception, match="share of residual is exceeded"):
+        caches.ledger.check_integrity()

@@ -1,0 +1,317 @@
+"""Residuals on disk: what comes back, what goes for room, what a crash or damage leaves. Without a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from agentcache.blocks.keys import BASE_CACHE, block_key
+from agentcache.store.archive import export_agent, read_archive
+from agentcache.store.verify import verify_folder
+from tests.kv.store_cases import MODEL, SPEC
+from tests.serving.block_damage import BLOCK_DAMAGE, Damage, first_block, flip_tensor, header_of, sign
+from tests.serving.residual_desk import MATH, POET, Desk, desk, make_ids, residual_files
+
+IDS = make_ids(600)
+LONGER = [*IDS, *make_ids(60, seed=1)]
+
+
+def check_all_there(made: Desk, ids: list[int] = IDS) -> None:
+    """Base and residuals are known of all the tokens, and files hold what they should."""
+    assert [made.cached(cache, ids) for cache in (BASE_CACHE, MATH)] == [len(ids)] * 2
+    made.restore("alice")
+    made.check()
+    assert made.info("alice").cache_state == "hot"
+
+
+# -- there and back ---------------------------------------------------------------------------------------------------
+
+
+def test_they_come_back_with_base_after_a_restart(ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        assert made.turn("alice", IDS).error is None
+        before = made.info("alice")
+        assert before.cache_state == "hot"
+        assert 0 < before.residual_disk_bytes < before.residual_bytes < before.ram_bytes
+        assert made.store.disk_bytes_by["residual"] > before.residual_disk_bytes
+    assert verify_folder(ram_path).problems == ()
+    with desk(ram_path) as made:
+        after = made.info("alice")
+        assert (after.cache_state, after.ram_bytes, after.residual_bytes) == ("warm", 0, 0)
+        assert (after.disk_bytes, after.residual_disk_bytes) == (before.disk_bytes, before.residual_disk_bytes)
+        check_all_there(made)
+        assert made.info("alice").residual_bytes == before.residual_bytes
+        assert made.turn("alice", LONGER).error is None
+    with desk(ram_path) as made:
+        check_all_there(made, LONGER)
+
+
+def test_a_turn_writes_only_what_it_added(ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        made.turn("alice", IDS)
+        before = residual_files(ram_path, made.record("alice"))
+        made.turn("alice", LONGER)
+        after = residual_files(ram_path, made.record("alice"))
+        kept = [path for path in after if path in before]
+        assert len(kept) == 4 and not any(path.exists() for path in set(before) - set(kept)), "only tails go"
+
+
+@pytest.mark.parametrize("kind", ["base", "residual", None])
+def test_evictions_of_one_kind_leave_the_other(kind: str | None, ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        made.turn("alice", IDS)
+        hot = made.info("alice")
+        of_base = hot.ram_bytes - hot.residual_bytes
+        made.evict("alice", kind)
+        left = made.info("alice")
+        assert left.residual_bytes == (hot.residual_bytes if kind == "base" else 0)
+        assert left.ram_bytes - left.residual_bytes == (of_base if kind == "residual" else 0)
+        assert left.cache_state == "warm" and left.disk_bytes == hot.disk_bytes
+        evicted = made.persistence.evicted_blocks
+        assert (evicted["base"] > 0, evicted["residual"] > 0) == (kind != "residual", kind != "base")
+        check_all_there(made)
+
+
+def test_adapters_have_residuals_of_their_own(ram_path: Path) -> None:
+    with desk(ram_path, [MATH, POET]) as made:
+        made.turn("alice", IDS, MATH)
+        made.turn("alice", LONGER, POET)
+        residuals = {each.cache: each.num_saved for each in made.record("alice").residuals}
+        assert residuals == {MATH: 600, POET: 660}
+    with desk(ram_path, [MATH, POET]) as made:
+        assert [made.cached(cache, LONGER) for cache in (BASE_CACHE, MATH, POET)] == [660, 600, 660]
+
+
+def test_a_changed_conversation_keeps_what_still_is_its_own(ram_path: Path) -> None:
+    """The template leaves out what was thought: tokens in the middle are others now."""
+    changed = [*IDS[:300], *make_ids(200, seed=2)]
+    with desk(ram_path) as made:
+        made.turn("alice", IDS)
+        made.turn("alice", changed, adapter=None)
+        [residual] = made.record("alice").residuals
+        assert residual.num_saved == 256
+        assert all(path.exists() for path in residual_files(ram_path, made.record("alice")))
+    assert verify_folder(ram_path).problems == ()
+    assert verify_folder(ram_path).unnamed_blocks == 0
+
+
+# -- adapters that are not loaded -------------------------------------------------------------------------------------
+
+
+def test_without_the_adapter_agent_and_files_stay_as_they_are(ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        made.turn("alice", IDS)
+        info = made.info("alice")
+        files = residual_files(ram_path, made.record("alice"))
+    with desk(ram_path, []) as made:
+        without = made.info("alice")
+        assert without.adapter == MATH and without.residual_bytes == 0
+        assert without.residual_disk_bytes >= info.residual_disk_bytes  # whole files: nobody knows more of them
+        made.restore("alice")
+        assert made.turn("alice", LONGER, adapter=None).error is None
+        assert made.info("alice").cache_state == "hot"
+        assert all(path.exists() for path in files)
+        made.open(MATH)
+        assert [made.cached(cache, LONGER) for cache in (BASE_CACHE, MATH)] == [660, 600]
+    assert verify_folder(ram_path).problems == ()
+
+
+def test_a_cache_that_is_closed_and_opened_again(ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        made.turn("alice", IDS)
+        made.unload(MATH)
+        assert made.turn("bob", make_ids(300, seed=3), adapter=None).error is None
+        made.open(MATH)
+        check_all_there(made)
+
+
+# -- room on disk -----------------------------------------------------------------------------------------------------
+
+
+def test_residuals_that_there_is_no_room_for_are_left_out(ram_path: Path) -> None:
+    with desk(ram_path / "measured") as made:
+        made.turn("alice", IDS, adapter=None)
+        room = made.store.disk_bytes + 8_000  # not for the residuals of 600 tokens, and their headers
+    with desk(ram_path / "small", disk_budget=room) as made:
+        assert made.turn("alice", IDS).error is None
+        assert made.record("alice").residuals == () and made.record("alice").num_saved == 600
+        assert made.store.disk_bytes_by["residual"] == 0, "what was written early goes"
+        assert made.store.disk_bytes <= room
+
+
+def test_residuals_that_are_lost_meanwhile_do_not_cost_the_turn(ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        made.turn("alice", IDS)
+        made.evict("alice", "residual")
+        for path in residual_files(ram_path, made.record("alice"))[:2]:
+            path.unlink()
+        known = made.caches.get(MATH).prefix
+        nodes = [node for node in known.tree.walk() if node.stored]
+        assert nodes, "nobody has noticed"
+        saved = made.turn("alice", LONGER)
+        assert saved.error is None and made.record("alice").num_saved == 660
+        made.turn("alice", LONGER)
+    with desk(ram_path) as made:
+        check_all_there(made, LONGER)
+
+
+# -- forks and archives -----------------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_residuals_and_one_with_another_adapter_base_only(ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        made.turn("alice", IDS)
+        before = made.store.disk_bytes_by
+        for name, adapter in (("bob", None), ("carl", "poet")):
+            done: list[object] = []
+            made.operations.fork("alice", name, done.append, adapter=adapter, policy=adapter and "residual")
+            made.settle(lambda done=done: bool(done))
+        bob, carl = made.record("bob"), made.record("carl")
+        assert bob.residuals == made.record("alice").residuals and carl.residuals == ()
+        assert (carl.adapter, carl.policy, carl.blocks) == ("poet", "residual", bob.blocks)
+        after = made.store.disk_bytes_by
+        assert (after["base"], after["residual"]) == (before["base"], before["residual"])
+        for name in ("alice", "carl"):
+            done = []
+            made.operations.delete(name, done.append)
+            made.settle(lambda done=done: bool(done))
+        assert made.store.disk_bytes_by["residual"] == before["residual"], "bob has them"
+        made.operations.delete("bob", lambda saved: None)
+        made.settle()
+        assert made.store.disk_bytes_by["residual"] == 0 == made.store.disk_bytes_by["base"]
+
+
+@pytest.mark.parametrize("adapters", [[MATH], []], ids=["loaded", "not loaded"])
+def test_an_archive_carries_them(adapters: list[str], ram_path: Path) -> None:
+    with desk(ram_path / "here") as made:
+        made.turn("alice", IDS)
+    exported = export_agent(ram_path / "here", "alice", ram_path / "file")
+    assert (exported.blocks, exported.missing_blocks) == (12, 0)
+    with desk(ram_path / "there", adapters) as made:
+        done: list[object] = []
+        made.operations.bring_in(read_archive(ram_path / "file", SPEC, MODEL, "alice"), done.append)
+        made.settle(lambda: bool(done))
+        if adapters:
+            check_all_there(made)
+    assert verify_folder(ram_path / "there").problems == ()
+    with desk(ram_path / "there") as made:
+        check_all_there(made)
+    for name in ("here", "there"):
+        files = sorted((ram_path / name / "blocks").rglob("*.safetensors"))
+        assert len(files) == 12
+    assert [path.read_bytes() for path in sorted((ram_path / "here" / "blocks").rglob("*.safetensors"))] == [
+        path.read_bytes() for path in files
+    ]
+
+
+# -- crashes and damage -----------------------------------------------------------------------------------------------
+
+
+def test_a_kill_at_any_step_leaves_the_turn_before_or_this_one(ram_path: Path) -> None:
+    """What the folder holds at each step is what a process would find that was killed there."""
+    with desk(ram_path / "first") as made:
+        made.turn("alice", IDS)
+    steps: list[str] = []
+
+    def note(step: str) -> None:
+        shutil.copytree(ram_path / "cache", ram_path / str(len(steps)))
+        steps.append(step)
+
+    shutil.copytree(ram_path / "first", ram_path / "cache")
+    with desk(ram_path / "cache", fault=note) as made:
+        made.turn("alice", LONGER)
+    assert {step.partition("-")[0] for step in steps} == {"block", "log", "manifest"}
+    found = set()
+    for number in range(len(steps)):
+        with desk(ram_path / str(number)) as made:
+            length = made.record("alice").num_saved
+            found.add(length)
+            check_all_there(made, LONGER[:length])
+            assert [each.num_saved for each in made.record("alice").residuals] == [length]
+            assert made.store.quarantined == 0
+        report = verify_folder(ram_path / str(number))
+        assert (report.problems, report.missing_blocks, report.unnamed_blocks) == ((), 0, 0)
+        shutil.rmtree(ram_path / str(number))
+    assert found == {600, 660}
+
+
+def test_a_failure_at_any_step_leaves_the_agent_as_it_was(ram_path: Path) -> None:
+    steps: list[str] = []
+    with desk(ram_path / "dry", fault=steps.append) as made:
+        made.turn("alice", IDS)
+        first = len(steps)
+        made.turn("alice", LONGER)
+    total = len(steps)
+    for number in range(first, total):
+        seen: list[str] = []
+
+        def fail(step: str, seen: list[str] = seen, number: int = number) -> None:
+            seen.append(step)
+            if len(seen) == number + 1:
+                raise OSError(28, "No space left on device")
+
+        with desk(ram_path / str(number), fault=fail) as made:
+            made.turn("alice", IDS)
+            failed = made.turn("alice", LONGER).error is not None
+            made.turn("alice", LONGER)
+        with desk(ram_path / str(number)) as made:
+            check_all_there(made, LONGER)
+        assert failed or seen[number].startswith(("block", "delete", "log-")), seen[number]
+        assert verify_folder(ram_path / str(number)).problems == ()
+        shutil.rmtree(ram_path / str(number))
+
+
+def nan_residuals(path: Path) -> None:
+    head, tensors = header_of(path)
+    begin, end = next(v for k, v in json.loads(head).items() if k.endswith("value_a.0"))["data_offsets"]
+    sign(path, head, tensors[:begin] + b"\x00\x7e" * ((end - begin) // 2) + tensors[end:])
+
+
+RESIDUAL_DAMAGE: dict[str, Damage] = {
+    **{name: damage for name, damage in BLOCK_DAMAGE.items() if not name.startswith(("key ", "value ", "NaN"))},
+    "key's residual": flip_tensor("key_a.0"),
+    "value's residual": flip_tensor("value_a.0"),
+    "NaN residuals": first_block(nan_residuals),
+}
+
+
+@pytest.mark.parametrize("how", RESIDUAL_DAMAGE)
+def test_a_damaged_file_is_quarantined_and_written_again(how: str, ram_path: Path) -> None:
+    with desk(ram_path / "cache") as made:
+        made.turn("alice", IDS)
+        files = residual_files(ram_path / "cache", made.record("alice"))
+    contents = {path: path.read_bytes() for path in files}
+    alone = ram_path / "alone"  # what damages finds the files of residuals only
+    for path in files:
+        (alone / "blocks" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        path.rename(alone / "blocks" / path.parent.name / path.name)
+    RESIDUAL_DAMAGE[how](alone)
+    for path in (alone / "blocks").glob("*/*"):
+        path.rename(ram_path / "cache" / "blocks" / path.parent.name / path.name)
+    assert verify_folder(ram_path / "cache").problems or how.startswith("NaN"), "it looks at no values"
+    with desk(ram_path / "cache") as made:
+        made.restore("alice")
+        made.check()
+        assert made.store.quarantined > 0
+        assert made.cached(BASE_CACHE, IDS) == 600, "base is whole"
+        assert made.cached(MATH, IDS) < 600
+        assert made.turn("alice", LONGER).error is None
+        check_all_there(made, LONGER)
+    full = [path for path, group in zip(files, range(6), strict=True) if group < 4]
+    assert [path.read_bytes() for path in full] == [contents[path] for path in full]
+    assert verify_folder(ram_path / "cache").problems == ()
+
+
+def test_a_missing_base_file_is_a_partial_hit(ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        made.turn("alice", IDS)
+        second = made.record("alice").blocks[1].chain
+    key = block_key(second, SPEC.groups[0].name)
+    (ram_path / "blocks" / key[:2] / f"{key}.safetensors").unlink()
+    with desk(ram_path) as made:
+        assert [made.cached(cache, IDS) for cache in (BASE_CACHE, MATH)] == [256, 600]
+        assert made.turn("alice", LONGER).error is None
+        check_all_there(made, LONGER)
