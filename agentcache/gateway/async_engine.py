@@ -65,7 +65,7 @@ from agentcache.models.text.work_limit import WorkLimit
 from agentcache.pressure import Level
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request, TokenPrompt
-from agentcache.store.archive import read_archive
+from agentcache.store.archived_agent import read_archive
 from agentcache.system_memory import SystemMemory
 
 T = TypeVar("T")
