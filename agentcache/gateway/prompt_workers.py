@@ -135,16 +135,13 @@ class PromptWorkers:
         """The next job, once there is one that may run; None at the end."""
         with self._changed:
             while self._closed is None:
-                self._drop_ended()
+                while self._waiting and self._waiting[0].ended:
+                    heapq.heappop(self._waiting)
                 if self._waiting and self._may_run(self._waiting[0]):
                     self._running.append(job := heapq.heappop(self._waiting))
                     return job
                 self._changed.wait()
         return None
-
-    def _drop_ended(self) -> None:
-        while self._waiting and self._waiting[0].ended:
-            heapq.heappop(self._waiting)
 
     def _may_run(self, job: _Job[Any]) -> bool:
         return not job.is_large or sum(other.is_large for other in self._running) < self._num_workers - 1

@@ -15,6 +15,7 @@ from agentcache.errors import UnsupportedAdapter
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_files import MAX_BYTES, LowRank, ModuleName, read_folder
 from agentcache.models.attention import activation_dtype
+from agentcache.models.layers import in_dim
 from agentcache.models.mla import is_expanded
 from agentcache.models.survey import Survey
 
@@ -100,10 +101,7 @@ def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules
 
 
 def _shape(linear: nn.Module) -> LinearShape:
-    out_dim, in_dim = linear.weight.shape
-    if "scales" in linear:
-        in_dim = in_dim * 32 // linear.bits
-    return LinearShape(in_dim, out_dim, activation_dtype(linear).size)
+    return LinearShape(in_dim(linear), linear.weight.shape[0], activation_dtype(linear).size)
 
 
 def _named_targets(
