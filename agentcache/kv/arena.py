@@ -9,7 +9,7 @@ the device computes in the memory that this process sees (a CPU, unified memory)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -45,6 +45,10 @@ class Packed:
 
     def __iter__(self) -> Iterator[mx.array]:
         return iter((self.data, self.scales, self.biases))
+
+
+# Quantises [..., D] along the last axis.
+Pack = Callable[[mx.array, Quantisation], Packed]
 
 
 def quantise(x: mx.array, quantisation: Quantisation) -> Packed:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena, Slot, quantise
+from agentcache.kv.arena import LayerArena, Pack, Slot, quantise
 
 _MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assignments
 
@@ -211,11 +211,11 @@ class Writes:
             [position % BLOCK_SIZE for _, positions in ends for position in positions], mx.int32
         )
 
-    def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
+    def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None, pack: Pack = quantise) -> None:
         """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy."""
         by_runs = len(self._ids) == 1 and self.num_tokens <= _MAX_SLICES * BLOCK_SIZE
         for (_, side), new in zip(arena.sides, (keys, values), strict=False):
-            packed = quantise(new, arena.quantisation)
+            packed = pack(new, arena.quantisation)
             if by_runs:
                 side.write_slots(packed, self.runs)
             else:
