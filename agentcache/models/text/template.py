@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentcache.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLong
 from agentcache.errors import InvalidRequest, UnsupportedModel
-from agentcache.models.text.template_child import Reply
+from agentcache.models.text.template_child import RenderOutcome
 from agentcache.models.text.work_limit import WorkLimit
 
 MAX_BYTES = 64 << 20
@@ -152,11 +152,11 @@ def is_rendered_here(wrapper: TokenizerWrapper) -> bool:
 
 def _text(kind: bytes, content: bytearray) -> str:
     text = content.decode("utf-8", "surrogatepass")
-    if kind == Reply.TEXT:
+    if kind == RenderOutcome.TEXT:
         return text
-    if kind == Reply.TOO_LONG:
+    if kind == RenderOutcome.TOO_LONG:
         raise RenderedTooLong(int(text))
-    if kind == Reply.SYNTAX:
+    if kind == RenderOutcome.SYNTAX:
         raise UnsupportedModel(f"The model's chat template cannot be read: {text}")
     raise _refused(text)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from agentcache.models.text.marks import any_of
 from agentcache.models.text.replies.calls import SPACE, CallReader, CallSink, Left, Tools, partial_end
-from agentcache.models.text.replies.dialects import DIALECTS, Dialect, Parts, bare_object
+from agentcache.models.text.replies.dialects import DIALECTS, Dialect, DialectParts, bare_object
 from agentcache.models.text.replies.events import Event, ReasoningDelta, TextDelta
 from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 from agentcache.models.text.replies.harmony import HarmonyReader
@@ -87,7 +87,7 @@ class MarkedReader:
         used = [token for token in form.tokens if any(token.name in string for string in strings)]
         codes = self._codes = Codes((token.name, token.is_shown) for token in used)
         self._sink = CallSink(codes.shown)
-        self._parts = Parts(self._sink, tools, codes)
+        self._parts = DialectParts(self._sink, tools, codes)
         self._opens = {codes.code(marker): make for marker, make in dialect.opens.items()}
         self._bare = dialect.bare
         self._starts = {codes.code(start): codes.code(end) for start, end in pairs}
