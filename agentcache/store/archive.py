@@ -59,7 +59,7 @@ def _digest_of_index(index: bytes, length: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Content:
+class ArchivedContent:
     """A content of the file: where it lies."""
 
     kind: str
@@ -105,13 +105,13 @@ class ArchiveFile:
             raise ArchiveRejected("it is damaged: its index is not the one that was written", param="path")
         fields = json.loads(index)
         self.agent, self.model = str(fields["agent"]), str(fields["model"])
-        self.contents: list[Content] = []
+        self.contents: list[ArchivedContent] = []
         begin = len(_MAGIC)
         for content in fields["contents"]:
             kind, num_bytes, sha256 = content["kind"], content["bytes"], content["sha256"]
             if type(num_bytes) is not int or num_bytes < 0 or type(sha256) is not str or type(kind) is not str:
                 raise TypeError("a content is none")
-            self.contents.append(Content(kind, begin, num_bytes, sha256))
+            self.contents.append(ArchivedContent(kind, begin, num_bytes, sha256))
             begin += num_bytes
         if begin != end:
             raise ArchiveRejected(f"it is damaged: {end} bytes of contents, {begin} in the index", param="path")
@@ -123,7 +123,7 @@ class ArchiveFile:
             num_bytes, offset = num_bytes - len(part), offset + len(part)
         return b"".join(parts)
 
-    def read(self, content: Content, max_bytes: int) -> bytes:
+    def read(self, content: ArchivedContent, max_bytes: int) -> bytes:
         """A content. Raises ArchiveRejected where it is longer than makes sense, or not what was written."""
         if content.num_bytes > max_bytes:
             raise ArchiveRejected(f"a {content.kind} of {content.num_bytes} bytes makes no sense", param="path")

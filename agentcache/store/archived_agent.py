@@ -14,7 +14,7 @@ from agentcache.errors import AgentCacheError, BlockRejected
 from agentcache.kv.spec import CacheSpec
 from agentcache.names import is_name
 from agentcache.store.agent_folder import SavedAgent, check_caches
-from agentcache.store.archive import ArchiveFile, ArchiveRejected, Content
+from agentcache.store.archive import ArchivedContent, ArchiveFile, ArchiveRejected
 from agentcache.store.block_file import BlockHeader, decode_block, make_header, max_encoded_size
 from agentcache.store.block_folder import BlockWrite
 from agentcache.store.manifest import MAX_MANIFEST_BYTES, AgentRecord, decode_manifest, valid_lineage
@@ -39,7 +39,7 @@ class ArchivedAgent:
         spec: CacheSpec,
         agent_id: str,
         records: Sequence[AgentRecord],
-        blocks: Sequence[tuple[BlockHeader, Content]],
+        blocks: Sequence[tuple[BlockHeader, ArchivedContent]],
     ) -> None:
         self.agent_id = agent_id
         self.records = tuple(records)
@@ -66,7 +66,7 @@ class ArchivedAgent:
         for at in range(0, len(self._blocks), _CHUNK):
             yield [self._write(header, content) for header, content in self._blocks[at : at + _CHUNK]]
 
-    def _write(self, header: BlockHeader, content: Content) -> BlockWrite:
+    def _write(self, header: BlockHeader, content: ArchivedContent) -> BlockWrite:
         block = _decode(self._file, self._spec, header, content)
         return BlockWrite(header, block.data, block.extras)
 
@@ -111,7 +111,7 @@ def _verified(file: ArchiveFile, spec: CacheSpec, agent_id: str) -> ArchivedAgen
     return ArchivedAgent(file, spec, agent_id, records, blocks)
 
 
-def _pair(contents: list[Content]) -> tuple[Content, Content]:
+def _pair(contents: list[ArchivedContent]) -> tuple[ArchivedContent, ArchivedContent]:
     manifest, log = contents[:2]
     del contents[:2]
     if log.kind != "log":
@@ -119,7 +119,9 @@ def _pair(contents: list[Content]) -> tuple[Content, Content]:
     return manifest, log
 
 
-def _read_lineage(file: ArchiveFile, spec: CacheSpec, manifest_at: Content, log_at: Content) -> SavedAgent:
+def _read_lineage(
+    file: ArchiveFile, spec: CacheSpec, manifest_at: ArchivedContent, log_at: ArchivedContent
+) -> SavedAgent:
     """A lineage whose chains are those of its tokens, in this model's cache."""
     manifest = decode_manifest(file.read(manifest_at, MAX_MANIFEST_BYTES))
     if (manifest.id, manifest.model) != (file.agent, file.model) or not is_name(manifest.id):
@@ -154,8 +156,8 @@ def _headers(lineage: SavedAgent, spec: CacheSpec) -> Iterator[BlockHeader]:
 
 
 def _identified(
-    file: ArchiveFile, spec: CacheSpec, content: Content, headers: dict[str, BlockHeader]
-) -> tuple[BlockHeader, Content]:
+    file: ArchiveFile, spec: CacheSpec, content: ArchivedContent, headers: dict[str, BlockHeader]
+) -> tuple[BlockHeader, ArchivedContent]:
     """Which block a content is; each is there once."""
     if content.kind != "block":
         raise ArchiveRejected(f"it has a {content.kind!r:.40} where only blocks may be", param="path")
@@ -166,7 +168,7 @@ def _identified(
     return header, content
 
 
-def _decode(file: ArchiveFile, spec: CacheSpec, header: BlockHeader, content: Content) -> Any:
+def _decode(file: ArchiveFile, spec: CacheSpec, header: BlockHeader, content: ArchivedContent) -> Any:
     try:
         return decode_block(spec, header, file.read(content, max_encoded_size(spec, header)))
     except BlockRejected as error:
