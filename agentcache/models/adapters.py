@@ -31,6 +31,11 @@ class LinearShape:
     out_dim: int
     item_bytes: int
 
+    @property
+    def bytes_a_rank(self) -> int:
+        """Of an adapter's matrices on it."""
+        return (self.in_dim + self.out_dim) * self.item_bytes
+
 
 @dataclass(frozen=True)
 class Target:
@@ -203,15 +208,11 @@ def _read_adapter(path: Path, modules: TargetModules, max_bytes: int) -> Adapter
         ranks={name: pair.rank for name, pair in matrices.items()},
         first_layer=min(name.layer for name in targets),
         first_kv_layer=min(name.layer + (not target.makes_kv) for name, target in targets.items()),
-        nbytes=sum(_nbytes(pair, modules.linears[name]) for name, pair in matrices.items()),
+        nbytes=sum(pair.rank * modules.linears[name].bytes_a_rank for name, pair in matrices.items()),
         invocation_tokens=folder.config.invocation_tokens,
         activation_shift=folder.config.activation_shift,
     )
     return AdapterContent(adapter, matrices)
-
-
-def _nbytes(pair: LowRank, linear: LinearShape) -> int:
-    return pair.rank * (linear.in_dim + linear.out_dim) * linear.item_bytes
 
 
 def _fit(

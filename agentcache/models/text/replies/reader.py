@@ -134,7 +134,7 @@ class MarkedReader:
             self._strips = False
             gap, self._gap = self._gap, ""
             return [TextDelta(gap + text)]
-        if self._state is _State.THOUGHT and not self._text and self._is_plain_thought(text):
+        if self._state is _State.THOUGHT and not self._text and not self._may_stop.search(text):
             self._think(text)
             return self._take()
         self._text += text
@@ -158,9 +158,6 @@ class MarkedReader:
             self._said = not self._bare and not text[0].isspace()
             return self._said
         return not (self._strips and text[0].isspace())
-
-    def _is_plain_thought(self, text: str) -> bool:
-        return self._may_stop.search(text) is None
 
     def _take(self) -> list[Event]:
         events = self._sink.events
