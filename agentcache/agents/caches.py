@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL, Namespace, kind_of
 from agentcache.blocks.ledger import STATE
@@ -12,8 +12,10 @@ from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Copy
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.block_layout import Array
-from agentcache.kv.measures import Extras
 from agentcache.kv.spec import CacheSpec
+
+if TYPE_CHECKING:
+    from agentcache.kv.measures import Extras
 
 
 class Arenas(Protocol):

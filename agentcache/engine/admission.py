@@ -229,6 +229,8 @@ class Admission:
         victim = self._scheduler.victim(residual=residual)
         if victim is not None:
             self.preempt(victim)
+        elif residual and not generation.num_generated:
+            self._step_down(generation, StepDown.MEMORY)
         else:
             self._end_with_what_there_is(generation, _too_large(generation, error))
 
@@ -262,8 +264,12 @@ def _note_cached(generation: Generation, prefix: CachedPrefix, match: OverlayMat
     match: a residual request's.
     """
     own = min(generation.own_tokens, prefix.num_tokens)
-    # What is there but for a state to go on from is computed again, and not lost.
-    generation.lost_tokens = max(0, generation.expected_tokens - max(prefix.num_tokens, prefix.known_tokens))
+    # What is there but for a state to go on from is computed again, and not lost; nor is what it never had: residuals
+    # of an adapter that is new to the conversation.
+    known = max(prefix.num_tokens, prefix.known_tokens)
+    if match is not None and not generation.had_residuals:
+        known = match.base.num_tokens
+    generation.lost_tokens = max(0, generation.expected_tokens - known)
     found = None if match is None else match.found
     generation.cached = CachedTokens(own=own, shared=prefix.num_tokens - own, residual=found)
     generation.computed_prompt_tokens = generation.num_prompt_tokens - prefix.num_tokens

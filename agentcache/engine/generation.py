@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.saved import Saved
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import Producer, residual_cache
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import SnapshotPlan
@@ -236,6 +236,13 @@ class Generation:
     @property
     def is_residual(self) -> bool:
         return self.adapter is not None and self.adapter.is_residual
+
+    @property
+    def had_residuals(self) -> bool:
+        """Whether the conversation that it goes on has some of its adapter."""
+        if self.found is None or self.adapter is None:
+            return False
+        return self.found.residual_of(residual_cache(self.adapter.digest)) is not None
 
     @property
     def is_chat(self) -> bool:

@@ -113,7 +113,7 @@ def _put_together(
     if plan.ram_budget < ledger.floors:
         raise ConfigError(f"ram_budget must be at least {ledger.floors} bytes for this model")
     cache.allocator.headroom = guard.headroom
-    runner = ModelRunner(loaded, cache.slots.pools, cache.snapshots)
+    runner = ModelRunner(loaded, cache.slots.pools, cache.snapshots, measures=config.max_divergence > 0)
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
     in_use = InUse()
     agents = AgentTable(loaded.fingerprint, store.load_agents(), in_use)
@@ -131,6 +131,7 @@ def _put_together(
         warm_up(cache, runner, restorer, loaded.max_context)
     # A look at the model that a server without lossy policies has no need of.
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
+    guard.counts_companions = support is not None
     requests = Requests()
     device = MlxDevice(runner, BatchBuilder(runner, adapters, trunk, loaded.tokenizer.eos_ids), guard)
     return Engine(

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache
 from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.trunk_match import TrunkMatch
-from agentcache.kv.residual_arenas import ResidualArenas
+
+if TYPE_CHECKING:
+    from agentcache.kv.residual_arenas import ResidualArenas
 
 # Where a window is read, base must not be further ahead of the adapter than this: what base leaves behind, the adapter
 # has still to read.

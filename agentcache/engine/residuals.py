@@ -15,6 +15,7 @@ from agentcache.errors import UnsupportedPolicy
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.residual_spec import residual_spec
 from agentcache.models.adapters import Adapter
+from agentcache.models.divergence import Divergence
 from agentcache.models.residual_forms import ResidualSupport
 from agentcache.models.runner import ModelRunner
 
@@ -92,7 +93,8 @@ class Residuals:
         """Measure a prompt that has been computed, and remember its beginning if it lies too far from base."""
         overlay = generation.overlay
         assert overlay is not None  # it is residual, and admitted
-        generation.divergence = None
+        measured = Divergence.of(*overlay.arenas.measured_of(overlay.residuals.tables, generation.num_prompt_tokens))
+        generation.divergence = None if measured is None else measured.value
         if generation.divergence is None or generation.divergence <= self._max_divergence:
             return False
         key = (*_adapter_and_salt(generation), pack_token_ids(_beginning(generation)))

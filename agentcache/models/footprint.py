@@ -14,6 +14,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.spec import DTYPES, PARTS, CacheSpec, LayerSpec, Quantisation
 from agentcache.models.attention import reads_packed
 from agentcache.models.device_memory import device_memory
+from agentcache.models.overlay import piece_blocks
 from agentcache.models.packed_product import kernel_is_right
 from agentcache.models.survey import text_config
 from agentcache.system_memory import SystemMemory, free_heap
@@ -27,6 +28,8 @@ _LOGIT_COPIES = 3  # as given, in float32, normalised
 _UNPACKED_COPIES = 3  # of keys and values: dequantised, in order, and what they are dequantised from
 _FLASH_SCORES = 1.25  # softmax overwrites the scores
 _FLASH_SCORES_WITH_SINKS = 3.25  # a sink's logit is put beside them, and taken away again
+# Of a piece of a row with residuals: keys and values (packed, unpacked, the adapter's part, rotated, in order); scores.
+_REBUILT_COPIES, _REBUILT_SCORES = 10, 8
 _HAVE_SINKS = ("gpt_oss", "mimo_v2_flash")
 _LEAST_TEMPORARIES = 64 << 20
 _USUAL_CONTEXT, _USUAL_ROWS = 8192, 8
@@ -75,19 +78,32 @@ class Footprint:
             fused=mx.default_device() == mx.gpu,
         )
 
-    def step_bytes(self, contexts: Sequence[int], num_tokens: int, *, all_logits: bool = False) -> int:
-        """Bytes for a step of `num_tokens` tokens in rows that hold `contexts` tokens."""
-        rows = len(contexts)
+    def step_bytes(
+        self,
+        contexts: Sequence[int],
+        num_tokens: int,
+        *,
+        all_logits: bool = False,
+        residual: Sequence[int] = (),
+    ) -> int:
+        """Bytes for a step of `num_tokens` tokens a row.
+
+        Args:
+            contexts: tokens that each row holds.
+            residual: and each further row whose keys and values have residuals.
+        """
+        rows = len(contexts) + len(residual)
         queries = self.spec.num_attention_heads * self.query_dim
         width = _HIDDEN_COPIES * self.hidden + _QUERY_COPIES * queries + _INNER_COPIES * self.intermediate
         activations = rows * num_tokens * width * _FLOAT
         logits = rows * (num_tokens if all_logits else 1) * self.vocab * _LOGIT_COPIES * _FLOAT
-        packed = reads_packed(num_tokens, rows, self.softcap)
+        packed = reads_packed(num_tokens, len(contexts), self.softcap)
         attention = self._packed_bytes if packed else self._unpacked_bytes
         # Recurrent layers make new states of the old ones.
         states = 0 if self.spec.state_group is None else 2 * rows * self.spec.state_group.bytes_per_block
-        reads = max((attention(kind, contexts, num_tokens) for kind in self._kinds), default=0)
-        return activations + logits + states + reads
+        reads = max((attention(kind, contexts, num_tokens) for kind in self._kinds), default=0) if contexts else 0
+        overlaid = [self._rebuilt_bytes(kind, each, num_tokens) for kind in self._kinds for each in residual]
+        return activations + logits + states + reads + max(overlaid, default=0)
 
     @cached_property
     def _kinds(self) -> set[_LayerKind]:
@@ -111,6 +127,16 @@ class Footprint:
         # A GPU gives back what a command buffer held when that is done, and several are under way. Not measured.
         ahead = 2 * (keys + values) if self.fused else keys
         return keys + values + max(ahead + 2 * scores, 3 * scores + sums)
+
+    def _rebuilt_bytes(self, kind: _LayerKind, context: int, num_tokens: int) -> int:
+        """Attention of one row with residuals, a piece of its blocks at a time; rows come one after the other."""
+        heads = self.spec.num_attention_heads
+        (num_blocks,) = kind.num_blocks([context], num_tokens)
+        piece = piece_blocks(num_blocks, heads * num_tokens) * BLOCK_SIZE
+        sums = 2 * heads * num_tokens * kind.value_dim
+        mask = num_tokens * num_blocks * BLOCK_SIZE  # a byte each
+        values = _REBUILT_COPIES * piece * kind.cached_dim + _REBUILT_SCORES * heads * num_tokens * piece + sums
+        return values * _FLOAT + mask
 
     def _unpacked_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
         """Attention of one row on its unpacked keys and values."""

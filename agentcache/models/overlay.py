@@ -7,10 +7,22 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import TensorArena
 from agentcache.kv.step_plan import Reads
 
 Rope = Callable[..., mx.array]
+
+
+_MOST_SCORES, _MOST_BLOCKS = 1 << 24, 16  # of a piece
+# A row is read in so many: several copies of a piece's keys and values are alive while it is put together, and all of
+# them are to take less than the keys of the whole row.
+_PIECES = 8
+
+
+def piece_blocks(num_blocks: int, num_queries: int) -> int:
+    """Blocks that a residual row reads at a time, of `num_blocks`, for so many queries over all heads."""
+    return max(1, min(_MOST_BLOCKS, num_blocks // _PIECES, _MOST_SCORES // (num_queries * BLOCK_SIZE)))
 
 
 @dataclass(frozen=True, eq=False)

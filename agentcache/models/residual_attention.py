@@ -14,14 +14,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, dequantise
 from agentcache.kv.step_cache import PagedKV
 from agentcache.models.attention import AttentionOptions, paged_attention
-from agentcache.models.overlay import LayerOverlay, RowOverlay
+from agentcache.models.overlay import LayerOverlay, RowOverlay, piece_blocks
 
-_MOST_SCORES = 1 << 24  # of a piece, over all heads
-_MOST_BLOCKS = 16
 _SMALLEST = 6e-8  # above 0, in float16
 _MASKED = -1e30  # finite: a piece may be masked as a whole
 
@@ -71,7 +68,7 @@ def _row_attention(
     kv_heads = arena.keys.num_heads
     grouped = q.reshape(kv_heads, num_heads // kv_heads, num_tokens, -1)  # query head h reads kv head h // g
     sums = _nothing(grouped, arena.values.dim, row, options)
-    size = max(1, min(_MOST_BLOCKS, _MOST_SCORES // (num_heads * num_tokens * BLOCK_SIZE)))
+    size = piece_blocks(ids.shape[0], num_heads * num_tokens)
     for begin in range(0, ids.shape[0], size):
         piece = slice(begin, begin + size)
         sums = _read(grouped, arena, row, mx.depends([ids[piece]], [sums.total])[0], piece, sums, options)

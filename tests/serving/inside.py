@@ -23,6 +23,7 @@ from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName
 from agentcache.blocks.ledger import BASE, STACKS
+from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.engine import engine as engine_module
 from agentcache.engine.batch import Batch
@@ -219,6 +220,13 @@ def resident_nodes(engine: Engine) -> list[Node]:
 def evict_node(engine: Engine, node: Node) -> int:
     """Returns how many of its blocks left RAM."""
     return engine.cache.slots.evict(node)
+
+
+def evict_all(prefix: PrefixCache) -> None:
+    """Empty a cache in RAM, but for what is read."""
+    evicted = True
+    while evicted:  # leaves first: each round makes new ones
+        evicted = sum(prefix.slots.evict(node) for node in list(prefix.tree.residents)) > 0
 
 
 def min_ram_budget(engine: Engine) -> int:

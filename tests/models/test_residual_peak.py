@@ -1,0 +1,74 @@
+"""What a step of residual rows takes: of one row and one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from agentcache.models import residual_attention
+from agentcache.models.footprint import Footprint
+from tests.models.driver import Row
+from tests.models.residual_driver import AnyRow, Overlay, ResidualDriver
+from tests.models.residual_oracle import adapter, small_model
+
+CONTEXT, ROWS, RANK = 2048, 8, 16
+HEADS, KV_HEADS, DIM = 8, 4, 64
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[ResidualDriver, list[Overlay]]:
+    """Eight adapters' rows over one prompt. Nothing has been computed: what a step takes does not depend on values."""
+    loaded = small_model("llama", num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM)
+    folder, driver = tmp_path_factory.mktemp("adapters"), ResidualDriver(loaded)
+    base = driver.row()
+    driver._reserve(base, CONTEXT)
+    rows = [driver.overlay(base, adapter(loaded, folder / str(seed), RANK, seed=seed)) for seed in range(ROWS)]
+    for row in rows:
+        driver._extend(row.tables, row.cache.pools, CONTEXT)
+    return driver, rows
+
+
+def peak(driver: ResidualDriver, rows: Sequence[AnyRow], num_tokens: int) -> int:
+    """Bytes beyond what there was before, in a second step: the first makes room for its tokens."""
+    for _ in range(2):
+        driver.runner.evaluate()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        driver.mixed(rows, np.ones((len(rows), num_tokens), int))
+        for row in rows:
+            row.length = CONTEXT - num_tokens  # type: ignore[union-attr]  # no exact rows here
+    return mx.get_peak_memory() - before
+
+
+def decode_peaks(driver: ResidualDriver, rows: list[Overlay]) -> tuple[int, int]:
+    """Of eight base rows, and of eight rows with residuals."""
+    base = [Row(deepcopy(rows[0].base.tables), CONTEXT - 1) for _ in range(ROWS)]
+    for row in rows:
+        row.length = CONTEXT - 1
+    return peak(driver, base, 1), peak(driver, rows, 1)
+
+
+def test_eight_residual_rows_take_what_eight_base_rows_do_and_one_rows_keys(
+    crowd: tuple[ResidualDriver, list[Overlay]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_base, of_residuals = decode_peaks(*crowd)
+    rebuilt_keys = CONTEXT * KV_HEADS * DIM * 4
+    assert of_residuals <= of_base + rebuilt_keys
+    monkeypatch.setattr(residual_attention, "piece_blocks", lambda num_blocks, num_queries: num_blocks)
+    assert decode_peaks(*crowd)[1] > of_base + rebuilt_keys
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 256])
+def test_the_estimate_covers_it(crowd: tuple[ResidualDriver, list[Overlay]], num_tokens: int) -> None:
+    driver, rows = crowd
+    row = rows[0]
+    row.length = CONTEXT - num_tokens
+    taken = peak(driver, [row], num_tokens)
+    estimate = Footprint.of(driver.loaded.spec, driver.loaded.config)
+    expected = estimate.step_bytes([], num_tokens, all_logits=True, residual=[CONTEXT - num_tokens])
+    assert taken <= expected < 12 * taken + (1 << 20)
