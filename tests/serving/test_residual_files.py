@@ -11,7 +11,8 @@ from agentcache.agents.index import lay_out
 from agentcache.agents.residuals import ResidualTurn
 from agentcache.agents.saved import Saved
 from agentcache.blocks.keys import BASE_CACHE, block_key
-from agentcache.store.archive import export_agent, read_archive
+from agentcache.store.archived_agent import read_archive
+from agentcache.store.export import export_agent
 from agentcache.store.verify import verify_folder
 from tests.kv.store_cases import MODEL, SPEC
 from tests.serving.residual_damage import RESIDUAL_DAMAGE, damage_residuals
