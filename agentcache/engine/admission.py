@@ -229,6 +229,8 @@ class Admission:
         victim = self._scheduler.victim(residual=residual)
         if victim is not None:
             self.preempt(victim)
+        elif residual and not generation.num_generated:
+            self._step_down(generation, StepDown.MEMORY)
         else:
             self._end_with_what_there_is(generation, _too_large(generation, error))
 

@@ -160,7 +160,8 @@ class BatchBuilder:
         score_prompt = left[0] > 1 and rows[0].scores_prompt
         made = [BatchRow.of(generation, count, num_tokens) for generation, count in zip(rows, left, strict=True)]
         decoder = self._adapters.decoder(made[0].work.decoder)
-        cut, overlays = made[0].work.cut, [row.work.overlay for row in made]
+        cut = made[0].work.cut
+        overlays = [row.work.overlay for row in made] if self._runner.residuals else ()
         written = () if any(overlays) else [row.work.writes.tables for row in made]
         step = StepInputs(
             inputs,

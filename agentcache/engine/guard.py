@@ -24,6 +24,9 @@ class MemoryGuard:
         free: bytes that a step can allocate now.
         spare: bytes that can be taken for good.
         reserve: bytes that are kept free for steps when the cache grows.
+
+    Attributes:
+        counts_companions: whether some rows are computed twice, by an adapter and by base beside it.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class MemoryGuard:
         self._reserve = reserve
         # The machine says what fits, step by step.
         self._account = ledger.open(TEMPORARIES, apart=_UNBOUNDED, floor=reserve)
+        self.counts_companions = False
         self.free = free
         self.spare = spare
 
@@ -62,6 +66,8 @@ class MemoryGuard:
         first, num_tokens = next(iter(plan.items()))
         all_logits = num_tokens > 1 and first.wants_prompt_logprobs
         contexts = [generation.num_launched for generation in plan]
+        if self.counts_companions:
+            contexts += [generation.num_launched for generation in plan if generation.overlay is not None]
         return self._footprint.step_bytes(contexts, num_tokens, all_logits=all_logits)
 
     def _fits(self, num_bytes: int) -> bool:

@@ -35,6 +35,9 @@ class ModelRunner:
         snapshots: of recurrent state, for a model that has any.
         measures: whether it is measured what sharing base's keys and values costs (`models/divergence.py`).
 
+    Attributes:
+        residuals: arenas of the adapters that have some.
+
     Counters: `forward_tokens` tokens computed, `copied_blocks` blocks copied on write.
     """
 
@@ -55,7 +58,7 @@ class ModelRunner:
         self._recurrent = loaded.spec.recurrent
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
-        self._residuals: list[ResidualArenas] = []
+        self.residuals: list[ResidualArenas] = []
         self._energies = [TokenMeasures("energy", 2) for _ in self.arenas] if measures else []
         self._is_busy = False
         self.forward_tokens = 0
@@ -83,13 +86,13 @@ class ModelRunner:
     def open_residual(self, spec: CacheSpec, pools: Sequence[BlockPool]) -> ResidualArenas:
         """Arenas for one adapter's residuals (`residual_spec`), which follow these pools until `close_residual`."""
         arenas = ResidualArenas(spec, pools, self.wait, self.evaluate, measures=bool(self._energies))
-        self._residuals.append(arenas)
+        self.residuals.append(arenas)
         return arenas
 
     def close_residual(self, arenas: ResidualArenas) -> None:
         """Give their memory back. No step may read them any more."""
         self.wait()
-        self._residuals.remove(arenas)
+        self.residuals.remove(arenas)
 
     def residual_rows(self, rows: Sequence[ResidualRow], batch_size: int, num_tokens: int) -> ResidualRows | None:
         """The residual rows of a step of `num_tokens` tokens a row, in the order of their places; None for none."""
@@ -150,7 +153,7 @@ class ModelRunner:
         self.wait()
         self._is_busy = True
         states, self._states = self._states, []
-        residuals = [array for arenas in self._residuals for array in arenas.arrays()] if self._residuals else ()
+        residuals = [array for arenas in self.residuals for array in arenas.arrays()] if self.residuals else ()
         mx.async_eval(*outputs, *self._arena_arrays(), *residuals, *states, *self._loaded.trunk.blocks.written())
 
     def wait(self) -> None:

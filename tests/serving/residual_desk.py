@@ -213,7 +213,7 @@ def make_ids(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 100_000, count).tolist()
 
 
-def residual_files(folder: Path, record: AgentRecord) -> list[Path]:
+def files_of(folder: Path, record: AgentRecord) -> list[Path]:
     """The files of an agent's residuals, in order of position and group."""
     keys = [
         block_key(block.chain, residual.groups[group])

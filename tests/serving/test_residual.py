@@ -17,7 +17,7 @@ from tests.adapters_factory import make_adapter
 from tests.conftest import ModelFolder
 from tests.serving import inside
 from tests.serving.adapter_cases import FOLDERS, INVOKE_A, all_ids, ask, at_once, check_differs, make_folders
-from tests.serving.conversation import check_idle, greedy, make_ids, open_llm
+from tests.serving.conversation import check_idle, greedy, make_ids
 from tests.serving.residual_cases import (
     NAMES,
     block_files,
@@ -136,7 +136,7 @@ def test_bases_files_are_those_of_a_server_without_adapters(
     for number, order in enumerate((NAMES, NAMES[::-1])):
         with open_residual(model, tmp_path / f"mine{number}", folders) as llm:
             talk(llm, order, policy="residual")
-        with open_llm(model, tmp_path / f"base{number}") as llm:
+        with open_residual(model, tmp_path / f"base{number}", {}) as llm:
             talk(llm, order)
         mine, base = block_files(tmp_path / f"mine{number}"), block_files(tmp_path / f"base{number}")
         assert mine["base"] and mine["base"] == base["base"]

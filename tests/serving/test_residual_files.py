@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from agentcache.blocks.keys import BASE_CACHE, block_key
 from agentcache.store.archive import export_agent, read_archive
 from agentcache.store.verify import verify_folder
 from tests.kv.store_cases import MODEL, SPEC
-from tests.serving.block_damage import BLOCK_DAMAGE, Damage, first_block, flip_tensor, header_of, sign
-from tests.serving.residual_desk import MATH, POET, Desk, desk, make_ids, residual_files
+from tests.serving.residual_damage import RESIDUAL_DAMAGE, damage_residuals
+from tests.serving.residual_desk import MATH, POET, Desk, desk, files_of, make_ids
 
 IDS = make_ids(600)
 LONGER = [*IDS, *make_ids(60, seed=1)]
@@ -52,9 +51,9 @@ def test_they_come_back_with_base_after_a_restart(ram_path: Path) -> None:
 def test_a_turn_writes_only_what_it_added(ram_path: Path) -> None:
     with desk(ram_path) as made:
         made.turn("alice", IDS)
-        before = residual_files(ram_path, made.record("alice"))
+        before = files_of(ram_path, made.record("alice"))
         made.turn("alice", LONGER)
-        after = residual_files(ram_path, made.record("alice"))
+        after = files_of(ram_path, made.record("alice"))
         kept = [path for path in after if path in before]
         assert len(kept) == 4 and not any(path.exists() for path in set(before) - set(kept)), "only tails go"
 
@@ -93,7 +92,7 @@ def test_a_changed_conversation_keeps_what_still_is_its_own(ram_path: Path) -> N
         made.turn("alice", changed, adapter=None)
         [residual] = made.record("alice").residuals
         assert residual.num_saved == 256
-        assert all(path.exists() for path in residual_files(ram_path, made.record("alice")))
+        assert all(path.exists() for path in files_of(ram_path, made.record("alice")))
     assert verify_folder(ram_path).problems == ()
     assert verify_folder(ram_path).unnamed_blocks == 0
 
@@ -105,7 +104,7 @@ def test_without_the_adapter_agent_and_files_stay_as_they_are(ram_path: Path) ->
     with desk(ram_path) as made:
         made.turn("alice", IDS)
         info = made.info("alice")
-        files = residual_files(ram_path, made.record("alice"))
+        files = files_of(ram_path, made.record("alice"))
     with desk(ram_path, []) as made:
         without = made.info("alice")
         assert without.adapter == MATH and without.residual_bytes == 0
@@ -146,7 +145,7 @@ def test_residuals_that_are_lost_meanwhile_do_not_cost_the_turn(ram_path: Path) 
     with desk(ram_path) as made:
         made.turn("alice", IDS)
         made.evict("alice", "residual")
-        for path in residual_files(ram_path, made.record("alice"))[:2]:
+        for path in files_of(ram_path, made.record("alice"))[:2]:
             path.unlink()
         known = made.caches.get(MATH).prefix
         nodes = [node for node in known.tree.walk() if node.stored]
@@ -264,33 +263,13 @@ def test_a_failure_at_any_step_leaves_the_agent_as_it_was(ram_path: Path) -> Non
         shutil.rmtree(ram_path / str(number))
 
 
-def nan_residuals(path: Path) -> None:
-    head, tensors = header_of(path)
-    begin, end = next(v for k, v in json.loads(head).items() if k.endswith("value_a.0"))["data_offsets"]
-    sign(path, head, tensors[:begin] + b"\x00\x7e" * ((end - begin) // 2) + tensors[end:])
-
-
-RESIDUAL_DAMAGE: dict[str, Damage] = {
-    **{name: damage for name, damage in BLOCK_DAMAGE.items() if not name.startswith(("key ", "value ", "NaN"))},
-    "key's residual": flip_tensor("key_a.0"),
-    "value's residual": flip_tensor("value_a.0"),
-    "NaN residuals": first_block(nan_residuals),
-}
-
-
 @pytest.mark.parametrize("how", RESIDUAL_DAMAGE)
 def test_a_damaged_file_is_quarantined_and_written_again(how: str, ram_path: Path) -> None:
     with desk(ram_path / "cache") as made:
         made.turn("alice", IDS)
-        files = residual_files(ram_path / "cache", made.record("alice"))
+        files = files_of(ram_path / "cache", made.record("alice"))
     contents = {path: path.read_bytes() for path in files}
-    alone = ram_path / "alone"  # what damages finds the files of residuals only
-    for path in files:
-        (alone / "blocks" / path.parent.name).mkdir(parents=True, exist_ok=True)
-        path.rename(alone / "blocks" / path.parent.name / path.name)
-    RESIDUAL_DAMAGE[how](alone)
-    for path in (alone / "blocks").glob("*/*"):
-        path.rename(ram_path / "cache" / "blocks" / path.parent.name / path.name)
+    damage_residuals(ram_path / "cache", RESIDUAL_DAMAGE[how])
     assert verify_folder(ram_path / "cache").problems or how.startswith("NaN"), "it looks at no values"
     with desk(ram_path / "cache") as made:
         made.restore("alice")

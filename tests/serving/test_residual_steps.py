@@ -1,0 +1,266 @@
+"""Residual requests step by step: whoever leaves, waits or has to give way, both caches are as they should be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agentcache.adapter_settings import Policy
+from agentcache.adapters.activation import AdapterUse
+from agentcache.engine.messages import DropAdapter, PutAdapter
+from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter
+from tests.conftest import ModelFolder
+from tests.serving import inside
+from tests.serving.by_hand import ByHand, Receiver, by_hand
+from tests.serving.conversation import greedy, make_ids
+from tests.serving.residual_cases import UNLIMITED, residual_folders
+
+PROMPT = make_ids(300)
+
+
+@pytest.fixture(scope="module")
+def small(model_folder: ModelFolder) -> Path:
+    return model_folder("qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def two(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return residual_folders(tmp_path_factory.mktemp("two"), small, ("ann", "bob"))
+
+
+class Hand:
+    """An engine by hand, with two adapters."""
+
+    def __init__(self, hand: ByHand, contents: dict[str, AdapterContent]) -> None:
+        self.hand, self.contents = hand, contents
+        self.engine = hand.engine
+
+    def say(
+        self, name: str, ids: list[int], tokens: int, agent: str | None = None, policy: Policy = Policy.RESIDUAL
+    ) -> Receiver:
+        adapter = self.contents[name].adapter
+        groups = producer_groups(adapter, inside.loaded_model(self.engine).spec)
+        use = AdapterUse(name, adapter.digest, policy, 0, groups)
+        return self.hand.submit(ids, greedy(tokens), agent, adapter=use)
+
+    def run(self, *receivers: Receiver) -> None:
+        self.hand.run(*receivers)
+
+    @property
+    def live(self) -> list[int]:
+        """Blocks that are read, by cache."""
+        return [cache.prefix.count_blocks().live for cache in self.engine.caches]
+
+    @property
+    def cached(self) -> list[int]:
+        return [cache.prefix.count_blocks().cached for cache in self.engine.caches]
+
+
+@contextmanager
+def opened(model: Path, cache_dir: Path, folders: dict[str, Path], **settings: object) -> Iterator[Hand]:
+    with by_hand(model, cache_dir, **{"max_divergence": UNLIMITED, **settings}) as hand:
+        modules = inside.loaded_model(hand.engine).adapters.modules
+        contents = {name: read_adapter(folder, modules) for name, folder in folders.items()}
+        for content in contents.values():
+            hand.engine.handle(PutAdapter(content), lambda there: None)
+        mine = Hand(hand, contents)
+        yield mine
+        while hand.engine.has_work:
+            hand.step()
+        assert mine.live == [0] * len(mine.live)
+        hand.engine.check_integrity()
+
+
+@pytest.fixture
+def hand(small: Path, two: dict[str, Path], tmp_path: Path) -> Iterator[Hand]:
+    with opened(small, tmp_path / "cache", two) as hand:
+        inside.set_chunk(hand.engine, 128)
+        yield hand
+
+
+@pytest.mark.parametrize("steps", range(14))
+def test_who_leaves_at_any_step_leaves_nothing_behind(hand: Hand, steps: int) -> None:
+    """In front of base's pass, within it, within the adapter's, and while both decode."""
+    left = hand.say("ann", PROMPT, 8, agent="alice")
+    other = hand.say("bob", PROMPT[:40], 20)
+    for _ in range(steps):
+        hand.hand.step()
+    hand.engine.cancel(left.generation)
+    assert left.generation.overlay is None
+    hand.engine.check_integrity()
+    hand.run(other)
+    assert hand.live == [0, 0, 0]
+    again = hand.say("ann", PROMPT, 8, agent="alice")
+    hand.run(again)
+    fresh = hand.say("ann", [*PROMPT[:-1], PROMPT[-1]], 8)
+    hand.run(fresh)
+    assert again.token_ids == fresh.token_ids
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 6, 8, 9, 10, 12])
+def test_who_loses_its_place_goes_on_where_it_was(hand: Hand, steps: int) -> None:
+    alone = hand.say("ann", PROMPT, 10)
+    hand.run(alone)
+    for cache in hand.engine.caches:
+        inside.evict_all(cache.prefix)
+    preempted = hand.say("ann", PROMPT, 10)
+    for _ in range(steps):
+        hand.hand.step()
+    assert not preempted.is_done
+    if preempted.generation in inside.running(hand.engine):
+        inside.preempt(hand.engine, preempted.generation)
+    hand.engine.check_integrity()
+    hand.run(preempted)
+    assert preempted.token_ids == alone.token_ids
+
+
+def test_all_kinds_in_one_batch_each_as_alone(hand: Hand) -> None:
+    prompts = {name: make_ids(30 + 50 * i, seed=i) for i, name in enumerate("abcde")}
+
+    def ask(which: str) -> Receiver:
+        match which:
+            case "a" | "b":
+                return hand.say("ann" if which == "a" else "bob", prompts[which], 9)
+            case "c":
+                return hand.say("ann", prompts[which], 9, policy=Policy.EXACT)
+            case "d":
+                return hand.say("bob", prompts[which], 9)
+            case _:
+                return hand.hand.submit(prompts[which], greedy(9))
+
+    together = {which: ask(which) for which in prompts}
+    hand.run(*together.values())
+    for cache in hand.engine.caches:
+        inside.evict_all(cache.prefix)
+    for which, said in together.items():
+        alone = ask(which)
+        hand.run(alone)
+        assert said.token_ids == alone.token_ids, which
+
+
+def test_pressure_on_residuals_makes_only_residual_requests_wait(
+    small: Path, two: dict[str, Path], tmp_path: Path
+) -> None:
+    """Their share holds one such request: the others take turns, and base's request is never preempted."""
+    with opened(small, tmp_path / "cache", two, residual_budget=40_000) as hand:
+        base = hand.hand.submit(make_ids(50, seed=9), greedy(60))
+        long = [hand.say("ann", make_ids(300, seed=i), 12) for i in range(3)]
+        while not base.is_done:
+            hand.hand.step()
+            assert base.generation.passed_over >= 0 and base.generation.state.value != "waiting"
+            hand.engine.check_integrity()
+        hand.run(*long)
+        assert all(receiver.report.policy == "residual" for receiver in long)
+        assert sum(use.capacity_bytes for use in hand.engine.stats().ram_accounts if "residual" in use.kind) <= 40_000
+
+
+def test_without_room_for_residuals_a_request_is_exact_and_says_so(
+    small: Path, two: dict[str, Path], tmp_path: Path
+) -> None:
+    with opened(small, tmp_path / "cache", two, residual_budget=40_000) as hand:
+        said = hand.say("ann", make_ids(900), 3)
+        hand.run(said)
+        assert (said.report.policy, said.report.requested_policy) == ("exact", "residual")
+        assert said.report.stepped_down == "memory"
+        exact = hand.say("ann", make_ids(900), 3, policy=Policy.EXACT)
+        hand.run(exact)
+        assert said.token_ids == exact.token_ids
+
+
+def test_too_far_from_base_is_answered_exactly_and_remembered(
+    small: Path, two: dict[str, Path], tmp_path: Path
+) -> None:
+    with opened(small, tmp_path / "cache", two, max_divergence=1e-3) as hand:
+        said = hand.say("ann", PROMPT, 6, agent="alice")
+        hand.run(said)
+        report = said.report
+        assert (report.policy, report.requested_policy, report.stepped_down) == ("exact", "residual", "divergence")
+        assert report.divergence is not None and report.divergence > 1e-3
+        before = hand.engine.stats().computed_tokens
+        again = hand.say("ann", [*PROMPT, *said.token_ids, 50], 6, agent="alice")
+        hand.run(again)
+        assert again.report.stepped_down == "divergence" and again.report.divergence == report.divergence
+        assert hand.engine.stats().computed_tokens - before == 1 + 1 + 5, "nobody has tried again"
+        exact = hand.say("ann", PROMPT, 6, policy=Policy.EXACT)
+        hand.run(exact)
+        assert said.token_ids == exact.token_ids
+        other = hand.say("ann", make_ids(40, seed=5), 2)
+        hand.run(other)
+        assert other.report.divergence not in (None, report.divergence), "another beginning is measured anew"
+
+
+def test_a_weak_adapter_stays_within_the_limit(small: Path, tmp_path: Path) -> None:
+    folders = residual_folders(tmp_path / "weak", small, ("ann",), strength=1e-3)
+    with opened(small, tmp_path / "cache", folders, max_divergence=0.05) as hand:
+        said = hand.say("ann", PROMPT, 4)
+        hand.run(said)
+        assert said.report.policy == "residual" and said.report.stepped_down is None
+        assert said.report.divergence is not None and said.report.divergence < 0.05
+
+
+def test_random_operations(small: Path, two: dict[str, Path], tmp_path: Path) -> None:
+    random_operations(small, two, tmp_path, num_operations=120, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(4))
+def test_many_random_operations(small: Path, two: dict[str, Path], tmp_path: Path, seed: int) -> None:
+    random_operations(small, two, tmp_path, num_operations=2500, seed=seed)
+
+
+def random_operations(model: Path, folders: dict[str, Path], tmp_path: Path, *, num_operations: int, seed: int) -> None:
+    """Ask, step, cancel, preempt, evict by kind, fork, unload, load and restart, under budgets that are too small."""
+    rng, done = random.Random(seed), 0
+    while done < num_operations:
+        budget = rng.choice([60_000, 120_000, 1 << 20])
+        with opened(model, tmp_path / "cache", folders, residual_budget=budget, ram_budget=3 << 20) as hand:
+            done += _some_operations(hand, rng, rng.randrange(30, 120), forks=done)
+            hand.hand.finish_writing()
+
+
+def _some_operations(hand: Hand, rng: random.Random, count: int, forks: int) -> int:
+    engine, running = hand.engine, list[Receiver]()
+    stems = [make_ids(400, seed=100 + i) for i in range(3)]
+    for number in range(count):
+        match rng.randrange(12):
+            case 0 | 1 | 2 | 3:
+                agent = rng.choice(["al", "bo", "cy", None])
+                ids = [*rng.choice(stems)[: rng.randrange(1, 400)], *make_ids(rng.randrange(4), rng.randrange(99))]
+                if agent is not None and rng.random() < 0.5 and agent in inside.agent_table(engine):
+                    ids = [*inside.record(engine, agent).transcript.ids, *make_ids(2, rng.randrange(99))][:900]
+                kind = rng.choice(["residual", "residual", "exact", "base"])
+                name = rng.choice(list(hand.contents))
+                if kind == "base":
+                    running.append(hand.hand.submit(ids or [7], greedy(rng.randrange(1, 9)), agent))
+                else:
+                    running.append(hand.say(name, ids or [7], rng.randrange(1, 9), agent, Policy(kind)))
+            case 4 if running:
+                engine.cancel(rng.choice(running).generation)
+            case 5 if inside.running(engine):
+                inside.preempt(engine, rng.choice(inside.running(engine)))
+            case 6:
+                for cache in engine.caches:
+                    if cache.kind == rng.choice(["base", "residual"]):
+                        inside.evict_all(cache.prefix)
+            case 7 if inside.agent_table(engine).ids:
+                agent = rng.choice(inside.agent_table(engine).ids)
+                engine.operations.evict(agent, lambda _: None, kind=rng.choice(["base", "residual", None]))
+            case 8 if "al" in inside.agent_table(engine):
+                inside.fork_agent(engine, "al", f"fork{forks}-{number}", lambda saved: None)
+            case 9 if not any(inside.requests(engine)) and not inside.is_saving(engine):
+                digest = hand.contents[rng.choice(list(hand.contents))].adapter.digest
+                engine.handle(DropAdapter(digest), lambda dropped: None)
+                for content in hand.contents.values():
+                    engine.handle(PutAdapter(content), lambda there: None)
+            case _:
+                for _ in range(rng.randrange(1, 6)):
+                    hand.hand.step()
+        engine.check_integrity()
+    hand.run(*running)
+    assert hand.live == [0] * len(hand.live)
+    return count
