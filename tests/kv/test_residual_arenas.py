@@ -11,6 +11,7 @@ import pytest
 
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.sequence import Copy
+from agentcache.kv.arena import make_arenas
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.residual_spec import ResidualLayer, ResidualShape, residual_spec
 from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, make_groups
@@ -100,3 +101,21 @@ def test_numbers_that_float16_cannot_hold_saturate() -> None:
     x = mx.array([1.0, -1e6, float("nan"), float("inf"), 65504.0])
     np.testing.assert_array_equal(np.array(arenas.saturate(x)), [1, -65504, 0, 65504, 65504])
     assert arenas.saturated.item() == 3
+
+
+def test_sixteen_agents_of_an_8b_shape_take_a_25th_of_as_many_caches_in_float16() -> None:
+    """Llama 3 8B's heads, 32K tokens, rank 16, and a tail of each agent's own. Real blocks of one layer; all are alike.
+
+    A spec of one layer is what a model of 32 has 32 times, in base and in residuals.
+    """
+    agents, blocks, rank, heads, dim = 16, 32768 // 256, 16, 8, 128
+    base = CacheSpec("llama", 32, make_groups([LayerSpec(0, heads, dim, dim)], Quantisation()))
+    spec = residual_spec(base, ResidualShape((ResidualLayer(0, rank, rank, normed=False),), "bfloat16"))
+    shared = make_arenas(base)[0]
+    shared.grow(blocks + agents)
+    own = [ResidualArenas(spec, [BlockPool(blocks + 1)], lambda: None, lambda: None) for _ in range(agents)]
+    for arenas in own:
+        arenas.fit()
+    arrays = [*shared.arrays(), *(array for arenas in own for array in arenas.arrays())]
+    float16 = agents * (blocks + 1) * 256 * 2 * heads * dim * 2
+    assert sum(array.nbytes for array in arrays) <= float16 / 25
