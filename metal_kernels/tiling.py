@@ -20,7 +20,7 @@ class HeadShape:
         queries_per_head: query heads that share a kv head.
         group_size: of the quantisation.
         dtype: of queries and results.
-        bits: of a key or value.
+        bits: a key or value.
     """
 
     dim: int

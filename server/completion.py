@@ -22,7 +22,7 @@ from agentcache.server.stream import EventStream, UpdateStream, timed_out, until
 Events = Iterable[bytes]
 
 
-class Writer(Protocol):
+class CompletionWriter(Protocol):
     """One stream in a dialect: what is sent for what the engine says."""
 
     def begin(self, first: Update | None) -> Events:
@@ -43,7 +43,7 @@ class Reply(Protocol):
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
-    def writer(self) -> Writer: ...
+    def writer(self) -> CompletionWriter: ...
 
 
 @dataclass(frozen=True)

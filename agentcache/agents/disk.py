@@ -21,7 +21,7 @@ from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, BlockName, block_key
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
 from agentcache.kv.spec import CacheSpec, GroupSpec
-from agentcache.store.archive import Archive
+from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.block_folder import BlockCopy
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import BlockWrite, Store
@@ -190,7 +190,7 @@ class Disk:
 
         return self._run(work, held=turn.held)
 
-    def bring_in(self, archive: Archive) -> Committed:
+    def bring_in(self, archive: ArchivedAgent) -> Committed:
         """Make the agent of an archive durable, all of it or nothing; `InUse` holds its blocks and lineages."""
 
         def work(done: Committed) -> None:

@@ -22,7 +22,7 @@ from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks
 from agentcache.report import AgentInfo, CacheState, LineageInfo, RestoreReport
-from agentcache.store.archive import Archive
+from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
 
 
@@ -118,7 +118,7 @@ class AgentOperations:
         record = self._agents.new(agent_id, policy=policy, system=system)
         self._persistence.save_record(replace(record, adapter=adapter), done)
 
-    def bring_in(self, archive: Archive, done: Callable[[Saved], None]) -> None:
+    def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
         """Make an agent of an archive, durably. Raises Conflict."""
         self._agents.new(archive.agent_id)
         self._persistence.bring_in(archive, done)

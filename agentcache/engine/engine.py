@@ -144,7 +144,9 @@ class Engine:
             case Submit():
                 self.add(self._generation(message, reply))
             case Cancel(submitted):
-                self._cancel_submitted(submitted)
+                generation = next((each for each in self.requests if each.submitted is submitted), None)
+                if generation is not None:
+                    self.cancel(generation)
                 reply(None)
             case ListAgents():
                 reply(self.operations.list())
@@ -207,11 +209,6 @@ class Engine:
             adapter=use,
             producer=None if use is None else use.producer,
         )
-
-    def _cancel_submitted(self, submitted: Submit) -> None:
-        generation = next((each for each in self.requests if each.submitted is submitted), None)
-        if generation is not None:
-            self.cancel(generation)
 
     # -- the life of a request ----------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class MemoryGuard:
         reserve: bytes that are kept free for steps when the cache grows.
 
     Attributes:
-        counts_companions: whether some rows are computed twice, by an adapter and by base beside it.
+        has_residuals: whether there may be rows whose keys and values have residuals.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MemoryGuard:
         self._reserve = reserve
         # The machine says what fits, step by step.
         self._account = ledger.open(TEMPORARIES, apart=_UNBOUNDED, floor=reserve)
-        self.counts_companions = False
+        self.has_residuals = False
         self.free = free
         self.spare = spare
 
@@ -66,9 +66,21 @@ class MemoryGuard:
         first, num_tokens = next(iter(plan.items()))
         all_logits = num_tokens > 1 and first.wants_prompt_logprobs
         contexts = [generation.num_launched for generation in plan]
-        if self.counts_companions:
-            contexts += [generation.num_launched for generation in plan if generation.overlay is not None]
+        if self.has_residuals:
+            return self._bytes_with_residuals(plan, num_tokens, all_logits=all_logits)
         return self._footprint.step_bytes(contexts, num_tokens, all_logits=all_logits)
+
+    def _bytes_with_residuals(self, plan: dict[Generation, int], num_tokens: int, *, all_logits: bool) -> int:
+        """The same where rows may have residuals, and some of them base's row beside them."""
+        residual = [each for each in plan if each.current.overlay is not None]
+        plain = [each for each in plan if each.current.overlay is None]
+        paired = [each for each in residual if each.overlay and each.overlay.is_paired(each.num_launched)]
+        return self._footprint.step_bytes(
+            [each.num_launched for each in (*plain, *paired)],
+            num_tokens,
+            all_logits=all_logits,
+            residual=[each.num_launched for each in residual],
+        )
 
     def _fits(self, num_bytes: int) -> bool:
         return num_bytes < _SMALL_STEP or num_bytes <= _SHARE * self.free()

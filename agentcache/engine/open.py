@@ -131,7 +131,7 @@ def _put_together(
         warm_up(cache, runner, restorer, loaded.max_context)
     # A look at the model that a server without lossy policies has no need of.
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
-    guard.counts_companions = support is not None
+    guard.has_residuals = support is not None
     requests = Requests()
     device = MlxDevice(runner, BatchBuilder(runner, adapters, trunk, loaded.tokenizer.eos_ids), guard)
     return Engine(

@@ -9,7 +9,7 @@ the device computes in the memory that this process sees (a CPU, unified memory)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -45,6 +45,10 @@ class Packed:
 
     def __iter__(self) -> Iterator[mx.array]:
         return iter((self.data, self.scales, self.biases))
+
+
+# Quantises [..., D] along the last axis.
+Pack = Callable[[mx.array, Quantisation], Packed]
 
 
 def quantise(x: mx.array, quantisation: Quantisation) -> Packed:
@@ -216,6 +220,16 @@ class LayerArena:
         for _, side in self.sides:
             if side.capacity < capacity:
                 side.grow(capacity)
+
+    def arrays(self) -> list[mx.array]:
+        """Data, scales and biases of keys, then of values. As `SideArena.arrays`: do not keep them."""
+        return [array for _, side in self.sides for array in side.arrays()]
+
+    def replace(self, arrays: Sequence[mx.array]) -> None:
+        """Have these in place of `arrays`, which they were made from."""
+        parts = [part for _, side in self.sides for part in side.parts.values()]
+        for part, array in zip(parts, arrays, strict=True):
+            part.array = array
 
 
 class GroupArena:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena, Slot, TensorArena, quantise
+from agentcache.kv.arena import LayerArena, Pack, Slot, TensorArena, quantise
 
 _MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assignments
 
@@ -221,10 +221,10 @@ class Writes:
             [position % BLOCK_SIZE for _, positions in ends for position in positions], mx.int32
         )
 
-    def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
+    def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None, pack: Pack = quantise) -> None:
         """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy."""
         for (_, side), new in zip(arena.sides, (keys, values), strict=False):
-            packed = quantise(new, arena.quantisation)
+            packed = pack(new, arena.quantisation)
             if self._by_runs:
                 side.write_slots(packed, self.runs)
             else:

@@ -15,6 +15,7 @@ from agentcache.errors import UnsupportedAdapter
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_files import MAX_BYTES, LowRank, ModuleName, read_folder
 from agentcache.models.attention import activation_dtype
+from agentcache.models.layers import in_dim
 from agentcache.models.mla import is_expanded
 from agentcache.models.residual_sides import KEYS, VALUES, AdapterSides, Side, find_side, is_split
 from agentcache.models.survey import Survey
@@ -30,6 +31,11 @@ class LinearShape:
     in_dim: int
     out_dim: int
     item_bytes: int
+
+    @property
+    def bytes_a_rank(self) -> int:
+        """Of an adapter's matrices on it."""
+        return (self.in_dim + self.out_dim) * self.item_bytes
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,7 @@ def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules
 
 
 def _shape(linear: nn.Module) -> LinearShape:
-    out_dim, in_dim = linear.weight.shape
-    if "scales" in linear:
-        in_dim = in_dim * 32 // linear.bits
-    return LinearShape(in_dim, out_dim, activation_dtype(linear).size)
+    return LinearShape(in_dim(linear), linear.weight.shape[0], activation_dtype(linear).size)
 
 
 def _named_targets(
@@ -208,7 +211,7 @@ def _read_adapter(path: Path, modules: TargetModules, max_bytes: int) -> Adapter
         ranks={name: pair.rank for name, pair in matrices.items()},
         first_layer=min(name.layer for name in targets),
         first_kv_layer=min(name.layer + (not target.makes_kv) for name, target in targets.items()),
-        nbytes=sum(_nbytes(pair, modules.linears[name]) for name, pair in matrices.items()),
+        nbytes=sum(pair.rank * modules.linears[name].bytes_a_rank for name, pair in matrices.items()),
         invocation_tokens=folder.config.invocation_tokens,
         activation_shift=folder.config.activation_shift,
         sides=_sides(matrices, targets, modules),
@@ -229,10 +232,6 @@ def _sides(
                 found[leaf][name.layer] = side
     unsplit = [name for name, target in sorted(targets.items()) if target.makes_kv and not is_split(target.module)]
     return AdapterSides(found[KEYS], found[VALUES], next(iter(unsplit), None))
-
-
-def _nbytes(pair: LowRank, linear: LinearShape) -> int:
-    return pair.rank * (linear.in_dim + linear.out_dim) * linear.item_bytes
 
 
 def _fit(

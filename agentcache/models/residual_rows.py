@@ -18,7 +18,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.residual_arenas import LARGEST_FLOAT16, ResidualArenas
 from agentcache.kv.residual_spec import key_a_name, key_norms_name, value_a_name
-from agentcache.kv.step_cache import PagedKV, StepCache
+from agentcache.kv.step_cache import PagedKV, Put, StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.adapter_rows import AdapterWeights
@@ -266,11 +266,12 @@ class OverlaidStepCache(StepCache):
         reads: Reads | None,
         writes: Writes | None,
         offset: int | mx.array,
+        put: Put,
         group: int,
         rows: ResidualRows | None,
         measures: StepMeasures | None,
     ) -> None:
-        super().__init__(arena, reads, writes, offset)
+        super().__init__(arena, reads, writes, offset, put)
         self._group = group
         self._rows = rows
         self._measures = measures
@@ -286,7 +287,7 @@ class OverlaidStepCache(StepCache):
             raise BrokenInvariant(f"layer {self.arena.layer.index} has no residuals in this step")
         if self._writes is not None:
             written = keys[self._rows.writer_places], values[self._rows.writer_places]
-            self._writes.put(self.arena, *written)
+            self._put(self._writes, self.arena, *written)
             if self._measures is not None:
                 self._measures.note_written(self._group, self.arena, *written)
         self._rows.write(self.arena.layer.index)
@@ -303,11 +304,12 @@ def make_step_caches(
     reads: Sequence[Reads | None],
     writes: Sequence[Writes | None],
     offset: int | mx.array,
+    put: Put,
     rows: ResidualRows | None,
     measures: StepMeasures | None,
 ) -> list[StepCache]:
     """One per cache of keys and values, in the model's order, each given with its group."""
     return [
-        OverlaidStepCache(arena, reads[group], writes[group] if writes else None, offset, group, rows, measures)
+        OverlaidStepCache(arena, reads[group], writes[group] if writes else None, offset, put, group, rows, measures)
         for group, arena in layers
     ]

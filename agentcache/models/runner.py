@@ -20,6 +20,7 @@ from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.malloc import give_back_freed
 from agentcache.models.divergence import StepMeasures
+from agentcache.models.fused import writer
 from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import RowState, join, make_caches, state_of
 from agentcache.models.residual_rows import ResidualRow, ResidualRows, make_step_caches
@@ -55,6 +56,7 @@ class ModelRunner:
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
         owners = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
         self._layers = [owners[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
+        self._put = writer(loaded.spec.num_attention_heads)
         self._recurrent = loaded.spec.recurrent
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
@@ -130,8 +132,13 @@ class ModelRunner:
     def _paged(self, step: StepInputs, measures: StepMeasures | None) -> list[StepCache]:
         """One per cache of keys and values, in the model's order."""
         if step.residual is not None or measures is not None:
-            return make_step_caches(self._layers, step.reads, step.writes, step.offset, step.residual, measures)
-        return [StepCache(layer, step.reads[group], step.writes[group], step.offset) for group, layer in self._layers]
+            return make_step_caches(
+                self._layers, step.reads, step.writes, step.offset, self._put, step.residual, measures
+            )
+        return [
+            StepCache(layer, step.reads[group], step.writes[group], step.offset, self._put)
+            for group, layer in self._layers
+        ]
 
     def fit(self) -> None:
         """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""
