@@ -102,8 +102,9 @@ class Footprint:
         # Recurrent layers make new states of the old ones.
         states = 0 if self.spec.state_group is None else 2 * rows * self.spec.state_group.bytes_per_block
         reads = max((attention(kind, contexts, num_tokens) for kind in self._kinds), default=0) if contexts else 0
-        overlaid = [self._rebuilt_bytes(kind, each, num_tokens) for kind in self._kinds for each in residual]
-        return activations + logits + states + reads + max(overlaid, default=0)
+        if residual:
+            reads += max(self._rebuilt_bytes(kind, each, num_tokens) for kind in self._kinds for each in residual)
+        return activations + logits + states + reads
 
     @cached_property
     def _kinds(self) -> set[_LayerKind]:

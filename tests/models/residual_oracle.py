@@ -57,7 +57,7 @@ def adapter(
     """Random LoRA of these parts of the model's layers, also where it has them fused."""
     rng = np.random.default_rng(seed)
     modules, pairs = loaded.adapters.modules, {}
-    for name, place in sorted(modules.places.items()):
+    for name, place in sorted(modules.targets.items()):
         if name.path in targets and (layers is None or name.layer in layers):
             in_dim, out_dim = modules.linears[place.module].in_dim, place.stop - place.start
             a = rng.standard_normal((in_dim, rank)) / np.sqrt(in_dim)

@@ -88,6 +88,18 @@ async def on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
     return await asyncio.wrap_future(result)
 
 
+def hold_until(llm: LLM, num_messages: int) -> None:
+    """From its next message on the engine does nothing until so many more have come: then these are all at once."""
+    thread = async_engine(llm)._thread
+
+    def wait() -> None:
+        deadline = time.monotonic() + 30
+        while thread._inbox.qsize() < num_messages and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    thread.post(wait)
+
+
 # -- the model --------------------------------------------------------------------------------------------------------
 
 

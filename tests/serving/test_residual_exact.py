@@ -1,0 +1,43 @@
+"""Where sharing base's keys and values changes nothing: told through a cache of 8 bits, whose rounding is not seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.adapters_factory import ATTENTION, MLP
+from tests.conftest import ModelFolder
+from tests.serving.adapter_cases import ask, check_differs
+from tests.serving.conversation import make_ids
+from tests.serving.residual_cases import check_same, open_residual, residual_folders, say
+
+PROMPT = make_ids(300)
+TOKENS = 8
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_layers"),
+    [("qwen3", 3), *(pytest.param(name, 8, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "gemma3_text"))],
+)
+def test_an_adapter_of_the_last_layer_says_what_it_says_exactly(
+    model_folder: ModelFolder, tmp_path: Path, architecture: str, num_layers: int
+) -> None:
+    model = model_folder(architecture, num_hidden_layers=num_layers)
+    options = {"targets": ATTENTION + MLP, "layers": [num_layers - 1], "strength": 1.0}
+    folders = residual_folders(tmp_path / "adapters", model, ("ann", "bob"), **options)
+    with open_residual(model, tmp_path / "cache", folders, kv=8) as llm:
+        for name in folders:
+            exact = ask(llm, PROMPT, name, TOKENS, policy="exact")
+            check_same(say(llm, PROMPT, name, TOKENS), exact, tolerance=0.05)
+            check_differs(exact, ask(llm, PROMPT, None, TOKENS))
+
+
+@pytest.mark.parametrize("kv", [4, 8])
+def test_an_adapter_that_adds_nothing_says_what_base_says(model_folder: ModelFolder, tmp_path: Path, kv: int) -> None:
+    model = model_folder("qwen2", num_hidden_layers=2)
+    folders = residual_folders(tmp_path / "adapters", model, ("nil",), strength=0.0)
+    with open_residual(model, tmp_path / "cache", folders, kv=kv) as llm:
+        shared = say(llm, PROMPT, "nil", TOKENS)
+        check_same(shared, ask(llm, PROMPT, None, TOKENS))
+        assert shared.report.divergence is not None and shared.report.divergence < 0.01

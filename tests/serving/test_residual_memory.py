@@ -1,0 +1,81 @@
+"""Many agents over one prompt: one base, and what each adapter adds to it. By stats, and again by the files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.llm import LLM
+from agentcache.report import CacheStats
+from tests.adapters_factory import ATTENTION
+from tests.conftest import ModelFolder
+from tests.serving import inside
+from tests.serving.adapter_cases import ask
+from tests.serving.conversation import make_ids
+from tests.serving.residual_cases import open_residual, residual_folders, say
+
+RANK = 4
+AGENTS = tuple(f"agent{number}" for number in range(8))
+ANSWER = 1  # which nobody has computed yet: base's blocks are those of the prompt
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that hold something: of base and of residuals, in RAM and in files."""
+
+    base: int
+    residual: int
+    base_files: int
+    residual_files: int
+
+    @classmethod
+    def of(cls, stats: CacheStats) -> Held:
+        used = stats.ram_used
+        return cls(
+            used["base"] or 0,
+            used["residual"] or 0,
+            stats.disk_bytes_by.get("base", 0),
+            stats.disk_bytes_by.get("residual", 0),
+        )
+
+
+def talk(llm: LLM, agents: tuple[str, ...], prompt: list[int], policy: str) -> list[Held]:
+    """What is held after each agent's turn."""
+    found = []
+    for agent in agents:
+        if policy == "residual":
+            say(llm, prompt, agent, ANSWER, agent=agent)
+        else:
+            ask(llm, prompt, agent, ANSWER, agent=agent, policy=policy)
+        found.append(Held.of(llm.stats()))
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [1000, pytest.param(4080, marks=pytest.mark.slow)])
+def test_eight_agents_take_one_base_and_eight_residuals(
+    model_folder: ModelFolder, tmp_path: Path, num_tokens: int
+) -> None:
+    model = model_folder("qwen3", num_hidden_layers=2)
+    folders = residual_folders(tmp_path / "adapters", model, AGENTS, rank=RANK, targets=ATTENTION)
+    prompt = make_ids(num_tokens)
+    with open_residual(model, tmp_path / "exact", folders) as llm:
+        spec = inside.loaded_model(inside.engine_of(llm)).spec
+        two_blocks = 2 * sum(group.bytes_per_block for group in spec.groups)
+        exact = talk(llm, AGENTS[:4], prompt, "exact")
+        assert exact[-1].base - exact[0].base > two_blocks, "each of them has a cache of its own"
+    with open_residual(model, tmp_path / "residual", folders) as llm:
+        held = talk(llm, AGENTS, prompt, "residual")
+    blocks = -(-(num_tokens + ANSWER) // BLOCK_SIZE)
+    ranks = 2 * spec.num_layers * RANK  # of keys and of values
+    norms = sum(2 * layer.num_kv_heads for group in spec.groups for layer in group.layers)
+    residuals = len(AGENTS) * blocks * BLOCK_SIZE * 2 * (ranks + norms)
+    assert held[-1].base - held[0].base <= two_blocks
+    assert held[-1].base_files - held[0].base_files <= two_blocks
+    assert held[0].base > 0 < held[0].residual
+    assert held[-1].residual <= 1.05 * residuals
+    # A file says of its block what it is, whatever that takes: as in base's, a few hundred bytes and its tokens.
+    heads = len(AGENTS) * blocks * len(spec.groups) * 8192
+    assert 0.9 * residuals * num_tokens / (blocks * BLOCK_SIZE) < held[-1].residual_files <= 1.05 * residuals + heads
