@@ -64,12 +64,12 @@ def make_operations() -> tuple[Operation, ...]:
     keys = [block.header.block_key for block in make_turn(gone)]
     add(lambda store: store.delete_blocks(keys))
     turn(make_record("b", make_transcript(10, seed=3)))
-    base = make_record("b", make_transcript(270, seed=6))
-    turn(with_residual(base, residual_cache("5e"), 270))
-    turn(with_residual(with_residual(base, residual_cache("5e"), 256), residual_cache("6f"), 100))
+    math = with_residual(make_record("b", make_transcript(15, seed=6)), residual_cache("5e"), 15)
+    turn(math)
+    turn(with_residual(math, residual_cache("6f"), 15))
     gone = state.pop("b")
     add(lambda store: store.delete_agent("b"))
-    residual_keys = [block.header.block_key for block in make_turn(with_residual(gone, residual_cache("5e"), 270))]
+    residual_keys = [block.header.block_key for block in make_turn(gone)]
     add(lambda store: store.delete_blocks(residual_keys))
     side = make_record("a", make_transcript(15, seed=4), lineage="5e")
     turn(side)
