@@ -207,7 +207,7 @@ def test_a_weak_adapter_stays_within_the_limit(small: Path, tmp_path: Path) -> N
 def test_base_and_adapter_take_turns_where_windows_are_read(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Base leaves blocks behind that the adapter has still to read, so it is never far ahead. The answer is the same."""
+    """Base leaves blocks behind that the adapter has still to read, so it is not far ahead; the answer is the same."""
     kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     model = model_folder("mistral_sliding", **kinds)
     folders = residual_folders(tmp_path / "adapters", model, ("ann",))
