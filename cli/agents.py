@@ -37,14 +37,19 @@ def agents(
     model: Model = None,
     cache_dir: CacheDir = None,
     lineage: Annotated[str | None, typer.Option(help="Fork or delete only this conversation of the agent.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="Adapter of the fork; else that of the agent.")] = None,
+    policy: Annotated[str | None, typer.Option(help="How the fork shares; else as the agent does.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List all agents; show, fork or delete one. A fork shares its blocks with the agent it was made from."""
     check_operands(action, names or [])
     if lineage is not None and action not in (Action.FORK, Action.DELETE):
         raise ConfigError("--lineage goes with fork and delete")
+    if (adapter is not None or policy is not None) and action is not Action.FORK:
+        raise ConfigError("--adapter and --policy go with fork")
+    settings = {name: value for name, value in (("adapter", adapter), ("policy", policy)) if value is not None}
     with connect(url, api_key, model, cache_dir, api_key_file=api_key_file) as cache:
-        answer = ask(cache, action, *(names or []), lineage=lineage)
+        answer = ask(cache, action, *(names or []), lineage=lineage, settings=settings)
     typer.echo(json.dumps(answer) if as_json else describe(action, answer))
 
 
@@ -54,12 +59,21 @@ def check_operands(action: Action, names: Sequence[str]) -> None:
         raise ConfigError(f"it is called like this: agentcache agents {' '.join([action, *operands])}")
 
 
-def ask(cache: Connection, action: Action, agent: str = "", new_id: str = "", *, lineage: str | None = None) -> Any:
+def ask(
+    cache: Connection,
+    action: Action,
+    agent: str = "",
+    new_id: str = "",
+    *,
+    lineage: str | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> Any:
+    """What the server answers; `settings` are the fork's where they differ."""
     named = {} if lineage is None else {"lineage": lineage}
     if action is Action.LIST:
         return cache.request("GET", "/v1/agents")["data"]
     if action is Action.FORK:
-        return cache.request("POST", agent_path(agent, "fork"), {"id": new_id} | named)
+        return cache.request("POST", agent_path(agent, "fork"), {"id": new_id, **named, **(settings or {})})
     if action is Action.DELETE:
         return cache.request("DELETE", agent_path(agent) + (f"?{urlencode(named)}" if named else ""))
     return cache.request("GET", agent_path(agent))

@@ -88,6 +88,7 @@ def combine(reports: Sequence[Report]) -> Report:
         completion_tokens=sum(report.completion_tokens for report in reports),
         cached_tokens=_combine_cached(report.cached_tokens for report in reports),
         computed_tokens=sum(report.computed_tokens for report in reports),
+        base_computed_tokens=sum(report.base_computed_tokens for report in reports),
         time_to_first_token_ms=reports[0].time_to_first_token_ms,
         lost_tokens=sum(report.lost_tokens for report in reports),
         restore_ms=sum(report.restore_ms for report in reports),
@@ -104,6 +105,7 @@ def combine_choices(reports: Sequence[Report]) -> Report:
         first,
         completion_tokens=sum(report.completion_tokens for report in reports),
         computed_tokens=sum(report.computed_tokens for report in reports),
+        base_computed_tokens=sum(report.base_computed_tokens for report in reports),
         total_ms=max(report.total_ms for report in reports),
     )
 

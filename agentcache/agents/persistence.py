@@ -9,18 +9,20 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.commit import Commit, Part, Target, is_wanted
 from agentcache.agents.disk import Committed, Disk, Turn
 from agentcache.agents.in_use import InUse
+from agentcache.agents.index import index_lineage, index_residuals, lay_out
 from agentcache.agents.residuals import ResidualTurn, cut_residuals
 from agentcache.agents.restore import header_of
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable, names_of
-from agentcache.blocks.keys import BASE_CACHE, BlockName, Producer
-from agentcache.blocks.lanes import NamedBlock, NamedSnapshot, spans
+from agentcache.blocks.keys import BASE_CACHE, BlockName
+from agentcache.blocks.lanes import NamedBlock, NamedSnapshot
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import choose_saved
@@ -32,71 +34,6 @@ from agentcache.store.store import BlockWrite, Store
 from agentcache.store.writer import Writer
 
 log = logging.getLogger("agentcache.persistence")
-
-
-@dataclass(frozen=True)
-class _Target:
-    """One group's file of a node, and the slot its bytes are in."""
-
-    cache: KeptCache
-    node: Node
-    group: int
-    block_id: int
-
-    @property
-    def name(self) -> BlockName:
-        return BlockName(self.node.chain, self.group, self.cache.name)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.cache.prefix.all_groups[self.group].bytes_per_block
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What a turn has in one cache: the blocks of its first `num_tokens` tokens."""
-
-    cache: KeptCache
-    blocks: Sequence[LaneBlock]
-    num_tokens: int
-
-    @property
-    def needed(self) -> list[tuple[Node, BlockName]]:
-        """What has to be on disk: as far as it will be attended to."""
-        # A tail in front of others is base's, for those who go on from there; the agent can do without.
-        groups = self.cache.prefix.groups
-        return [
-            (block.node, BlockName(block.node.chain, index, self.cache.name))
-            for block in self.blocks
-            if block.node.is_full or block.node.end == self.num_tokens
-            for index in block.groups
-            if block.node.position >= groups[index].first_block_needed(self.num_tokens)
-        ]
-
-    @property
-    def targets(self) -> list[_Target]:
-        """What RAM has of it and the disk has not."""
-        return [
-            _Target(self.cache, block.node, index, block.node.block_ids[index])
-            for block in self.blocks
-            for index in block.groups
-            if index in block.node.block_ids and _is_wanted(block.node, index)
-        ]
-
-
-@dataclass
-class _Commit:
-    """A turn on its way to the disk, which may take several tries; `num_bytes` were written by those before.
-
-    Attributes:
-        parts: base's, and that of an adapter's residuals, if there are any.
-    """
-
-    record: AgentRecord
-    parts: list[_Part]
-    held: Sequence[BlockName]
-    done: Callable[[Committed], None]
-    num_bytes: int = 0
 
 
 class Persistence:
@@ -142,7 +79,7 @@ class Persistence:
     def index(self) -> None:
         """Tell the tree what is on disk, remove what belongs to nobody, and get under the disk budget."""
         for record in self._agents:
-            self._index_agent(record)
+            index_lineage(self._caches, record, self._disk.has)
         for agent_id in self._agents.ids:
             self.keep_bound(max(self._agents.lineages(agent_id), key=lambda record: record.last_used))
         self.flush()
@@ -153,55 +90,15 @@ class Persistence:
         self._caches.open(cache)
         self._disk.know_cache(cache.name, cache.spec)
         for record in self._agents:
-            self._index_residuals(record, cache)
+            index_residuals(self._caches, cache, record, self._disk.has)
 
     def close_cache(self, name: str) -> None:
         """A further cache, in which there is no sequence any more, is gone from RAM; its files stay."""
         self._caches.close(name)
 
-    def _index_residuals(self, record: AgentRecord, cache: KeptCache) -> None:
-        residual = record.residual_of(cache.name)
-        if residual is not None and residual.spec == cache.spec.digest:
-            blocks = self._lay_out(cache, record, residual.num_saved, None)
-            self._note_stored(cache, blocks)
-            for block in reversed(blocks):
-                cache.prefix.slots.prune(block.node)
-
-    def _note_stored(self, cache: KeptCache, blocks: Iterable[LaneBlock]) -> None:
-        for block in blocks:
-            names = block.named_in(cache.name).names
-            block.node.stored.update(name.group for name in names if self._disk.has(name))
-
-    def _index_agent(self, record: AgentRecord) -> None:
-        blocks = self.blocks_of(record, record.num_saved)
-        self._note_stored(self._caches.base, blocks)
-        nodes = [block.node for block in blocks]
-        for snapshot in record.snapshots:
-            nodes.append(self._snapshot_node(record, snapshot.num_tokens))
-            if nodes[-1].chain == snapshot.chain and self._disk.has(BlockName(snapshot.chain, snapshot.group)):
-                nodes[-1].stored.add(snapshot.group)
-        for node in reversed(nodes):
-            self._cache.slots.prune(node)
-
-    def _snapshot_node(self, record: AgentRecord, num_tokens: int) -> Node:
-        root = self._caches.root(self._caches.base, record.salt)
-        return self._cache.snapshot_node(root, record.transcript.ids, num_tokens, record.producer)
-
     def blocks_of(self, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
         """Base's blocks of an agent's first `num_tokens` tokens, in the order of `spans`. What is not there is made."""
-        return self._lay_out(self._caches.base, record, num_tokens, record.producer)
-
-    def _lay_out(
-        self, cache: KeptCache, record: AgentRecord, num_tokens: int, producer: Producer | None
-    ) -> list[LaneBlock]:
-        tree, blocks = cache.prefix.tree, list[LaneBlock]()
-        root = tree.root(self._caches.root(cache, record.salt))
-        has_state = cache.prefix.snapshots is not None
-        for span in spans(num_tokens, producer, len(cache.prefix.groups), has_state=has_state):
-            parent = root if span.parent is None else blocks[span.parent].node
-            node = tree.insert(parent, record.transcript.ids[span.begin : span.end], span.producer)
-            blocks.append(LaneBlock(node, span.groups))
-        return blocks
+        return lay_out(self._caches, self._caches.base, record, num_tokens)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -231,10 +128,10 @@ class Persistence:
         blocks, kept = list(blocks), self._caches.get(cache)
         self._in_use.hold_blocks(_names(blocks, cache))
         targets = [
-            _Target(kept, block.node, index, sequence.tables[index].block_id(block.node.position))
+            Target(kept, block.node, index, sequence.tables[index].block_id(block.node.position))
             for block in blocks
             for index in block.groups
-            if _is_wanted(block.node, index) and sequence.tables[index].has(block.node.position)
+            if is_wanted(block.node, index) and sequence.tables[index].has(block.node.position)
         ]
         if targets:
             write = partial(self._disk.write, self._snapshots(targets), [target.name for target in targets])
@@ -274,14 +171,14 @@ class Persistence:
             residuals: what the turn has of its adapter's; those of other adapters stay.
         """
         record = cut_residuals(self._with_snapshots(record, lasting, final=final), self._caches.namespace)
-        parts = [_Part(self._caches.base, blocks, record.num_saved)]
+        parts = [Part(self._caches.base, blocks, record.num_saved)]
         held = _names(early)
         for residual in residuals:
             early_ones, with_residual = _names(residual.early, residual.cache), self._with_residual(record, residual)
             if residual.num_tokens and self.fits(with_residual, record.num_saved):
                 record = with_residual
                 held += early_ones
-                parts.append(_Part(self._caches.get(residual.cache), residual.blocks, residual.num_tokens))
+                parts.append(Part(self._caches.get(residual.cache), residual.blocks, residual.num_tokens))
             else:
                 self._let_go(early_ones)  # before base's, which may need their room
         # The durable part of the record in memory changes only when the disk has changed.
@@ -295,7 +192,7 @@ class Persistence:
             self._in_use.let_lineage_go(record.name)
             done(self._saved(commit.record, outcome))
 
-        commit = _Commit(record, parts, [*counted_on, *held], settle)
+        commit = Commit(record, parts, [*counted_on, *held], settle)
         self._try_to_commit(commit)
 
     def _with_residual(self, record: AgentRecord, residual: ResidualTurn) -> AgentRecord:
@@ -318,7 +215,7 @@ class Persistence:
         root = self._caches.root(self._caches.base, record.salt)
         nodes = self._cache.find_snapshots(root, record.transcript.ids, record.num_saved, record.producer)
         found = {node.end: node for node in nodes}
-        saved = {end for end, node in found.items() if not _is_wanted(node, snapshots.index)}
+        saved = {end for end, node in found.items() if not is_wanted(node, snapshots.index)}
         lasting = lasting or min((each.num_tokens for each in record.snapshots), default=0)
         chosen = choose_saved(
             found, saved, lasting=lasting, num_tokens=record.num_saved, every=snapshots.every, final=final
@@ -337,13 +234,13 @@ class Persistence:
     def _is_finite(self, node: Node) -> bool:
         return node.state is not None and self._runner.is_finite_state(node.state)
 
-    def _try_to_commit(self, commit: _Commit) -> None:
+    def _try_to_commit(self, commit: Commit) -> None:
         """Where files went meanwhile, again, as long as RAM has what is to be written."""
         targets = [target for part in commit.parts for target in part.targets]
         for snapshot in commit.record.snapshots:
             node = self._cache.tree.node(snapshot.chain)
-            if node is not None and node.state is not None and _is_wanted(node, snapshot.group):
-                targets.append(_Target(self._caches.base, node, snapshot.group, node.state))
+            if node is not None and node.state is not None and is_wanted(node, snapshot.group):
+                targets.append(Target(self._caches.base, node, snapshot.group, node.state))
         needed = [each for part in commit.parts for each in part.needed]
         turn = Turn(commit.record, [name for _, name in needed], self._snapshots(targets), commit.held)
 
@@ -364,7 +261,7 @@ class Persistence:
 
         self._submit(partial(self._disk.commit, turn), targets, settle)
 
-    def _snapshots(self, targets: Sequence[_Target]) -> list[BlockWrite]:
+    def _snapshots(self, targets: Sequence[Target]) -> list[BlockWrite]:
         """What is to be written, copied out of the arenas; it is on its way to the disk from now on."""
         writes = []
         for target in targets:
@@ -431,9 +328,7 @@ class Persistence:
                 self._in_use.let_lineage_go(record.name)
                 if outcome.error is None:
                     self._agents.put(record)
-                    self._index_agent(record)
-                    for cache in self._caches.further:
-                        self._index_residuals(record, cache)
+                    index_lineage(self._caches, record, self._disk.has)
             if outcome.error is None:
                 self.keep_bound(max(archive.records, key=lambda record: record.last_used))
             done(Saved(outcome.num_bytes, outcome.error))
@@ -492,7 +387,7 @@ class Persistence:
     def _submit(
         self,
         job: Callable[[], Committed],
-        targets: Sequence[_Target] = (),
+        targets: Sequence[Target] = (),
         settle: Callable[[Committed], None] = lambda outcome: None,
     ) -> None:
         """Queue a job; its outcome is applied, and then settled, on this thread.
@@ -516,7 +411,7 @@ class Persistence:
 
         self._writer.submit(job, hand_over, num_bytes)
 
-    def _apply(self, outcome: Committed, targets: Sequence[_Target] = ()) -> None:
+    def _apply(self, outcome: Committed, targets: Sequence[Target] = ()) -> None:
         for target in targets:
             if outcome.written:
                 target.cache.prefix.mark_stored(target.node, target.group)
@@ -587,11 +482,6 @@ class Persistence:
     @property
     def store(self) -> Store:
         return self._store
-
-
-def _is_wanted(node: Node, index: int) -> bool:
-    """Whether the node's file of a group is neither on disk nor on its way there."""
-    return index not in node.stored and index not in node.pending
 
 
 def _is_outgrown(tail: Node, group: int) -> bool:

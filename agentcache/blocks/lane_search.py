@@ -13,7 +13,6 @@ from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, pack
 from agentcache.blocks.slots import Group
 from agentcache.blocks.snapshots import Snapshots
 
-UNBOUNDED = 2**62
 MIN_TAIL_TOKENS = 16  # copying fewer tokens of another block costs more than computing them
 
 
@@ -24,14 +23,14 @@ class LanePrefix:
     Args:
         nodes: full blocks, all of whose tokens are used.
         tail: a further node of which the first `tail_tokens` tokens are used, or None.
-        read_from: whoever reads it goes on from there, which may be in front of its end.
+        read_from: whoever reads it goes on from there, in front of its end perhaps; None for from its end.
     """
 
     layout: LaneLayout
     nodes: tuple[Node, ...]
     tail: Node | None = None
     tail_tokens: int = 0
-    read_from: int = UNBOUNDED
+    read_from: int | None = None
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -43,7 +42,10 @@ class LanePrefix:
 
     def first_block_read(self, group: Group) -> int:
         """Number of the first block that is read of a group, which may be the one behind its last block."""
-        return group.first_block_needed(min(self.num_tokens, self.read_from))
+        num_tokens = self.num_tokens
+        if self.read_from is not None and self.read_from < num_tokens:
+            num_tokens = self.read_from
+        return group.first_block_needed(num_tokens)
 
     @property
     def all_nodes(self) -> tuple[Node, ...]:
@@ -91,12 +93,12 @@ def match_prefix(
     limit: int,
     producer: Producer | None,
     snapshots: Snapshots | None = None,
-    read_from: int = UNBOUNDED,
+    read_from: int | None = None,
 ) -> CachedPrefix:
     """The longest prefix of at most `limit` tokens that every lane has in RAM or on disk. Changes nothing.
 
     Args:
-        read_from: the first token that is computed with it: windows are needed from there on, not from its end.
+        read_from: the first token that is computed with it, and windows are needed from there on; None for its end.
         snapshots: those of a model with recurrent layers; the prefix ends where there is one.
     """
     packed = pack(token_ids[:limit])
@@ -140,7 +142,7 @@ class LaneSearch:
         packed: bytes,
         layout: LaneLayout,
         least: int = MIN_TAIL_TOKENS,
-        read_from: int = UNBOUNDED,
+        read_from: int | None = None,
     ) -> None:
         self._read_from = read_from
         self._root = tree.peek(root)

@@ -25,7 +25,7 @@ from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.attach_prefix import attach_prefix
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
-from agentcache.blocks.lane_search import UNBOUNDED, CachedPrefix
+from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, has_base_tail, lay_out
 from agentcache.blocks.ledger import BASE, Ledger
 from agentcache.blocks.pool import BlockTable
@@ -53,6 +53,7 @@ class PrefixCache:
 
     Attributes:
         snapshots: of recurrent state; None for a model without.
+        all_groups: the groups of keys and values, and behind them the recurrent state's.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class PrefixCache:
             if state is None
             else Snapshots(state, len(self.groups), state_budget, ledger, self.slots.prune, snapshot_tokens)
         )
+        self.all_groups = self.groups if self.snapshots is None else (*self.groups, self.snapshots.group)
         self._sequences: set[CacheSequence] = set()
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
 
@@ -86,7 +88,7 @@ class PrefixCache:
         token_ids: Sequence[int],
         limit: int,
         producer: Producer | None = None,
-        read_from: int = UNBOUNDED,
+        read_from: int | None = None,
     ) -> CachedPrefix:
         """The longest prefix of at most `limit` tokens of which every group's needed blocks are in RAM or on disk.
 
@@ -99,11 +101,6 @@ class PrefixCache:
         return lane_search.match_prefix(
             self.tree, self.groups, root, token_ids, limit, producer, self.snapshots, read_from
         )
-
-    @property
-    def all_groups(self) -> Sequence[Group]:
-        """The groups of keys and values, and behind them the recurrent state's."""
-        return self.groups if self.snapshots is None else (*self.groups, self.snapshots.group)
 
     def in_ram(self, prefix: CachedPrefix) -> bool:
         """Whether the prefix can be used without reading a file."""

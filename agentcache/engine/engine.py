@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentcache.adapters.weights import AdapterWeightSet
@@ -38,7 +37,7 @@ from agentcache.engine.messages import (
     Submit,
 )
 from agentcache.engine.output import Output
-from agentcache.engine.passes import Overlay, Pass
+from agentcache.engine.passes import Pass
 from agentcache.engine.relief import MemoryRelief
 from agentcache.engine.requests import Requests
 from agentcache.engine.residuals import Residuals
@@ -332,7 +331,7 @@ class Engine:
             if overlay is None:
                 self._advance(generation, result.row.work, token_ids)
             else:
-                self._advance_residuals(generation, overlay, token_ids)
+                self.residuals.advance(generation, overlay, token_ids)
                 if result.token is not None and not generation.num_generated and self.residuals.is_too_far(generation):
                     self._step_down(generation, StepDown.DIVERGENCE)
                     continue
@@ -351,32 +350,10 @@ class Engine:
         published = self.cache.advance(sequence, token_ids)
         generation.drop_passes()
         self.trunk.advance(sequence)
-        if published and self._saves_early(generation):
-            generation.saved_early += published
-            self.persistence.save_blocks(sequence, published, generation.note_written)
+        if published:
+            self.turns.save_early(generation, sequence, published)
         overlay = generation.overlay
         self.cache.leave_window(sequence, None if overlay is None else overlay.residuals.num_tokens)
-
-    def _saves_early(self, generation: Generation) -> bool:
-        record = generation.record
-        return record is not None and self.persistence.fits(record, generation.num_prompt_tokens)
-
-    def _advance_residuals(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> None:
-        """The same of what an adapter has computed on top of base, and base beside it in the same step."""
-        residuals, cache = overlay.residuals, overlay.cache
-        is_paired = overlay.is_paired(residuals.num_tokens)
-        published = cache.prefix.advance(residuals, token_ids)
-        generation.drop_passes()
-        if published and self._saves_early(generation):
-            generation.saved_residuals += published
-            self.persistence.save_blocks(residuals, published, generation.note_written, cache.name)
-        cache.prefix.leave_window(residuals)
-        if is_paired:
-            base_published = self.cache.advance(overlay.base, token_ids)
-            if base_published and self._saves_early(generation):
-                generation.saved_early += base_published
-                self.persistence.save_blocks(overlay.base, base_published, generation.note_written)
-        self.cache.leave_window(overlay.base, residuals.num_tokens)
 
     def _keep_state(self, generation: Generation) -> None:
         """Take a snapshot where one is wanted."""

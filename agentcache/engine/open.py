@@ -134,6 +134,7 @@ def _put_together(
     guard.has_residuals = support is not None
     requests = Requests()
     device = MlxDevice(runner, BatchBuilder(runner, adapters, trunk, loaded.tokenizer.eos_ids), guard)
+    turns = Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests, device)
     return Engine(
         Parts(
             loaded=loaded,
@@ -141,14 +142,14 @@ def _put_together(
             device=device,
             requests=requests,
             scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=_pace(config, loaded)),
-            turns=Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests, device),
+            turns=turns,
             agents=agents,
             operations=AgentOperations(caches, agents, persistence, in_use, restorer),
             persistence=persistence,
             restorer=restorer,
             adapters=adapters,
             trunk=trunk,
-            residuals=Residuals(caches, persistence, runner, ledger, support, config.max_divergence),
+            residuals=Residuals(caches, persistence, turns, runner, ledger, support, config.max_divergence),
             served=ServedModel(
                 path=loaded.path,
                 fingerprint=loaded.fingerprint,

@@ -10,7 +10,10 @@ from agentcache.agents.persistence import Persistence
 from agentcache.blocks.keys import BLOCK_SIZE, pack_token_ids, residual_cache
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.engine.generation import Generation
+from agentcache.engine.passes import Overlay
+from agentcache.engine.turns import Turns
 from agentcache.errors import UnsupportedPolicy
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.residual_spec import residual_spec
@@ -34,6 +37,7 @@ class Residuals:
         self,
         caches: KeptCaches,
         persistence: Persistence,
+        turns: Turns,
         runner: ModelRunner,
         ledger: Ledger,
         support: ResidualSupport | None,
@@ -41,6 +45,7 @@ class Residuals:
     ) -> None:
         self._caches = caches
         self._persistence = persistence
+        self._turns = turns
         self._runner = runner
         self._ledger = ledger
         self._support = support
@@ -76,6 +81,21 @@ class Residuals:
         cache.prefix.allocator.close()
         assert isinstance(cache.arenas, ResidualArenas)  # they came from `open_for`
         self._runner.close_residual(cache.arenas)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def advance(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> None:
+        """An adapter has computed these tokens on top of base, and base beside it those that are paired."""
+        residuals, base = overlay.residuals, self._caches.base.prefix
+        written: list[tuple[KeptCache, CacheSequence]] = [(overlay.cache, residuals)]
+        if overlay.is_paired(residuals.num_tokens):
+            written.append((self._caches.base, overlay.base))
+        for cache, sequence in written:
+            if published := cache.prefix.advance(sequence, token_ids):
+                self._turns.save_early(generation, sequence, published, cache.name)
+        generation.drop_passes()
+        overlay.cache.prefix.leave_window(residuals)
+        base.leave_window(overlay.base, residuals.num_tokens)
 
     # -- the guard ----------------------------------------------------------------------------------------------------
 

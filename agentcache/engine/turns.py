@@ -11,10 +11,11 @@ from agentcache.agents.persistence import Persistence
 from agentcache.agents.residuals import ResidualTurn
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.keys import residual_cache
+from agentcache.blocks.keys import BASE_CACHE, residual_cache
 from agentcache.blocks.lanes import agreed_tokens
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import len_common_prefix
+from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.engine.device import Device
 from agentcache.engine.generation import Generation, State, make_report
@@ -95,6 +96,21 @@ class Turns:
             return None
         known = self._agents.find(found.name)
         return known if known is not None and known.transcript is found.transcript else None
+
+    def save_early(
+        self,
+        generation: Generation,
+        sequence: CacheSequence,
+        published: Sequence[LaneBlock],
+        cache: str = BASE_CACHE,
+    ) -> None:
+        """Have blocks that a turn has just filled written before its end, if it is to be saved."""
+        record = generation.record
+        if record is None or not self._persistence.fits(record, generation.num_prompt_tokens):
+            return
+        saved = generation.saved_early if cache == BASE_CACHE else generation.saved_residuals
+        saved += published
+        self._persistence.save_blocks(sequence, published, generation.note_written, cache)
 
     def drop(self, generation: Generation) -> None:
         """A turn that leaves no trace: the agent is as before, and what was written for it is deleted."""

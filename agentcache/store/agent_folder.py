@@ -85,7 +85,7 @@ class SavedAgent:
             blocks=name_blocks(content.chains.get(BASE_CACHE, ()), base.spans()) if fits else (),
             lineage=manifest.lineage,
             snapshots=base.named_snapshots() if fits else (),
-            residuals=tuple(map(self._residual, manifest.caches[1:])) if fits else (),
+            residuals=tuple(self._residual(each) for each in manifest.caches[1:] if each.num_saved) if fits else (),
         )
 
     def _residual(self, cache: SavedCache) -> ResidualBlocks:
@@ -346,6 +346,8 @@ def check_caches(manifest: Manifest, content: Content) -> None:
             raise BlockRejected(f"{num_blocks} blocks are named for {cache.num_saved} tokens")
         if not all(0 < each.num_tokens <= cache.num_saved for each in cache.snapshots):
             raise BlockRejected("it names snapshots of tokens that are not saved")
+        if cache.name != BASE_CACHE and (cache.producer is not None or cache.has_state or not cache.groups):
+            raise BlockRejected(f"the cache {cache.name!r:.80} is none that may stand beside base's")
     if strange := content.chains.keys() - {cache.name for cache in manifest.caches}:
         raise BlockRejected(f"the log has blocks of caches that the manifest does not name: {sorted(strange)!r:.100}")
 

@@ -10,7 +10,7 @@ from agentcache.errors import InvalidRequest
 from agentcache.report import FinishReason, Update
 from agentcache.request import ChatPrompt, Request, TextPrompt
 from tests.cli.conftest import Invoke
-from tests.server.fake_engine import MODEL, REPORT, FakeEngine, hello
+from tests.server.fake_engine import MODEL, POET, REPORT, FakeEngine, hello
 
 
 def test_warm_makes_the_agent_and_caches_a_file(invoke: Invoke, engine: FakeEngine, tmp_path: Path) -> None:
@@ -125,6 +125,14 @@ def test_agents_list_show_fork_delete(invoke: Invoke, engine: FakeEngine) -> Non
     assert invoke("agents", "delete", "bob").stdout == "bob: deleted\n"
     assert list(engine.known) == ["alice"]
     assert invoke("agents", "show", "bob").exit_code == 1
+
+
+def test_a_fork_may_have_another_adapter_and_policy(invoke: Invoke, engine: FakeEngine) -> None:
+    engine.model = replace(engine.model, adapters=(POET,))
+    invoke("warm", "alice", "--prompt-file", "-", input="x")
+    assert invoke("agents", "fork", "alice", "bob", "--adapter", "poet", "--policy", "exact").exit_code == 0
+    assert (engine.known["bob"].adapter, engine.known["bob"].policy) == ("poet", "exact")
+    assert "go with fork" in invoke("agents", "show", "bob", "--adapter", "poet").stderr
 
 
 @pytest.mark.parametrize("arguments", [("list", "a"), ("show",), ("fork", "a"), ("delete", "a", "b"), ("dance",)])

@@ -17,7 +17,7 @@ from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant, Stor
 from agentcache.kv.arena import GroupArena
 from agentcache.kv.spec import CacheSpec, GroupSpec, TensorSpec
 from agentcache.store.block_file import BlockHeader, data_bytes, decode_block, make_header, tensor_views
-from agentcache.store.manifest import ResidualBlocks, SavedCache, decode_manifest, encode_manifest
+from agentcache.store.manifest import ResidualBlocks, SavedCache, SavedProducer, decode_manifest, encode_manifest
 from agentcache.store.store import BlockWrite
 from agentcache.store.transcript_log import Content, start_log
 from agentcache.store.verify import FolderReport, verify_folder
@@ -247,5 +247,26 @@ def test_a_log_with_blocks_that_the_manifest_does_not_name_is_rejected(tmp_path:
     (folder / "alice.1.log").write_bytes(log)
     (folder / "alice.json").write_bytes(encode_manifest(replace(manifest, caches=caches, log=end)))
     assert len(verify_folder(tmp_path).problems) == 1
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [] and store.quarantined == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"groups": ()}, {"groups": ("full.0", "recurrent")}, {"producer": SavedProducer("5e", 0, ("full.0",))}],
+    ids=["no groups", "states", "a producer"],
+)
+def test_what_may_not_stand_beside_base_is_rejected(tmp_path: Path, change: dict[str, Any]) -> None:
+    record = make_record("alice", make_transcript(300))
+    with open_store(tmp_path) as store:
+        store.save_agent(record)
+    folder = agents_folder(tmp_path)
+    manifest = decode_manifest((folder / "alice.json").read_bytes())
+    sound = SavedCache(CACHE, OTHER.digest, ("full.0",), 256)
+    cache = replace(sound, **change)
+    chains = tuple(chain_keys(ROOT, record.transcript.ids, cache.spans()))
+    log, end = start_log("alice", MODEL, 1, Content(record.transcript, {"base": record.chains, CACHE: chains}, None))
+    (folder / "alice.1.log").write_bytes(log)
+    (folder / "alice.json").write_bytes(encode_manifest(replace(manifest, caches=(manifest.base, cache), log=end)))
     with open_store(tmp_path) as store:
         assert store.load_agents() == [] and store.quarantined == 1

@@ -267,3 +267,22 @@ def test_room_is_made_by_whoever_was_used_longest_ago_of_whatever_model(other_is
         assert kept == {"other": not other_is_older, "own": other_is_older, "new": True}
     with open_store(tmp_path) as store:
         assert [record.id for record in store.load_agents()] == ["other"], "its transcript stays"
+
+
+@pytest.mark.parametrize("cache", [OPEN, CLOSED], ids=["loaded", "not loaded"])
+def test_residuals_of_adapters_that_are_not_loaded_go_first(cache: str, tmp_path: Path) -> None:
+    old = make_record("old", make_transcript(600, seed=1), last_used=2.0)
+    new = with_residual(make_record("new", make_transcript(600, seed=2), last_used=3.0), cache, 600)
+    with open_store(tmp_path) as store:
+        store.know_cache(cache, RESIDUAL_SPEC)
+        for record in (old, new):
+            store.write_blocks(make_turn(record))
+            store.save_agent(record)
+    with open_store(tmp_path, disk_budget=size_on_disk(tmp_path) - 1) as store:
+        disk = Disk(store, store.load_agents(), InUse(), lambda name: name == OPEN)
+        outcome = disk.tidy()
+        assert outcome.error is None and store.free_budget >= 0
+        [reduced] = outcome.reduced
+        without = new.without_residual(CLOSED) if cache == CLOSED else old.without_blocks()
+        assert (reduced.before, reduced.after) == (new if cache == CLOSED else old, without)
+    assert verify_folder(tmp_path).missing_blocks == 0

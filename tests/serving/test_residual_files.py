@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.agents.index import lay_out
+from agentcache.agents.residuals import ResidualTurn
+from agentcache.agents.saved import Saved
 from agentcache.blocks.keys import BASE_CACHE, block_key
-from agentcache.store.archive import export_agent, read_archive
+from agentcache.store.archived_agent import read_archive
+from agentcache.store.export import export_agent
 from agentcache.store.verify import verify_folder
 from tests.kv.store_cases import MODEL, SPEC
 from tests.serving.residual_damage import RESIDUAL_DAMAGE, damage_residuals
@@ -155,6 +159,24 @@ def test_residuals_that_are_lost_meanwhile_do_not_cost_the_turn(ram_path: Path) 
         made.turn("alice", LONGER)
     with desk(ram_path) as made:
         check_all_there(made, LONGER)
+
+
+def test_residuals_that_neither_disk_nor_ram_has_are_not_named(ram_path: Path) -> None:
+    """Their files went while the turn was on its way, and RAM had given them up before."""
+    with desk(ram_path) as made:
+        made.turn("alice", IDS)
+        record, cache = made.record("alice"), made.caches.get(MATH)
+        made.evict("alice", "residual")
+        files_of(ram_path, record)[0].unlink()
+        blocks = [lay_out(made.caches, kept, record, 600) for kept in (made.caches.base, cache)]
+        saved: list[Saved] = []
+        turn = ResidualTurn(MATH, 600, blocks[1])
+        made.persistence.commit(record, blocks[0], saved.append, residuals=[turn])
+        made.settle(lambda: bool(saved))
+        assert saved[0].error is None
+        assert made.record("alice").residuals == () and made.record("alice").num_saved == 600
+        assert made.store.disk_bytes_by["residual"] == 0
+    assert verify_folder(ram_path).problems == ()
 
 
 # -- forks and archives -----------------------------------------------------------------------------------------------

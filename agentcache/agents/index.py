@@ -1,0 +1,62 @@
+"""What lies on disk, told to the trees of prefixes: so that what agents name can be found there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.blocks.keys import BASE_CACHE, BlockName
+from agentcache.blocks.lanes import spans
+from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.sequence import LaneBlock
+from agentcache.store.manifest import AgentRecord
+
+Has = Callable[[BlockName], bool]  # whether there is a file
+
+
+def index_lineage(caches: KeptCaches, record: AgentRecord, has: Has) -> None:
+    """What files there are of a lineage, in all caches that are open."""
+    base = caches.base
+    blocks = lay_out(caches, base, record, record.num_saved)
+    _note_stored(base, blocks, has)
+    nodes = [block.node for block in blocks]
+    root, ids = caches.root(base, record.salt), record.transcript.ids
+    for snapshot in record.snapshots:
+        nodes.append(base.prefix.snapshot_node(root, ids, snapshot.num_tokens, record.producer))
+        if nodes[-1].chain == snapshot.chain and has(BlockName(snapshot.chain, snapshot.group)):
+            nodes[-1].stored.add(snapshot.group)
+    _prune(base, nodes)
+    for cache in caches.further:
+        index_residuals(caches, cache, record, has)
+
+
+def index_residuals(caches: KeptCaches, cache: KeptCache, record: AgentRecord, has: Has) -> None:
+    """What files there are of a lineage's residuals in one cache."""
+    residual = record.residual_of(cache.name)
+    if residual is not None and residual.spec == cache.spec.digest:
+        blocks = lay_out(caches, cache, record, residual.num_saved)
+        _note_stored(cache, blocks, has)
+        _prune(cache, [block.node for block in blocks])
+
+
+def lay_out(caches: KeptCaches, cache: KeptCache, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
+    """A cache's blocks of a lineage's first tokens, in the order of `spans`. What its tree lacks is made."""
+    tree, blocks = cache.prefix.tree, list[LaneBlock]()
+    root, has_state = tree.root(caches.root(cache, record.salt)), cache.prefix.snapshots is not None
+    producer = record.producer if cache.name == BASE_CACHE else None
+    for span in spans(num_tokens, producer, len(cache.prefix.groups), has_state=has_state):
+        parent = root if span.parent is None else blocks[span.parent].node
+        node = tree.insert(parent, record.transcript.ids[span.begin : span.end], span.producer)
+        blocks.append(LaneBlock(node, span.groups))
+    return blocks
+
+
+def _note_stored(cache: KeptCache, blocks: Iterable[LaneBlock], has: Has) -> None:
+    for block in blocks:
+        block.node.stored.update(name.group for name in block.named_in(cache.name).names if has(name))
+
+
+def _prune(cache: KeptCache, nodes: list[Node]) -> None:
+    """Forget those of which there is nothing, from the end."""
+    for node in reversed(nodes):
+        cache.prefix.slots.prune(node)
