@@ -299,13 +299,18 @@ class AgentOperations:
             cache.prefix.abandon(sequence)  # what was loaded is the tree's by now
             if restored.complete:
                 due.pop()
+            go_on()
+
+        def go_on() -> None:
+            while due and self._caches.find(due[-1][1].name) is not due[-1][1]:
+                due.pop()  # its adapter has gone meanwhile
             if due:
                 attempt()
                 return
             elapsed_ms = (time.perf_counter() - started) * 1e3
             done(RestoreReport(num_tokens, restored_bytes, elapsed_ms, self.info(agent_id).cache_state))
 
-        attempt()
+        go_on()
 
 
 def _is_used(cache: KeptCache, record: AgentRecord) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Producer, chain_key
+from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, BlockName, Producer, chain_key
 from agentcache.blocks.lanes import BlockSpan, agreed_tokens, chain_keys, has_base_tail, lay_out, name_blocks, spans
 
 NUM_GROUPS = 3
@@ -100,7 +100,7 @@ def test_the_own_lane_leaves_the_base_lane_at_the_block_of_the_start() -> None:
     chains = chain_keys("root", list(range(600)), layout)
     assert chains[0] == chains[3]
     assert len(set(chains)) == len(chains) - 1
-    assert name_blocks(chains, layout)[-1].names == [(chains[-1], 0), (chains[-1], 1)]
+    assert name_blocks(chains, layout)[-1].names == [BlockName(chains[-1], 0), BlockName(chains[-1], 1)]
 
 
 @given(PRODUCERS, PRODUCERS, st.integers(0, 700))
