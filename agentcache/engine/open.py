@@ -145,6 +145,7 @@ def _put_together(
                 plan=plan,
             ),
             limits=limits,
+            idle_seconds=config.idle_seconds,
         )
     )
 

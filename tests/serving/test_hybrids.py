@@ -14,6 +14,7 @@ import pytest
 from agentcache.blocks.snapshot_plan import MOST_SAVED
 from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.llm import LLM, Completion
+from agentcache.pressure import Level
 from agentcache.store.verify import verify_folder
 from tests.serving import inside
 from tests.serving.block_damage import block_files, metadata_of
@@ -257,6 +258,59 @@ def test_who_is_preempted_goes_on_from_the_last_snapshot(qwen: Path, tmp_path: P
         assert llm.stats().computed_tokens < 1300 + 40 + 256 + 40
 
 
+@pytest.mark.parametrize("level", [Level.WARNING, Level.CRITICAL])
+def test_snapshots_leave_under_memory_pressure_and_agents_come_back_warm(
+    level: Level, qwen: Path, tmp_path: Path
+) -> None:
+    """What is in RAM only is written first; an agent that comes back computes what is new."""
+    names = ("alice", "bob", "carol")
+    with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
+        held = {name: make_ids(300 + 50 * seed, seed=seed) for seed, name in enumerate(names)}
+        for name, ids in held.items():
+            held[name] = [*ids, *answer(llm, ids, name).token_ids]
+        assert snapshot_files(tmp_path) == [], "the prompts are too short for that"
+        before = states_in_ram(llm)
+        assert before >= len(names)
+        inside.relieve(llm, level)
+        left = states_in_ram(llm)
+        assert left >= len(names), "what nobody has written yet stays"
+        inside.wait_until(llm, lambda: len(snapshot_files(tmp_path)) == len(names) and not inside.is_writing(llm))
+        inside.relieve(llm, level)
+        assert states_in_ram(llm) == (0 if level is Level.CRITICAL else left - -(-left // 2))
+        inside.relieve(llm, Level.CRITICAL)
+        assert states_in_ram(llm) == inside.state_arrays(inside.engine_of(llm)) == 0
+        assert llm.stats().ram_used["state"] == 0
+        assert llm.stats().pressure_freed_bytes >= before * inside.snapshot_bytes(inside.engine_of(llm))
+        check_idle(llm)
+        for name, ids in held.items():
+            back = answer(llm, prompt := more(ids, 2, seed=9), name)
+            assert back.report.cache_state == "warm"
+            assert back.report.computed_tokens <= 2 + 1
+            check_same(back, answer(llm, prompt, None, salt="cold"))
+
+
+def states_in_ram(llm: LLM) -> int:
+    """Snapshots; no request runs."""
+    return llm.stats().ram_used["state"] // inside.snapshot_bytes(inside.engine_of(llm))
+
+
+def test_a_snapshot_that_cannot_be_written_stays_under_memory_pressure(qwen: Path, tmp_path: Path) -> None:
+    with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
+        ids = make_ids(300)
+        ids = [*ids, *answer(llm, ids, "alice").token_ids]
+
+        def full(step: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        repair = inside.set_fault(inside.engine_of(llm), full)
+        for _ in range(3):
+            inside.relieve(llm, Level.CRITICAL)
+            inside.wait_until(llm, lambda: not inside.is_writing(llm))
+        repair()
+        assert states_in_ram(llm) == 1
+        assert answer(llm, more(ids, 2, seed=1), "alice").report.computed_tokens <= 2 + 1
+
+
 # -- what is on disk ---------------------------------------------------------------------------------------------------
 
 
@@ -334,9 +388,8 @@ def test_forgotten_agents_leave_no_snapshots(qwen: Path, tmp_path: Path) -> None
         assert snapshot_files(tmp_path) == []
 
 
-def test_an_idle_agent_is_saved_to_its_last_token(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside.set_idle_seconds(monkeypatch, 0.2)
-    with open_llm(qwen, tmp_path / "one") as llm:
+def test_an_idle_agent_is_saved_to_its_last_token(qwen: Path, tmp_path: Path) -> None:
+    with open_llm(qwen, tmp_path / "one", idle_seconds=0.2) as llm:
         ids = make_ids(300)
         ids = more([*ids, *answer(llm, ids, "alice").token_ids], 20, seed=1)
         assert snapshot_files(tmp_path / "one") == []
