@@ -218,9 +218,9 @@ class AgentMemory:
         leaving = [node for node in nodes if node not in last or snapshots.index in node.stored]
         return sum(snapshots.evict(node) for node in leaving[: math.ceil(share * len(nodes))])
 
-    def _snapshots_of(self, record: AgentRecord) -> list[Node]:
+    def _snapshots_of(self, record: AgentRecord) -> tuple[Node, ...]:
         root, ids = self._namespace(record.salt).root, record.transcript.ids
-        return self._cache.find_snapshots(root, ids, len(ids), record.producer)
+        return tuple(self._cache.find_snapshots(root, ids, len(ids), record.producer))
 
     def _evict_snapshots(self, records: Iterable[AgentRecord]) -> None:
         """All of these lineages': what is not on disk by now is not worth it."""

@@ -40,6 +40,7 @@ from agentcache.models.device_memory import Limits, device_memory, wanted_limits
 from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
 from agentcache.models.loader import LoadedModel, load
 from agentcache.models.runner import ModelRunner
+from agentcache.models.text.replies.history import first_thought
 from agentcache.store.store import Store
 
 # Of a small model a lot of slots, of a large one those of a first turn: the kernel takes longer to clear pages that a
@@ -107,7 +108,17 @@ def _put_together(
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
     in_use = InUse()
     agents = AgentTable(loaded.fingerprint, store.load_agents(), in_use)
-    persistence = Persistence(cache, runner, store, agents, in_use, loaded.namespace, post, config.max_lineages)
+    persistence = Persistence(
+        cache,
+        runner,
+        store,
+        agents,
+        in_use,
+        loaded.namespace,
+        post,
+        config.max_lineages,
+        partial(first_thought, form=loaded.tokenizer.reply_format),
+    )
     restorer = Restorer(cache, runner, store, post)
     persistence.index()
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))

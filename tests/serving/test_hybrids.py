@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.snapshot_plan import MOST_SAVED
 from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.llm import LLM, Completion
@@ -134,6 +136,39 @@ def test_the_same_words_at_the_cost_of_what_is_new(file: str, hybrid: Callable[[
                 process.llm.check_integrity()
             report = verify_folder(process.cache_dir)
             assert (report.problems, report.missing_blocks, report.unnamed_blocks) == ((), 0, 0)
+
+
+THINKING = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'].split('</think>')[-1].lstrip('\n') }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_thoughts_that_the_template_leaves_out_are_not_gone_on_from(how: str, qwen: Path, tmp_path: Path) -> None:
+    """Each prompt leaves what was generated at its beginning: there has to be a snapshot in front of that, too."""
+    model = Path(shutil.copytree(qwen, tmp_path / "model"))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": THINKING}))
+    process, held = Process(model, tmp_path / how, how), list[int]()
+    messages: list[dict[str, str]] = []
+    with process.stack:
+        for turn, words in enumerate((500, 150, 60, 250)):
+            process.interrupt()
+            tokenizer = inside.tokenizer(inside.engine_of(process.llm))
+            never = dict.fromkeys({*tokenizer.control_ids, *tokenizer.eos_ids, *tokenizer.markers}, -1e9)
+            messages.append({"role": "user", "content": make_text(words, seed=turn)})
+            said = process.llm.chat(messages, greedy(200, logit_bias=never), agent="alice")
+            messages.append({"role": "assistant", "content": ""})
+            prompt = list(said.prompt_token_ids)
+            new = len(prompt) - len_common_prefix(held, prompt)
+            assert turn == 0 or len(prompt) - new > EVERY, "there is something to go on from"
+            assert len(prompt) - new < len(held) - 190 or turn == 0, "without the thought"
+            assert said.report.computed_tokens <= new + EVERY
+            held = [*prompt, *said.token_ids]
+            inside.flush(inside.engine_of(process.llm))
+            assert len(snapshot_files(process.cache_dir)) <= MOST_SAVED
 
 
 def test_an_answer_given_anew_begins_near_the_prompts_end(qwen: Path, tmp_path: Path) -> None:
