@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from agentcache.agents.memory import AgentMemory
+from agentcache.agents.operations import AgentOperations
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.engine.device import Device
 from agentcache.engine.scheduler import Scheduler
@@ -35,7 +35,7 @@ class MemoryRelief:
         cache: PrefixCache,
         device: Device,
         scheduler: Scheduler,
-        memory: AgentMemory,
+        operations: AgentOperations,
         trunk: Trunk,
         loaded: LoadedModel,
     ) -> None:
@@ -45,7 +45,7 @@ class MemoryRelief:
         self._cache = cache
         self._device = device
         self._scheduler = scheduler
-        self._memory = memory
+        self._operations = operations
         self._trunk = trunk
         self._loaded = loaded
 
@@ -58,7 +58,7 @@ class MemoryRelief:
         self._enter(level)
         if level is Level.NORMAL:
             return False
-        evicted = self._memory.evict_unread(_SHARES[level])
+        evicted = self._operations.evict_unread(_SHARES[level])
         for account in self._cache.ledger.sharing:
             if account.on_loan and account.claimed and account.give_way is not None:
                 account.give_way(account.claimed, account)
@@ -66,7 +66,7 @@ class MemoryRelief:
         self._trunk.sweep()
         freed = self._cache.allocator.give_back() + self._loaded.trunk.blocks.keep_first(self._trunk.blocks.give_back())
         if (snapshots := self._cache.snapshots) is not None:
-            evicted_snapshots = self._memory.evict_snapshots(_SHARES[level])
+            evicted_snapshots = self._operations.evict_snapshots(_SHARES[level])
             evicted, freed = evicted + evicted_snapshots, freed + evicted_snapshots * snapshots.group.bytes_per_block
             self._device.free_states()
         self._device.give_back()

@@ -206,8 +206,8 @@ class Proof:
         for number, step in enumerate(STEPS):
             ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=mx.random.key(number))
             traces = []
-            for place, row in enumerate(step.rows):
-                traces.append(self._reference(row, ids[place : place + 1]))
+            for index, row in enumerate(step.rows):
+                traces.append(self._reference(row, ids[index : index + 1]))
                 yield
             expected = _joined(traces)
             actual = self._paged(step, ids, [layer.x for layer in expected])
