@@ -17,7 +17,7 @@ from agentcache.errors import UnsupportedModel
 from agentcache.kv.arena import dequantise
 from agentcache.kv.spec import Quantisation
 from agentcache.models.mla import is_expanded
-from agentcache.models.survey import Paged, Place, Survey
+from agentcache.models.survey import CacheRef, Paged, Survey
 from tests.models import zoo
 from tests.models.driver import Driver, Row
 from tests.models.model_files import COMMON, MODEL_FILES, NOT_BUILT
@@ -108,12 +108,12 @@ class Quantisers:
         return sum(each.others for each in self.all) / max(1, sum(each.groups for each in self.all))
 
 
-def quantised(cache: Any, place: Place, quantisers: Quantisers) -> Any:
-    if isinstance(place, tuple):
-        return CacheList(*[quantised(*pair, quantisers) for pair in zip(cache.caches, place, strict=True)])
-    if not isinstance(place, Paged):
+def quantised(cache: Any, ref: CacheRef, quantisers: Quantisers) -> Any:
+    if isinstance(ref, tuple):
+        return CacheList(*[quantised(*pair, quantisers) for pair in zip(cache.caches, ref, strict=True)])
+    if not isinstance(ref, Paged):
         return cache
-    pair = quantisers.of(place.layer)
+    pair = quantisers.of(ref.layer)
     return RoundTripWindow(cache.max_size, *pair) if isinstance(cache, RotatingKVCache) else RoundTripKeys(*pair)
 
 
@@ -129,7 +129,7 @@ def reference(model: nn.Module, survey: Survey, quantisers: Quantisers | None = 
     if expanded:
         assert len(expanded) == len(survey.layers)
         return list(caches)
-    return [quantised(*pair, quantisers) for pair in zip(caches, survey.places, strict=True)]
+    return [quantised(*pair, quantisers) for pair in zip(caches, survey.refs, strict=True)]
 
 
 def _in_order(named: tuple[str, nn.Module]) -> list[tuple[int, str]]:
