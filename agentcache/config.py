@@ -128,6 +128,8 @@ class Config:
             until they are used; None for a quarter of it.
         max_divergence: how far, relative to its own, the keys and values that an adapter reads may lie from those that
             base shares with it (policy `residual`); 0 refuses to share so.
+        idle_seconds: seconds after which a conversation that nobody goes on with counts as idle: its last recurrent
+            state is written then, so that nothing of it is computed again, whatever becomes of the process.
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
@@ -208,6 +210,12 @@ class Config:
         Kind.NUMBER,
         Flag("How far answers' keys and values may be from the adapter's own, to share a base: 0.2; 0 (never)."),
         default=0.0,
+    )
+    idle_seconds: float = _setting(
+        Kind.NUMBER,
+        Flag("Seconds until idle agents' recurrent state is written (60)."),
+        above_zero=True,
+        default=60.0,
     )
     max_concurrent_requests: int = _setting(
         Kind.INTEGER, Flag("Requests in one batch (16); more wait."), above_zero=True, default=16

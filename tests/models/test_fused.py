@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from agentcache.errors import ConfigError
@@ -26,6 +27,8 @@ from tests.metal_kernels import emulated_child
 from tests.metal_kernels.conftest import KERNELS, emulated
 from tests.metal_kernels.emulator.build import clang
 from tests.metal_kernels.emulator.run import PLAIN, Result, Schedule
+from tests.models.residual_driver import ResidualDriver
+from tests.models.residual_oracle import adapter, small_model
 from tests.models.test_attention import Case, fill
 
 if clang() is None:
@@ -87,6 +90,7 @@ def close(one: mx.array, other: mx.array, tolerance: float) -> bool:
         Case((5, 256, 300), 3, window=40),
         Case((5, 290), 8, softcap=3.0, sinks=True),
         Case((0, 3), 1, heads=(4, 4)),
+        Case((270,), 20),
         Case((300, 20), 2, heads=(4, 1), dtype=mx.float16),
     ],
     ids=str,
@@ -103,10 +107,30 @@ def test_few_queries_are_answered_by_kernels(case: Case, kernel_device: Device) 
 
 def test_a_chunk_is_unpacked_by_a_kernel(kernel_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     log = kernel_device()
-    by_kernels, _ = both(Case((290,), 20))
+    by_kernels, _ = both(Case((290,), 40))
     assert len(log) == 4  # keys and values, both times
     ask_for("off", monkeypatch)
-    assert close(by_kernels, both(Case((290,), 20))[1], 1e-5)
+    assert close(by_kernels, both(Case((290,), 40))[1], 1e-5)
+
+
+def test_rows_beside_residual_ones_are_answered_by_kernels(
+    kernel_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loaded = small_model("llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    weights = adapter(loaded, tmp_path, 3)
+
+    def decoded() -> mx.array:
+        driver = ResidualDriver(loaded)
+        overlay, other = driver.overlay(driver.row(), weights), driver.row()
+        driver.read(overlay, np.arange(70))
+        driver.logits(np.arange(20), [20], other)
+        return driver.mixed([other, overlay, overlay.base], np.array([[1], [2], [2]])).logits
+
+    log = kernel_device()
+    by_kernels = decoded()
+    assert len(log) > 0
+    ask_for("off", monkeypatch)
+    assert close(by_kernels, decoded(), 1e-3)
 
 
 def test_a_plan_is_made_once_for_all_layers(kernel_device: Device) -> None:

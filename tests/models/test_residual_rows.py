@@ -211,3 +211,19 @@ def test_residuals_that_are_not_there_are_never_read(tmp_path: Path) -> None:
     row.tables[0].first_block = 1
     with pytest.raises(BrokenInvariant, match="lacks residuals"):
         driver.mixed([row, row.base], np.array([[1], [1]]))
+
+
+def test_what_others_have_left_in_the_slots_does_not_matter(tmp_path: Path) -> None:
+    """Places behind a row's end are read, masked: the largest numbers that there can be must not show."""
+    loaded = small_model("qwen3")
+    weights = adapter(loaded, tmp_path, 3)
+    clean = shared(loaded, weights)
+    driver = ResidualDriver(loaded)
+    row = driver.overlay(driver.row(), weights)
+    for pool in row.cache.pools:
+        pool.grow(2)
+    row.cache.arenas.fit()
+    for group, spec in enumerate(row.cache.arenas.spec.groups):
+        largest = np.full(spec.bytes_per_block // 2, 65504, np.float16).view(np.uint8)
+        row.cache.arenas.put_blocks(group, [0, 1], [largest, largest])
+    assert mx.array_equal(driver.read(row, IDS, 110), clean)

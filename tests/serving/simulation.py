@@ -227,6 +227,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         residuals=none,
         served=none,
         limits=Limits([]),
+        idle_seconds=60.0,
     )
 
 

@@ -128,9 +128,9 @@ def test_bases_files_are_those_of_a_server_without_adapters(
 
     def talk(llm: LLM, order: tuple[str, ...], **options: str) -> None:
         for name in order:
-            prompt = make_ids(512) + make_ids(40, seed=NAMES.index(name) + 1)
-            for ids in (prompt, [*prompt, *make_ids(230, seed=9)]):
-                ask(llm, ids, name if options else None, 1, agent=name, **options)
+            prompt = make_ids(256) + make_ids(40, seed=NAMES.index(name) + 1)
+            ask(llm, prompt, name if options else None, 1, **options)
+            ask(llm, [*prompt, *make_ids(250, seed=9)], name if options else None, 1, agent=name, **options)
 
     files = []
     for number, order in enumerate((NAMES, NAMES[::-1])):
@@ -139,7 +139,9 @@ def test_bases_files_are_those_of_a_server_without_adapters(
         with open_residual(model, tmp_path / f"base{number}", {}) as llm:
             talk(llm, order)
         mine, base = block_files(tmp_path / f"mine{number}"), block_files(tmp_path / f"base{number}")
-        assert mine["base"] and mine["base"] == base["base"]
+        assert mine["base"].items() >= base["base"].items() and base["base"]
+        # Windows that residuals are read with stay in RAM, so that more of them is there to be saved.
+        assert mine["base"].keys() == base["base"].keys() or architecture == "mistral_sliding"
         assert mine["residual"] and not base["residual"]
         files.append(mine)
     assert files[0] == files[1]

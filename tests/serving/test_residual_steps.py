@@ -11,8 +11,10 @@ import pytest
 
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
+from agentcache.engine import passes
 from agentcache.engine.messages import DropAdapter, PutAdapter
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter
+from agentcache.report import RestoreReport
 from tests.conftest import ModelFolder
 from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
@@ -200,6 +202,43 @@ def test_a_weak_adapter_stays_within_the_limit(small: Path, tmp_path: Path) -> N
         hand.run(said)
         assert said.report.policy == "residual" and said.report.stepped_down is None
         assert said.report.divergence is not None and said.report.divergence < 0.05
+
+
+def test_base_and_adapter_take_turns_where_windows_are_read(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Base leaves blocks behind that the adapter has still to read, so it is not far ahead; the answer is the same."""
+    kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model = model_folder("mistral_sliding", **kinds)
+    folders = residual_folders(tmp_path / "adapters", model, ("ann",))
+    said, most = [], []
+    for number, ahead in enumerate((256, 10_000)):
+        monkeypatch.setattr(passes, "_MOST_AHEAD", ahead)
+        with opened(model, tmp_path / f"cache{number}", folders) as hand:
+            inside.set_chunk(hand.engine, 128)
+            receiver, held = hand.say("ann", make_ids(1100), 3), 0
+            while not receiver.is_done:
+                hand.hand.step()
+                held = max(held, inside.most_blocks_held(hand.engine).get("window32.0", 0))
+            said.append(receiver.token_ids)
+            most.append(held)
+    assert said[0] == said[1]
+    assert most == [2, 5], "a window, and as far as base is ahead"
+
+
+def test_an_adapter_goes_while_its_residuals_are_read_from_disk(hand: Hand) -> None:
+    hand.run(hand.say("ann", PROMPT, 4, agent="alice"))
+    hand.hand.evict("alice")
+    outcome: list[object] = []
+    inside.restore_agent(hand.engine, "alice", outcome.append)
+    hand.engine.handle(DropAdapter(hand.contents["ann"].adapter.digest), lambda dropped: None)
+    while not outcome:
+        hand.hand.posted.get(timeout=30)()
+    assert isinstance(outcome[0], RestoreReport) and outcome[0].restored_bytes > 0, "what there still is"
+    hand.engine.handle(PutAdapter(hand.contents["ann"]), lambda there: None)
+    again = hand.say("ann", [*PROMPT, 50], 4, agent="alice")
+    hand.run(again)
+    assert again.report.computed_tokens == 1, "its files have stayed"
 
 
 def test_random_operations(small: Path, two: dict[str, Path], tmp_path: Path) -> None:
