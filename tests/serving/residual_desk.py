@@ -72,7 +72,14 @@ class Desk:
         self.caches = KeptCaches(base, lambda salt: Namespace(MODEL, SPEC.digest, salt))
         runner: Any = base.arenas  # asked about recurrent state only
         self.persistence = Persistence(
-            self.caches, runner, self.store, self.agents, self.in_use, self.posted.put, max_lineages=8
+            self.caches,
+            runner,
+            self.store,
+            self.agents,
+            self.in_use,
+            self.posted.put,
+            max_lineages=8,
+            first_thought=lambda transcript: None,
         )
         self.restorer = Restorer(self.caches, self.store, self.posted.put)
         self.operations = AgentOperations(self.caches, self.agents, self.persistence, self.in_use, self.restorer)
