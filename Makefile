@@ -54,9 +54,10 @@ demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a r
 	$(RUN) $(BIN)/agentcache demo $(ARGS)
 
 # Two processes with one BLAS thread each: most tests are short and single-threaded. The longest file goes first.
-PYTEST := OPENBLAS_NUM_THREADS=1 $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=12
+# Bytecode is kept, whatever the environment says: the processes that tests start would all compile the package anew.
+PYTEST := OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=12
 
-# Random tests try two fifths of their examples here, all of them in test-all.
+# Random tests try a fifth of their examples here, all of them in test-all.
 test: $(DEV_STAMP) ## run the tests, but for the long ones
 	$(PYTEST) -m "not slow" $(ARGS)
 
