@@ -15,6 +15,7 @@ from agentcache.blocks.snapshot_plan import MOST_SAVED
 from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.llm import LLM, Completion
 from agentcache.store.verify import verify_folder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.block_damage import block_files, metadata_of
 from tests.serving.conversation import Chat, Stream, check_idle, greedy, make_ids, make_text, open_llm
@@ -111,7 +112,7 @@ def converse(process: Process) -> Iterator[tuple[list[int], int, Completion]]:
 
 
 MODES = ["hot", "evicted", "stopped", "killed"]
-PARAMETERS = [pytest.param(file, marks=() if file in QUICK else pytest.mark.slow) for file in HYBRIDS]
+PARAMETERS = [file if file in QUICK else slow(file) for file in HYBRIDS]
 
 
 @pytest.mark.parametrize("file", PARAMETERS)
@@ -260,7 +261,7 @@ def test_who_is_preempted_goes_on_from_the_last_snapshot(qwen: Path, tmp_path: P
 # -- what is on disk ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offset", [-1, -3000, 700])
+@pytest.mark.parametrize("offset", [-1, slow(-3000), 700])
 def test_a_damaged_snapshot_is_quarantined_and_computed_again(qwen: Path, tmp_path: Path, offset: int) -> None:
     with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
         ids = make_ids(700)
@@ -295,7 +296,7 @@ def test_a_lost_snapshot_is_computed_again(qwen: Path, tmp_path: Path) -> None:
     assert len(snapshot_files(tmp_path)) == 1, "and written again"
 
 
-@pytest.mark.parametrize("num_turns", [12, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_turns", [12, slow(50)])
 def test_many_turns_write_few_snapshots(num_turns: int, qwen: Path, tmp_path: Path) -> None:
     with open_llm(qwen, tmp_path) as llm:
         spec = inside.loaded_model(inside.engine_of(llm)).spec
