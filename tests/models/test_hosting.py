@@ -53,7 +53,7 @@ def save(model: nn.Module, config: dict[str, Any], source: Path, folder: Path) -
     return folder
 
 
-@pytest.mark.parametrize("architecture", ["llama_bias", "gemma3_text", "gpt_oss", "deepseek_v2_q_lora"])
+@pytest.mark.parametrize("architecture", [slow("llama_bias"), slow("gemma3_text"), "gpt_oss", "deepseek_v2_q_lora"])
 def test_four_bit_weights(model_folder: ModelFolder, tmp_path: Path, architecture: str) -> None:
     source = model_folder(architecture, q_lora_rank=64) if "q_lora" in architecture else model_folder(architecture)
     model, config = load_model(source)

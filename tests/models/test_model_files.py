@@ -16,6 +16,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import Quantisation
 from agentcache.models.mla import is_expanded
+from tests.marks import slow
 from tests.models import zoo
 from tests.models.driver import Driver
 from tests.models.model_files import COMMON, MODEL_FILES, NOT_BUILT
@@ -27,10 +28,8 @@ ALWAYS = {  # one of each kind; the others in the long run
     "deepseek_v3",
     "falcon_h1",
     "gemma2",
-    "gemma3n",
     "gemma4",
     "gpt_oss",
-    "iquestloopcoder",
     "lfm2",
     "longcat_flash_ngram",
     "minimax",
@@ -38,10 +37,9 @@ ALWAYS = {  # one of each kind; the others in the long run
     "nemotron_h",
     "phi",
     "qwen3_5",
-    "rwkv7",
 }
 SERVED = [name for name, file in MODEL_FILES.items() if file.refused is None]
-SERVED_PARAMS = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in SERVED]
+SERVED_PARAMS = [name if name in ALWAYS else slow(name) for name in SERVED]
 REFUSED = [name for name, file in MODEL_FILES.items() if file.refused is not None]
 
 

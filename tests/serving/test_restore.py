@@ -47,7 +47,7 @@ MODELS = [
     slow("granite", "byte_bpe_bos"),
     ("deepseek_v2", "byte_bpe_bos"),
 ]
-CHATS = [*(("qwen3", tokenizer) for tokenizer in TOKENIZERS), ("gemma3_text", "metaspace"), ("gpt_oss", "byte_bpe")]
+CHATS = [*(("qwen3", tokenizer) for tokenizer in TOKENIZERS), ("gemma3_text", "metaspace"), slow("gpt_oss", "byte_bpe")]
 
 
 def play(model: Path, cache_dir: Path, talk: Any, turns: Sequence[Any], *, restart: bool) -> list[Completion]:
@@ -83,7 +83,7 @@ def test_turns_in_exact_lengths_after_a_restart(
         assert cold_ids(cold, kept[-1].prompt_token_ids, 3) == kept[-1].token_ids
 
 
-@pytest.mark.parametrize("tokens_per_second", [1, 10**6])
+@pytest.mark.parametrize("tokens_per_second", [slow(1), 10**6])
 def test_a_new_prompt_on_a_machine_of_another_pace(
     tokens_per_second: float, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
@@ -188,7 +188,7 @@ def test_after_a_fork(architecture: str, restart: bool, model_folder: ModelFolde
     assert other_turn.report.cached_tokens.own >= 256
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", slow("gemma3_text")])
+@pytest.mark.parametrize("architecture", [slow("qwen3"), slow("gemma3_text")])
 def test_after_kill_9(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     """What a process said is finished is there after it was killed."""
     model, lengths = model_folder(architecture, **fewer_layers(architecture)), [258, 300, 520]

@@ -239,6 +239,7 @@ def said_together(hand: ByHand, folders: dict[str, Path]) -> list[list[int]]:
     return [receiver.token_ids for receiver in receivers]
 
 
+@pytest.mark.slow
 def test_together_with_little_memory(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """Rows that go on from the trunk beside rows that decode; blocks of both caches come and go."""
     ram_budget = 11 * LAYERS * 36864 + (500 << 10)

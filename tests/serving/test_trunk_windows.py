@@ -19,7 +19,12 @@ BUDGET = 64 << 20
 
 @pytest.mark.parametrize(
     ("architecture", "layers"),
-    [("gemma3_text", [5, 6, 7]), slow("gemma3_text_wide", [6, 7]), slow("gpt_oss", [2, 3]), ("mistral_sliding", [3])],
+    [
+        ("gemma3_text", [5, 6, 7]),
+        slow("gemma3_text_wide", [6, 7]),
+        slow("gpt_oss", [2, 3]),
+        slow("mistral_sliding", [3]),
+    ],
 )
 def test_sliding_windows(architecture: str, layers: Sequence[int], model_folder: ModelFolder, tmp_path: Path) -> None:
     """Base's blocks in front of the window are on disk; chunks end inside blocks."""

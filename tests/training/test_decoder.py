@@ -86,6 +86,7 @@ def test_only_the_last_layers_are_adapted(trained: tuple[DecoderTrainer, list[Pr
     assert {int(name.partition(".")[0]) for name in trained[0].parameters} == set(range(2, 8))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint(
     trained: tuple[DecoderTrainer, list[Progress]], embedded: Path, tmp_path: Path
 ) -> None:
