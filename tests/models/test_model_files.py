@@ -19,7 +19,8 @@ from agentcache.models.mla import is_expanded
 from tests.marks import slow
 from tests.models import zoo
 from tests.models.driver import Driver
-from tests.models.model_files import COMMON, MODEL_FILES, NOT_BUILT
+from tests.models.mlx_lm_files.model_file import COMMON
+from tests.models.model_files import MODEL_FILES, NOT_BUILT
 from tests.models.reference import AfterNorm, AfterRope, round_trip
 
 CHUNKS = [5, 20, 15, 1, 1]  # windows are 8 to 12 tokens
@@ -46,7 +47,7 @@ REFUSED = [name for name, file in MODEL_FILES.items() if file.refused is not Non
 def test_the_table_has_every_file() -> None:
     folder = Path(mlx_lm.models.__path__[0])
     files = {file.stem for file in folder.glob("*.py") if "\nclass Model(" in file.read_text(encoding="utf-8")}
-    assert files == {*MODEL_FILES, *NOT_BUILT}, "mlx-lm has come with a model file more or less: see model_files.py"
+    assert files == {*MODEL_FILES, *NOT_BUILT}, "mlx-lm has come with a model file more or less: see mlx_lm_files"
 
 
 def test_most_of_them_are_served() -> None:
