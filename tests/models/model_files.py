@@ -6,11 +6,13 @@ A new one gets an entry in a table of `mlx_lm_files`.
 from __future__ import annotations
 
 from tests.models.mlx_lm_files.latents import LATENTS
-from tests.models.mlx_lm_files.model_file import ModelFile
+from tests.models.mlx_lm_files.model_file import COMMON, ModelFile
 from tests.models.mlx_lm_files.recurrent import RECURRENT
 from tests.models.mlx_lm_files.refused import REFUSED
 from tests.models.mlx_lm_files.whole import WHOLE
 from tests.models.mlx_lm_files.windows import WINDOWS
+
+__all__ = ["COMMON", "MODEL_FILES", "NOT_BUILT"]
 
 # Not models, or not to be built of a configuration alone.
 NOT_BUILT = {

@@ -19,8 +19,7 @@ from agentcache.models.mla import is_expanded
 from tests.marks import slow
 from tests.models import zoo
 from tests.models.driver import Driver
-from tests.models.mlx_lm_files.model_file import COMMON
-from tests.models.model_files import MODEL_FILES, NOT_BUILT
+from tests.models.model_files import COMMON, MODEL_FILES, NOT_BUILT
 from tests.models.reference import AfterNorm, AfterRope, round_trip
 
 CHUNKS = [5, 20, 15, 1, 1]  # windows are 8 to 12 tokens
