@@ -169,7 +169,7 @@ def test_what_comes_before_the_invocation_is_bases_byte_for_byte(
             options = {} if name is None else {"policy": "activated", "invocation_start": start}
             ask(llm, ids, name, tokens=1, **options)
             found.append(cached_bytes(llm, ids, start))
-    assert len(found[0]) > 20
+    assert sum(array.nbytes for array in found[0]) > 150_000
     assert same_bytes(*found)
 
 
