@@ -53,10 +53,11 @@ help: ## show this list
 demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a restart in between
 	$(RUN) $(BIN)/agentcache demo $(ARGS)
 
-# Two processes with one BLAS thread each: most tests are short and single-threaded. Each begins with half of the tests in
-# their order, so that what a file or a folder shares is made once, and who is done takes half of what the other has left.
+# Three processes with one BLAS thread each, for two cores: most tests are short and single-threaded, and for a quarter of
+# the time they wait for files and servers. Each begins with a third of the tests in their order, so that what a file or a
+# folder shares is made once; who is done takes half of what another has left.
 # Bytecode is kept, whatever the environment says: the processes that tests start would all compile the package anew.
-PYTEST := OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=12
+PYTEST := OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=12
 
 # Random tests try a fifth of their examples here, all of them in test-all.
 test: $(DEV_STAMP) ## run the tests, but for the long ones

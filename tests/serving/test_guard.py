@@ -88,7 +88,7 @@ def large_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 @pytest.mark.parametrize(
     ("contexts", "num_tokens"),
     [slow([8000], 1), ([4000] * 8, 1), slow([4000] * 16, 1), ([8000, *[300] * 7], 1), ([8000], 8)]
-    + [([0], 256), ([3000], 256)],
+    + [([0], 256), slow([3000], 256)],
     ids=str,
 )
 @in_rounds
