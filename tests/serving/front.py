@@ -44,8 +44,9 @@ class Front:
 
 
 @contextmanager
-def open_front(model: Path, cache_dir: Path) -> Iterator[Front]:
-    config = Config(model=str(model), cache_dir=cache_dir, ram_budget=RAM_BUDGET, disk_budget=DISK_BUDGET)
+def open_front(model: Path, cache_dir: Path, **settings: Any) -> Iterator[Front]:
+    values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
+    config = Config(model=str(model), cache_dir=cache_dir, **values)
     with asyncio.Runner() as runner:
         engine = AsyncEngine(config)
         runner.run(engine.start())

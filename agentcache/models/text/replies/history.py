@@ -6,10 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from agentcache.blocks.prefix_match import len_common_prefix
-from agentcache.blocks.transcript import Transcript
 from agentcache.models.text.marks import any_of
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.events import Call, Reasoning, Text, blocks_of
@@ -40,6 +39,15 @@ class ReadReply:
         calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
         said = tuple((call.get("name"), _value(call.get("arguments"))) for call in calls)
         return isinstance(content, str) and content.strip() == self.text and said == self.calls
+
+
+class Words(Protocol):
+    """What was said, with the model's replies in it: a transcript, or how a client tells one."""
+
+    @property
+    def text(self) -> str: ...
+
+    def generated_ranges(self) -> list[tuple[int, int]]: ...
 
 
 class ReplyReading:
@@ -112,7 +120,7 @@ class Retold:
     is_same: bool
 
 
-def as_generated(text: str, transcript: Transcript, reading: ReplyReading) -> Retold:
+def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
     """`text` with the replies in it as the model generated them, as far as they say the same.
 
     A template may order and space things in another way than the model does; the model's own words are in the cache.
@@ -139,7 +147,7 @@ def as_generated(text: str, transcript: Transcript, reading: ReplyReading) -> Re
 
 
 def with_thoughts(
-    messages: Sequence[dict[str, Any]], transcript: Transcript, reading: ReplyReading
+    messages: Sequence[dict[str, Any]], transcript: Words, reading: ReplyReading
 ) -> list[dict[str, Any]] | None:
     """Messages with what the model thought where the client has left it out; None where nothing is to be added."""
     known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
