@@ -15,7 +15,7 @@ import pytest
 
 from agentcache.blocks.prefix_match import Match
 from agentcache.config import Config
-from agentcache.report import AgentInfo, CacheState, FinishReason, LineageInfo, Report, Update
+from agentcache.report import AgentInfo, CacheState, FinishReason, LineageInfo, Report, Update, Volatile
 from agentcache.server.app import create_app
 from agentcache.server.last_turns import LastTurns, why
 from tests.server.driver import BASE_URL, ask, refused
@@ -135,6 +135,8 @@ def test_no_turn_and_turns_of_others() -> None:
         ({"match": Match.PARTIAL}, "end"),
         ({"match": Match.DIVERGE}, "early"),
         ({"match": Match.EXTEND, "lost_tokens": 12}, "12 tokens"),
+        ({"match": Match.DIVERGE, "volatile": Volatile(("It is 9:01.",), moved=False)}, "It is 9:01."),
+        ({"match": Match.EXTEND, "volatile": Volatile(("It is 9:01.",), moved=True)}, None),
     ],
 )
 def test_why_no_more_was_reused(changes: dict[str, Any], said: str | None) -> None:
