@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from agentcache.report import ModelInfo
-from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
+from agentcache.request import ChatPrompt, TextPrompt, TokenPrompt
 from agentcache.sampling import SamplingParams
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt
@@ -118,7 +118,10 @@ def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape)
         body.fail("n", f"makes more than {MAX_PROMPTS} answers of {len(prompts)} prompts")
     usage = options.report or body.object("stream_options").boolean("include_usage")
     return Job(
-        requests=[_request(job_id, index, prompt, n, sampling, options) for index, prompt in enumerate(prompts)],
+        requests=[
+            options.request(f"{job_id}-{index}" if index else job_id, prompt, sampling, n=n)
+            for index, prompt in enumerate(prompts)
+        ],
         reply=OpenAIReply(
             job_id, options.adapter or call.model.id, shape, usage, options.return_token_ids, tuple(call.notes), n
         ),
@@ -134,7 +137,3 @@ def _check_combination(body: Reader, num_prompts: int, options: Options, stream:
         body.fail("prompt", "must be one prompt when it names an agent")
     if stream and body.boolean("echo"):
         body.fail("echo", "is not supported in a stream")
-
-
-def _request(job_id: str, index: int, prompt: Prompt, n: int, sampling: SamplingParams, options: Options) -> Request:
-    return options.request(f"{job_id}-{index}" if index else job_id, prompt, sampling, n=n)

@@ -12,7 +12,7 @@ from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
 from agentcache.pressure import Level
 from agentcache.request import Request
-from agentcache.store.archive import Archive
+from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
 
 Reply = Callable[[Any], None]
@@ -75,7 +75,7 @@ class CreateAgent:
 class ImportAgent:
     """Reply: `Saved`."""
 
-    archive: Archive
+    archive: ArchivedAgent
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ the device computes in the memory that this process sees (a CPU, unified memory)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -45,6 +45,10 @@ class Packed:
 
     def __iter__(self) -> Iterator[mx.array]:
         return iter((self.data, self.scales, self.biases))
+
+
+# Quantises [..., D] along the last axis.
+Pack = Callable[[mx.array, Quantisation], Packed]
 
 
 def quantise(x: mx.array, quantisation: Quantisation) -> Packed:
@@ -130,7 +134,7 @@ class TensorArena:
         axis = self.spec.token_axis
         if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
             missing = BLOCK_SIZE - blocks.shape[axis + 1]
-            blocks = mx.pad(blocks, [(0, missing if place == axis + 1 else 0) for place in range(blocks.ndim)])
+            blocks = mx.pad(blocks, [(0, missing if each == axis + 1 else 0) for each in range(blocks.ndim)])
         self.array[block_ids] = blocks
 
 
@@ -165,7 +169,7 @@ class SideArena:
                 part.array[slot.block_id, :, slot.offset : end] = new[0, :, slot.start : slot.stop]
 
     def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array) -> None:
-        """Write tokens [B, H, n, ·] to slots `block_ids`, places `offsets`, both [B*n]."""
+        """Write tokens [B, H, n, ·] to slots `block_ids`, positions `offsets` in them, both [B*n]."""
         for part, new in zip(self._arenas, packed, strict=True):
             part.array[block_ids, :, offsets] = new.swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
 
@@ -291,17 +295,17 @@ class GroupArena:
             return
         sizes = [block.nbytes for block in blocks]
         for size in set(sizes):
-            places = [place for place, each in enumerate(sizes) if each == size]
-            self._upload([block_ids[place] for place in places], [blocks[place] for place in places])
+            indices = [index for index, each in enumerate(sizes) if each == size]
+            self._upload([block_ids[index] for index in indices], [blocks[index] for index in indices])
 
     def _put_in_place(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Copy every tensor's bytes to where they belong; what blocks lack of 256 tokens becomes zeros."""
         layouts = [block_tensors(self.spec, self.spec.tokens_in(block.nbytes)) for block in blocks]
         sources = [block.data for block in blocks]
-        for place, arena in enumerate(self._tensors.values()):  # in the order of a block's bytes
+        for index, arena in enumerate(self._tensors.values()):  # in the order of a block's bytes
             memory, slot_bytes = arena.memory(), arena.spec.slot_bytes
             for block_id, layout, source in zip(block_ids, layouts, sources, strict=True):
-                tensor = layout[place]
+                tensor = layout[index]
                 if tensor.end - tensor.begin < slot_bytes:
                     memory[block_id * slot_bytes : (block_id + 1) * slot_bytes] = bytes(slot_bytes)
                 for slot, own in tensor.runs(block_id):
@@ -329,7 +333,7 @@ def shares_memory() -> bool:
 def _joined(blocks: Sequence[Array]) -> Array:
     """[n, bytes]: no copy where the blocks follow each other in memory, as a reader's do."""
     first, size = blocks[0].ctypes.data, blocks[0].nbytes
-    if all(block.ctypes.data == first + place * size for place, block in enumerate(blocks)):
+    if all(block.ctypes.data == first + index * size for index, block in enumerate(blocks)):
         return np.lib.stride_tricks.as_strided(blocks[0], (len(blocks), size), (size, 1))
     return np.stack(blocks)
 

@@ -37,13 +37,13 @@ class StateArena:
         self._slots: dict[int, list[list[mx.array]]] = {}
         self._dtypes = {tensor.name: _MLX_DTYPES[tensor.dtype] for tensor in self._group.tensors}
 
-    def put(self, slot: int, arrays: RowArrays, place: int = 0) -> None:
+    def put(self, slot: int, arrays: RowArrays, row: int = 0) -> None:
         """Keep one row of a batch's arrays [B, ...]; what the model has not filled is zeros. Not evaluated yet."""
-        row = mx.array([place])
+        index = mx.array([row])
         kept = [
             [
                 # Taken out, not sliced: a slice would keep the whole batch, or a whole chunk, alive.
-                mx.zeros((1, *tensor.shape), getattr(mx, tensor.dtype)) if array is None else array[row]
+                mx.zeros((1, *tensor.shape), getattr(mx, tensor.dtype)) if array is None else array[index]
                 for array, tensor in zip(given, spec.tensors, strict=True)
                 if tensor is not None
             ]
@@ -88,9 +88,9 @@ class StateArena:
 
     def _named(self, slot: int) -> dict[str, mx.array]:
         return {
-            state_name(cache, place): array
+            state_name(cache, number): array
             for cache, arrays in enumerate(self.arrays(slot))
-            for place, array in enumerate(arrays)
+            for number, array in enumerate(arrays)
             if array is not None
         }
 
@@ -101,7 +101,7 @@ class StateArena:
             for tensor in block_tensors(self._group, 0)
         }
         arrays = [
-            [named[state_name(cache, place)] for place, tensor in enumerate(spec.tensors) if tensor is not None]
+            [named[state_name(cache, number)] for number, tensor in enumerate(spec.tensors) if tensor is not None]
             for cache, spec in enumerate(self._recurrent)
         ]
         self._keep(slot, arrays)

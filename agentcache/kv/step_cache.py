@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena
+from agentcache.kv.arena import LayerArena, Pack, quantise
 from agentcache.kv.step_plan import Reads, Writes
 
 
@@ -49,10 +49,19 @@ class StepCache:
     Args:
         reads, writes: of the layer's group; None where the step passes the layer by.
         offset: position of each row's first token in the step: an int for one row, else int32 [B].
+        pack: quantises what is written.
     """
 
-    def __init__(self, arena: LayerArena, reads: Reads | None, writes: Writes | None, offset: int | mx.array) -> None:
+    def __init__(
+        self,
+        arena: LayerArena,
+        reads: Reads | None,
+        writes: Writes | None,
+        offset: int | mx.array,
+        pack: Pack = quantise,
+    ) -> None:
         self.arena = arena
+        self._pack = pack
         self.offset = offset
         self._reads = reads
         self._writes = writes
@@ -62,7 +71,7 @@ class StepCache:
         """Write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA) behind each row."""
         if self._reads is None or self._writes is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is computed in a step that passes it by")
-        self._writes.put(self.arena, keys, values)
+        self._writes.put(self.arena, keys, values, self._pack)
         return PagedKV(self.arena, self._reads)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:

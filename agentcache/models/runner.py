@@ -16,6 +16,7 @@ from agentcache.kv.states import StateArena
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.malloc import give_back_freed
+from agentcache.models.fused import packer
 from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import RowState, join, make_caches, state_of
 from agentcache.models.step import StepInputs, StepOutputs
@@ -37,8 +38,9 @@ class ModelRunner:
         self._pools = pools
         self.arenas: list[GroupArena] = make_arenas(loaded.spec)
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
-        places = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
-        self._layers = [places[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
+        owners = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
+        self._layers = [owners[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
+        self._pack = packer(loaded.spec.num_attention_heads)
         self._recurrent = loaded.spec.recurrent
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
@@ -87,7 +89,10 @@ class ModelRunner:
 
     def _paged(self, step: StepInputs) -> list[StepCache]:
         """One per cache of keys and values, in the model's order."""
-        return [StepCache(layer, step.reads[group], step.writes[group], step.offset) for group, layer in self._layers]
+        return [
+            StepCache(layer, step.reads[group], step.writes[group], step.offset, self._pack)
+            for group, layer in self._layers
+        ]
 
     def fit(self) -> None:
         """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""
@@ -174,7 +179,7 @@ class ModelRunner:
 
     def keep_state(self, slot: int, state: RowState) -> None:
         """Keep a row's state as the snapshot in `slot`; lazy."""
-        self._state_arena.put(slot, state.batch.arrays, state.place)
+        self._state_arena.put(slot, state.batch.arrays, state.index)
 
     def row_state(self, slot: int) -> RowState:
         """The state that the snapshot in `slot` is of, for a row that goes on from there."""

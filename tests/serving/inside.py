@@ -317,27 +317,27 @@ def busy(engine: Engine, agents: Sequence[str]) -> Iterator[None]:
 
 
 def agent_info(engine: Engine, agent: str) -> AgentInfo:
-    return engine.memory.info(agent)
+    return engine.operations.info(agent)
 
 
 def evict_agent(engine: Engine, agent: str) -> None:
-    engine.memory.evict(agent, lambda _: None)
+    engine.operations.evict(agent, lambda _: None)
 
 
 def delete_agent(engine: Engine, agent: str, done: Callable[[Saved], None]) -> None:
-    engine.memory.delete(agent, done)
+    engine.operations.delete(agent, done)
 
 
 def fork_agent(engine: Engine, agent: str, new: str, done: Callable[[Saved], None]) -> None:
-    engine.memory.fork(agent, new, done)
+    engine.operations.fork(agent, new, done)
 
 
 def save_agent(engine: Engine, agent: str, done: Callable[[Saved], None]) -> None:
-    engine.memory.save(agent, done)
+    engine.operations.save(agent, done)
 
 
 def restore_agent(engine: Engine, agent: str, done: Callable[[RestoreReport | AgentCacheError], None]) -> None:
-    engine.memory.restore(agent, done)
+    engine.operations.restore(agent, done)
 
 
 # -- the disk ---------------------------------------------------------------------------------------------------------

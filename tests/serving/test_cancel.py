@@ -135,13 +135,13 @@ def test_a_read_that_comes_late_changes_nothing(in_time: int, model: Path, tmp_p
 
 def slots_of(receiver: Receiver) -> set[tuple[int, int]]:
     """Every slot of a request: its cache group and its number."""
-    tables = receiver.generation.place.tables
+    tables = receiver.generation.open_sequence.tables
     return {(group, block_id) for group, table in enumerate(tables) for block_id in table.block_ids}
 
 
 def bytes_of(hand: ByHand, receiver: Receiver) -> list[int]:
     """Hashes of the keys and values of all that a request has computed."""
-    place = receiver.generation.place
+    place = receiver.generation.open_sequence
     hashes = []
     for group, table in enumerate(place.tables):
         for position, block_id in enumerate(table.block_ids, table.first_block):
