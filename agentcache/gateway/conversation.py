@@ -161,8 +161,7 @@ class _Teller:
         if len_common_prefix(words.text, text) < self._reading.opened_at(words.text, ranges[0][0]):
             return Retold(text, False)  # another beginning
         texts = [text]
-        full = with_thoughts(chat.messages, words, self._reading)
-        if full is not None:
+        for full in with_thoughts(chat.messages, words, self._reading):
             with suppress(InvalidRequest):
                 texts.append(str(self._read(replace(chat, messages=full)).content))
         told = [as_generated(each, words, self._reading) for each in texts]

@@ -7,9 +7,12 @@ with a tool, the model thinks and calls it; once the tool has answered, it think
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from agentcache.cli.main import main
 from agentcache.gateway.async_engine import AsyncEngine
@@ -43,7 +46,9 @@ def reply_to(prompt: ChatPrompt) -> str:
     return f"{thought}<tool_call>\n{call}\n</tool_call>"
 
 
-def run() -> None:
+@contextmanager
+def saying() -> Iterator[None]:
+    """Engines within this process say what `reply_to` says."""
     generate = AsyncEngine.generate
     replies: dict[int, list[int]] = {}  # the script of a request, by the seed that it is given
 
@@ -56,10 +61,11 @@ def run() -> None:
             request = replace(request, sampling=replace(request.sampling, seed=seed))
         await generate(self, request, take)
 
-    AsyncEngine.generate = generate_scripted  # type: ignore[method-assign]
-    with scripted_by(lambda params: replies.get(params.seed or 0, [0])):
-        main()
+    with pytest.MonkeyPatch.context() as patch, scripted_by(lambda params: replies.get(params.seed or 0, [0])):
+        patch.setattr(AsyncEngine, "generate", generate_scripted)
+        yield
 
 
 if __name__ == "__main__":
-    run()
+    with saying():
+        main()
