@@ -223,7 +223,8 @@ def measure_real_size(plan: RealSizePlan, progress: Callable[[str], None]) -> li
         if plan.decode:
             _decode(plan, Paged(folder), bare, add, folder)
         mx.clear_cache()
-        _requests(plan, folder, Path(home) / "cache", bare, add)
+        if plan.prefill or plan.context:
+            _requests(plan, folder, Path(home) / "cache", bare, add)
         return rows
 
 

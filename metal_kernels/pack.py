@@ -1,15 +1,17 @@
 """A step's new keys or values to the 4 bits that the arenas hold, in one launch instead of a dozen.
 
-Kernels cannot write into arrays that exist, so what is packed here is then put into its slots by slice or scatter
-assignment, as `kv.arena.quantise` has it put there.
+Kernels cannot write into arrays that exist, so what is packed is then put into its slots by assignment.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
 import mlx.core as mx
 
 from agentcache.metal_kernels.decode import PackedArrays
-from agentcache.metal_kernels.kernel_text import KernelText
+from agentcache.metal_kernels.kernel_text import NO_DEVICE, KernelText, device
 
 _THREADS = 256
 
@@ -74,3 +76,36 @@ def pack(x: mx.array, group_size: int) -> PackedArrays:
         ],
     )
     return data, scales, biases
+
+
+def append(
+    sides: Sequence[mx.array], arenas: Sequence[mx.array], slots: mx.array, offsets: mx.array, group_size: int
+) -> Sequence[mx.array]:
+    """A step's keys and values behind its rows, in place where nobody else holds the arenas' arrays.
+
+    Args:
+        sides: keys, and values where there are any, [B, H_kv, n, D].
+        arenas: data, scales and biases of each, [slots, H_kv, 256, ·].
+        slots, offsets: where each token goes, int32 [B * n].
+
+    Returns:
+        The arenas' arrays as they are then.
+    """
+    return _appending(len(sides), group_size)(*sides, *arenas, slots, offsets)
+
+
+@cache
+def _appending(num_sides: int, group_size: int) -> Callable[..., Sequence[mx.array]]:
+    """Traced once: fifteen operations a layer that Python need not put together for each of them."""
+    write = partial(_append, num_sides, group_size)
+    return write if device() == NO_DEVICE else mx.compile(write)
+
+
+def _append(num_sides: int, group_size: int, *given: mx.array) -> list[mx.array]:
+    slots, offsets = given[-2:]
+    new = [part for side in given[:num_sides] for part in pack(side, group_size)]
+    written = []
+    for part, arena in zip(new, given[num_sides:-2], strict=True):
+        arena[slots, :, offsets] = part.swapaxes(1, 2).reshape(-1, part.shape[1], part.shape[3])
+        written.append(arena)
+    return written

@@ -221,6 +221,16 @@ class LayerArena:
             if side.capacity < capacity:
                 side.grow(capacity)
 
+    def arrays(self) -> list[mx.array]:
+        """Data, scales and biases of keys, then of values. As `SideArena.arrays`: do not keep them."""
+        return [array for _, side in self.sides for array in side.arrays()]
+
+    def replace(self, arrays: Sequence[mx.array]) -> None:
+        """Have these in place of `arrays`, which they were made from."""
+        parts = [part for _, side in self.sides for part in side.parts.values()]
+        for part, array in zip(parts, arrays, strict=True):
+            part.array = array
+
 
 class GroupArena:
     """All tensors of one cache group.

@@ -6,14 +6,18 @@ contract, whose rows own their blocks, is kept by `BatchQuantizedKVCache`.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena, Pack, quantise
+from agentcache.kv.arena import LayerArena
 from agentcache.kv.step_plan import Reads, Writes
+
+# Quantises and writes keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy.
+Put = Callable[[Writes, LayerArena, mx.array, mx.array | None], None]
 
 
 class PagedKV(NamedTuple):
@@ -49,7 +53,7 @@ class StepCache:
     Args:
         reads, writes: of the layer's group; None where the step passes the layer by.
         offset: position of each row's first token in the step: an int for one row, else int32 [B].
-        pack: quantises what is written.
+        put: writes what is new, as `Writes.put` does.
     """
 
     def __init__(
@@ -58,10 +62,10 @@ class StepCache:
         reads: Reads | None,
         writes: Writes | None,
         offset: int | mx.array,
-        pack: Pack = quantise,
+        put: Put = Writes.put,
     ) -> None:
         self.arena = arena
-        self._pack = pack
+        self._put = put
         self.offset = offset
         self._reads = reads
         self._writes = writes
@@ -71,7 +75,7 @@ class StepCache:
         """Write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA) behind each row."""
         if self._reads is None or self._writes is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is computed in a step that passes it by")
-        self._writes.put(self.arena, keys, values, self._pack)
+        self._put(self._writes, self.arena, keys, values)
         return PagedKV(self.arena, self._reads)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:

@@ -20,14 +20,14 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 
 from agentcache.errors import ConfigError
-from agentcache.kv.arena import Pack, Packed, SideArena, dequantise, quantise
+from agentcache.kv.arena import LayerArena, Packed, SideArena, dequantise, quantise
 from agentcache.kv.spec import Quantisation
-from agentcache.kv.step_cache import PagedKV
-from agentcache.kv.step_plan import Reads
+from agentcache.kv.step_cache import PagedKV, Put
+from agentcache.kv.step_plan import Reads, Writes
 from agentcache.metal_kernels.decode import PackedArrays, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
-from agentcache.metal_kernels.pack import pack
+from agentcache.metal_kernels.pack import append, pack
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
@@ -35,7 +35,9 @@ from agentcache.metal_kernels.unpack import unpack
 log = logging.getLogger("agentcache.models")
 
 VARIABLE = "AGENTCACHE_KERNELS"
-MAX_QUERIES = 8  # of a row; more read a group's blocks several times
+# Of a row: each sixteen query rows read the blocks once. Flash attention wants them unpacked first, and cuDNN takes
+# 70 ms for every new length.
+MAX_QUERIES = 32
 _MAX_DIM = 256
 _MAX_QUERIES_PER_HEAD = 16
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -121,19 +123,27 @@ def unpacked(
     return made if mode() is Mode.ON else _checked(made, reference(), "unpack")
 
 
-def packer(num_heads: int) -> Pack:
-    """What quantises a step's keys and values [B, H_kv, n, D]: a kernel where one may be used, else MLX's operations.
+def writer(num_heads: int) -> Put:
+    """What writes a step's keys and values: kernels where they may be used, else MLX's operations.
 
     Args:
         num_heads: the model's query heads.
     """
-    return quantise if why_none() else partial(_pack, num_heads)
+    return Writes.put if why_none() else partial(_write, num_heads)
 
 
-def _pack(num_heads: int, x: mx.array, quantisation: Quantisation) -> Packed:
-    _, kv_heads, _, dim = x.shape
-    if not usable(_head_shape(dim, kv_heads, num_heads // kv_heads, quantisation, x.dtype)).right:
-        return quantise(x, quantisation)
+def _write(num_heads: int, writes: Writes, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
+    _, kv_heads, num_tokens, dim = keys.shape
+    shape = _head_shape(dim, kv_heads, num_heads // kv_heads, arena.quantisation, keys.dtype)
+    if values is None or values.shape[-1] != dim or not usable(shape).right:
+        writes.put(arena, keys, values)
+    elif mode() is Mode.ON and num_tokens <= MAX_QUERIES:
+        arena.replace(append((keys, values), arena.arrays(), *writes.slots_and_offsets, shape.group_size))
+    else:
+        writes.put(arena, keys, values, _pack)
+
+
+def _pack(x: mx.array, quantisation: Quantisation) -> Packed:
     made = Packed(*pack(x, quantisation.group_size))
     if mode() is Mode.ON:
         return made

@@ -16,7 +16,7 @@ from agentcache.kv.states import StateArena
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.malloc import give_back_freed
-from agentcache.models.fused import packer
+from agentcache.models.fused import writer
 from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import RowState, join, make_caches, state_of
 from agentcache.models.step import StepInputs, StepOutputs
@@ -40,7 +40,7 @@ class ModelRunner:
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
         owners = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
         self._layers = [owners[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
-        self._pack = packer(loaded.spec.num_attention_heads)
+        self._put = writer(loaded.spec.num_attention_heads)
         self._recurrent = loaded.spec.recurrent
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
@@ -90,7 +90,7 @@ class ModelRunner:
     def _paged(self, step: StepInputs) -> list[StepCache]:
         """One per cache of keys and values, in the model's order."""
         return [
-            StepCache(layer, step.reads[group], step.writes[group], step.offset, self._pack)
+            StepCache(layer, step.reads[group], step.writes[group], step.offset, self._put)
             for group, layer in self._layers
         ]
 
