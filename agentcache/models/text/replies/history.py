@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from agentcache.blocks.prefix_match import len_common_prefix
+from agentcache.blocks.transcript import Transcript
 from agentcache.models.text.marks import any_of
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.events import Call, Reasoning, Text, blocks_of
