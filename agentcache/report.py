@@ -65,6 +65,17 @@ class CachedTokens:
 
 
 @dataclass(frozen=True)
+class Volatile:
+    """Lines in front of a prompt that were other ones in the turn before, as times and dates are.
+
+    `moved` says whether they are told behind the history instead (`stable_prefix`); else all behind them is computed.
+    """
+
+    lines: tuple[str, ...]
+    moved: bool
+
+
+@dataclass(frozen=True)
 class Report:
     """What a request cost and what it reused; the `agentcache` object beside `usage`. Times in milliseconds.
 
@@ -95,6 +106,7 @@ class Report:
     saved: bool | None = None
     save_error: str | None = None
     written_bytes: int = 0
+    volatile: Volatile | None = None
 
     @property
     def reused_tokens(self) -> int:

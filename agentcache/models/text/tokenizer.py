@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -18,7 +19,7 @@ from agentcache.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from agentcache.models.text.detokenizer import Detokenizer, DummySpace, TokenBytes
 from agentcache.models.text.encoder import MarkedEncoder
 from agentcache.models.text.longest_token import longest_token
-from agentcache.models.text.marks import MarkedEnds, Marks
+from agentcache.models.text.marks import MarkedEnds, Marks, any_of
 from agentcache.models.text.messages import plain_messages, with_strings
 from agentcache.models.text.replies.find_format import find_format
 from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat
@@ -181,6 +182,11 @@ class Tokenizer:
         """Control tokens that may end a reply in a prompt: all but those that part it, and Harmony's ends."""
         parts = {token.name for token in self.reply_format.tokens} - {"<|end|>", *HARMONY_ENDS}
         return [self._contents[token_id] for token_id in self.control_ids if self._contents[token_id] not in parts]
+
+    @cached_property
+    def controls(self) -> re.Pattern[str]:
+        """Finds every control token in marked text."""
+        return any_of(self._contents[token_id] for token_id in self.control_ids)
 
     # Tokens
 
