@@ -45,6 +45,8 @@ INSTALL_STAMP := $(VENV)/installed
 DEV_STAMP := $(VENV)/installed-dev
 # Clients that tests drive, in environments of their own: what they pin binds nobody else.
 CLIENTS := $(VENV)/clients
+# Registries that do not answer must not hold up the tests.
+FOR_A_WHILE := $(if $(shell command -v timeout),timeout 600)
 PYTHON_CLIENTS_STAMP := $(CLIENTS)/python/installed
 NODE_CLIENTS_STAMP := $(CLIENTS)/node/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -108,13 +110,13 @@ $(INSTALL_STAMP): $(VENV_STAMP) pyproject.toml
 
 $(PYTHON_CLIENTS_STAMP): tests/clients/requirements.txt | $(VENV_STAMP)
 	$(PYTHON) -m venv $(CLIENTS)/python
-	$(CLIENTS)/python/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(FOR_A_WHILE) $(CLIENTS)/python/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 $(NODE_CLIENTS_STAMP): tests/clients/package.json | $(VENV_STAMP)
 	@command -v npm >/dev/null || { echo "no npm here: coding agents are not tested" >&2; exit 1; }
 	mkdir -p $(CLIENTS)/node && cp $< $(CLIENTS)/node/
-	npm install --silent --no-fund --no-audit --prefix $(CLIENTS)/node
+	$(FOR_A_WHILE) npm install --silent --no-fund --no-audit --prefix $(CLIENTS)/node
 	@touch $@
 
 $(DEV_STAMP): $(VENV_STAMP) pyproject.toml
