@@ -35,7 +35,9 @@ from agentcache.metal_kernels.unpack import unpack
 log = logging.getLogger("agentcache.models")
 
 VARIABLE = "AGENTCACHE_KERNELS"
-MAX_QUERIES = 8  # of a row; more read a group's blocks several times
+# Of a row: each sixteen query rows read the blocks once. Flash attention wants them unpacked first, and cuDNN takes
+# 70 ms for every new length.
+MAX_QUERIES = 32
 _MAX_DIM = 256
 _MAX_QUERIES_PER_HEAD = 16
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
