@@ -6,6 +6,7 @@ import base64
 import binascii
 from typing import Any
 
+from agentcache.server.answer_form import read_tool_choice
 from agentcache.server.context import Call
 from agentcache.server.messages import ROLES, read_arguments, without_billing_header
 from agentcache.server.parts import read_part
@@ -138,11 +139,8 @@ def read_response_tools(call: Call) -> list[dict[str, Any]] | None:
     Tools that a server would run, and groups of them, are left out: agents have them on by default.
     """
     body = call.body
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        body.fail("tool_choice", 'must be "auto" or "none"; forcing a call is not supported')
     tools = [read for tool in body.objects("tools") if (read := _read_tool(tool, call)) is not None]
-    return tools if tools and choice != "none" else None
+    return tools if tools and read_tool_choice(body).may_call else None
 
 
 def _read_tool(tool: Reader, call: Call) -> dict[str, Any] | None:

@@ -109,7 +109,7 @@ class Grammars:
         parts = reply.parts
         if sum(len(part.source) for part in parts) > MAX_CHARACTERS:
             raise _refused(parts[0].param, f"it has more than {MAX_CHARACTERS} characters")
-        request = marshal.dumps([_encodable(part) for part in parts])
+        request = marshal.dumps([part.whole for part in parts])
         try:
             kind, content = self._check.ask([request], go_on=limit.go_on)
         except OverLimit as error:
@@ -176,14 +176,6 @@ class Following:
             self.failure = _told(self._matcher.get_error())
         elif self._matcher.is_stopped():
             self.is_over = True
-
-
-def _encodable(part: Part) -> str:
-    try:
-        part.whole.encode()
-    except UnicodeEncodeError:
-        raise _refused(part.param, "it holds a lone surrogate, which is no character") from None
-    return part.whole
 
 
 def _blamed(parts: Sequence[Part]) -> str:

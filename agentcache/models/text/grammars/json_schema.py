@@ -12,8 +12,8 @@ from agentcache.models.text.json_values import parse_json
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # whose keys are names
 _PLAIN = ("const", "enum", "default", "example", "examples")  # which hold values
-# No white space without end: a model that is unsure may write nothing else. No escapes by number: half a pair is none.
-_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", "json_allowed_escapes": 'nrbtf\\"'}
+# Not without end: a model that is unsure may write nothing but white space.
+_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 
 
 def json_rule(definition: str, *, must_be_object: bool = False) -> str:

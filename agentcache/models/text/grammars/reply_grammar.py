@@ -133,6 +133,11 @@ class _Writer:
         if text.notation is Notation.JSON_SCHEMA:
             return self._json(text.definition, text.param)
         source = text.definition
+        try:
+            source.encode()
+        except UnicodeEncodeError:
+            message = f"{text.param} cannot be used: it holds a lone surrogate, which is no character."
+            raise InvalidRequest(message, param=text.param) from None
         if text.notation is Notation.REGEX:
             source = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
         self._parts.append(Part(source, text.param, is_grammar=True))
