@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from agentcache.adapter_settings import Policy
 from agentcache.blocks.ledger import ADAPTERS, BASE, STACKS, STATE, TRUNK, RamUse
@@ -170,50 +170,77 @@ class RestoreReport:
 
 
 @dataclass(frozen=True)
+class Metric:
+    """A number of `CacheStats` in `/metrics`: its name there without prefix and suffix, and what it says."""
+
+    name: str
+    help: str
+
+
+class Gauge(Metric):
+    """It goes up and down."""
+
+
+class Counter(Metric):
+    """It only grows."""
+
+
+@dataclass(frozen=True)
 class CacheStats:
     """Counters since start, and the state of RAM, disk and queues now.
 
     `decode_rows` is the sum over decode steps of their rows: divided by `decode_steps`, the average batch. Seconds are
     the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together;
     `trunk_ram_bytes` have their own. These are capacity, in use or not; `ram_accounts` tells the two apart, by kind
-    (`blocks/ledger.py`). `computed_layer_tokens` counts each of `computed_tokens` once a layer. `memory_limit` is for
-    everything together, weights too; `pressure_…` count what was given back while the system was short of memory.
+    (`blocks/ledger.py`). `/metrics` takes what is a gauge or a counter from here.
     """
 
     ram_bytes: int
-    disk_bytes: int
-    ram_budget: int
-    disk_budget: int
+    disk_bytes: Annotated[int, Gauge("disk_bytes", "Bytes of all files in the cache folder")]
+    ram_budget: Annotated[int, Gauge("ram_budget_bytes", "RAM the cache may take")]
+    disk_budget: Annotated[int, Gauge("disk_budget_bytes", "Bytes that the files may take")]
     blocks_free: int
     blocks_live: int
     blocks_cached: int
-    agents: int
-    quarantined: int
-    written_bytes: int
-    read_bytes: int
-    computed_tokens: int
-    cached_tokens: int
-    save_failures: int
+    agents: Annotated[int, Gauge("agents", "Agents, in RAM or on disk")]
+    quarantined: Annotated[int, Counter("quarantined", "Blocks and agents that failed verification")]
+    written_bytes: Annotated[int, Counter("disk_written_bytes", "Bytes written")]
+    read_bytes: Annotated[int, Counter("disk_read_bytes", "Bytes of blocks read")]
+    computed_tokens: Annotated[int, Counter("computed_tokens", "Tokens that went through the model")]
+    cached_tokens: Annotated[int, Counter("cached_tokens", "Prompt tokens that did not have to")]
+    save_failures: Annotated[int, Counter("save_failures", "Turns that could not be written")]
     residual_ram_bytes: int | None = None  # there is no such cache
     adapter_ram_bytes: int = 0
     trunk_ram_bytes: int = 0
-    running: int = 0
-    waiting: int = 0
-    preemptions: int = 0
-    cancelled: int = 0
-    generated_tokens: int = 0
-    decode_steps: int = 0
-    decode_rows: int = 0
-    decode_seconds: float = 0.0
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    copied_blocks: int = 0
-    computed_layer_tokens: int = 0
+    running: Annotated[int, Gauge("num_requests_running", "Requests in the batch")] = 0
+    waiting: Annotated[int, Gauge("num_requests_waiting", "Requests that wait for a place")] = 0
+    preemptions: Annotated[int, Counter("num_preemptions", "Requests that gave their blocks up for others")] = 0
+    cancelled: Annotated[int, Counter("requests_cancelled", "Requests whose client left or whose time was up")] = 0
+    generated_tokens: Annotated[int, Counter("generation_tokens", "Tokens generated")] = 0
+    decode_steps: Annotated[int, Counter("decode_steps", "Steps that decoded")] = 0
+    decode_rows: Annotated[int, Counter("decode_rows", "Rows in these steps; by steps, the mean batch")] = 0
+    decode_seconds: Annotated[float, Counter("decode_seconds", "Time in these steps")] = 0.0
+    prefill_tokens: Annotated[int, Counter("prefill_tokens", "Prompt tokens computed")] = 0
+    prefill_seconds: Annotated[float, Counter("prefill_seconds", "Time in prefill chunks")] = 0.0
+    copied_blocks: Annotated[
+        int, Counter("copied_blocks", "Partly filled blocks copied when a second request went on from them")
+    ] = 0
+    computed_layer_tokens: Annotated[
+        int, Counter("computed_layer_tokens", "Computed tokens, once for each layer that they went through")
+    ] = 0
     ram_accounts: tuple[RamUse, ...] = ()
-    memory_limit: int = 0
-    memory_pressure: Level = Level.NORMAL
-    pressure_evicted_blocks: int = 0
-    pressure_freed_bytes: int = 0
+    memory_limit: Annotated[
+        int, Gauge("memory_limit_bytes", "Memory that weights, cache and steps may take together")
+    ] = 0
+    memory_pressure: Annotated[
+        Level, Gauge("memory_pressure", "How short of memory the system is: 0 not, 1 (warning), 2 (critical)")
+    ] = Level.NORMAL
+    pressure_evicted_blocks: Annotated[
+        int, Counter("pressure_evicted_blocks", "Blocks that left RAM since the system was short of memory")
+    ] = 0
+    pressure_freed_bytes: Annotated[
+        int, Counter("pressure_freed_bytes", "Memory of the cache that was given back for it")
+    ] = 0
 
     @property
     def ram_capacity(self) -> dict[str, int | None]:

@@ -26,7 +26,7 @@ def export(
 
     It is read from the cache folder, beside a running server too: every turn that was answered is there.
     """
-    from agentcache.store.archive import export_agent
+    from agentcache.store.export import export_agent
 
     exported = export_agent(load_config({"cache_dir": cache_dir}).cache_dir, agent, file, fingerprint=fingerprint)
     if as_json:

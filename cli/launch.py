@@ -23,7 +23,7 @@ KEY_VARIABLE = "AGENTCACHE_API_KEY"
 _OUTPUT_TOKENS = 4096
 
 
-class Agent(StrEnum):
+class CodingAgent(StrEnum):
     CLAUDE = "claude"
     CODEX = "codex"
     OPENCODE = "opencode"
@@ -115,24 +115,24 @@ def _pi(served: Served) -> list[Value]:
 
 
 PROGRAMS = {
-    Agent.CLAUDE: Program(
+    CodingAgent.CLAUDE: Program(
         lambda: _home("CLAUDE_CONFIG_DIR", ".claude") / "settings.json",
         _claude,
         "claude",
         key="with the server's key in ANTHROPIC_AUTH_TOKEN",
     ),
-    Agent.CODEX: Program(lambda: _home("CODEX_HOME", ".codex") / "config.toml", _codex, "codex"),
-    Agent.OPENCODE: Program(
+    CodingAgent.CODEX: Program(lambda: _home("CODEX_HOME", ".codex") / "config.toml", _codex, "codex"),
+    CodingAgent.OPENCODE: Program(
         lambda: _home("XDG_CONFIG_HOME", ".config") / "opencode" / "opencode.json", _opencode, "opencode"
     ),
-    Agent.PI: Program(
+    CodingAgent.PI: Program(
         lambda: _home("PI_CODING_AGENT_DIR", ".pi", "agent") / "models.json", _pi, "pi --model agentcache/{model}"
     ),
 }
 
 
 def launch(
-    agent: Annotated[Agent, typer.Argument(help="The coding agent.")],
+    agent: Annotated[CodingAgent, typer.Argument(help="The coding agent.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be changed.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Take back what was changed.")] = False,
     url: Url = None,

@@ -19,7 +19,7 @@ from agentcache.errors import ConfigError, EngineStopped
 from agentcache.workflow.chat import Chat, HttpChat, LLMChat
 from agentcache.workflow.parse import read_script, shipped_scripts
 from agentcache.workflow.run import Settings, WorkflowRun, parse_phases
-from agentcache.workflow.schedule import ONE_BY_ONE, PARALLEL, Pace, take_all
+from agentcache.workflow.schedule import ONE_BY_ONE, PARALLEL, Schedule, take_all
 from agentcache.workflow.score import score
 from agentcache.workflow.script import Script, Step, steps_of
 from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript, read_transcript
@@ -74,7 +74,7 @@ def run(
     folder = out or (resume.parent if resume else Path("agentcache-runs") / settings.session)
     done = before.turns if before else ()
     phases = parse_phases(only_phases, parsed) if only_phases else None
-    pace = Pace(parallel=1 if sequential else PARALLEL, prefetch=prefetch)
+    pace = Schedule(parallel=1 if sequential else PARALLEL, prefetch=prefetch)
     server = find_server(url, api_key, model, cache_dir, api_key_file)
     with _open_chat(*server) as chat, _resume_hint(folder / "transcript.json"):
         workflow = WorkflowRun(parsed, chat, settings, done)
@@ -133,7 +133,7 @@ def take_steps(
     done: Sequence[TurnRecord],
     folder: Path,
     console: Console,
-    pace: Pace = ONE_BY_ONE,
+    pace: Schedule = ONE_BY_ONE,
 ) -> WorkflowTranscript:
     """Take the steps and save the transcript after each; one line of progress a turn."""
     transcript = workflow.transcript(done)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from agentcache.workflow.score import Miss, Score, score
+from agentcache.workflow.score import Miss, score
 from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
 
 SHOWN_WORDS = 160  # characters of an answer that missed something
@@ -54,7 +54,7 @@ def recall_lines(transcript: WorkflowTranscript) -> list[str]:
         return []
     return [
         f"Recall: {result.recall}",
-        f"  by phase: {_by_phase(result)}",
+        "  by phase: " + ", ".join(f"{phase}: {part}" for phase, part in result.by_phase.items()),
         "  by agent: " + ", ".join(f"{transcript.names[agent]} {part}" for agent, part in result.by_agent.items()),
         *(_miss_line(miss, transcript.names[miss.speaker]) for miss in result.misses),
     ]
@@ -62,10 +62,6 @@ def recall_lines(transcript: WorkflowTranscript) -> list[str]:
 
 def kilobytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 1000:.0f} kB"
-
-
-def _by_phase(result: Score) -> str:
-    return ", ".join(f"{phase}: {part}" for phase, part in result.by_phase.items())
 
 
 def _points(record: TurnRecord) -> str:

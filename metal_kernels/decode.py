@@ -11,14 +11,14 @@ bits), whatever their type.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from agentcache.metal_kernels.decode_plan import MAX_SPLITS, DecodePlan, Groups
-from agentcache.metal_kernels.kernel_text import KernelText
+from agentcache.metal_kernels.kernel_text import NO_DEVICE, KernelText, device
 from agentcache.metal_kernels.tiling import TILE, HeadShape, Tiling, own_tiling, shared_tiling
 
 #: data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
@@ -358,6 +358,32 @@ def _constants(shape: HeadShape, tiling: Tiling, has_softcap: bool) -> Mapping[s
     }
 
 
+class Launch(NamedTuple):
+    """How one set of groups is laid out."""
+
+    tiling: Tiling
+    num_groups: int
+    size: int
+    splits: int
+
+    @classmethod
+    def of(cls, groups: Groups, tiling: Tiling, kv_heads: int, threadgroups: int) -> Launch:
+        splits = groups.splits(kv_heads, tiling.simdgroups * TILE, threadgroups)
+        return cls(tiling, len(groups.spans), groups.size, splits)
+
+
+class StepKind(NamedTuple):
+    """All that a step's launches are compiled and laid out by."""
+
+    shape: HeadShape
+    batch: int
+    num_tokens: int
+    own: Launch
+    shared: Launch | None
+    has_softcap: bool
+    has_sinks: bool
+
+
 def decode(
     queries: mx.array,
     keys: PackedArrays,
@@ -376,50 +402,81 @@ def decode(
         sinks: [H_q], one further logit a head.
         threadgroups: that fill the device.
     """
+    key = (queries.shape, queries.dtype, keys[0].shape[1], scale, softcap, sinks is None, threadgroups)
+    if key not in plan.launches:
+        plan.launches[key] = _prepare(queries, keys, plan, scale, softcap, sinks is not None, threadgroups)
+    compute, arrays = plan.launches[key]
+    return compute(queries, *keys, *values, plan.no_sinks if sinks is None else sinks, *arrays)
+
+
+def _prepare(
+    queries: mx.array,
+    keys: PackedArrays,
+    plan: DecodePlan,
+    scale: float,
+    softcap: float | None,
+    has_sinks: bool,
+    threadgroups: int,
+) -> tuple[Callable[..., mx.array], list[mx.array]]:
+    """For all layers of a group: what computes, and the arrays that say which tokens are read by whom."""
     batch, num_heads, num_tokens, dim = queries.shape
     kv_heads = keys[0].shape[1]
     shape = HeadShape(dim, kv_heads, num_heads // kv_heads, dim // keys[1].shape[-1], queries.dtype)
+    own = Launch.of(plan.own, own_tiling(shape, num_tokens), kv_heads, threadgroups)
+    shared = None if plan.shared is None else Launch.of(plan.shared, shared_tiling(shape), kv_heads, threadgroups)
     factor = scale * _LOG2_E if softcap is None else scale / softcap
-    factors = plan.constant(mx.float32, factor, (softcap or 0.0) * _LOG2_E)
+    splits = (own.splits, 0 if shared is None else shared.splits)
+    arrays = [
+        plan.positions,
+        mx.array([factor, (softcap or 0.0) * _LOG2_E], mx.float32),
+        plan.places,
+        mx.array([num_tokens, *splits], mx.int32),
+    ]
+    for groups, launch in ((plan.own, own), (plan.shared, shared)):
+        if groups is not None and launch is not None:
+            params = mx.array([launch.splits, groups.width, plan.window, num_tokens], mx.int32)
+            arrays += [groups.table, groups.bounds, groups.members, params]
+    return _compiled(StepKind(shape, batch, num_tokens, own, shared, softcap is not None, has_sinks)), arrays
 
-    def partial(groups: Groups, tiling: Tiling) -> tuple[list[mx.array], int]:
-        splits = groups.splits(kv_heads, tiling.simdgroups * TILE, threadgroups)
-        params = plan.constant(mx.int32, splits, groups.width, plan.window, num_tokens)
-        rows = len(groups.spans) * kv_heads * tiling.members * shape.queries_per_head
-        made = DECODE.launch(
-            [queries, *keys, *values, groups.table, groups.bounds, groups.members, plan.positions, factors, params],
-            _constants(shape, tiling, softcap is not None),
-            threadgroups=len(groups.spans) * kv_heads * splits,
-            threads=tiling.simdgroups * 32,
-            outputs=[((rows, splits, dim), mx.float32), ((rows, splits, 2), mx.float32)],
+
+@lru_cache(maxsize=256)
+def _compiled(kind: StepKind) -> Callable[..., mx.array]:
+    """Traced once: MLX makes a kernel's text anew for each call, which takes longer than a short kernel does."""
+    compute = partial(_compute, kind)
+    return compute if device() == NO_DEVICE else mx.compile(compute)
+
+
+def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
+    keys, values, (sinks, positions, factors, places, merging) = given[:3], given[3:6], given[6:11]
+    shape = kind.shape
+
+    def partial_sums(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
+        table, bounds, members, params = arrays
+        rows = launch.num_groups * shape.kv_heads * launch.tiling.members * shape.queries_per_head
+        return DECODE.launch(
+            [queries, *keys, *values, table, bounds, members, positions, factors, params],
+            _constants(shape, launch.tiling, kind.has_softcap),
+            threadgroups=launch.num_groups * shape.kv_heads * launch.splits,
+            threads=launch.tiling.simdgroups * 32,
+            outputs=[((rows, launch.splits, shape.dim), mx.float32), ((rows, launch.splits, 2), mx.float32)],
         )
-        return made, splits
 
-    own, own_splits = partial(plan.own, own_tiling(shape, num_tokens))
-    shared, shared_splits, shared_members = own, 0, 1
-    if plan.shared is not None:
-        shared, shared_splits = partial(plan.shared, shared_tiling(shape))
-        shared_members = plan.shared.size
+    own = partial_sums(kind.own, given[11:15])
+    shared = own if kind.shared is None else partial_sums(kind.shared, given[15:19])
     [out] = MERGE.launch(
-        [
-            *own,
-            *shared,
-            plan.places,
-            plan.constant(mx.float32, 0.0) if sinks is None else sinks.astype(mx.float32),
-            plan.constant(mx.int32, num_tokens, own_splits, shared_splits),
-        ],
+        [*own, *shared, places, sinks.astype(mx.float32), merging],
         {
-            "T": queries.dtype,
-            "D": dim,
-            "HEADS": kv_heads,
+            "T": shape.dtype,
+            "D": shape.dim,
+            "HEADS": shape.kv_heads,
             "GQA": shape.queries_per_head,
-            "OWN_MEMBERS": plan.own.size,
-            "SHARED_MEMBERS": shared_members,
-            "SINKS": sinks is not None,
+            "OWN_MEMBERS": kind.own.size,
+            "SHARED_MEMBERS": 1 if kind.shared is None else kind.shared.size,
+            "SINKS": kind.has_sinks,
             "MAX_SPLITS": 2 * MAX_SPLITS,
         },
-        threadgroups=batch * num_heads * num_tokens,
-        threads=dim,
-        outputs=[(tuple(queries.shape), queries.dtype)],
+        threadgroups=kind.batch * shape.kv_heads * shape.queries_per_head * kind.num_tokens,
+        threads=shape.dim,
+        outputs=[(tuple(queries.shape), shape.dtype)],
     )
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +20,7 @@ from agentcache.metal_kernels.tiling import HeadShape, own_tiling, shared_tiling
 # Of a group's tokens. On an H100 more never paid: neither for one row of 32K tokens nor for 32 rows of 16K.
 MAX_SPLITS = 32
 _NO_WINDOW = 1 << 30
+_WIDTHS = 16
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Groups:
     def __init__(self, spans: Sequence[Span], size: int) -> None:
         self.spans = tuple(spans)
         self.size = size
-        self.width = max(len(span.block_ids) for span in spans)
+        # Rounded up: kernels are laid out anew for every width.
+        self.width = -(-max(len(span.block_ids) for span in spans) // _WIDTHS) * _WIDTHS
         self.longest = max(span.end - span.begin for span in spans)
 
     @cached_property
@@ -109,6 +112,9 @@ class DecodePlan:
     Args:
         shape: for heads of this shape, and others that get the same `Tiling`s.
         least_saved: tokens that need not be read again, for a shared prefix to be worth a launch.
+
+    Attributes:
+        launches: what `decode` has prepared for all layers.
     """
 
     def __init__(self, shape: HeadShape, rows: StepRows, least_saved: int = 2048) -> None:
@@ -117,13 +123,12 @@ class DecodePlan:
         prefixes = [] if rows.window is not None else shared_prefixes(rows, least_saved)
         self.own = Groups(*own_spans(rows, prefixes, own_tiling(shape, rows.num_tokens).members))
         self.shared = Groups(*shared_spans(rows, prefixes, shared_tiling(shape).members)) if prefixes else None
-        self._constants: dict[tuple[mx.Dtype, tuple[float, ...]], mx.array] = {}
+        self.launches: dict[Any, Any] = {}
 
-    def constant(self, dtype: mx.Dtype, *numbers: float) -> mx.array:
-        """Numbers that a launch is given. Made once a step, not once a layer."""
-        if (dtype, numbers) not in self._constants:
-            self._constants[dtype, numbers] = mx.array(numbers, dtype)
-        return self._constants[dtype, numbers]
+    @cached_property
+    def no_sinks(self) -> mx.array:
+        """What a launch is given where there are none."""
+        return mx.zeros(1)
 
     @cached_property
     def positions(self) -> mx.array:

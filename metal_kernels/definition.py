@@ -23,6 +23,24 @@ def unpacked(packed: PackedNumpy) -> Array:
     return result
 
 
+def packed(x: Array, group_size: int) -> tuple[NDArray[np.uint32], Array, Array]:
+    """[..., D] in 4 bits as `mx.quantize` does it: data [..., D/8], scales and biases [..., D/group_size], not rounded.
+
+    A group's value that is farthest from zero is met exactly, if a whole number of steps fits between it and zero.
+    """
+    groups = np.clip(np.nan_to_num(x, nan=0.0), -30000, 30000).reshape(*x.shape[:-1], -1, group_size)
+    low, high = groups.min(axis=-1), groups.max(axis=-1)
+    width = np.maximum((high - low) / 15, 1e-7)
+    from_below = np.abs(low) > np.abs(high)
+    edge, width = np.where(from_below, low, high), np.where(from_below, width, -width)
+    steps = np.rint(edge / width)
+    scales = np.where(steps == 0, width, edge / np.where(steps == 0, 1, steps))
+    biases = np.where(steps == 0, 0.0, edge)
+    codes = np.clip(np.rint((groups - biases[..., None]) / scales[..., None]), 0, 15).astype(np.uint32)
+    words = codes.reshape(*x.shape[:-1], -1, 8) << np.arange(0, 32, 4, dtype=np.uint32)
+    return words.sum(axis=-1, dtype=np.uint32), scales, biases
+
+
 def row_of(packed: PackedNumpy, block_ids: Sequence[int], num_tokens: int) -> Array:
     """The first tokens of a table's blocks, [H_kv, num_tokens, D]."""
     blocks = unpacked(tuple(part[list(block_ids)] for part in packed))  # type: ignore[arg-type]

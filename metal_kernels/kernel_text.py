@@ -123,6 +123,7 @@ template <class T> METAL_FUNC T simd_shuffle(T x, ushort lane) { return __shfl_s
 namespace metal {
 METAL_FUNC float exp2(float x) { return exp2f(x); }
 METAL_FUNC float tanh(float x) { return tanhf(x); }
+METAL_FUNC float rint(float x) { return rintf(x); }
 METAL_FUNC float fma(float a, float b, float c) { return fmaf(a, b, c); }
 METAL_FUNC float max(float a, float b) { return fmaxf(a, b); }
 METAL_FUNC float min(float a, float b) { return fminf(a, b); }

@@ -17,12 +17,14 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, as_computed, as_mlx, error
-from agentcache.metal_kernels.definition import row_of
+from agentcache.metal_kernels.definition import packed, row_of, unpacked
+from agentcache.metal_kernels.pack import pack
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
 
 _COMMAND = (sys.executable, "-m", "agentcache.metal_kernels.self_test")
 _SECONDS = 180  # the first compilation on a Mac may take long
+_SCALE_ROUNDING = 1e-2  # of values of about 1: scales and biases are kept in float16
 _DTYPES = {str(dtype): dtype for dtype in TOLERANCE}
 
 
@@ -72,7 +74,21 @@ def differences(shape: HeadShape) -> Iterator[tuple[str, float]]:
     arenas = Arenas.of(_case(shape, lengths=(300,)))
     [ids] = arenas.block_ids
     values = unpack(as_mlx(arenas.keys), mx.array(np.array(ids, np.int32)), 300, shape.dtype)
+    yield "pack", _pack_error(shape)
     yield "unpack", error(values[0], as_computed(row_of(arenas.keys, ids, 300), shape.dtype))
+
+
+def _pack_error(shape: HeadShape) -> float:
+    """Largest difference of packed values from the definition's, but for those right between two steps."""
+    x = as_computed(np.random.default_rng(0).standard_normal((2, shape.kv_heads, 5, shape.dim)), shape.dtype)
+    made = pack(mx.array(x.astype(np.float32)).astype(shape.dtype), shape.group_size)
+    words, *factors = (np.array(part) for part in made)
+    data, scales, biases = packed(x, shape.group_size)
+    wanted = unpacked((data, scales.astype(np.float16), biases.astype(np.float16)))
+    difference = np.abs(unpacked((words, factors[0], factors[1])) - wanted)
+    halves = np.abs(scales).repeat(shape.group_size, axis=-1) / 2
+    is_right = np.logical_or(difference <= _SCALE_ROUNDING, np.abs(np.abs(x - wanted) - halves) < _SCALE_ROUNDING)
+    return float(np.where(is_right, 0.0, difference).max())
 
 
 def steps(shape: HeadShape) -> dict[str, Case]:

@@ -20,6 +20,7 @@ class HeadShape:
         queries_per_head: query heads that share a kv head.
         group_size: of the quantisation.
         dtype: of queries and results.
+        bits: a key or value.
     """
 
     dim: int
@@ -27,6 +28,7 @@ class HeadShape:
     queries_per_head: int
     group_size: int
     dtype: mx.Dtype
+    bits: int = 4
 
     @property
     def staged(self) -> mx.Dtype:

@@ -49,7 +49,7 @@ class BodyLimit:
 
 
 class WholeBody:
-    """Hands a request on once its body is there, so that one that is still coming takes nobody's place.
+    """Hands a request on once its body is there, so that one that is still coming keeps nobody waiting.
 
     Args:
         seconds: within which a body must have come.

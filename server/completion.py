@@ -22,7 +22,7 @@ from agentcache.server.stream import EventStream, UpdateStream, timed_out, until
 Events = Iterable[bytes]
 
 
-class Writer(Protocol):
+class CompletionWriter(Protocol):
     """One stream in a dialect: what is sent for what the engine says."""
 
     def begin(self, first: Update | None) -> Events:
@@ -43,7 +43,7 @@ class Reply(Protocol):
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
-    def writer(self) -> Writer: ...
+    def writer(self) -> CompletionWriter: ...
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ def _deadline(context: Context, timeout: float | None) -> float | None:
 
 async def _collect_all(context: Context, requests: Sequence[Request], deadline: float | None) -> list[list[Completion]]:
     """The answers to each request, as many at a time as the engine runs. The first that fails ends the others."""
-    places = asyncio.Semaphore(context.config.max_concurrent_requests)
+    permits = asyncio.Semaphore(context.config.max_concurrent_requests)
 
     async def run(request: Request) -> list[Completion]:
-        async with places:
+        async with permits:
             return await _collect(context, request, deadline)
 
     try:

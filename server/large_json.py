@@ -13,7 +13,7 @@ from typing import Any
 from agentcache.confined import ChildBroke, ConfinedWork, OverLimit
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.server.engine import Engine
-from agentcache.server.large_json_child import Reply
+from agentcache.server.large_json_child import ParseOutcome
 
 AT_ONCE = 2
 
@@ -57,11 +57,11 @@ def _parse(work: ConfinedWork, raw: list[bytes], param: str | None) -> dict[str,
     except ChildBroke:
         raise _not_read("its reader broke off") from None
     value = marshal.loads(content)
-    if kind == Reply.OBJECT:
+    if kind == ParseOutcome.OBJECT:
         assert isinstance(value, dict)
         return value
     message, at_fault, code = value
-    if kind == Reply.TOO_LONG:
+    if kind == ParseOutcome.TOO_LONG:
         raise ContextLengthExceeded(message, param=at_fault or param, code=code)
     raise InvalidRequest(message, param=at_fault, code=code)
 

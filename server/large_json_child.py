@@ -1,6 +1,6 @@
 """Reads large request bodies in a confined process, for `large_json.py`.
 
-A request is a body. A reply has a kind of `Reply` and `marshal` of the object, or of why there is none.
+A request is a body. A reply has a kind of `ParseOutcome` and `marshal` of the object, or of why there is none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.server.validate import parse_object, refuse_long_lists, refuse_many_values
 
 
-class Reply:
+class ParseOutcome:
     """Kinds of replies: the object; or (message, parameter, code) of a refusal, by its class."""
 
     OBJECT = b"o"
@@ -31,7 +31,7 @@ def _answer(request: list[bytes], max_context: int) -> tuple[bytes, bytes]:
         value = parse_object(request)
         refuse_long_lists(value, max_context)
     except ContextLengthExceeded as error:
-        return Reply.TOO_LONG, marshal.dumps((error.message, error.param, error.code))
+        return ParseOutcome.TOO_LONG, marshal.dumps((error.message, error.param, error.code))
     except InvalidRequest as error:
-        return Reply.INVALID, marshal.dumps((error.message, error.param, error.code))
-    return Reply.OBJECT, marshal.dumps(value)
+        return ParseOutcome.INVALID, marshal.dumps((error.message, error.param, error.code))
+    return ParseOutcome.OBJECT, marshal.dumps(value)

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentcache.report import CacheStats, FinishReason, Report, Update
+from agentcache.server.answered import Answered, answer_then
 from agentcache.server.engine_metrics import EngineMetrics
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 _REQUEST = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
-_CLIENT_LEFT = "499"  # as nginx counts them
 
 
 class ServerMetrics:
@@ -89,7 +89,7 @@ class ServerMetrics:
 
 
 class Measure:
-    """Middleware around what answers: counts and times by route, never by raw path, of which there is no end."""
+    """Middleware around what answers: counts and times by route."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app = app
@@ -98,18 +98,9 @@ class Measure:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        status, begun = _CLIENT_LEFT, time.perf_counter()
-
-        async def watched_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = str(message["status"])
-            await send(message)
-
         with self._metrics.in_flight.track_inprogress():
-            try:
-                await self.app(scope, receive, watched_send)
-            finally:
-                route = getattr(scope.get("route"), "path", "unknown")
-                seconds = time.perf_counter() - begun
-                self._metrics.http_seconds.labels(scope["method"], route, status).observe(seconds)
+            await answer_then(self._note, self.app, scope, receive, send)
+
+    def _note(self, answered: Answered) -> None:
+        labels = answered.method, answered.route, answered.status
+        self._metrics.http_seconds.labels(*labels).observe(answered.seconds)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agentcache.server.answered import Answered, answer_then
 from agentcache.server.reply import Completion
 
 log = logging.getLogger("agentcache.requests")
-
-_CLIENT_LEFT = 499  # as nginx writes it
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def note_usage(request: Request, completions: Sequence[Completion], n: int = 1) 
 
 
 class LogRequests:
-    """Middleware around what answers. Routes are logged as patterns, never as raw paths, which clients make up."""
+    """Middleware around what answers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -51,28 +50,16 @@ class LogRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        status, begun = _CLIENT_LEFT, time.perf_counter()
-
-        async def watched_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watched_send)
-        finally:
-            log.info("%s", _line(scope, status, (time.perf_counter() - begun) * 1e3))
+        await answer_then(lambda answered: _log(answered, scope.get("state", {})), self.app, scope, receive, send)
 
 
-def _line(scope: Scope, status: int, milliseconds: float) -> str:
-    state = scope.get("state", {})
+def _log(answered: Answered, state: Mapping[str, Any]) -> None:
     usage = state.get("usage")
     tokens = ("-", "-", "-") if usage is None else (usage.prompt, usage.generated, usage.cached)
-    route = getattr(scope.get("route"), "path", "unknown")
+    what = f"{_word(answered.method)} {answered.route} {answered.status}"
     who = f"agent={_word(state.get('agent'))} model={_word(state.get('model'))}"
-    cost = f"in={tokens[0]} out={tokens[1]} cached={tokens[2]} ms={milliseconds:.0f}"
-    return f"{_word(scope['method'])} {route} {status} {who} {cost}"
+    cost = f"in={tokens[0]} out={tokens[1]} cached={tokens[2]} ms={answered.seconds * 1e3:.0f}"
+    log.info("%s", f"{what} {who} {cost}")
 
 
 def _word(value: str | None) -> str:

@@ -52,7 +52,7 @@ class ResponseReply:
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """As the last event of a stream has it."""
         [completion] = completions
-        output = Output(self)
+        output = OutputItems(self)
         for update in completion.updates:
             for _ in output.add(update):
                 pass
@@ -81,14 +81,14 @@ class ResponseReply:
         }
         return stable | dict(self.asked) | fields
 
-    def ended(self, completion: Completion, output: Output) -> dict[str, Any]:
+    def ended(self, completion: Completion, output: OutputItems) -> dict[str, Any]:
         accounting = self._accounting(completion, output)
         if completion.finish_reason is FinishReason.LENGTH:
             details = {"reason": "max_output_tokens"}
             return self.response("incomplete", output.items, incomplete_details=details, **accounting)
         return self.response("completed", output.items, completed_at=int(time.time()), **accounting)
 
-    def _accounting(self, completion: Completion, output: Output) -> dict[str, Any]:
+    def _accounting(self, completion: Completion, output: OutputItems) -> dict[str, Any]:
         """`usage`, and beside it what every dialect of ours reports."""
         report = completion.final_report
         written = report.prompt_tokens - report.reused_tokens if report.agent is not None else 0
@@ -106,7 +106,7 @@ class ResponseReply:
         return {"usage": usage, "agentcache": report_object(report, notes)} | token_ids
 
 
-class Output:
+class OutputItems:
     """The output items of one response as they grow; each piece gives the events that tell of it.
 
     Attributes:
@@ -226,7 +226,7 @@ class ResponseWriter:
 
     def __init__(self, reply: ResponseReply) -> None:
         self._reply = reply
-        self._output = Output(reply)
+        self._output = OutputItems(reply)
         self._sent = 0
 
     def begin(self, first: Update | None) -> Iterator[bytes]:

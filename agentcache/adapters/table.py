@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from agentcache.models.adapters import Adapter
     from agentcache.models.decoder import Decoder
 
+    # Who an adapter is, by content, and where its weights can be read again.
+    AdapterSource = Adapter | Decoder
+
 
 @dataclass(frozen=True)
 class ServedAdapter:
@@ -32,7 +35,7 @@ class ServedAdapter:
     """
 
     name: str
-    source: Adapter | Decoder
+    source: AdapterSource
     policy: Policy
     groups: frozenset[int]
     created: int = field(default_factory=lambda: int(time.time()))
@@ -47,7 +50,7 @@ class ServedAdapter:
         return _is_decoder(self.source)
 
 
-def _is_decoder(source: Adapter | Decoder) -> bool:
+def _is_decoder(source: AdapterSource) -> bool:
     return source.format == "model"
 
 
@@ -62,7 +65,7 @@ def check_adapter_name(name: str) -> str:
     return name
 
 
-def settle_policy(policy: Policy, source: Adapter | Decoder) -> Policy:
+def settle_policy(policy: Policy, source: AdapterSource) -> Policy:
     """The policy itself, or what `auto` stands for; raises InvalidRequest for a decoder under any but its own."""
     if _is_decoder(source):
         if policy not in (Policy.AUTO, Policy.PREFILL_SHARE):

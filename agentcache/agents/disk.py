@@ -1,4 +1,4 @@
-"""What lies in the cache folder: the one place that writes to it and deletes from it while serving.
+"""What lies in the cache folder: the one owner that writes to it and deletes from it while serving.
 
 All of it runs on the writer's thread, one job after the other, so a manifest never overtakes the blocks that it names,
 and nothing changes between looking and writing. The engine's thread hands in values and gets values back.
@@ -20,7 +20,7 @@ from agentcache.agents.table import Lineages, names_of
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName, block_key
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
-from agentcache.store.archive import Archive
+from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import BlockWrite, Store
 
@@ -157,7 +157,7 @@ class Disk:
 
         return self._run(work, held=turn.held)
 
-    def bring_in(self, archive: Archive) -> Committed:
+    def bring_in(self, archive: ArchivedAgent) -> Committed:
         """Make the agent of an archive durable, all of it or nothing; `InUse` holds its blocks and lineages."""
 
         def work(done: Committed) -> None:

@@ -21,12 +21,11 @@ from agentcache.blocks.keys import BlockName, Namespace
 from agentcache.blocks.lanes import NamedSnapshot, spans
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import LaneBlock
-from agentcache.blocks.sequence import Sequence as CacheSequence
+from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import choose_saved
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
-from agentcache.store.archive import Archive
+from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.writer import Writer
@@ -271,8 +270,8 @@ class Persistence:
         writes = []
         for target in targets:
             node = target.node
-            arrays = self._runner.snapshot(target.group, target.block_id, node.position, node.num_tokens)
-            writes.append(BlockWrite(header_of(node, self._groups[target.group].name), arrays))
+            data = self._runner.snapshot(target.group, target.block_id, node.num_tokens)
+            writes.append(BlockWrite(header_of(node, self._groups[target.group].name), data))
             node.pending.add(target.group)
         return writes
 
@@ -330,7 +329,7 @@ class Persistence:
 
         self._submit(partial(self._disk.commit, Turn(record)), settle=settle)
 
-    def bring_in(self, archive: Archive, done: Callable[[Saved], None]) -> None:
+    def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
         """Make the agent of an archive durable, and then known; its id is nobody's."""
         for record in archive.records:
             self._in_use.hold_lineage(record.name)

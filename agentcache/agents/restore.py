@@ -23,8 +23,7 @@ from agentcache.blocks.keys import BLOCK_SIZE, block_key
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import Load
-from agentcache.blocks.sequence import Sequence as CacheSequence
+from agentcache.blocks.sequence import CacheSequence, Load
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.kv.arena import shares_memory
 from agentcache.kv.block_layout import Array

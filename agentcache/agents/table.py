@@ -126,7 +126,7 @@ class AgentTable(Lineages):
         return self._view
 
     def new(self, agent_id: str, *, policy: str = "exact", system: str | None = None, param: str = "id") -> AgentRecord:
-        """A lineage without memory, for an agent whose id is not in use. Not yet put.
+        """A lineage without a transcript, for an agent whose id is not in use. Not yet put.
 
         Raises:
             InvalidRequest: it is no id.
@@ -161,7 +161,7 @@ class AgentTable(Lineages):
         return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
     def vacant(self, agent_id: str, *, param: str) -> AgentRecord:
-        """A lineage without memory that nobody is at work on: the agent's, a new one of it, or a new agent's first.
+        """An empty lineage that nobody is at work on: the agent's, a new one of it, or a new agent's first.
 
         Not yet put; raises as `new`.
         """
@@ -171,14 +171,14 @@ class AgentTable(Lineages):
         known = self._lineages[agent_id]
         blank_ones = (record for record in known if not record.transcript.ids)
         idle = (record for record in blank_ones if not self._in_use.has_lineage(record.name))
-        return next(idle, None) or self._renamed(without_memory(known[0]))
+        return next(idle, None) or self._renamed(emptied(known[0]))
 
     @staticmethod
     def _renamed(record: AgentRecord) -> AgentRecord:
         return replace(record, lineage=secrets.token_hex(4))
 
     def fork(self, agent_id: str, new_id: str, lineage: str | None = None) -> list[AgentRecord]:
-        """Lineages with the same memory under a new id, as if used now; raises NotFound, Conflict. Not yet put."""
+        """Lineages with the same transcripts under a new id, as if used now; raises NotFound, Conflict. Not yet put."""
         sources, blank = self.lineages(agent_id, lineage), self.new(new_id)
         later = blank.last_used - max(source.last_used for source in sources)
         return [
@@ -199,7 +199,7 @@ class AgentTable(Lineages):
         return max(idle, key=lambda record: staleness(record, unshared, now), default=None)
 
 
-def without_memory(record: AgentRecord) -> AgentRecord:
+def emptied(record: AgentRecord) -> AgentRecord:
     """A lineage of the same agent that holds nothing."""
     return replace(record, salt="", producer=None, transcript=Transcript.empty(), num_saved=0, blocks=(), snapshots=())
 

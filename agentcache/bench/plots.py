@@ -92,8 +92,8 @@ def draw_bars(
     width = 0.84 / len(series)
     for index, (name, values) in enumerate(series.items()):
         shown = [(group, value) for group, value in enumerate(values) if value is not None]
-        places = [group + (index - (len(series) - 1) / 2) * width for group, _ in shown]
-        bars = axes.bar(places, [value for _, value in shown], width, color=colours.get(name), label=name)
+        positions = [group + (index - (len(series) - 1) / 2) * width for group, _ in shown]
+        bars = axes.bar(positions, [value for _, value in shown], width, color=colours.get(name), label=name)
         axes.bar_label(bars, [label(value) for _, value in shown], fontsize=7, padding=2)
     axes.margins(y=0.15)
 

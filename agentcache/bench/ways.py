@@ -129,13 +129,13 @@ def first_difference(one: WorkflowTranscript, other: WorkflowTranscript) -> str 
 
 
 def _difference(one: TurnRecord, other: TurnRecord) -> str:
-    place = f'phase {one.phase} ("{one.phase_name}"), {one.speaker}'
+    where = f'phase {one.phase} ("{one.phase_name}"), {one.speaker}'
     if one.text == other.text:
-        return f"{place}: the same text as other tokens, {list(one.token_ids)} and {list(other.token_ids)}"
+        return f"{where}: the same text as other tokens, {list(one.token_ids)} and {list(other.token_ids)}"
     prompts = f"{one.prompt_tokens} and {other.prompt_tokens} tokens"
     # An answer that was generated as unusual tokens is another prompt when it comes back as text.
     why = "" if one.prompt_tokens == other.prompt_tokens else f" (the same text as prompts of {prompts})"
-    return f"{place}: {one.text!r} in one run, {other.text!r} in the other{why}"
+    return f"{where}: {one.text!r} in one run, {other.text!r} in the other{why}"
 
 
 def same_words(one: TurnRecord, other: TurnRecord) -> bool:

@@ -11,7 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 BLOCK_SIZE = 256
@@ -97,6 +97,7 @@ def chain_key(parent: str, token_ids: Sequence[int], producer: str = BASE_PRODUC
     return _digest("agentcache.chain", parent.encode(), pack_token_ids(token_ids), producer.encode())
 
 
+@lru_cache(maxsize=1 << 14)  # every turn names all blocks of its conversation
 def block_key(chain: str, group: str) -> str:
     """Address of one cache group's layers of the block at `chain`; names its file; 40 hex digits."""
     return _digest("agentcache.block", chain.encode(), group.encode())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
-from agentcache.blocks.lanes import LaneLayout, Source, lay_out
+from agentcache.blocks.lanes import BlockKind, LaneLayout, lay_out
 from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, pack
 from agentcache.blocks.slots import Group
@@ -167,7 +167,7 @@ class LaneSearch:
 
     def _with_tail(self, count: int, limit: int) -> LanePrefix | None:
         """The first `count` blocks and what shares most tokens behind them; None if that is not worth a copy."""
-        nearest = [self._nearest(count, limit, source) for source in self._layout.sources(count)]
+        nearest = [self._nearest(count, limit, kind) for kind in self._layout.usable_kinds(count)]
         most = max(found.num_tokens for found in nearest)
         tails = [node for found in nearest if found.num_tokens == most for node in found.items]
         if not tails:
@@ -175,17 +175,17 @@ class LaneSearch:
         tail = min(tails, key=self._loads_needed)
         return LanePrefix(self._layout, tuple(self._nodes[:count]), tail, most)
 
-    def _nearest(self, count: int, limit: int, source: Source) -> Nearest[Node]:
+    def _nearest(self, count: int, limit: int, kind: BlockKind) -> Nearest[Node]:
         """Not for the few tokens that most prompts of a template share; but a whole tail is some agent's memory."""
         parent = self._nodes[count - 1] if count else self._root
-        rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : min(limit, source.end) * BYTES_PER_TOKEN]
+        rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : min(limit, kind.end) * BYTES_PER_TOKEN]
         usable = partial(_has, self._all)
-        nearest = parent.nearest(rest, usable, least=self._least, producer=source.producer)
+        nearest = parent.nearest(rest, usable, least=self._least, producer=kind.producer)
         if nearest.items:
             return nearest
         short = min(self._least - 1, len(rest) // BYTES_PER_TOKEN)
         for num_tokens in range(short, 0, -1):
-            tail = parent.child(rest[: num_tokens * BYTES_PER_TOKEN], source.producer)
+            tail = parent.child(rest[: num_tokens * BYTES_PER_TOKEN], kind.producer)
             if tail is not None and usable(tail):
                 return Nearest([tail], num_tokens)
         return nearest

@@ -20,7 +20,7 @@ from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, BlockName, Produce
 
 
 @dataclass(frozen=True)
-class Source:
+class BlockKind:
     """A kind of block that a lane may take tokens from: those of `producer`, up to token `end` of the sequence."""
 
     producer: str
@@ -45,13 +45,13 @@ class LaneLayout:
         """Producer of the lane's block that ends in front of token `end`, as it stands in keys."""
         return BASE_PRODUCER if self.producer is None or end <= self.producer.start else self.producer.text
 
-    def sources(self, position: int) -> list[Source]:
-        """Where tokens of block number `position` may come from."""
+    def usable_kinds(self, position: int) -> list[BlockKind]:
+        """Blocks that tokens of block number `position` may come from."""
         begin, end = position * BLOCK_SIZE, (position + 1) * BLOCK_SIZE
         if self.producer is None or end <= self.producer.start:
-            return [Source(BASE_PRODUCER, end)]
-        own = Source(self.producer.text, end)
-        return [own] if self.producer.start <= begin else [Source(BASE_PRODUCER, self.producer.start), own]
+            return [BlockKind(BASE_PRODUCER, end)]
+        own = BlockKind(self.producer.text, end)
+        return [own] if self.producer.start <= begin else [BlockKind(BASE_PRODUCER, self.producer.start), own]
 
 
 def lay_out(producer: Producer | None, num_groups: int, *, has_state: bool = False) -> tuple[LaneLayout, ...]:
@@ -90,7 +90,7 @@ class BlockSpan:
 
     Args:
         groups: the cache groups of keys and values that the lane has in it.
-        parent: place of the block before it in the list of spans; None for a sequence's first.
+        parent: index of the block before it in the list of spans; None for a sequence's first.
     """
 
     begin: int

@@ -18,20 +18,19 @@ listed by the base tail too: the tokens before it, for everybody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as TokenIds
+from collections.abc import Iterable, Sequence
 
 from agentcache.blocks import lane_search
 from agentcache.blocks.allocator import BlockAllocator
+from agentcache.blocks.attach_prefix import attach_prefix
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, has_base_tail, lay_out
 from agentcache.blocks.ledger import Ledger
-from agentcache.blocks.placement import place
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.radix_tree import Node, RadixTree
-from agentcache.blocks.sequence import Lane, LaneBlock, Load, Sequence
+from agentcache.blocks.sequence import CacheSequence, Lane, LaneBlock, Load
 from agentcache.blocks.siblings import unpack
 from agentcache.blocks.slots import BlockCounts, Group, Slots
 from agentcache.blocks.snapshot_plan import DEFAULT_INTERVAL
@@ -57,7 +56,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        groups: TokenIds[Group],
+        groups: Sequence[Group],
         ledger: Ledger,
         *,
         state: Group | None = None,
@@ -74,13 +73,13 @@ class PrefixCache:
             if state is None
             else Snapshots(state, len(self.groups), state_budget, ledger, self.slots.prune, snapshot_tokens)
         )
-        self._sequences: set[Sequence] = set()
+        self._sequences: set[CacheSequence] = set()
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
 
     # -- matching ---------------------------------------------------------------------------------------------------
 
     def match_prefix(
-        self, root: str, token_ids: TokenIds[int], limit: int, producer: Producer | None = None
+        self, root: str, token_ids: Sequence[int], limit: int, producer: Producer | None = None
     ) -> CachedPrefix:
         """The longest prefix of at most `limit` tokens of which every group's needed blocks are in RAM or on disk.
 
@@ -92,7 +91,7 @@ class PrefixCache:
         return lane_search.match_prefix(self.tree, self.groups, root, token_ids, limit, producer, self.snapshots)
 
     @property
-    def all_groups(self) -> TokenIds[Group]:
+    def all_groups(self) -> Sequence[Group]:
         """The groups of keys and values, and behind them the recurrent state's."""
         return self.groups if self.snapshots is None else (*self.groups, self.snapshots.group)
 
@@ -102,7 +101,7 @@ class PrefixCache:
 
     # -- a sequence's life ------------------------------------------------------------------------------------------
 
-    def open(self, root: str, prefix: CachedPrefix) -> Sequence:
+    def open(self, root: str, prefix: CachedPrefix) -> CacheSequence:
         """A sequence of the prefix's producer that starts with `prefix`; its `loads` and `copies` are then due.
 
         Raises OutOfBlocks; then no more has happened than that idle blocks were evicted.
@@ -111,7 +110,7 @@ class PrefixCache:
             self.snapshots.touch(prefix.snapshot)
         sequence = self._enter(root, prefix)
         try:
-            place(sequence, prefix, self.allocator)
+            attach_prefix(sequence, prefix, self.allocator)
         except OutOfBlocks:
             self._discard(sequence)
             raise
@@ -119,7 +118,7 @@ class PrefixCache:
             self.tree.touch(lane.all_nodes)
         return sequence
 
-    def _enter(self, root: str, prefix: CachedPrefix) -> Sequence:
+    def _enter(self, root: str, prefix: CachedPrefix) -> CacheSequence:
         """The sequence without slots; from here on the prefix's nodes stay in the tree."""
         # All at once: a prompt of 16K tokens has 64 blocks, and every row that joins a batch comes by here.
         token_ids = unpack(b"".join(node.packed for node in prefix.lanes[-1].all_nodes))[: prefix.num_tokens]
@@ -129,7 +128,7 @@ class PrefixCache:
             Lane(lane.layout, list(lane.nodes[:count]), lane.tail, list(lane.nodes[count:])) for lane in prefix.lanes
         ]
         state = None if self.snapshots is None else self.snapshots.enter(prefix.snapshot)
-        sequence = Sequence(root, prefix.producer, token_ids, tables, lanes, state=state)
+        sequence = CacheSequence(root, prefix.producer, token_ids, tables, lanes, state=state)
         start = prefix.snapshot
         if self.snapshots is not None and start is not None:
             sequence.snapshots.append(start)
@@ -141,7 +140,7 @@ class PrefixCache:
                 node.readers += 1
         return sequence
 
-    def loaded(self, sequence: Sequence, load: Load) -> None:
+    def loaded(self, sequence: CacheSequence, load: Load) -> None:
         """A load is done: a whole block becomes the tree's too, so that others find it."""
         node = load.node
         if self.snapshots is not None and load.group == self.snapshots.index:
@@ -152,7 +151,7 @@ class PrefixCache:
         if load.num_tokens == node.num_tokens and load.group not in node.block_ids and not sequence.closed:
             self.slots.list_in(node, load.group, load.block_id)
 
-    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
+    def reserve(self, sequence: CacheSequence, num_tokens: int) -> None:
         """Make room for `num_tokens` further tokens in every group. Raises OutOfBlocks; what was reserved stays."""
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
         if end == -(-sequence.num_tokens // BLOCK_SIZE):
@@ -161,7 +160,7 @@ class PrefixCache:
             while table.end_block < end:
                 table.block_ids.append(self.allocator.allocate(index))
 
-    def advance(self, sequence: Sequence, token_ids: TokenIds[int]) -> list[LaneBlock]:
+    def advance(self, sequence: CacheSequence, token_ids: Sequence[int]) -> list[LaneBlock]:
         """`token_ids` have been computed: publish the blocks they filled and return these, lane by lane, in order.
 
         With the first token of its producer, the tokens before it in that block are published as base's.
@@ -175,7 +174,7 @@ class PrefixCache:
             self.slots.prune(published[-1].node)  # without attention there is nothing in it
         return published
 
-    def _publish_full(self, sequence: Sequence, lane: Lane) -> list[LaneBlock]:
+    def _publish_full(self, sequence: CacheSequence, lane: Lane) -> list[LaneBlock]:
         published = []
         while (len(lane.nodes) + 1) * BLOCK_SIZE <= sequence.num_tokens:
             node = self._publish(sequence, lane, (len(lane.nodes) + 1) * BLOCK_SIZE)
@@ -186,7 +185,7 @@ class PrefixCache:
             published.append(LaneBlock(node, lane.groups))
         return published
 
-    def _publish(self, sequence: Sequence, lane: Lane, end: int) -> Node:
+    def _publish(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
         """The lane's node that ends in front of token `end`, with the sequence's slots, or these with the node's.
 
         Where the node's data is on disk and not in RAM, it stays so: what this sequence computed could differ from the
@@ -197,7 +196,7 @@ class PrefixCache:
             self._adopt(sequence, node, index)
         return node
 
-    def _list(self, sequence: Sequence, lane: Lane, end: int) -> Node:
+    def _list(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
         """The lane's node that ends in front of token `end`, with the sequence's slots where it has no data."""
         position = (end - 1) // BLOCK_SIZE
         parent = lane.parent_of(position, self.tree.root(sequence.root))
@@ -207,21 +206,21 @@ class PrefixCache:
             self._offer(sequence, node, index)
         return node
 
-    def _offer(self, sequence: Sequence, node: Node, index: int) -> None:
+    def _offer(self, sequence: CacheSequence, node: Node, index: int) -> None:
         """Let the node list the sequence's slot of group `index`, unless its data is in RAM, on disk or on the way."""
         table = sequence.tables[index]
         if table.has(node.position) and not node.available(index) and index not in node.pending:
             self.slots.list_in(node, index, table.block_id(node.position))
 
-    def _adopt(self, sequence: Sequence, node: Node, index: int) -> None:
-        """Read the node's slot of group `index`, if it has one, in place of the sequence's own."""
+    def _adopt(self, sequence: CacheSequence, node: Node, index: int) -> None:
+        """Read the node's slot of group `index`, if it has one instead of the sequence's own."""
         table, theirs = sequence.tables[index], node.block_ids.get(index)
         if theirs is not None and table.has(node.position):
             self.slots.pools[index].retain(theirs)
             self.slots.pools[index].release(table.block_id(node.position))
             table.replace(node.position, theirs)
 
-    def _publish_base_tail(self, sequence: Sequence) -> LaneBlock:
+    def _publish_base_tail(self, sequence: CacheSequence) -> LaneBlock:
         """The tokens that base has computed of the block in which the producer starts, as a node of their own.
 
         Every group's slot is listed; the sequence goes on in its own ones, whatever the node has from others.
@@ -235,7 +234,7 @@ class PrefixCache:
             self._offer(sequence, tail, index)
         return LaneBlock(tail, tuple(range(len(self.groups))))
 
-    def share_tail(self, sequence: Sequence, end: int) -> None:
+    def share_tail(self, sequence: CacheSequence, end: int) -> None:
         """Let others go on from the sequence's first `end` tokens, of which the last ones are in a block that it is
         still filling: behind them it writes in its own slots, and others in copies of these.
         """
@@ -243,13 +242,13 @@ class PrefixCache:
             for lane in sequence.lanes:
                 self.slots.prune(self._list(sequence, lane, end))
 
-    def leave_window(self, sequence: Sequence) -> None:
+    def leave_window(self, sequence: CacheSequence) -> None:
         """Drop the slots that no later token of the sequence attends to; from the tree too if nobody reads them."""
         for lane in sequence.lanes if self._windowed else ():
             for index in self._windowed.intersection(lane.groups):
                 self._leave_window(sequence, lane, index)
 
-    def _leave_window(self, sequence: Sequence, lane: Lane, index: int) -> None:
+    def _leave_window(self, sequence: CacheSequence, lane: Lane, index: int) -> None:
         table = sequence.tables[index]
         start, needed = table.first_block, self.groups[index].first_block_needed(sequence.num_tokens)
         for node, block_id in zip(lane.nodes[start:], table.drop_before(needed), strict=False):
@@ -257,7 +256,7 @@ class PrefixCache:
             if node.block_ids.get(index) == block_id and not self.slots.is_read(index, block_id):
                 self.slots.take_from(node, index)
 
-    def close(self, sequence: Sequence, keep: int | None = None) -> list[LaneBlock]:
+    def close(self, sequence: CacheSequence, keep: int | None = None) -> list[LaneBlock]:
         """End a sequence, keeping its first `keep` tokens (default: all); returns its blocks in the order of `spans`.
 
         Where `keep` lies inside an already published block, the tail lists that block's slots.
@@ -272,17 +271,17 @@ class PrefixCache:
                 self.slots.prune(block.node)
         return blocks
 
-    def _keep(self, sequence: Sequence, lane: Lane, keep: int) -> list[LaneBlock]:
+    def _keep(self, sequence: CacheSequence, lane: Lane, keep: int) -> list[LaneBlock]:
         nodes = lane.nodes[: keep // BLOCK_SIZE]
         if keep % BLOCK_SIZE:
             nodes.append(self._publish(sequence, lane, keep))
         return [LaneBlock(node, lane.groups) for node in nodes]
 
-    def abandon(self, sequence: Sequence) -> None:
+    def abandon(self, sequence: CacheSequence) -> None:
         """End a sequence whose unfinished block is worth nothing; published blocks stay cached."""
         self._discard(sequence)
 
-    def _discard(self, sequence: Sequence) -> None:
+    def _discard(self, sequence: CacheSequence) -> None:
         if sequence.closed:
             return
         sequence.closed = True
@@ -303,14 +302,14 @@ class PrefixCache:
 
     # -- recurrent state ----------------------------------------------------------------------------------------------
 
-    def state_taken(self, sequence: Sequence) -> None:
+    def state_taken(self, sequence: CacheSequence) -> None:
         """The sequence's row has the state that it starts from; its slot may be given to others."""
         slot, sequence.state = sequence.state, None
         if slot is not None:
             assert self.snapshots is not None
             self.snapshots.release(slot)
 
-    def keep_state(self, sequence: Sequence, num_tokens: int, *, lasts: bool = False) -> int | None:
+    def keep_state(self, sequence: CacheSequence, num_tokens: int, *, lasts: bool = False) -> int | None:
         """A slot for the state behind the first tokens of an open sequence, where it is found from now on.
 
         None where there is a snapshot already, or no room for one. Of what a sequence leaves behind, the last two are
@@ -341,7 +340,7 @@ class PrefixCache:
         return slot
 
     def find_snapshots(
-        self, root: str, token_ids: TokenIds[int], num_tokens: int, producer: Producer | None
+        self, root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None
     ) -> list[Node]:
         """The nodes of all snapshots of the first `num_tokens` tokens, in RAM or on disk, in their order."""
         if self.snapshots is None:
@@ -350,7 +349,7 @@ class PrefixCache:
             self.tree, len(self.groups), root, token_ids[:num_tokens], producer, self.snapshots
         )
 
-    def snapshot_node(self, root: str, token_ids: TokenIds[int], num_tokens: int, producer: Producer | None) -> Node:
+    def snapshot_node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None) -> Node:
         """The node of a snapshot behind the first `num_tokens` tokens, made if it is not there."""
         layout = lay_out(producer, len(self.groups), has_state=True)
         lane, node = next(each for each in layout if each.has_state), self.tree.root(root)
@@ -359,7 +358,7 @@ class PrefixCache:
             node = self.tree.insert(node, token_ids[begin:end], lane.producer_of(end))
         return node
 
-    def _state_node(self, sequence: Sequence, num_tokens: int) -> Node:
+    def _state_node(self, sequence: CacheSequence, num_tokens: int) -> Node:
         """The node that ends behind these tokens of a sequence; of a tail, without keys and values as yet."""
         lane, (count, rest) = sequence.state_lane, divmod(num_tokens, BLOCK_SIZE)
         if not rest:
@@ -426,7 +425,7 @@ class PrefixCache:
         if readers:
             raise BrokenInvariant(f"sequences go through {list(readers)}, which the tree has lost")
 
-    def _check_lanes(self, sequence: Sequence) -> None:
+    def _check_lanes(self, sequence: CacheSequence) -> None:
         """Each group is in one lane, and each lane is a path of full blocks by who has to have computed them."""
         if sorted(index for lane in sequence.lanes for index in lane.groups) != list(range(len(self.groups))):
             raise BrokenInvariant("a sequence's lanes do not have each group once")

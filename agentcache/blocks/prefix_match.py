@@ -206,7 +206,7 @@ def _generated_span(spans: tuple[Span, ...], num_tokens: int) -> tuple[int, int]
 
 
 def _clean_cut(transcript: Transcript, num_tokens: int) -> int:
-    """The last place at or before `num_tokens` where a token ends cleanly."""
+    """The last position at or before `num_tokens` where a token ends cleanly."""
     ends = transcript.ends
     while 0 < num_tokens < len(ends) and ends[num_tokens - 1] == ends[num_tokens]:
         num_tokens -= 1

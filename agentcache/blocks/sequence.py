@@ -1,4 +1,4 @@
-"""One running request's place in the cache: its lanes, its block tables, and what is due before its first step."""
+"""What one running request holds of the cache: its lanes, its block tables, and what is due before its first step."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Lane:
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One running request's place in the cache.
+class CacheSequence:
+    """What one running request holds of the cache.
 
     Attributes:
         root: chain key of its namespace.

@@ -33,7 +33,7 @@ class TrunkName(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `start … stop - 1` of a step, which lie in a slot from place `offset` on."""
+    """Tokens `start … stop - 1` of a step, which lie in a slot from its position `offset` on."""
 
     slot: int
     offset: int
@@ -224,7 +224,7 @@ class TrunkFiller:
 
 @dataclass(frozen=True)
 class _Block:
-    """Tokens `start … stop - 1` of a step: those of block number `position`, from its place `offset` on."""
+    """Tokens `start … stop - 1` of a step: those of block number `position`, from its position `offset` on."""
 
     position: int
     offset: int

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as TokenIds
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -43,7 +42,7 @@ def match_trunk(
     cache: PrefixCache,
     trunk: TrunkCache,
     root: str,
-    token_ids: TokenIds[int],
+    token_ids: Sequence[int],
     prefix: CachedPrefix,
     cut: int,
     *,

@@ -1,4 +1,4 @@
-"""Into the cache and out of it: who gets a place and blocks, waits for files, or has to give way."""
+"""Into the cache and out of it: who gets a sequence and blocks, waits for files, or has to give way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentcache.agents.restore import Restored, Restorer
 from agentcache.blocks.keys import Namespace
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.engine.device import Device
 from agentcache.engine.generation import Generation, Outcome, State
@@ -21,7 +21,7 @@ from agentcache.report import CachedTokens, FinishReason
 
 
 class Admission:
-    """Gives generations their place in the cache. Belongs to the engine thread.
+    """Opens generations' sequences in the cache. Belongs to the engine thread.
 
     Args:
         end: ends a generation, with what it has or with an error.
@@ -50,7 +50,7 @@ class Admission:
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Admit waiting requests in order, as long as there are places and blocks."""
+        """Admit waiting requests in order, as long as the batch has room and there are blocks."""
         while (generation := self._scheduler.next_to_admit()) is not None:
             busy = bool(self._requests.running or self._requests.loading)
             try:
@@ -62,7 +62,7 @@ class Admission:
                 self._end(generation, _too_large(generation, error))
 
     def _open(self, generation: Generation, busy: bool) -> None:
-        """Give a waiting request its place in the cache; starts its restore where blocks are on disk only."""
+        """Open a waiting request's sequence; starts its restore where blocks are on disk only."""
         root = self._namespace(generation.request.salt).root
         if not busy:
             self._cache.allocator.make_room(len(generation.token_ids) + 1)
@@ -74,7 +74,7 @@ class Admission:
             self._check_room(generation, prefix)
         in_ram = self._cache.in_ram(prefix)
         sequence = self._cache.open(root, prefix)
-        generation.take_place(sequence, ahead)
+        generation.take_sequence(sequence, ahead)
         self._plan_snapshots(generation, prefix)
         self._device.copy_blocks(sequence.copies)
         if ahead is not None:
@@ -101,7 +101,7 @@ class Admission:
             prefix.known_tokens,
         )
 
-    def _begin_state(self, generation: Generation, sequence: Sequence) -> None:
+    def _begin_state(self, generation: Generation, sequence: CacheSequence) -> None:
         """The row takes the snapshot that it goes on from, if it does; arrays are values, so the slot is free then."""
         if sequence.state is not None:
             generation.begin_state(self._device.row_state(sequence.state))
@@ -117,11 +117,11 @@ class Admission:
     def _check_room(self, generation: Generation, prefix: CachedPrefix) -> None:
         """Raise OutOfBlocks if the known tokens of all who are admitted would not fit: one would preempt another."""
         admitted = (*self._requests.running, *self._requests.loading)
-        running = [Growth(other.place.tables, len(other.token_ids) + 1) for other in admitted]
+        running = [Growth(other.open_sequence.tables, len(other.token_ids) + 1) for other in admitted]
         if not has_room(self._cache.allocator, running, prefix, len(generation.token_ids) + 1):
             raise OutOfBlocks("running requests need all the blocks there are")
 
-    def _restored(self, generation: Generation, sequence: Sequence, restored: Restored) -> None:
+    def _restored(self, generation: Generation, sequence: CacheSequence, restored: Restored) -> None:
         if generation.sequence is not sequence:
             return  # cancelled meanwhile
         self._device.evaluate()
@@ -129,7 +129,7 @@ class Admission:
         generation.restore_seconds += restored.seconds
         if not restored.complete:
             # What was wrong is in quarantine; match again and compute the rest.
-            self.give_up_place(generation)
+            self.abandon_sequence(generation)
         else:
             self._begin_state(generation, sequence)
         self._requests.move(generation, State.RUNNING if restored.complete else State.WAITING)
@@ -140,7 +140,7 @@ class Admission:
         """Blocks for the next tokens; False if the request has to wait for them or ends for want of them."""
         while generation.state is State.RUNNING:
             try:
-                self._cache.reserve(generation.place, generation.in_flight + num_tokens)
+                self._cache.reserve(generation.open_sequence, generation.in_flight + num_tokens)
                 return True
             except OutOfBlocks as error:
                 if generation.in_flight:
@@ -167,14 +167,14 @@ class Admission:
 
     def preempt(self, generation: Generation) -> None:
         """A running generation waits again; what it has computed is computed anew, where nobody else needs it too."""
-        self.give_up_place(generation)
+        self.abandon_sequence(generation)
         self._scheduler.preempt(generation)
 
-    def give_up_place(self, generation: Generation) -> None:
+    def abandon_sequence(self, generation: Generation) -> None:
         """Out of the cache, if it is in it; its blocks are free at once."""
         if generation.sequence is not None:
             self._cache.abandon(generation.sequence)
-            generation.lose_place()
+            generation.lose_sequence()
 
 
 def _note_cached(generation: Generation, prefix: CachedPrefix) -> None:

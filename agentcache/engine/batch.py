@@ -44,7 +44,7 @@ class BatchRow:
 
     @property
     def is_void(self) -> bool:
-        """Whether what is computed here is of no use any more: its generation has ended, or lost its place."""
+        """Whether what is computed here is of no use any more: its generation has ended, or lost its sequence."""
         return self.work.writes.closed
 
 
@@ -193,7 +193,7 @@ class Batch:
         self.seconds = time.perf_counter() - self.started_at
 
     def results(self) -> Iterator[Result]:
-        """What came out, row by row; of generations that have ended or lost their place meanwhile, nothing."""
+        """What came out, row by row; of generations that have ended or lost their sequence meanwhile, nothing."""
         tokens: list[int] = [] if self.tokens is None else self.tokens.tolist()
         choice = self._choice
         scores = dict(zip(choice.scored, choice.scores.read(), strict=True)) if choice and choice.scores else {}
@@ -233,7 +233,7 @@ class BatchBuilder:
         step = StepInputs(
             inputs,
             starts,
-            reads=self._runner.reads([generation.place.tables for generation in rows], starts, num_tokens, cut),
+            reads=self._runner.reads([generation.open_sequence.tables for generation in rows], starts, num_tokens, cut),
             writes=self._runner.writes([row.work.writes.tables for row in made], starts, num_tokens, cut),
             model=None if decoder is None else decoder.model,
             adapters=self._adapters.rows([row.work.computes for row in made]),
@@ -269,12 +269,12 @@ class BatchBuilder:
         if all(left):
             return mx.array([g.token_ids[g.num_launched : g.num_launched + num_tokens] for g in rows], mx.int32)
         assert before is not None and before.tokens is not None  # somebody chooses what is not known yet
-        places = {row.generation: place for place, row in enumerate(before.rows)}
+        indices = {row.generation: index for index, row in enumerate(before.rows)}
         known = [generation.token_ids[-1] for generation, count in zip(rows, left, strict=True) if count]
-        if not known and [places[generation] for generation in rows] == list(range(len(places))):
+        if not known and [indices[generation] for generation in rows] == list(range(len(indices))):
             return before.tokens[:, None]
-        known_places = iter(range(len(places), len(places) + len(known)))
-        order = [next(known_places) if count else places[row] for row, count in zip(rows, left, strict=True)]
+        known_indices = iter(range(len(indices), len(indices) + len(known)))
+        order = [next(known_indices) if count else indices[row] for row, count in zip(rows, left, strict=True)]
         return mx.concatenate([before.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
 
     def _choose(self, rows: Sequence[BatchRow], ends: Sequence[int], logits: mx.array, last: mx.array) -> Choice:

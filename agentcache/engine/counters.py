@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from agentcache.agents.persistence import Persistence
 from agentcache.blocks.prefix_cache import PrefixCache
@@ -14,7 +14,7 @@ from agentcache.report import CacheStats
 
 @dataclass
 class Counters:
-    """Sums since start."""
+    """Sums since start, by their names in `CacheStats`."""
 
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -60,18 +60,11 @@ def cache_stats(
         written_bytes=store.written_bytes,
         read_bytes=store.read_bytes,
         computed_tokens=device.computed_tokens,
-        cached_tokens=counters.cached_tokens,
         save_failures=persistence.save_failures,
         running=len(requests.running),
         waiting=len(requests.waiting) + len(requests.loading),
         preemptions=scheduler.preemptions,
-        cancelled=counters.cancelled,
-        generated_tokens=counters.generated_tokens,
-        decode_steps=counters.decode_steps,
-        decode_rows=counters.decode_rows,
-        decode_seconds=counters.decode_seconds,
-        prefill_tokens=counters.prefill_tokens,
-        prefill_seconds=counters.prefill_seconds,
         copied_blocks=device.copied_blocks,
         ram_accounts=cache.ledger.statement(),
+        **asdict(counters),
     )

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 
 from agentcache.adapters.weights import AdapterWeightSet
-from agentcache.agents.memory import AgentMemory
+from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
@@ -65,7 +65,7 @@ class Parts:
     scheduler: Scheduler
     turns: Turns
     agents: AgentTable
-    memory: AgentMemory
+    operations: AgentOperations
     persistence: Persistence
     restorer: Restorer
     adapters: AdapterWeightSet
@@ -85,7 +85,7 @@ class Engine:
         self.scheduler = parts.scheduler
         self.turns = parts.turns
         self.agents = parts.agents
-        self.memory = parts.memory
+        self.operations = parts.operations
         self.persistence = parts.persistence
         self.restorer = parts.restorer
         self.adapters = parts.adapters
@@ -103,7 +103,9 @@ class Engine:
             parts.loaded.namespace,
             self.end,
         )
-        self.relief = MemoryRelief(parts.cache, parts.device, parts.scheduler, parts.memory, parts.trunk, parts.loaded)
+        self.relief = MemoryRelief(
+            parts.cache, parts.device, parts.scheduler, parts.operations, parts.trunk, parts.loaded
+        )
         self._limits = parts.limits
 
     def close(self) -> None:
@@ -136,26 +138,28 @@ class Engine:
             case Submit():
                 self.add(self._generation(message, reply))
             case Cancel(submitted):
-                self._cancel_submitted(submitted)
+                generation = next((each for each in self.requests if each.submitted is submitted), None)
+                if generation is not None:
+                    self.cancel(generation)
                 reply(None)
             case ListAgents():
-                reply(self.memory.list())
+                reply(self.operations.list())
             case ShowAgent(agent_id):
-                reply(self.memory.info(agent_id))
+                reply(self.operations.info(agent_id))
             case CreateAgent(agent_id, adapter, policy, system):
-                self.memory.create(agent_id, adapter, policy, system, reply)
+                self.operations.create(agent_id, adapter, policy, system, reply)
             case ImportAgent(archive):
-                self.memory.bring_in(archive, reply)
+                self.operations.bring_in(archive, reply)
             case ForkAgent(agent_id, new_id, lineage):
-                self.memory.fork(agent_id, new_id, reply, lineage)
+                self.operations.fork(agent_id, new_id, reply, lineage)
             case DeleteAgent(agent_id, lineage):
-                self.memory.delete(agent_id, reply, lineage)
+                self.operations.delete(agent_id, reply, lineage)
             case SaveAgent(agent_id, lineage):
-                self.memory.save(agent_id, reply, lineage)
+                self.operations.save(agent_id, reply, lineage)
             case RestoreAgent(agent_id, lineage):
-                self.memory.restore(agent_id, reply, lineage)
+                self.operations.restore(agent_id, reply, lineage)
             case EvictAgent(agent_id, lineage):
-                self.memory.evict(agent_id, reply, lineage)
+                self.operations.evict(agent_id, reply, lineage)
             case PutAdapter(content):
                 reply(self.adapters.load(content))
             case DropAdapter(digest):
@@ -197,11 +201,6 @@ class Engine:
             producer=None if use is None else use.producer,
         )
 
-    def _cancel_submitted(self, submitted: Submit) -> None:
-        generation = next((each for each in self.requests if each.submitted is submitted), None)
-        if generation is not None:
-            self.cancel(generation)
-
     # -- the life of a request ----------------------------------------------------------------------------------------
 
     def add(self, generation: Generation) -> None:
@@ -219,7 +218,7 @@ class Engine:
         """The one way out, for whatever reason. What is being saved, or has ended, stays as it is.
 
         Args:
-            outcome: why it is complete, and its memory is kept; or an error, and its agent is as before.
+            outcome: why it is complete, and what it computed is kept; or an error, and its agent is as before.
         """
         if generation.state not in LIVE:
             return
@@ -231,7 +230,7 @@ class Engine:
             self.turns.finish(generation)
         else:
             self.requests.move(generation, State.FAILED)
-            self._admission.give_up_place(generation)
+            self._admission.abandon_sequence(generation)
             self.turns.drop(generation)
             generation.emit(outcome)
 
@@ -242,7 +241,7 @@ class Engine:
             self.end(generation, RequestCancelled("the request was cancelled"))
 
     def preempt(self, generation: Generation) -> None:
-        """A running request gives up its place in the cache, and waits for another."""
+        """A running request gives up its sequence, and waits for another."""
         self._admission.preempt(generation)
 
     def drop_all(self, error: AgentCacheError) -> None:
@@ -342,7 +341,7 @@ class Engine:
         """Take a snapshot where one is wanted."""
         plan, num_tokens = generation.snapshots, generation.num_computed
         if plan is not None and plan.wants(num_tokens) and generation.row_state is not None:
-            slot = self.cache.keep_state(generation.place, num_tokens, lasts=num_tokens == plan.lasting)
+            slot = self.cache.keep_state(generation.open_sequence, num_tokens, lasts=num_tokens == plan.lasting)
             if slot is not None:
                 self.device.keep_state(slot, generation.row_state)
 

@@ -13,7 +13,7 @@ from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.saved import Saved
 from agentcache.blocks.keys import Producer
 from agentcache.blocks.prefix_match import PromptMatch
-from agentcache.blocks.sequence import LaneBlock, Sequence
+from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.blocks.trunk_match import TrunkMatch
 from agentcache.engine.output import Output
@@ -33,7 +33,7 @@ Emit = Callable[[Update | BaseException], None]
 
 
 class State(Enum):
-    """Where in its life a request is: from NEW on one after the other, but that one that loses its place WAITS again.
+    """Where in its life a request is: from NEW on one after the other, but one that loses its sequence WAITS again.
 
     Only `Requests.move` changes it. WAITING, LOADING and RUNNING end in FAILED too: refused, cancelled, shut down.
     """
@@ -47,7 +47,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-# How a request ends: with a reason, and its memory is kept; or with an error, and it leaves no trace.
+# How a request ends: with a reason, and what it computed is kept; or with an error, and it leaves no trace.
 Outcome = FinishReason | AgentCacheError
 
 LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})
@@ -69,9 +69,9 @@ class Generation:
         state: see `State`.
         sampler: chooses its tokens, once it is queued.
         token_ids: prompt, then what was generated.
-        sequence: its place in the cache; None while waiting.
+        sequence: what it holds of the cache; None while waiting.
         in_flight: tokens of it that the device is at work on.
-        passes: that compute what is not computed yet, in order, the first of them at work; none without a place.
+        passes: that compute what is not computed yet, in order, the first of them at work; none without a sequence.
         background: it lets others go first; the scheduler ends that when it has waited enough.
         passed_over: how often others went before it.
         decoded_at: number of the last step that it decoded in.
@@ -102,7 +102,7 @@ class Generation:
     state: State = State.NEW
     sampler: Sampler | None = None
     token_ids: list[int] = field(default_factory=list)
-    sequence: Sequence | None = None
+    sequence: CacheSequence | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached: CachedTokens = field(default_factory=CachedTokens)
@@ -139,10 +139,10 @@ class Generation:
         self.background = self.request.is_background
 
     @property
-    def place(self) -> Sequence:
+    def open_sequence(self) -> CacheSequence:
         """Its sequence, once it is admitted."""
         if self.sequence is None:
-            raise BrokenInvariant(f"request {self.request.request_id} has no place in the cache")
+            raise BrokenInvariant(f"request {self.request.request_id} has no sequence in the cache")
         return self.sequence
 
     @property
@@ -190,8 +190,8 @@ class Generation:
         """Whether it can decode once what is under way is done, which shows its first token, say."""
         return bool(self.in_flight) and self.num_to_launch == 0 and self.num_generated < self.max_tokens - 1
 
-    def take_place(self, sequence: Sequence, ahead: TrunkMatch | None = None) -> None:
-        """Its place in the cache, and the passes that compute what is not there yet, given what the trunk has."""
+    def take_sequence(self, sequence: CacheSequence, ahead: TrunkMatch | None = None) -> None:
+        """Its sequence, and the passes that compute what is not there yet, given what the trunk has."""
         self.sequence = sequence
         self.passes = plan_passes(self.adapter, sequence, ahead)
         self.drop_passes()
@@ -211,7 +211,7 @@ class Generation:
         if self.num_computed <= self.shown_tokens:
             self.shown_state = self.num_computed, state
 
-    def lose_place(self) -> None:
+    def lose_sequence(self) -> None:
         """Its sequence has been given up; what the device computes for it has no meaning any more."""
         self.sequence = None
         self.in_flight = 0

@@ -13,7 +13,7 @@ from agentcache.models.decoder import Decoder
 from agentcache.models.text.grammars.compiler import Grammar
 from agentcache.pressure import Level
 from agentcache.request import Request
-from agentcache.store.archive import Archive
+from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
 
 Reply = Callable[[Any], None]
@@ -78,7 +78,7 @@ class CreateAgent:
 class ImportAgent:
     """Reply: `Saved`."""
 
-    archive: Archive
+    archive: ArchivedAgent
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.in_use import InUse
-from agentcache.agents.memory import AgentMemory
+from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
@@ -129,7 +129,7 @@ def _put_together(
             scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=_pace(config, loaded)),
             turns=Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests, device),
             agents=agents,
-            memory=AgentMemory(cache, runner, agents, persistence, in_use, restorer, loaded.namespace),
+            operations=AgentOperations(cache, runner, agents, persistence, in_use, restorer, loaded.namespace),
             persistence=persistence,
             restorer=restorer,
             adapters=adapters,

@@ -45,7 +45,7 @@ class Output:
     Args:
         detokenizer: a fresh one.
         stop: strings that end the generation; none of it is shown, nor what could still become one.
-        markers: tokens whose places are told, by id.
+        markers: tokens whose positions are told, by id.
         min_tokens: tokens in whose text no stop string is looked for.
 
     Attributes:
@@ -63,7 +63,7 @@ class Output:
         self._markers = markers
         self._min_tokens = min_tokens
         self._free = 0  # characters of the first `min_tokens` tokens
-        self._placed: list[tuple[int, MarkerToken]] = []  # that are not shown yet, by their places in the text
+        self._placed: list[tuple[int, MarkerToken]] = []  # that are not shown yet, by their positions in the text
         self._stop = tuple(stop)
         self._hold = max((len(s) for s in self._stop), default=1) - 1
         self._ids: list[int] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentcache.adapters.activation import AdapterUse
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.trunk_match import TrunkMatch
 
 
@@ -29,7 +29,7 @@ class Pass:
 
     computes: AdapterUse | None
     end: int | None
-    writes: Sequence
+    writes: CacheSequence
     cut: int = 0
 
     @property
@@ -42,8 +42,8 @@ class Pass:
         return self.end is not None and self.writes.num_tokens >= self.end
 
 
-def plan_passes(use: AdapterUse | None, sequence: Sequence, ahead: TrunkMatch | None) -> list[Pass]:
-    """The passes of a request that uses an adapter so, or None, and has its place in the cache.
+def plan_passes(use: AdapterUse | None, sequence: CacheSequence, ahead: TrunkMatch | None) -> list[Pass]:
+    """The passes of a request that uses an adapter so, or None, and has its sequence.
 
     Args:
         ahead: what the trunk has for it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from agentcache.agents.memory import AgentMemory
+from agentcache.agents.operations import AgentOperations
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.engine.device import Device
 from agentcache.engine.scheduler import Scheduler
@@ -34,7 +34,7 @@ class MemoryRelief:
         cache: PrefixCache,
         device: Device,
         scheduler: Scheduler,
-        memory: AgentMemory,
+        operations: AgentOperations,
         trunk: Trunk,
         loaded: LoadedModel,
     ) -> None:
@@ -44,7 +44,7 @@ class MemoryRelief:
         self._cache = cache
         self._device = device
         self._scheduler = scheduler
-        self._memory = memory
+        self._operations = operations
         self._trunk = trunk
         self._loaded = loaded
 
@@ -57,7 +57,7 @@ class MemoryRelief:
         self._enter(level)
         if level is Level.NORMAL:
             return False
-        evicted = self._memory.evict_unread(_SHARES[level])
+        evicted = self._operations.evict_unread(_SHARES[level])
         for account in self._cache.ledger.sharing:
             if account.on_loan and account.claimed and account.give_way is not None:
                 account.give_way(account.claimed, account)

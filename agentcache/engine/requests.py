@@ -1,4 +1,4 @@
-"""The requests that the engine is at work on, by state: the one place where a request's state changes."""
+"""The requests that the engine is at work on, by state: the only module that changes a request's state."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Requests:
     """Belongs to the engine thread.
 
     Attributes:
-        waiting: in order of arrival; those that have lost their place in the cache come last.
-        loading: they have a place; blocks are still to come from disk.
+        waiting: in order of arrival; those that have lost their sequence come last.
+        loading: they have a sequence; blocks are still to come from disk.
         running: able to compute.
         saving: their last token is chosen, and what they keep is on its way to the disk.
     """

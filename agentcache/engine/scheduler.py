@@ -66,9 +66,9 @@ class Scheduler:
     # -- queues -------------------------------------------------------------------------------------------------------
 
     def next_to_admit(self) -> Generation | None:
-        """The request that is to be admitted next; None if none waits or there is no place for it.
+        """The request that is to be admitted next; None if none waits or the batch has no room for it.
 
-        Background requests leave one place free, so that an interactive one need not wait for them.
+        Background requests leave room for one more, so that an interactive one need not wait for them.
         """
         first = min(self.waiting, key=_rank, default=None)
         if first is None:
@@ -79,7 +79,7 @@ class Scheduler:
         return first if free > kept_free else None
 
     def admit(self, generation: Generation, *, loading: bool) -> None:
-        """It has a place in the cache; who was there before it has been passed over."""
+        """It has a sequence; who was there before it has been passed over."""
         self._requests.move(generation, State.LOADING if loading else State.RUNNING)
         _pass_over(other for other in self.waiting if other.submitted_at < generation.submitted_at)
         generation.passed_over = 0

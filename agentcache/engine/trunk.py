@@ -5,13 +5,13 @@ Only bookkeeping: the hidden states are with the model (`models/trunk.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.trunk import Piece, TrunkCache, TrunkFiller, TrunkPlan, TrunkReader
 from agentcache.blocks.trunk_match import TrunkMatch, match_trunk
 from agentcache.engine.generation import Generation
@@ -50,7 +50,7 @@ class Trunk:
         self.blocks = TrunkCache(num_slots, block_bytes, cache.ledger)
         self._cache = cache
         self._adapters = adapters
-        self._runs: dict[Sequence, _Run] = {}
+        self._runs: dict[CacheSequence, _Run] = {}
 
     # -- in and out ---------------------------------------------------------------------------------------------------
 
@@ -66,9 +66,9 @@ class Trunk:
         return match_trunk(self._cache, self.blocks, root, known, prefix, cut, durable=durable)
 
     def begin(self, generation: Generation, match: TrunkMatch) -> None:
-        """The request has its place, with the blocks of `match`."""
+        """The request has its sequence, with the blocks of `match`."""
         slots = self.blocks.lock(match.names)
-        self._runs[generation.place] = _Run(TrunkReader(match.first, slots))
+        self._runs[generation.open_sequence] = _Run(TrunkReader(match.first, slots))
 
     def sweep(self) -> None:
         """Let go of what sequences that have ended held."""
@@ -77,22 +77,22 @@ class Trunk:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def plan(self, rows: Rows[Generation], num_tokens: int) -> TrunkPlan:
+    def plan(self, rows: Sequence[Generation], num_tokens: int) -> TrunkPlan:
         """What the next step is to take and to give. Only chunks of prompts do either."""
         generation = rows[0]
         cut, start = generation.current.cut, generation.num_launched
         cuts = [each for each in self._adapters.cuts if each > cut] if self.blocks.num_slots and num_tokens > 1 else []
-        reads = self._reads(generation.place, start, start + num_tokens) if cut else ()
+        reads = self._reads(generation.open_sequence, start, start + num_tokens) if cut else ()
         return TrunkPlan(cut, reads, self._writes(generation, num_tokens, cuts) if cuts else {})
 
-    def _reads(self, sequence: Sequence, start: int, stop: int) -> Rows[Piece]:
+    def _reads(self, sequence: CacheSequence, start: int, stop: int) -> Sequence[Piece]:
         reader = self._runs[sequence].reader
         assert reader is not None  # it is there as long as the pass above the cut
         return reader.pieces(start, stop)
 
-    def _writes(self, generation: Generation, num_tokens: int, cuts: Rows[int]) -> dict[int, list[Piece]]:
+    def _writes(self, generation: Generation, num_tokens: int, cuts: Sequence[int]) -> dict[int, list[Piece]]:
         start, writes = generation.num_launched, {}
-        run = self._runs.setdefault(generation.place, _Run())
+        run = self._runs.setdefault(generation.open_sequence, _Run())
         for cut in cuts:
             stop = min(start + num_tokens, self._base_end(generation, cut))
             if stop > start:
@@ -107,7 +107,7 @@ class Trunk:
             return len(generation.token_ids)
         return producer.start
 
-    def advance(self, sequence: Sequence) -> None:
+    def advance(self, sequence: CacheSequence) -> None:
         """The sequence has computed tokens, and published the blocks that they filled."""
         run = self._runs.get(sequence)
         if run is None:

@@ -89,7 +89,7 @@ class Turns:
             generation.first_token_at = time.perf_counter()
             if generation.request.n > 1:
                 # All but the last token, which each of the others computes again: they need its logits.
-                self._cache.share_tail(generation.place, generation.num_prompt_tokens - 1)
+                self._cache.share_tail(generation.open_sequence, generation.num_prompt_tokens - 1)
             self._announce(generation)
         if generation.max_tokens == 0:
             return FinishReason.LENGTH
@@ -138,14 +138,14 @@ class Turns:
         return TokenLogprob(token, data(token), score.logprob, top, shown)
 
     def finish(self, generation: Generation) -> None:
-        """Show the rest of a generation's text, keep its memory, report when that is safe."""
+        """Show the rest of a generation's text, keep its blocks, report when that is safe."""
         rest = generation.output.finish()
         if rest.text or rest.markers:
             generation.emit(Update(text=rest.text, markers=rest.markers))
         transcript = self._transcript(generation)
         self._keep_state(generation, len(transcript))
         if generation.request.agent is None:
-            self._cache.close(generation.place, min(generation.num_computed, len(transcript)))
+            self._cache.close(generation.open_sequence, min(generation.num_computed, len(transcript)))
             self._end(generation, None)
         else:
             self._commit(generation, transcript)
@@ -156,7 +156,7 @@ class Turns:
         last = (generation.num_computed, generation.row_state) if generation.num_computed <= num_tokens else None
         end, state = last or generation.shown_state or (0, None)
         if state is not None and end <= num_tokens:
-            slot = self._cache.keep_state(generation.place, end)
+            slot = self._cache.keep_state(generation.open_sequence, end)
             if slot is not None:
                 self._device.keep_state(slot, state)
 
@@ -171,7 +171,7 @@ class Turns:
         return prompt.extended(marked.text, generated.ids, marked.ends, "generated")
 
     def _commit(self, generation: Generation, transcript: Transcript) -> None:
-        sequence, record = generation.place, generation.record
+        sequence, record = generation.open_sequence, generation.record
         assert record is not None  # `begin` has seen to that
         keep = min(sequence.num_tokens, len(transcript))
         blocks = self._cache.close(sequence, keep)

@@ -8,20 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from agentcache.adapter_settings import AdapterFolder
 from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, settle_policy
 from agentcache.engine.messages import DropAdapter, PutAdapter
 from agentcache.errors import InvalidRequest, OutOfBlocks, Overloaded, UnsupportedAdapter
 from agentcache.gateway.engine_thread import EngineThread
-from agentcache.models.adapters import Adapter, AdapterContent, producer_groups, read_adapter, read_again
+from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter, read_again
 from agentcache.models.decoder import Decoder, is_decoder_folder, read_decoder, read_decoder_again
 from agentcache.report import AdapterInfo
 
+if TYPE_CHECKING:
+    from agentcache.adapters.table import AdapterSource
+
 T = TypeVar("T")
 P = ParamSpec("P")
-Source = Adapter | Decoder
 Content = AdapterContent | Decoder
 
 
@@ -83,7 +85,7 @@ class AdapterLoader:
         except OSError as error:  # of a path that is none
             raise UnsupportedAdapter(f"the folder cannot be read: {error.strerror}", param="path") from None
 
-    def _serve(self, name: str, folder: AdapterFolder, source: Source) -> ServedAdapter:
+    def _serve(self, name: str, folder: AdapterFolder, source: AdapterSource) -> ServedAdapter:
         unknown = max(source.invocation_tokens or (0,))
         if unknown >= self._model.tokenizer.vocab_size:
             raise UnsupportedAdapter(f"it is invoked by token {unknown}, which the model does not have", param="path")
@@ -155,7 +157,7 @@ class AdapterLoader:
         except OutOfBlocks as error:
             raise Overloaded(str(error), code="insufficient_memory") from error
 
-    async def _content_again(self, source: Source) -> Content:
+    async def _content_again(self, source: AdapterSource) -> Content:
         if isinstance(source, Decoder):
             return await self._in_background(read_decoder_again, source, self._model.path, self._memo)
         return await self._in_background(read_again, source, self._model.modules)
@@ -166,7 +168,7 @@ class AdapterLoader:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, source: Source) -> bool:
+    def _make_room(self, source: AdapterSource) -> bool:
         """Drop what nobody uses, as far as it takes; False if those in use leave no room."""
         if self._table.is_resident(source.digest):
             return True
@@ -208,5 +210,5 @@ def _path(folder: AdapterFolder) -> Path:
         raise UnsupportedAdapter(f"{folder.path}: {error}", param="path") from None
 
 
-def _source(content: Content) -> Source:
+def _source(content: Content) -> AdapterSource:
     return content if isinstance(content, Decoder) else content.adapter

@@ -104,7 +104,7 @@ class AgentTurns:
 
     @asynccontextmanager
     async def arrive(self, agent_id: str | None) -> AsyncIterator[Turn]:
-        """Take a place in the agent's queue; None is nobody's. Inside, `Turn.wait` comes before any work."""
+        """Join the agent's queue; None is nobody's. Inside, `Turn.wait` comes before any work."""
         turns = [] if agent_id is None else self._turns.setdefault(agent_id, [])
         turn = Turn(turns)
         turns.append(turn)

@@ -37,10 +37,10 @@ from agentcache.engine.messages import (
     Submit,
 )
 from agentcache.engine.open import open_engine
-from agentcache.engine.view import ServedModel
 from agentcache.errors import Conflict, EngineStopped, Overloaded, StoreError
 from agentcache.gateway.adapter_loader import AdapterLoader
 from agentcache.gateway.agent_turns import AgentTurns, Claim, Turn
+from agentcache.gateway.describe_model import describe_model
 from agentcache.gateway.engine_thread import EngineThread, shutting_down
 from agentcache.gateway.prepare import (
     Prepared,
@@ -57,20 +57,17 @@ from agentcache.gateway.prepare import (
 from agentcache.gateway.pressure_watch import watch_pressure
 from agentcache.gateway.prompt_workers import HasEnded, PromptWorkers
 from agentcache.gateway.receiver import Receiver
-from agentcache.kv.spec import describe_group
 from agentcache.models.builtin.embedded import embedded_model_path
-from agentcache.models.loader import LoadedModel
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
 from agentcache.pressure import Level
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request, TokenPrompt
-from agentcache.store.archive import read_archive
+from agentcache.store.archived_agent import read_archive
 from agentcache.system_memory import SystemMemory
 
 T = TypeVar("T")
 
-_EMBEDDED_NAME = "agentcache-embedded"
 # A prompt that is only counted may be so many times as long as one that is to run.
 _COUNTED = 4
 
@@ -88,7 +85,8 @@ class AsyncEngine:
         self._system = system or SystemMemory()
         self._watch: asyncio.Task[None] | None = None
         self._warm_up = warm_up
-        self._thread = EngineThread(lambda post: open_engine(config, _model_path(config), post, warm=warm_up))
+        path = config.model or str(embedded_model_path(Path(config.cache_dir).parent))
+        self._thread = EngineThread(lambda post: open_engine(config, path, post, warm=warm_up))
         self._workers = PromptWorkers()
         self._turns = AgentTurns()
         self._active = 0
@@ -105,7 +103,7 @@ class AsyncEngine:
         if self._warm_up:
             await asyncio.to_thread(self._thread.view.model.tokenizer.start)
         served = self._thread.view.model
-        self._tokenizer, self._model = served.tokenizer, describe(served, self.config)
+        self._tokenizer, self._model = served.tokenizer, describe_model(served, self.config)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
         try:
             for folder in self.config.adapters:
@@ -327,7 +325,7 @@ class AsyncEngine:
         """A new agent with the same memory (of one lineage), sharing every block; raises NotFound, Conflict."""
         if new_id == agent_id:
             raise Conflict(f"agent {new_id!r} exists already", param="id")
-        # In one order for all, or two that fork into each other's place would wait for ever.
+        # In one order for all, or two that fork into each other would wait for ever.
         first, second = sorted((agent_id, new_id))
         async with self._turns.turn(first) as one, self._turns.turn(second) as two:
             await self._save([one, two], ForkAgent(agent_id, new_id, lineage))
@@ -395,32 +393,9 @@ async def _result(turns: Iterable[Turn], work: asyncio.Future[T]) -> T:
     return work.result()
 
 
-def _model_path(config: Config) -> str:
-    return config.model or str(embedded_model_path(Path(config.cache_dir).parent))
-
-
 def _take_choice(take: Callable[[Update], None], index: int, update: Update) -> None:
     take(replace(update, choice=index))
 
 
 def _ignore(reply: object) -> None:
     return None
-
-
-def describe(served: ServedModel | LoadedModel, config: Config) -> ModelInfo:
-    """A model as clients see it."""
-    name = served.path.name if config.model else _EMBEDDED_NAME
-    return ModelInfo(
-        id=config.model if config.model and not Path(config.model).is_dir() else name,
-        name=name,
-        path=str(served.path),
-        fingerprint=served.fingerprint,
-        model_type=served.spec.model_type,
-        max_context=served.max_context,
-        vocab_size=served.tokenizer.vocab_size,
-        created=int(time.time()),
-        has_chat_template=served.tokenizer.has_chat_template,
-        reply_format=served.tokenizer.reply_format,
-        kv_bits=served.spec.bits,
-        cache_groups=tuple(describe_group(group) for group in served.spec.all_groups),
-    )

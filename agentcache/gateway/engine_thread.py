@@ -136,11 +136,8 @@ class EngineThread:
                 self._hand_over(engine)
         finally:
             engine.close()
-            self._drain()
-
-    def _drain(self) -> None:
-        while not self._inbox.empty():
-            self._inbox.get()()
+            while not self._inbox.empty():
+                self._inbox.get()()
 
     # -- to the thread ------------------------------------------------------------------------------------------------
 

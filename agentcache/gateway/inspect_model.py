@@ -7,7 +7,7 @@ from functools import partial
 
 from agentcache.config import Config
 from agentcache.engine.open import check_weights, plan_for, wishes_of
-from agentcache.gateway.async_engine import describe
+from agentcache.gateway.describe_model import describe_model
 from agentcache.memory_plan import MemoryPlan
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import load
@@ -36,4 +36,4 @@ def inspect_model(config: Config, model_path: str) -> InspectedModel:
     wishes = wishes_of(config)
     loaded = load(model_path, max_context=config.max_context, check_weights=partial(check_weights, wishes))
     plan = plan_for(wishes, loaded, Footprint.of(loaded.spec, loaded.config), config.prefill_chunk)
-    return InspectedModel(describe(loaded, config), plan)
+    return InspectedModel(describe_model(loaded, config), plan)

@@ -41,7 +41,7 @@ def rough_size(prompt: Prompt) -> int:
         return len(prompt.token_ids)
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
-    return sum(len(message.get("content") or "") for message in prompt.messages)
+    return sum([len(message.get("content") or "") for message in prompt.messages])
 
 
 def check_size(prompt: Prompt, tokenizer: Tokenizer, limit: WorkLimit) -> None:

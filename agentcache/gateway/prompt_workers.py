@@ -26,7 +26,7 @@ CLOSE_SECONDS = 1.5
 
 
 @dataclass(order=True)
-class _Job(Generic[T]):
+class _PromptJob(Generic[T]):
     """Work that somebody waits for. Jobs are ordered by size, and those of one size as they came."""
 
     size: int
@@ -75,8 +75,8 @@ class PromptWorkers:
         self._num_workers = num_workers or min(4, max(2, os.cpu_count() or 1))
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
-        self._waiting: list[_Job[Any]] = []
-        self._running: list[_Job[Any]] = []
+        self._waiting: list[_PromptJob[Any]] = []
+        self._running: list[_PromptJob[Any]] = []
         self._numbers = itertools.count()
         self._closed: AgentCacheError | None = None
 
@@ -90,7 +90,7 @@ class PromptWorkers:
         if self._closed is not None:
             raise self._closed
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        job = _Job(size, next(self._numbers), work, future)
+        job = _PromptJob(size, next(self._numbers), work, future)
         with self._changed:
             heapq.heappush(self._waiting, job)
             self._start_thread()
@@ -131,20 +131,17 @@ class PromptWorkers:
                 self._changed.notify_all()
             del job  # and with it the prompt
 
-    def _next(self) -> _Job[Any] | None:
+    def _next(self) -> _PromptJob[Any] | None:
         """The next job, once there is one that may run; None at the end."""
         with self._changed:
             while self._closed is None:
-                self._drop_ended()
+                while self._waiting and self._waiting[0].ended:
+                    heapq.heappop(self._waiting)
                 if self._waiting and self._may_run(self._waiting[0]):
                     self._running.append(job := heapq.heappop(self._waiting))
                     return job
                 self._changed.wait()
         return None
 
-    def _drop_ended(self) -> None:
-        while self._waiting and self._waiting[0].ended:
-            heapq.heappop(self._waiting)
-
-    def _may_run(self, job: _Job[Any]) -> bool:
+    def _may_run(self, job: _PromptJob[Any]) -> bool:
         return not job.is_large or sum(other.is_large for other in self._running) < self._num_workers - 1

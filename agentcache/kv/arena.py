@@ -9,14 +9,14 @@ the device computes in the memory that this process sees (a CPU, unified memory)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.block_layout import Array, block_tensors, slot_runs
+from agentcache.kv.block_layout import Array, block_tensors
 from agentcache.kv.spec import (
     PARTS,
     CacheSpec,
@@ -45,6 +45,10 @@ class Packed:
 
     def __iter__(self) -> Iterator[mx.array]:
         return iter((self.data, self.scales, self.biases))
+
+
+# Quantises [..., D] along the last axis.
+Pack = Callable[[mx.array, Quantisation], Packed]
 
 
 def quantise(x: mx.array, quantisation: Quantisation) -> Packed:
@@ -130,7 +134,7 @@ class TensorArena:
         axis = self.spec.token_axis
         if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
             missing = BLOCK_SIZE - blocks.shape[axis + 1]
-            blocks = mx.pad(blocks, [(0, missing if place == axis + 1 else 0) for place in range(blocks.ndim)])
+            blocks = mx.pad(blocks, [(0, missing if each == axis + 1 else 0) for each in range(blocks.ndim)])
         self.array[block_ids] = blocks
 
 
@@ -165,7 +169,7 @@ class SideArena:
                 part.array[slot.block_id, :, slot.offset : end] = new[0, :, slot.start : slot.stop]
 
     def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array) -> None:
-        """Write tokens [B, H, n, ·] to slots `block_ids`, places `offsets`, both [B*n]."""
+        """Write tokens [B, H, n, ·] to slots `block_ids`, positions `offsets` in them, both [B*n]."""
         for part, new in zip(self._arenas, packed, strict=True):
             part.array[block_ids, :, offsets] = new.swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
 
@@ -217,6 +221,16 @@ class LayerArena:
             if side.capacity < capacity:
                 side.grow(capacity)
 
+    def arrays(self) -> list[mx.array]:
+        """Data, scales and biases of keys, then of values. As `SideArena.arrays`: do not keep them."""
+        return [array for _, side in self.sides for array in side.arrays()]
+
+    def replace(self, arrays: Sequence[mx.array]) -> None:
+        """Have these in place of `arrays`, which they were made from."""
+        parts = [part for _, side in self.sides for part in side.parts.values()]
+        for part, array in zip(parts, arrays, strict=True):
+            part.array = array
+
 
 class GroupArena:
     """All tensors of one cache group.
@@ -254,27 +268,30 @@ class GroupArena:
         for tensor in self._tensors.values():
             tensor.array[target] = tensor.array[source]
 
-    def snapshot(self, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
-        """Bytes of a block's first `num_tokens` tokens, copied once, named as in its file. While no step is under way.
+    def snapshot(self, block_id: int, num_tokens: int) -> Array:
+        """Bytes of a block's first `num_tokens` tokens, uint8 [n] as `block_layout` has them, copied once.
 
-        They are one piece of memory in the order of the file.
+        While no step is under way.
         """
         block = np.empty(self.spec.bytes_of(num_tokens), np.uint8)
-        self._download(block_id, num_tokens, block)
-        return {t.name(position): t.view(block, num_tokens) for t in block_tensors(self.spec)}
+        if shares_memory():
+            self._copy_out(block_id, num_tokens, block.data)
+        else:
+            self._download(block_id, num_tokens, block)
+        return block
+
+    def _copy_out(self, block_id: int, num_tokens: int, target: memoryview) -> None:
+        for tensor in block_tensors(self.spec, num_tokens):
+            memory = self._tensors[tensor.spec.name].memory()
+            for slot, own in tensor.runs(block_id):
+                target[own] = memory[slot]
 
     def _download(self, block_id: int, num_tokens: int, block: Array) -> None:
-        if not shares_memory():
-            lazy = [self._tensors[t.spec.name].tokens(block_id, num_tokens) for t in block_tensors(self.spec)]
-            mx.eval(lazy)
-            for tensor, array in zip(block_tensors(self.spec), lazy, strict=True):
-                tensor.view(block, num_tokens)[...] = np.array(array)
-            return
-        target = block.data
-        for runs in slot_runs(self.spec, num_tokens):
-            memory = self._tensors[runs.name].memory()
-            for slot, own in runs.pairs(block_id):
-                target[own] = memory[slot]
+        tensors = block_tensors(self.spec, num_tokens)
+        lazy = [self._tensors[t.spec.name].tokens(block_id, num_tokens) for t in tensors]
+        mx.eval(lazy)
+        for tensor, array in zip(tensors, lazy, strict=True):
+            tensor.view(block)[...] = np.array(array)
 
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks into slots `block_ids`. While no step is under way.
@@ -288,28 +305,28 @@ class GroupArena:
             return
         sizes = [block.nbytes for block in blocks]
         for size in set(sizes):
-            places = [place for place, each in enumerate(sizes) if each == size]
-            self._upload([block_ids[place] for place in places], [blocks[place] for place in places])
+            indices = [index for index, each in enumerate(sizes) if each == size]
+            self._upload([block_ids[index] for index in indices], [blocks[index] for index in indices])
 
     def _put_in_place(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Copy every tensor's bytes to where they belong; what blocks lack of 256 tokens becomes zeros."""
-        layouts = [slot_runs(self.spec, self.spec.tokens_in(block.nbytes)) for block in blocks]
+        layouts = [block_tensors(self.spec, self.spec.tokens_in(block.nbytes)) for block in blocks]
         sources = [block.data for block in blocks]
-        for place, tensor in enumerate(self._tensors.values()):  # in the order of a block's bytes
-            memory = tensor.memory()
+        for index, arena in enumerate(self._tensors.values()):  # in the order of a block's bytes
+            memory, slot_bytes = arena.memory(), arena.spec.slot_bytes
             for block_id, layout, source in zip(block_ids, layouts, sources, strict=True):
-                runs = layout[place]
-                if runs.count * runs.length < runs.slot_bytes:
-                    memory[block_id * runs.slot_bytes : (block_id + 1) * runs.slot_bytes] = bytes(runs.slot_bytes)
-                for slot, own in runs.pairs(block_id):
+                tensor = layout[index]
+                if tensor.end - tensor.begin < slot_bytes:
+                    memory[block_id * slot_bytes : (block_id + 1) * slot_bytes] = bytes(slot_bytes)
+                for slot, own in tensor.runs(block_id):
                     memory[slot] = source[own]
 
     def _upload(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks of the same length: one transfer to the device, which then puts their parts in place."""
         num_tokens, count = self.spec.tokens_in(blocks[0].nbytes), len(blocks)
         there, slots = mx.array(_joined(blocks)), mx.array(block_ids)
-        for tensor in block_tensors(self.spec):
-            own = mx.contiguous(there[:, tensor.begin(num_tokens) : tensor.end(num_tokens)])
+        for tensor in block_tensors(self.spec, num_tokens):
+            own = mx.contiguous(there[:, tensor.begin : tensor.end])
             shape = (count, *tensor.spec.block_shape(num_tokens))
             self._tensors[tensor.spec.name].upload(slots, own.view(_DTYPES[tensor.spec.dtype]).reshape(shape))
 
@@ -326,7 +343,7 @@ def shares_memory() -> bool:
 def _joined(blocks: Sequence[Array]) -> Array:
     """[n, bytes]: no copy where the blocks follow each other in memory, as a reader's do."""
     first, size = blocks[0].ctypes.data, blocks[0].nbytes
-    if all(block.ctypes.data == first + place * size for place, block in enumerate(blocks)):
+    if all(block.ctypes.data == first + index * size for index, block in enumerate(blocks)):
         return np.lib.stride_tricks.as_strided(blocks[0], (len(blocks), size), (size, 1))
     return np.stack(blocks)
 

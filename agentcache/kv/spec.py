@@ -64,7 +64,7 @@ class LayerSpec:
     """What one layer caches per token.
 
     Args:
-        index: the layer's place in the order of computation: how many layers are computed before it. (A model may run
+        index: the layer's position in order of computation: how many layers are computed before it. (A model may run
             through its layers twice; then the second round goes on counting.)
         num_kv_heads: heads that are cached (1 for MLA's latent).
         key_dim: values per head in the key cache.
@@ -99,7 +99,7 @@ class RecurrentSpec:
     """What one recurrent layer (Mamba, gated delta, a short convolution) keeps, however many tokens it has read.
 
     Args:
-        index: the layer's place in the order of computation, as in `LayerSpec`.
+        index: the layer's position in the order of computation, as in `LayerSpec`.
         tensors: of its state, in the order of mlx-lm's `ArraysCache`; None for an entry that the model never fills.
     """
 
@@ -124,14 +124,24 @@ class TensorSpec:
     shape: tuple[int, ...]
     token_axis: int | None = 0
 
-    @property
+    @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
         return DTYPES[self.dtype]
 
-    @property
+    @cached_property
     def own_bytes(self) -> int:
         """Bytes of one token or, where `token_axis` is None, of the block."""
         return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes in a slot, which has room for a full block."""
+        return self.own_bytes if self.token_axis is None else self.own_bytes * BLOCK_SIZE
+
+    @cached_property
+    def num_runs(self) -> int:
+        """Into how many pieces the bytes of a block that is not full fall in its slot."""
+        return math.prod(self.shape[: self.token_axis or 0])
 
     def block_shape(self, num_tokens: int) -> tuple[int, ...]:
         """Its shape in a block of so many tokens."""
@@ -238,9 +248,9 @@ class CacheSpec:
         if not self.recurrent:
             return None
         tensors = [
-            TensorSpec(state_name(cache, place), STATE_DTYPES[tensor.dtype], tensor.shape, token_axis=None)
+            TensorSpec(state_name(cache, number), STATE_DTYPES[tensor.dtype], tensor.shape, token_axis=None)
             for cache, spec in enumerate(self.recurrent)
-            for place, tensor in enumerate(spec.tensors)
+            for number, tensor in enumerate(spec.tensors)
             if tensor is not None
         ]
         return GroupSpec(STATE_GROUP, tuple(sorted(tensors, key=lambda each: -each.numpy_dtype.itemsize)))
@@ -352,9 +362,9 @@ def tensor_name(layer: LayerSpec, side: str, part: str) -> str:
     return f"cache.layers.{owner}.{side}.{POSITION}.{part}"
 
 
-def state_name(cache: int, place: int) -> str:
-    """Name in files of one array of a recurrent layer's state: of the cache of that number, in order of depth."""
-    return f"cache.recurrent.{cache}.{place}"
+def state_name(cache: int, number: int) -> str:
+    """Name in files of array `number` of a recurrent layer's state; `cache` counts these layers in order of depth."""
+    return f"cache.recurrent.{cache}.{number}"
 
 
 def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:

@@ -37,13 +37,13 @@ class StateArena:
         self._slots: dict[int, list[list[mx.array]]] = {}
         self._dtypes = {tensor.name: _MLX_DTYPES[tensor.dtype] for tensor in self._group.tensors}
 
-    def put(self, slot: int, arrays: RowArrays, place: int = 0) -> None:
+    def put(self, slot: int, arrays: RowArrays, row: int = 0) -> None:
         """Keep one row of a batch's arrays [B, ...]; what the model has not filled is zeros. Not evaluated yet."""
-        row = mx.array([place])
+        index = mx.array([row])
         kept = [
             [
                 # Taken out, not sliced: a slice would keep the whole batch, or a whole chunk, alive.
-                mx.zeros((1, *tensor.shape), getattr(mx, tensor.dtype)) if array is None else array[row]
+                mx.zeros((1, *tensor.shape), getattr(mx, tensor.dtype)) if array is None else array[index]
                 for array, tensor in zip(given, spec.tensors, strict=True)
                 if tensor is not None
             ]
@@ -76,31 +76,32 @@ class StateArena:
         floats = [array for arrays in self._slots[slot] for array in arrays if array.dtype in _FLOATS]
         return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in floats]))) if floats else True
 
-    def copies(self, slot: int) -> dict[str, np.ndarray]:
-        """Numpy copies by name, as in the snapshot's file."""
+    def snapshot(self, slot: int) -> Array:
+        """A copy of the bytes, uint8 [n] as `block_layout` has them."""
         named = self._named(slot)
         mx.eval(named)
-        return {
-            name: np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)[0]
-            for name, array in named.items()
-        }
+        block = np.empty(self._group.bytes_of(0), np.uint8)
+        for tensor in block_tensors(self._group, 0):
+            array = named[tensor.spec.name]
+            tensor.view(block)[...] = np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)[0]
+        return block
 
     def _named(self, slot: int) -> dict[str, mx.array]:
         return {
-            state_name(cache, place): array
+            state_name(cache, number): array
             for cache, arrays in enumerate(self.arrays(slot))
-            for place, array in enumerate(arrays)
+            for number, array in enumerate(arrays)
             if array is not None
         }
 
     def put_bytes(self, slot: int, data: Array) -> None:
         """Keep the snapshot that a file holds, uint8 [n]."""
         named = {
-            tensor.spec.name: self._decoded(tensor.spec.name, tensor.view(data, 0))
-            for tensor in block_tensors(self._group)
+            tensor.spec.name: self._decoded(tensor.spec.name, tensor.view(data))
+            for tensor in block_tensors(self._group, 0)
         }
         arrays = [
-            [named[state_name(cache, place)] for place, tensor in enumerate(spec.tensors) if tensor is not None]
+            [named[state_name(cache, number)] for number, tensor in enumerate(spec.tensors) if tensor is not None]
             for cache, spec in enumerate(self._recurrent)
         ]
         self._keep(slot, arrays)

@@ -6,8 +6,9 @@ contract, whose rows own their blocks, is kept by `BatchQuantizedKVCache`.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -15,16 +16,18 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.step_plan import Reads, Writes
 
+# Quantises and writes keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy.
+Put = Callable[[Writes, LayerArena, mx.array, mx.array | None], None]
 
-@dataclass(frozen=True)
-class PagedKV:
+
+class PagedKV(NamedTuple):
     """Keys and values as attention reads them: in which arena, and where."""
 
     arena: LayerArena
     reads: Reads
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Handle:
     """What a model gets in place of cached keys or values, for attention to look up (`models/interception.py`).
 
@@ -50,10 +53,19 @@ class StepCache:
     Args:
         reads, writes: of the layer's group; None where the step passes the layer by.
         offset: position of each row's first token in the step: an int for one row, else int32 [B].
+        put: writes what is new, as `Writes.put` does.
     """
 
-    def __init__(self, arena: LayerArena, reads: Reads | None, writes: Writes | None, offset: int | mx.array) -> None:
+    def __init__(
+        self,
+        arena: LayerArena,
+        reads: Reads | None,
+        writes: Writes | None,
+        offset: int | mx.array,
+        put: Put = Writes.put,
+    ) -> None:
         self.arena = arena
+        self._put = put
         self.offset = offset
         self._reads = reads
         self._writes = writes
@@ -63,7 +75,7 @@ class StepCache:
         """Write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA) behind each row."""
         if self._reads is None or self._writes is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is computed in a step that passes it by")
-        self._writes.put(self.arena, keys, values)
+        self._put(self._writes, self.arena, keys, values)
         return PagedKV(self.arena, self._reads)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:

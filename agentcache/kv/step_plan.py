@@ -1,4 +1,4 @@
-"""What one step reads and what it writes: block tables turned into slots, places and masks.
+"""What one step reads and what it writes: block tables turned into slots, offsets and masks.
 
 Two things, of tables that may differ: a step may read blocks that it does not write to. Each is made once per step and
 shared by all layers of a cache group. Both keep what they need of the tables, which may change while the device is at
@@ -16,7 +16,7 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena, Slot, quantise
+from agentcache.kv.arena import LayerArena, Pack, Slot, quantise
 
 _MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assignments
 
@@ -36,17 +36,17 @@ class RaggedBlocks:
         self._counts = [len(row) for row in ids]
 
     @cached_property
-    def _places(self) -> mx.array:
+    def _indices(self) -> mx.array:
         """Index of each row's blocks, int32 [B, most blocks of a row]; a shorter row repeats its first one."""
-        most, begin, places = max(self._counts), 0, []
+        most, begin, indices = max(self._counts), 0, []
         for count in self._counts:
-            places.append([*range(begin, begin + count), *[begin] * (most - count)])
+            indices.append([*range(begin, begin + count), *[begin] * (most - count)])
             begin += count
-        return mx.array(places, dtype=mx.int32)
+        return mx.array(indices, dtype=mx.int32)
 
     @cached_property
     def _real(self) -> mx.array:
-        """Which of `_places` are no repetition, bool [B, most blocks of a row]."""
+        """Which of `_indices` are no repetition, bool [B, most blocks of a row]."""
         return mx.arange(max(self._counts))[None] < mx.array(self._counts)[:, None]
 
     def spread(self, x: mx.array) -> mx.array:
@@ -55,14 +55,14 @@ class RaggedBlocks:
 
     def max(self, x: mx.array) -> mx.array:
         """[num_blocks, ...] to the maximum over each row's blocks, [B, ...]."""
-        return x.max(axis=0, keepdims=True) if len(self._counts) == 1 else x[self._places].max(axis=1)
+        return x.max(axis=0, keepdims=True) if len(self._counts) == 1 else x[self._indices].max(axis=1)
 
     def sum(self, x: mx.array) -> mx.array:
         """[num_blocks, ...] to the sum over each row's blocks, [B, ...]; no atomics, so the same in every run."""
         if len(self._counts) == 1:
             return x.sum(axis=0, keepdims=True)
         real = self._real.reshape(*self._real.shape, *[1] * (x.ndim - 1))
-        return mx.where(real, x[self._places], 0).sum(axis=1)
+        return mx.where(real, x[self._indices], 0).sum(axis=1)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Reads:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Blocks read per row; shorter rows read a masked block in place of the missing ones."""
+        """Blocks read per row; shorter rows read a masked block instead of the missing ones."""
         return max(len(ids) for ids in self._ids)
 
     @cached_property
@@ -201,22 +201,22 @@ class Writes:
         return runs
 
     @cached_property
-    def places(self) -> tuple[mx.array, mx.array]:
-        """Slot and place in it of every token, both int32 [B * num_tokens], one row after the other."""
+    def slots_and_offsets(self) -> tuple[mx.array, mx.array]:
+        """Slot and offset in it of every token, both int32 [B * num_tokens], one row after the other."""
         ends = [
             (ids, range(offset, offset + self.num_tokens)) for ids, offset in zip(self._ids, self._offsets, strict=True)
         ]
-        block_ids = [ids[place // BLOCK_SIZE] for ids, places in ends for place in places]
+        block_ids = [ids[position // BLOCK_SIZE] for ids, positions in ends for position in positions]
         return mx.array(block_ids, mx.int32), mx.array(
-            [place % BLOCK_SIZE for _, places in ends for place in places], mx.int32
+            [position % BLOCK_SIZE for _, positions in ends for position in positions], mx.int32
         )
 
-    def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
+    def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None, pack: Pack = quantise) -> None:
         """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy."""
         by_runs = len(self._ids) == 1 and self.num_tokens <= _MAX_SLICES * BLOCK_SIZE
         for (_, side), new in zip(arena.sides, (keys, values), strict=False):
-            packed = quantise(new, arena.quantisation)
+            packed = pack(new, arena.quantisation)
             if by_runs:
                 side.write_slots(packed, self.runs)
             else:
-                side.write_scattered(packed, *self.places)
+                side.write_scattered(packed, *self.slots_and_offsets)

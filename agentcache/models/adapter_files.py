@@ -68,7 +68,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class AdapterFolder:
+class AdapterFiles:
     """What a folder holds.
 
     Args:
@@ -116,7 +116,7 @@ _FORMATS = (
 )
 
 
-def read_folder(folder: Path, max_bytes: int = MAX_BYTES) -> AdapterFolder:
+def read_folder(folder: Path, max_bytes: int = MAX_BYTES) -> AdapterFiles:
     """Read and check everything that can be checked without the model.
 
     Args:
@@ -129,7 +129,7 @@ def read_folder(folder: Path, max_bytes: int = MAX_BYTES) -> AdapterFolder:
     config = style.read_config(folder)
     tensors = _read_tensors(folder / style.file, max_bytes)
     matrices = {name: _pair(name, sides, style, config) for name, sides in _by_module(tensors, style).items()}
-    return AdapterFolder(folder, style.name, matrices, config)
+    return AdapterFiles(folder, style.name, matrices, config)
 
 
 def _format_of(folder: Path) -> _Format:

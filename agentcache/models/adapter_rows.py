@@ -37,12 +37,12 @@ class RowParts:
 
     Args:
         rows: of each adapter, int32.
-        places: each row's place when the parts are put one behind the other, int32 [B]; 0 for rows that are masked
+        indices: each row's index when the parts are put one behind the other, int32 [B]; 0 for rows that are masked
             anyway.
     """
 
     rows: Sequence[mx.array]
-    places: mx.array
+    indices: mx.array
 
 
 class AdapterRows:
@@ -60,7 +60,7 @@ class AdapterRows:
     def __init__(self, rows: Sequence[RowAdapter | None], lengths: Sequence[int], num_tokens: int) -> None:
         self.shape = (len(lengths), num_tokens)
         self.adapters: list[AdapterWeights] = []
-        self._users: list[int | None] = []  # each row's place in `adapters`
+        self._users: list[int | None] = []  # each row's index into `adapters`
         self._firsts: list[int] = []
         self._masks: dict[tuple[bool, ...], mx.array | None] = {}
         self._indices: dict[tuple[int, ...], mx.array] = {}
@@ -91,19 +91,19 @@ class AdapterRows:
             return None
         return (mx.arange(num_tokens)[None] >= mx.array(firsts)[:, None])[..., None]
 
-    def index(self, slots: tuple[int, ...]) -> mx.array:
-        """Each row's slot, int32 [B], given each adapter's; 0 for rows that are masked anyway."""
-        if slots not in self._indices:
-            rows = [0 if user is None else slots[user] for user in self._users]
-            self._indices[slots] = mx.array(rows, dtype=mx.int32)
-        return self._indices[slots]
+    def index(self, in_stack: tuple[int, ...]) -> mx.array:
+        """Each row's index in a stack, int32 [B], given each adapter's; 0 for rows that are masked anyway."""
+        if in_stack not in self._indices:
+            rows = [0 if user is None else in_stack[user] for user in self._users]
+            self._indices[in_stack] = mx.array(rows, dtype=mx.int32)
+        return self._indices[in_stack]
 
     def parts(self, present: tuple[bool, ...]) -> RowParts:
         """The rows of the adapters marked in `present`."""
         if present not in self._parts:
-            marked = [place for place, is_present in enumerate(present) if is_present]
-            rows = [[row for row, user in enumerate(self._users) if user == place] for place in marked]
+            marked = [user for user, is_present in enumerate(present) if is_present]
+            rows = [[row for row, user in enumerate(self._users) if user == each] for each in marked]
             order = [row for part in rows for row in part]
-            places = [order.index(row) if row in order else 0 for row in range(self.shape[0])]
-            self._parts[present] = RowParts([mx.array(part, mx.int32) for part in rows], mx.array(places, mx.int32))
+            indices = [order.index(row) if row in order else 0 for row in range(self.shape[0])]
+            self._parts[present] = RowParts([mx.array(part, mx.int32) for part in rows], mx.array(indices, mx.int32))
         return self._parts[present]

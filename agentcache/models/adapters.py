@@ -15,6 +15,7 @@ from agentcache.errors import UnsupportedAdapter
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_files import MAX_BYTES, LowRank, ModuleName, read_folder
 from agentcache.models.attention import activation_dtype
+from agentcache.models.layers import in_dim
 from agentcache.models.mla import is_expanded
 from agentcache.models.survey import Survey
 
@@ -30,9 +31,14 @@ class LinearShape:
     out_dim: int
     item_bytes: int
 
+    @property
+    def bytes_a_rank(self) -> int:
+        """Of an adapter's matrices on it."""
+        return (self.in_dim + self.out_dim) * self.item_bytes
+
 
 @dataclass(frozen=True)
-class Place:
+class Target:
     """Where matrices of some name act: on columns `start` to `stop` of the output of `module`.
 
     Args:
@@ -51,16 +57,16 @@ class TargetModules:
 
     Args:
         linears: the modules that are called as linears.
-        places: by the names that an adapter may use; those of q, k, v (gate, up) also where the model has them fused.
+        targets: by the names that an adapter may use; those of q, k, v (gate, up) also where the model has them fused.
         absorbed: modules that are never called, because attention has taken their weights in.
     """
 
     num_layers: int
     linears: Mapping[ModuleName, LinearShape]
-    places: Mapping[ModuleName, Place]
+    targets: Mapping[ModuleName, Target]
     absorbed: frozenset[ModuleName]
 
-    def place(self, name: ModuleName) -> Place:
+    def target(self, name: ModuleName) -> Target:
         """Where matrices of that name act.
 
         Raises:
@@ -70,15 +76,15 @@ class TargetModules:
             raise UnsupportedAdapter(f"{name} cannot be adapted: attention has absorbed its weights")
         if name.layer >= self.num_layers:
             raise UnsupportedAdapter(f"{name} is not in the model, which has {self.num_layers} layers")
-        if name not in self.places:
+        if name not in self.targets:
             raise UnsupportedAdapter(f"{name!s:.100} is no linear module of the model")
-        return self.places[name]
+        return self.targets[name]
 
 
 def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules:
     """Look at the layers of a model that is on the paged cache."""
     linears: dict[ModuleName, LinearShape] = {}
-    places: dict[ModuleName, Place] = {}
+    targets: dict[ModuleName, Target] = {}
     absorbed = set()
     for index, layer in enumerate(layers):
         modules = dict(layer.named_modules())
@@ -95,20 +101,17 @@ def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules
             # What is called before the layer has written its cache may be what is written, unless it makes queries.
             makes_queries = not recurrent and any(part in parent for part in _MAKE_KEYS)
             makes_kv = not survey.linears[index, path]
-            places |= _places(name, linears[name].out_dim, kv_dim, makes_kv, makes_queries)
-    return TargetModules(len(layers), linears, places, frozenset(absorbed))
+            targets |= _named_targets(name, linears[name].out_dim, kv_dim, makes_kv, makes_queries)
+    return TargetModules(len(layers), linears, targets, frozenset(absorbed))
 
 
 def _shape(linear: nn.Module) -> LinearShape:
-    out_dim, in_dim = linear.weight.shape
-    if "scales" in linear:
-        in_dim = in_dim * 32 // linear.bits
-    return LinearShape(in_dim, out_dim, activation_dtype(linear).size)
+    return LinearShape(in_dim(linear), linear.weight.shape[0], activation_dtype(linear).size)
 
 
-def _places(
+def _named_targets(
     name: ModuleName, out_dim: int, kv_dim: int, makes_kv: bool, makes_queries: bool
-) -> dict[ModuleName, Place]:
+) -> dict[ModuleName, Target]:
     """The whole module's, and those of its parts where it is a fused one.
 
     Args:
@@ -117,7 +120,7 @@ def _places(
     before, _, leaf = name.path.rpartition(".")
     spans = {leaf: (0, out_dim), **_fused_spans(leaf, out_dim, kv_dim)}
     return {
-        ModuleName(name.layer, f"{before}.{part}" if before else part): Place(
+        ModuleName(name.layer, f"{before}.{part}" if before else part): Target(
             name, *span, makes_kv=makes_kv and not (makes_queries and part in _QUERIES)
         )
         for part, span in spans.items()
@@ -196,51 +199,47 @@ def read_again(adapter: Adapter, modules: TargetModules, max_bytes: int = MAX_BY
 
 def _read_adapter(path: Path, modules: TargetModules, max_bytes: int) -> AdapterContent:
     folder = read_folder(path, max_bytes)
-    places = {name: modules.place(name) for name in folder.matrices}
-    matrices = _fit(folder.matrices, places, modules)
+    targets = {name: modules.target(name) for name in folder.matrices}
+    matrices = _fit(folder.matrices, targets, modules)
     adapter = Adapter(
         digest=_digest(matrices),
         path=path,
         format=folder.format,
         ranks={name: pair.rank for name, pair in matrices.items()},
-        first_layer=min(name.layer for name in places),
-        first_kv_layer=min(name.layer + (not place.makes_kv) for name, place in places.items()),
-        nbytes=sum(_nbytes(pair, modules.linears[name]) for name, pair in matrices.items()),
+        first_layer=min(name.layer for name in targets),
+        first_kv_layer=min(name.layer + (not target.makes_kv) for name, target in targets.items()),
+        nbytes=sum(pair.rank * modules.linears[name].bytes_a_rank for name, pair in matrices.items()),
         invocation_tokens=folder.config.invocation_tokens,
         activation_shift=folder.config.activation_shift,
     )
     return AdapterContent(adapter, matrices)
 
 
-def _nbytes(pair: LowRank, linear: LinearShape) -> int:
-    return pair.rank * (linear.in_dim + linear.out_dim) * linear.item_bytes
-
-
 def _fit(
-    matrices: Mapping[ModuleName, LowRank], places: Mapping[ModuleName, Place], modules: TargetModules
+    matrices: Mapping[ModuleName, LowRank], targets: Mapping[ModuleName, Target], modules: TargetModules
 ) -> dict[ModuleName, LowRank]:
     """Matrices by module of the model, in the modules' order."""
-    parts: dict[ModuleName, list[tuple[Place, LowRank]]] = defaultdict(list)
+    parts: dict[ModuleName, list[tuple[Target, LowRank]]] = defaultdict(list)
     for name, pair in sorted(matrices.items()):
-        place = places[name]
-        expected = (modules.linears[place.module].in_dim, place.stop - place.start)
+        target = targets[name]
+        expected = (modules.linears[target.module].in_dim, target.stop - target.start)
         if (pair.a.shape[0], pair.b.shape[1]) != expected:
             raise UnsupportedAdapter(
                 f"{name} is made for {pair.a.shape[0]} inputs and {pair.b.shape[1]} outputs; the model's has "
                 f"{expected[0]} and {expected[1]}"
             )
-        parts[place.module].append((place, pair))
+        parts[target.module].append((target, pair))
     return {module: _join(parts[module], modules.linears[module].out_dim) for module in sorted(parts)}
 
 
-def _join(parts: Sequence[tuple[Place, LowRank]], out_dim: int) -> LowRank:
+def _join(parts: Sequence[tuple[Target, LowRank]], out_dim: int) -> LowRank:
     """One pair for all columns of a module: ranks side by side, each with its own columns of b."""
     if len(parts) == 1 and parts[0][1].b.shape[1] == out_dim:
         return parts[0][1]
     b = np.zeros((sum(pair.rank for _, pair in parts), out_dim), np.float32)
     done = 0
-    for place, pair in parts:
-        b[done : done + pair.rank, place.start : place.stop] = pair.b
+    for target, pair in parts:
+        b[done : done + pair.rank, target.start : target.stop] = pair.b
         done += pair.rank
     return LowRank(np.concatenate([pair.a for _, pair in parts], axis=1), b)
 

@@ -7,8 +7,8 @@ neighbour.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,8 +24,7 @@ from agentcache.models.packed_product import packed_product
 MAX_PACKED_QUERIES = 8
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
+class AttentionOptions(NamedTuple):
     """What is done to the scores besides the scaled product.
 
     Args:
@@ -46,6 +45,8 @@ def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None)
 
 def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
     """Attention of `queries` [B, H_q, n, D_k] over the paged rows of `kv`; returns [B, H_q, n, D_v]."""
+    if fused.why_none():
+        return attention_by_operations(queries, kv, options)
     return fused.attention(
         queries,
         kv,
@@ -83,6 +84,8 @@ def flash_attention(
 
 def unpack_for(queries: mx.array, side: SideArena, reads: Reads) -> mx.array:
     """`unpack_row` in the type of `queries` [1, H_q, n, ·], by a kernel where there is one."""
+    if fused.why_none():
+        return unpack_row(side, reads, queries.dtype)
     repeats = queries.shape[1] // side.num_heads
     by_operations = partial(unpack_row, side, reads, queries.dtype)
     return fused.unpacked(side, reads, repeats, queries.dtype, by_operations)

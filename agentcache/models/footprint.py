@@ -25,7 +25,7 @@ _QUERY_COPIES = 4  # projected, normed, rotated, attended
 _INNER_COPIES = 4  # of the feed-forward's width: gate, its sigmoid, up, product
 _LOGIT_COPIES = 3  # as given, in float32, normalised
 _UNPACKED_COPIES = 3  # of keys and values: dequantised, in order, and what they are dequantised from
-_FLASH_SCORES = 1.25  # softmax takes the place of the scores
+_FLASH_SCORES = 1.25  # softmax overwrites the scores
 _FLASH_SCORES_WITH_SINKS = 3.25  # a sink's logit is put beside them, and taken away again
 _HAVE_SINKS = ("gpt_oss", "mimo_v2_flash")
 _LEAST_TEMPORARIES = 64 << 20
@@ -91,7 +91,7 @@ class Footprint:
 
     @cached_property
     def _kinds(self) -> set[_LayerKind]:
-        """The layers, those that differ in nothing but their place taken as one."""
+        """The layers, those that differ in nothing but their depth taken as one."""
         return {
             _LayerKind.of(layer, group.quantisation)
             for group in self.spec.groups

@@ -14,18 +14,20 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
 from agentcache.errors import ConfigError
-from agentcache.kv.arena import SideArena
-from agentcache.kv.step_cache import PagedKV
-from agentcache.kv.step_plan import Reads
+from agentcache.kv.arena import LayerArena, Packed, SideArena, dequantise, quantise
+from agentcache.kv.spec import Quantisation
+from agentcache.kv.step_cache import PagedKV, Put
+from agentcache.kv.step_plan import Reads, Writes
 from agentcache.metal_kernels.decode import PackedArrays, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
+from agentcache.metal_kernels.pack import append, pack
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
@@ -59,8 +61,9 @@ counts = Counts()
 _plans: WeakKeyDictionary[Reads, dict[tuple[int, int], DecodePlan]] = WeakKeyDictionary()
 
 
+@cache
 def mode() -> Mode:
-    """What the environment asks for.
+    """What the environment asked for when this was first called.
 
     Raises:
         ConfigError: none of the three.
@@ -70,6 +73,14 @@ def mode() -> Mode:
         return Mode(asked)
     except ValueError as error:
         raise ConfigError(f"{VARIABLE} is {asked!r}; it can be on, off or check") from error
+
+
+@cache
+def why_none() -> str:
+    """Why no kernel is used in this process, whatever the shape; empty where some may be. Every layer asks."""
+    if mode() is Mode.OFF:
+        return f"{VARIABLE}=off"
+    return "this device compiles no kernels" if device() == NO_DEVICE else ""
 
 
 def attention(
@@ -89,7 +100,7 @@ def attention(
     keys, values = kv.arena.keys, kv.arena.values
     if queries.shape[2] > MAX_QUERIES or values is None or values.dim != keys.dim:
         return reference()
-    shape = head_shape(keys, queries.shape[1], queries.dtype)
+    shape = shape_of(keys, queries.shape[1], queries.dtype)
     if not usable(shape).right:
         return reference()
 
@@ -104,29 +115,62 @@ def unpacked(
     side: SideArena, reads: Reads, queries_per_head: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
 ) -> mx.array:
     """Keys or values of a single row as [1, H_kv, T, D], T up to the end of the step."""
-    if not usable(head_shape(side, side.num_heads * queries_per_head, dtype)).right:
+    if not usable(shape_of(side, side.num_heads * queries_per_head, dtype)).right:
         return reference()
     made = unpack(_packed(side), reads.block_ids[0], reads.num_keys, dtype)
     return made if mode() is Mode.ON else _checked(made, reference(), "unpack")
 
 
-def head_shape(side: SideArena, num_heads: int, dtype: mx.Dtype) -> HeadShape:
-    return HeadShape(side.dim, side.num_heads, num_heads // side.num_heads, side.quantisation.group_size, dtype)
+def writer(num_heads: int) -> Put:
+    """What writes a step's keys and values: kernels where they may be used, else MLX's operations.
+
+    Args:
+        num_heads: the model's query heads.
+    """
+    return Writes.put if why_none() else partial(_write, num_heads)
+
+
+def _write(num_heads: int, writes: Writes, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
+    _, kv_heads, num_tokens, dim = keys.shape
+    shape = _head_shape(dim, kv_heads, num_heads // kv_heads, arena.quantisation, keys.dtype)
+    if values is None or values.shape[-1] != dim or not usable(shape).right:
+        writes.put(arena, keys, values)
+    elif mode() is Mode.ON and num_tokens <= MAX_QUERIES:
+        arena.replace(append((keys, values), arena.arrays(), *writes.slots_and_offsets, shape.group_size))
+    else:
+        writes.put(arena, keys, values, _pack)
+
+
+def _pack(x: mx.array, quantisation: Quantisation) -> Packed:
+    made = Packed(*pack(x, quantisation.group_size))
+    if mode() is Mode.ON:
+        return made
+    expected = quantise(x, quantisation)
+    _checked(dequantise(made, quantisation, mx.float32), dequantise(expected, quantisation, mx.float32), "pack")
+    return expected
+
+
+def shape_of(side: SideArena, num_heads: int, dtype: mx.Dtype) -> HeadShape:
+    return _head_shape(side.dim, side.num_heads, num_heads // side.num_heads, side.quantisation, dtype)
+
+
+@cache  # every layer asks
+def _head_shape(
+    dim: int, kv_heads: int, queries_per_head: int, quantisation: Quantisation, dtype: mx.Dtype
+) -> HeadShape:
+    return HeadShape(dim, kv_heads, queries_per_head, quantisation.group_size, dtype, quantisation.bits)
 
 
 def usable(shape: HeadShape) -> Verdict:
     """Whether kernels stand in for heads of this shape; tries them the first time that one is asked about."""
-    if mode() is Mode.OFF:
-        return Verdict(False, f"{VARIABLE}=off")
-    where = device()
-    if where == NO_DEVICE:
-        return Verdict(False, "this device compiles no kernels")
-    if why := _unsupported(shape):
+    if why := why_none() or _unsupported(shape):
         return Verdict(False, why)
-    return _tried(shape, where)
+    return _tried(shape, device())
 
 
 def _unsupported(shape: HeadShape) -> str:
+    if shape.bits != 4:
+        return f"no kernel for {shape.bits} bits"
     if shape.dim % 32 or shape.dim > _MAX_DIM:
         return f"no kernel for {shape.dim} values a head"
     if shape.queries_per_head > _MAX_QUERIES_PER_HEAD:

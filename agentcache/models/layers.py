@@ -29,6 +29,12 @@ class Stand(nn.Module):
         raise AttributeError(key)
 
 
+def in_dim(linear: nn.Module) -> int:
+    """Values that a linear module takes, whether or not its weight is packed."""
+    width = int(linear.weight.shape[-1])
+    return width * 32 // linear.bits if "scales" in linear else width
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCall:
     """A layer about to be computed.

@@ -28,7 +28,7 @@ from agentcache.models.survey import Survey
 class Stack:
     """One module's matrices of several adapters, padded with zeros to the largest rank: a [S, in, r], b [S, r, out]."""
 
-    slots: Mapping[AdapterWeights, int]
+    indices: Mapping[AdapterWeights, int]
     a: mx.array
     b: mx.array
 
@@ -37,7 +37,7 @@ class Stack:
         rank = max(pair.rank for pair in pairs.values())
         a = [mx.pad(pair.a, [(0, 0), (0, rank - pair.rank)]) for pair in pairs.values()]
         b = [mx.pad(pair.b, [(0, rank - pair.rank), (0, 0)]) for pair in pairs.values()]
-        return cls({weights: slot for slot, weights in enumerate(pairs)}, mx.stack(a), mx.stack(b))
+        return cls({weights: index for index, weights in enumerate(pairs)}, mx.stack(a), mx.stack(b))
 
 
 def stacked_bytes(adapters: Collection[AdapterWeights]) -> int:
@@ -150,9 +150,9 @@ class ModelAdapters:
         if not self.stacks.covers(rows.adapters):
             parts = rows.parts(tuple(pair is not None for pair in pairs))
             deltas = [x[part] @ pair.a @ pair.b for part, pair in zip(parts.rows, acting, strict=True)]
-            return mx.concatenate(deltas)[parts.places]
+            return mx.concatenate(deltas)[parts.indices]
         stack = self.stacks.get(name)
-        index = rows.index(tuple(stack.slots.get(weights, 0) for weights in rows.adapters))
+        index = rows.index(tuple(stack.indices.get(weights, 0) for weights in rows.adapters))
         return mx.gather_mm(mx.gather_mm(x, stack.a, rhs_indices=index), stack.b, rhs_indices=index)
 
 

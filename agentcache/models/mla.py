@@ -28,7 +28,7 @@ from agentcache.models.attention import (
     reads_packed,
     unpack_row,
 )
-from agentcache.models.layers import Stand
+from agentcache.models.layers import Stand, in_dim
 
 _EXPANDED = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 _ABSORBED = ("embed_q", "unembed_out")
@@ -194,15 +194,10 @@ class _UnembedOut(Stand):
 
 
 def _adapt_absorbed(module: nn.Module) -> None:
-    rank = _in_dim(module.unembed_out)
+    rank = in_dim(module.unembed_out)
     projections = _AbsorbedProjections(module.embed_q, module.unembed_out, rank)
     module.embed_q = _EmbedQ(projections.embed_q, rank)
     module.unembed_out = _UnembedOut(projections.unembed_out, projections)
-
-
-def _in_dim(linear: nn.Module) -> int:
-    width = int(linear.weight.shape[-1])
-    return width * 32 // linear.bits if "scales" in linear else width
 
 
 # -- DeepSeek-V2's form ------------------------------------------------------------------------------------------------

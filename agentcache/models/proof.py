@@ -187,7 +187,7 @@ class Proof:
 
     def _prove(self, step: _Step, key: mx.array) -> None:
         ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=key)
-        traces = [self._reference(row, ids[place : place + 1]) for place, row in enumerate(step.rows)]
+        traces = [self._reference(row, ids[index : index + 1]) for index, row in enumerate(step.rows)]
         expected = _joined(traces)
         actual = self._paged(step, ids, [layer.x for layer in expected])
         _compare(expected, actual)

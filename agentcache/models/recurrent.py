@@ -28,7 +28,7 @@ class BatchState:
 
     def rows(self) -> list[RowState]:
         """Row by row; nothing is copied."""
-        return [RowState(self, place) for place in range(self.num_rows)]
+        return [RowState(self, index) for index in range(self.num_rows)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +37,11 @@ class RowState:
 
     Args:
         batch: lazily computed, see `ModelRunner.forward`.
-        place: the row's place in it.
+        index: the row's, in it.
     """
 
     batch: BatchState
-    place: int = 0
+    index: int = 0
 
     @classmethod
     def of(cls, arrays: Arrays) -> RowState:
@@ -50,7 +50,7 @@ class RowState:
 
     def arrays(self) -> list[list[mx.array | None]]:
         """Arrays [1, ...] of its own; lazy."""
-        span = slice(self.place, self.place + 1)
+        span = slice(self.index, self.index + 1)
         return [[None if array is None else array[span] for array in cache] for cache in self.batch.arrays]
 
 
@@ -67,15 +67,15 @@ def join(rows: Sequence[RowState | None], specs: Sequence[RecurrentSpec]) -> Bat
     if not present:
         return None
     batch = present[0].batch
-    if [(row.batch, row.place) for row in present] == [(batch, place) for place in range(batch.num_rows)] and len(
+    if [(row.batch, row.index) for row in present] == [(batch, index) for index in range(batch.num_rows)] and len(
         present
     ) == len(rows):
         return batch
     apart = [None if row is None else row.arrays() for row in rows]
     arrays = [
         [
-            None if tensor is None else _concatenate([row and row[cache][place] for row in apart], tensor)
-            for place, tensor in enumerate(spec.tensors)
+            None if tensor is None else _concatenate([row and row[cache][number] for row in apart], tensor)
+            for number, tensor in enumerate(spec.tensors)
         ]
         for cache, spec in enumerate(specs)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
@@ -17,6 +16,7 @@ from agentcache.kv.states import StateArena
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.malloc import give_back_freed
+from agentcache.models.fused import writer
 from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import RowState, join, make_caches, state_of
 from agentcache.models.step import StepInputs, StepOutputs
@@ -38,8 +38,9 @@ class ModelRunner:
         self._pools = pools
         self.arenas: list[GroupArena] = make_arenas(loaded.spec)
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
-        places = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
-        self._layers = [places[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
+        owners = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
+        self._layers = [owners[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
+        self._put = writer(loaded.spec.num_attention_heads)
         self._recurrent = loaded.spec.recurrent
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
@@ -88,7 +89,10 @@ class ModelRunner:
 
     def _paged(self, step: StepInputs) -> list[StepCache]:
         """One per cache of keys and values, in the model's order."""
-        return [StepCache(layer, step.reads[group], step.writes[group], step.offset) for group, layer in self._layers]
+        return [
+            StepCache(layer, step.reads[group], step.writes[group], step.offset, self._put)
+            for group, layer in self._layers
+        ]
 
     def fit(self) -> None:
         """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""
@@ -162,12 +166,12 @@ class ModelRunner:
         self.wait()  # the step under way may still write to slots whose owner is gone
         self.arenas[group].put(block_ids, blocks)
 
-    def snapshot(self, group: int, block_id: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
-        """Copies of a block's bytes, for the writer."""
+    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
+        """A copy of a block's bytes, for the writer: uint8 [n]."""
         self.wait()
         if group == len(self.arenas):
-            return self._state_arena.copies(block_id)
-        return self.arenas[group].snapshot(block_id, position, num_tokens)
+            return self._state_arena.snapshot(block_id)
+        return self.arenas[group].snapshot(block_id, num_tokens)
 
     # -- recurrent state ----------------------------------------------------------------------------------------------
 
@@ -179,7 +183,7 @@ class ModelRunner:
 
     def keep_state(self, slot: int, state: RowState) -> None:
         """Keep a row's state as the snapshot in `slot`; lazy."""
-        self._state_arena.put(slot, state.batch.arrays, state.place)
+        self._state_arena.put(slot, state.batch.arrays, state.index)
 
     def row_state(self, slot: int) -> RowState:
         """The state that the snapshot in `slot` is of, for a row that goes on from there."""

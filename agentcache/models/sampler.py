@@ -1,6 +1,6 @@
 """Choosing tokens from logits, and log probabilities: a whole batch at once, every row by its own settings.
 
-What is chosen for a row depends on nothing but its logits, its settings and its place in the text: not on the rows
+What is chosen for a row depends on nothing but its logits, its settings and its position in the text: not on the rows
 beside it, nor on what was chosen for it in vain. All results are lazy.
 """
 
@@ -34,7 +34,7 @@ class Tally:
     def of(self, token_ids: Sequence[int], start: int, end: int) -> Mapping[int, int]:
         """The counts of `token_ids[start:end]`, valid until the next call; `end` may be what it was, or further on."""
         end = max(start, end)
-        if start + self._counted > end:  # its place was lost, with tokens that were not computed yet
+        if start + self._counted > end:  # its sequence was given up, with tokens that were not computed yet
             self._counts.clear()
             self._counted = 0
         self._counts.update(token_ids[start + self._counted : end])
@@ -80,7 +80,7 @@ class Sampler:
         return not self.is_greedy and not self.truncates
 
     def key(self, position: int) -> tuple[int, int]:
-        """Random key, two uint32, of the token number `position`: a function of the seed and the place only."""
+        """Random key, two uint32, of the token number `position`: a function of the seed and the position only."""
         high, low = self._key
         return high, (low + position) % 2**32
 
@@ -144,8 +144,8 @@ def choose(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
         if members:
             order += members
             tokens.append(choose_rows([rows[i] for i in members], logits[mx.array(members)]).astype(mx.int32))
-    places = sorted(range(len(order)), key=order.__getitem__)
-    return mx.concatenate(tokens)[mx.array(places)]
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return mx.concatenate(tokens)[mx.array(inverse)]
 
 
 def masked(logits: mx.array, masks: Mapping[int, np.ndarray]) -> mx.array:
@@ -184,9 +184,9 @@ def _drawn_from_best(rows: Sequence[Row], logits: mx.array) -> mx.array:
     logprobs = mx.take_along_axis(logprobs, order, axis=-1)
     probabilities = mx.exp(logprobs)
     before = mx.cumsum(probabilities, axis=-1) - probabilities
-    places = mx.arange(logprobs.shape[-1])
+    ranks = mx.arange(logprobs.shape[-1])
     top_k = _column([row.sampler.top_k or logprobs.shape[-1] for row in rows])
-    keep = (before < _column([row.sampler.top_p for row in rows])) & (places < top_k)
+    keep = (before < _column([row.sampler.top_p for row in rows])) & (ranks < top_k)
     keep &= logprobs >= _least(rows, logprobs)
     chosen = _draw(rows, mx.where(keep, logprobs, -mx.inf))
     return mx.take_along_axis(order, chosen[:, None], axis=-1)[:, 0]
@@ -231,10 +231,10 @@ def _counted(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
     counts = mx.zeros((len(members), logits.shape[-1]))
     # The last one may be a token that the device is still choosing.
     counts = counts.at[mx.arange(len(members)), last[index]].add(1.0)
-    known = [(place, token, count) for place, i in enumerate(members) for token, count in rows[i].counts.items()]
+    known = [(member, token, count) for member, i in enumerate(members) for token, count in rows[i].counts.items()]
     if known:
-        places, tokens, times = zip(*known, strict=True)
-        counts = counts.at[mx.array(places), mx.array(tokens)].add(mx.array(times, mx.float32))
+        indices, tokens, times = zip(*known, strict=True)
+        counts = counts.at[mx.array(indices), mx.array(tokens)].add(mx.array(times, mx.float32))
     frequency = _column([rows[i].sampler.frequency_penalty for i in members])
     presence = _column([rows[i].sampler.presence_penalty for i in members])
     return _replaced(logits, index, logits[index] - (counts * frequency + (counts > 0) * presence))
@@ -247,9 +247,9 @@ def _kept_going(rows: Sequence[Row], logits: mx.array) -> mx.array:
     ]
     if not banned:
         return logits
-    places, tokens = zip(*banned, strict=True)
+    indices, tokens = zip(*banned, strict=True)
     logits = mx.array(logits)  # the caller's stay as they are
-    logits[mx.array(places), mx.array(tokens)] = -mx.inf
+    logits[mx.array(indices), mx.array(tokens)] = -mx.inf
     return logits
 
 
@@ -263,9 +263,9 @@ def _biased(rows: Sequence[Row], logits: mx.array) -> mx.array:
     biases = [(i, row.sampler.bias(logits.shape[-1])) for i, row in enumerate(rows) if row.sampler.has_bias]
     if not biases:
         return logits
-    places = mx.concatenate([mx.full(ids.shape, i, mx.int32) for i, (ids, _) in biases])
+    indices = mx.concatenate([mx.full(ids.shape, i, mx.int32) for i, (ids, _) in biases])
     tokens = mx.concatenate([ids for _, (ids, _) in biases])
-    return logits.at[places, tokens].add(mx.concatenate([values for _, (_, values) in biases]))
+    return logits.at[indices, tokens].add(mx.concatenate([values for _, (_, values) in biases]))
 
 
 def log_softmax(logits: mx.array) -> mx.array:
@@ -276,7 +276,7 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """Log probability of a token, and the most likely tokens at its place, best first, with theirs."""
+    """Log probability of a token, and the most likely tokens at its position, best first, with theirs."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -286,7 +286,7 @@ class Scores:
     """Log probabilities of tokens [n] under logits [n, vocabulary], before temperature and truncation.
 
     Args:
-        count: how many of the most likely tokens to find at each place.
+        count: how many of the most likely tokens to find at each position.
     """
 
     def __init__(self, logits: mx.array, tokens: mx.array, count: int) -> None:

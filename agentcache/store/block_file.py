@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -26,8 +25,6 @@ from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
 from agentcache.kv.block_layout import Array, block_tensors, float_ranges, header_entries
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.block_extras import Extras, decode_extras, encode_extras
-
-TensorLayout = dict[str, tuple[tuple[int, ...], "np.dtype[Any]"]]
 
 MAX_HEADER_BYTES = 1 << 20
 HEAD_BEGIN = 8  # bytes: the length of the JSON behind them
@@ -91,40 +88,29 @@ def make_header(
     return BlockHeader(block_key(chain, group), chain, parent, group, position, tuple(token_ids), producer)
 
 
-def tensor_layout(spec: CacheSpec, header: BlockHeader) -> TensorLayout:
-    """Name, shape and dtype of each tensor of the block, in the order of the file (`block_layout.block_tensors`)."""
-    num_tokens = len(header.token_ids)
-    return {
-        t.name(header.position): (t.spec.block_shape(num_tokens), t.spec.numpy_dtype)
-        for t in block_tensors(spec.group(header.group))
-    }
-
-
-def encoded_size(spec: CacheSpec, header: BlockHeader, extras: Extras = NO_EXTRAS) -> int:
-    """Bytes of the block's file."""
-    metadata = _metadata(spec, header, _pack(header.token_ids), _NO_CHECKSUM, encode_extras(extras))
-    return len(_head(spec, header, metadata)) + data_bytes(spec, header)
-
-
 def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
     """No valid file of this block is longer."""
     return MAX_HEADER_BYTES + spec.group(header.group).bytes_per_block
 
 
 def encode_block(
-    spec: CacheSpec, header: BlockHeader, arrays: Mapping[str, Array], extras: Extras = NO_EXTRAS
-) -> list[bytes | memoryview]:
-    """The block as the bytes of a safetensors file, part by part: views of `arrays` behind the header.
+    spec: CacheSpec, header: BlockHeader, data: Array, extras: Extras = NO_EXTRAS
+) -> tuple[bytes, memoryview]:
+    """The block as the bytes of a safetensors file: its header, and `data` as it is.
+
+    Args:
+        data: the bytes of its tensors, uint8 [n], contiguous.
 
     Raises:
-        StoreError: a tensor is missing, superfluous, of another shape or dtype, or a float is not finite; or an extra
-            cannot be written.
+        StoreError: they are too few or too many, a float is not finite, or an extra cannot be written.
     """
-    tensors = _checked_tensors(tensor_layout(spec, header), arrays)
-    packed, extras_text = _pack(header.token_ids), encode_extras(extras)
-    unsigned = _head(spec, header, _metadata(spec, header, packed, _NO_CHECKSUM, extras_text))
-    checksum = _checksum(unsigned, *tensors)
-    return [_head(spec, header, _metadata(spec, header, packed, checksum, extras_text)), *tensors]
+    if data.dtype != np.uint8 or data.shape != (data_bytes(spec, header),):
+        raise StoreError(f"the block's data is {data.dtype} {data.shape}, not uint8 ({data_bytes(spec, header)},)")
+    if (name := _not_finite(spec, header, data)) is not None:
+        raise StoreError(f"{name} has values that are not finite")
+    unsigned = _head(spec, header, _metadata(spec, header, _pack(header.token_ids), extras=encode_extras(extras)))
+    begin, end = _checksum_span(unsigned)
+    return unsigned[:begin] + _checksum(unsigned, data.data).encode() + unsigned[end:], data.data
 
 
 def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryview) -> StoredBlock:
@@ -161,29 +147,35 @@ def verify_block(spec: CacheSpec, header: BlockHeader, head: bytes, data: Array)
     Raises:
         BlockRejected: it is anything but the block that `header` describes; the message says where they differ.
     """
-    unsigned = _head(spec, header, _metadata(spec, header, _pack(header.token_ids), _NO_CHECKSUM))
+    unsigned = _head(spec, header, _metadata(spec, header, _pack(header.token_ids)))
     checksum, extras = _only_difference(unsigned, head), ""
     if checksum is None:
         unsigned, checksum, extras = _examine_head(spec, header, head)
     if _checksum(unsigned, data.data) != checksum:
         raise BlockRejected("the checksum does not match the content")
-    _check_finite(spec, header, data)
+    if (name := _not_finite(spec, header, data)) is not None:
+        raise BlockRejected(f"{name} has values that are not finite")
     return decode_extras(extras) if extras else NO_EXTRAS
 
 
 def tensor_views(spec: CacheSpec, header: BlockHeader, data: Array) -> dict[str, Array]:
     """The tensors by name, as views of the block's bytes."""
-    num_tokens = len(header.token_ids)
-    return {t.name(header.position): t.view(data, num_tokens) for t in block_tensors(spec.group(header.group))}
+    tensors = block_tensors(spec.group(header.group), len(header.token_ids))
+    return {tensor.name(header.position): tensor.view(data) for tensor in tensors}
 
 
 def _only_difference(unsigned: bytes, head: bytes) -> str | None:
     """The checksum, where the header is the expected one but for that; None otherwise."""
-    begin = unsigned.index(_CHECKSUM_FIELD) + len(_CHECKSUM_FIELD)
-    end = begin + len(_NO_CHECKSUM)
+    begin, end = _checksum_span(unsigned)
     if unsigned[:begin] == head[:begin] and unsigned[end:] == head[end:]:
         return head[begin:end].decode(errors="replace")
     return None
+
+
+def _checksum_span(head: bytes) -> tuple[int, int]:
+    """Where in a header the checksum stands."""
+    begin = head.index(_CHECKSUM_FIELD) + len(_CHECKSUM_FIELD)
+    return begin, begin + len(_NO_CHECKSUM)
 
 
 def _examine_head(spec: CacheSpec, header: BlockHeader, head: bytes) -> tuple[bytes, str, str]:
@@ -204,7 +196,9 @@ def _examine_head(spec: CacheSpec, header: BlockHeader, head: bytes) -> tuple[by
 # --- the header ---
 
 
-def _metadata(spec: CacheSpec, header: BlockHeader, packed_ids: str, checksum: str, extras: str = "") -> dict[str, str]:
+def _metadata(
+    spec: CacheSpec, header: BlockHeader, packed_ids: str, checksum: str = _NO_CHECKSUM, extras: str = ""
+) -> dict[str, str]:
     group = spec.group(header.group)
     metadata = {
         "format_version": str(FORMAT_VERSION),
@@ -258,24 +252,6 @@ def _pack(token_ids: tuple[int, ...]) -> str:
     return base64.b64encode(zlib.compress(pack_token_ids(token_ids), 9)).decode()
 
 
-# --- writing ---
-
-
-def _checked_tensors(layout: TensorLayout, arrays: Mapping[str, Array]) -> list[memoryview]:
-    if layout.keys() != arrays.keys():
-        raise StoreError(f"the block's tensors differ from its layout: {sorted(layout.keys() ^ arrays.keys())}")
-    return [_checked_tensor(name, arrays[name], *layout[name]) for name in layout]
-
-
-def _checked_tensor(name: str, array: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> memoryview:
-    if array.shape != shape or array.dtype != dtype:
-        raise StoreError(f"{name} is {array.dtype} {array.shape}, not {dtype} {shape}")
-    contiguous = np.ascontiguousarray(array)
-    if not _all_finite(contiguous):
-        raise StoreError(f"{name} has values that are not finite")
-    return contiguous.reshape(-1).view(np.uint8).data
-
-
 def _all_finite(array: Array) -> bool:
     """Whether no float is infinite or NaN; integers always are finite."""
     if array.dtype.kind != "f":
@@ -312,9 +288,9 @@ def _check_token_ids(expected: Sequence[int], packed: str) -> None:
         raise BlockRejected("the token ids are not those of the block")
 
 
-def _check_finite(spec: CacheSpec, header: BlockHeader, data: Array) -> None:
+def _not_finite(spec: CacheSpec, header: BlockHeader, data: Array) -> str | None:
+    """The name of a tensor with values that are infinite or NaN; None without any."""
     ranges = float_ranges(spec.group(header.group), len(header.token_ids))
-    if not all(_all_finite(data[begin:end].view(dtype)) for begin, end, dtype in ranges):
-        views = tensor_views(spec, header, data)
-        name = next(name for name, view in views.items() if not _all_finite(view))
-        raise BlockRejected(f"{name} has values that are not finite")
+    if all(_all_finite(data[begin:end].view(dtype)) for begin, end, dtype in ranges):
+        return None
+    return next(name for name, view in tensor_views(spec, header, data).items() if not _all_finite(view))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +21,8 @@ from agentcache.store.block_file import (
     StoredBlock,
     data_bytes,
     encode_block,
-    encoded_size,
     find_data,
     max_encoded_size,
-    tensor_views,
     verify_block,
 )
 from agentcache.store.cache_files import CacheFiles, RegularFile
@@ -36,10 +34,10 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class BlockWrite:
-    """A block to write: what it is, its tensors by name as `block_file.tensor_layout` lists them, and its extras."""
+    """A block to write: what it is, the bytes of its tensors as in `StoredBlock`, and its extras."""
 
     header: BlockHeader
-    arrays: Mapping[str, Array]
+    data: Array
     extras: Extras = field(default_factory=dict)
 
 
@@ -115,8 +113,7 @@ class BlockFolder:
         """What a read of a block of zeros into `buffer` would give; no file is touched."""
         data = buffer[: data_bytes(self._spec, header)]
         data[:] = 0
-        head, *_ = encode_block(self._spec, header, tensor_views(self._spec, header, data))
-        verify_block(self._spec, header, bytes(head), data)
+        verify_block(self._spec, header, bytes(encode_block(self._spec, header, data)[0]), data)
         return data
 
     def write(self, blocks: Sequence[BlockWrite]) -> int:
@@ -128,10 +125,13 @@ class BlockFolder:
             OSError: the disk is full, say; none of the blocks is there.
         """
         new = {block.header.block_key: block for block in blocks if not self.has(block.header.block_key)}
-        self._usage.require(sum(encoded_size(self._spec, block.header, block.extras) for block in new.values()))
+        encoded = {key: encode_block(self._spec, block.header, block.data, block.extras) for key, block in new.items()}
+        sizes = {key: sum(map(len, parts)) for key, parts in encoded.items()}
+        self._usage.require(sum(sizes.values()))
         files = {key: Replacement(self._files, self._path(key), "block", self._fault) for key in new}
         try:
-            sizes = {key: self._write_temp(files[key], new[key]) for key in new}
+            for key, parts in encoded.items():
+                self._write_temp(files[key], parts)
             self._put_in_place(list(files.values()))
         except BaseException:
             self._undo(files.values())
@@ -152,15 +152,13 @@ class BlockFolder:
             self._usage.remove(path)
         return len(others)
 
-    def _write_temp(self, file: Replacement, block: BlockWrite) -> int:
-        parts = encode_block(self._spec, block.header, block.arrays, block.extras)
+    def _write_temp(self, file: Replacement, parts: Sequence[bytes | memoryview]) -> None:
         try:
             file.write(*parts)
         except FileNotFoundError:  # the first block with such a key
             self._files.make_folder(file.path.parent, sync=False)
             self._has_new_folders = True
             file.write(*parts)
-        return sum(map(len, parts))
 
     def _put_in_place(self, files: Sequence[Replacement]) -> None:
         if self._has_new_folders:

@@ -57,9 +57,9 @@ class RegularFile:
 
 def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
     """What of buffers, taken one after the other, comes behind the first `count` bytes."""
-    for place, view in enumerate(views):
+    for index, view in enumerate(views):
         if count < len(view):
-            return [view[count:], *views[place + 1 :]]
+            return [view[count:], *views[index + 1 :]]
         count -= len(view)
     return []
 

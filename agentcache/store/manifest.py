@@ -304,8 +304,8 @@ def _producer_from(fields: Mapping[str, Any]) -> SavedProducer:
 
 def _signed(fields: Mapping[str, Any]) -> bytes:
     """The fields with the checksum of all but that in front."""
-    unsigned = {name: value for name, value in fields.items() if name != "checksum"}
-    return _dump({"checksum": str(xxhash.xxh3_128_hexdigest(_dump(unsigned))), **unsigned})
+    unsigned = _dump({name: value for name, value in fields.items() if name != "checksum"})
+    return f'{{\n "checksum": "{xxhash.xxh3_128_hexdigest(unsigned)}",'.encode() + unsigned[1:]
 
 
 def _dump(fields: Mapping[str, Any]) -> bytes:

@@ -117,7 +117,7 @@ def _end_of_turn(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: T
 
 
 def random_for(seed: int, *path: object) -> Random:
-    """A source of chance of its own for each place, the same on every machine."""
+    """A source of chance of its own for each path, the same on every machine."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return Random(int.from_bytes(digest, "big"))
 
@@ -138,10 +138,10 @@ class Batches:
 
     def batch(self, step: int) -> DecoderBatch:
         """The batch of that step."""
-        turn, place = divmod(step, len(self._batches))
+        turn, index = divmod(step, len(self._batches))
         order = list(range(len(self._batches)))
         random_for(self._seed, "batches", turn).shuffle(order)
-        return stack_examples(self._batches[order[place]])
+        return stack_examples(self._batches[order[index]])
 
 
 def stack_examples(examples: Sequence[Example]) -> DecoderBatch:

@@ -79,7 +79,7 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
     read = read_model(path_or_hub_id)
     read.evaluate()
     hosted = host(read.model, read.config["model_type"], read.config)
-    if hosted.survey.places != tuple(map(Paged, range(len(read.model.layers)))):
+    if hosted.survey.refs != tuple(map(Paged, range(len(read.model.layers)))):
         raise UnsupportedModel("decoders are trained for models whose layers each keep their own keys and values only")
     current = CurrentStep()
     adapters = ModelAdapters(read.model, hosted.survey, current)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentcache.workflow.chat import Message
-from agentcache.workflow.script import Agent, Script, Step, steps_of
+from agentcache.workflow.script import Script, Step, steps_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Conversation:
         """
         own = [other for other in self._own(step) if not this_phase_only or other.phase_number == step.phase_number]
         said = [each for other in own for each in self._exchanges[other.index].messages]
-        return [*_opening(self._script.agent(step.turn.speaker)), *said]
+        system = self._script.agent(step.turn.speaker).system
+        return [*([message("system", system)] if system else []), *said]
 
     def add(self, step: Step, exchange: Exchange) -> None:
         """The turn is over."""
@@ -77,10 +78,6 @@ class Conversation:
         name = self._script.agent(step.turn.speaker).name
         words = self._exchanges[step.index].text.strip()
         return f"{name} said: {words}" if words else f"{name} said nothing."
-
-
-def _opening(agent: Agent) -> list[Message]:
-    return [message("system", agent.system)] if agent.system else []
 
 
 def message(role: str, content: str) -> Message:

@@ -107,8 +107,8 @@ class _Known:
 
     def words(self, values: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
         """The list of that key, filled."""
-        place = f'{where}: key "{key}"'
-        return tuple(self.filler.fill(word, place) for word in read_words(values.get(key, []), place))
+        at = f'{where}: key "{key}"'
+        return tuple(self.filler.fill(word, at) for word in read_words(values.get(key, []), at))
 
 
 def parse_script(data: Mapping[str, Any], seed: int | None = None) -> Script:
@@ -176,12 +176,12 @@ def _tool(entry: Any, number: int, known: _Known) -> LookupTable:
         entry, where, required={"name": str, "description": str, "entries": dict}, optional={"key": str}
     )
     check_id(values["name"], f'{where}: key "name"')
-    place = f'{where}: key "entries"'
+    at = f'{where}: key "entries"'
     filled = [
-        (known.filler.fill(key, place), known.filler.fill(value, place))
-        for key, value in read_strings(values["entries"], place).items()
+        (known.filler.fill(key, at), known.filler.fill(value, at))
+        for key, value in read_strings(values["entries"], at).items()
     ]
-    check_unique([key for key, _ in filled], place)
+    check_unique([key for key, _ in filled], at)
     return LookupTable(values["name"], known.text(values, "description", where), dict(filled), values.get("key", "key"))
 
 

@@ -90,7 +90,7 @@ class WorkflowRun:
     def take(self, step: Step) -> TurnRecord:
         """Take a step that is ready. Nothing changes when the chat raises, so that it can be tried again."""
         turn = self.open(step)
-        return self.close(turn, speak(self.chat, turn))
+        return self.end_turn(turn, speak(self.chat, turn))
 
     def open(self, step: Step) -> OpenTurn:
         """What to ask in a step that is ready."""
@@ -107,7 +107,7 @@ class WorkflowRun:
         tables = tuple(table for table in self._script.tools if table.name in step.turn.tools)
         return OpenTurn(step, question, tables)
 
-    def close(self, turn: OpenTurn, spoken: SpokenTurn, prefetched: Restored | None = None) -> TurnRecord:
+    def end_turn(self, turn: OpenTurn, spoken: SpokenTurn, prefetched: Restored | None = None) -> TurnRecord:
         """The turn is over: others hear it from now on."""
         self._conversation.add(turn.step, exchange_of(turn.message, spoken.rounds, spoken.text))
         return record_of(turn, spoken, prefetched)

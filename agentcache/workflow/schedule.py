@@ -18,7 +18,7 @@ PREFETCHES = 2  # at a time: they share a disk
 
 
 @dataclass(frozen=True)
-class Pace:
+class Schedule:
     """How to go through a script.
 
     Args:
@@ -30,10 +30,10 @@ class Pace:
     prefetch: bool = True
 
 
-ONE_BY_ONE = Pace(parallel=1, prefetch=False)  # so that what each turn costs can be compared
+ONE_BY_ONE = Schedule(parallel=1, prefetch=False)  # so that what each turn costs can be compared
 
 
-def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Pace) -> Iterator[TurnRecord]:
+def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Schedule) -> Iterator[TurnRecord]:
     """Take the steps, several at a time where the script allows it; their records in the script's order.
 
     What is said to whom is the same as one after the other, since it is a matter of places in the script. When a turn
@@ -99,7 +99,7 @@ class _Schedule:
             turn = self._running.pop(future)
             spoken = future.result()
             restored = self._prefetcher.restored(turn.question.agent) if self._prefetcher else None
-            self._ended[turn.step.index] = self._run.close(turn, spoken, restored)
+            self._ended[turn.step.index] = self._run.end_turn(turn, spoken, restored)
 
 
 class _Prefetcher:

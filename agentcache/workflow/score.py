@@ -70,5 +70,5 @@ def _grouped(turns: Sequence[TurnRecord], key: Callable[[TurnRecord], K]) -> dic
 
 
 def _misses(record: TurnRecord) -> list[Miss]:
-    place = (record.phase, record.turn, record.speaker)
-    return [Miss(*place, check.expected, record.text.strip()) for check in record.checks if not check.found]
+    position = (record.phase, record.turn, record.speaker)
+    return [Miss(*position, check.expected, record.text.strip()) for check in record.checks if not check.found]

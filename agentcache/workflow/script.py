@@ -93,7 +93,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Step:
-    """A turn and its place in the script: `index` counts all turns from 0, the others count from 1."""
+    """A turn and its position in the script: `index` counts all turns from 0, the others count from 1."""
 
     index: int
     phase_number: int
@@ -107,9 +107,9 @@ class Step:
 
 def steps_of(script: Script) -> list[Step]:
     """All turns of a script, in order."""
-    places = [
+    positions = [
         (phase_number, turn_number, phase, turn)
         for phase_number, phase in enumerate(script.phases, 1)
         for turn_number, turn in enumerate(phase.turns, 1)
     ]
-    return [Step(index, *place) for index, place in enumerate(places)]
+    return [Step(index, *position) for index, position in enumerate(positions)]

@@ -165,5 +165,5 @@ def _apply(rule: _Rule, filler: Filler) -> None:
     """Set the rule's values if its conditions hold for those set so far."""
     wanted = {name: filler.fill(text, f'{rule.where}: key "if"') for name, text in rule.conditions.items()}
     if all(filler.values.get(name) == text for name, text in wanted.items()):
-        place = f'{rule.where}: key "then"'
-        filler.values.update({name: filler.fill(text, place) for name, text in rule.values.items()})
+        at = f'{rule.where}: key "then"'
+        filler.values.update({name: filler.fill(text, at) for name, text in rule.values.items()})

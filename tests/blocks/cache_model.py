@@ -7,8 +7,7 @@ whatever is overwritten, mixed up, read too late or shared with whom it must not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as TokenIds
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Producer
@@ -40,7 +39,7 @@ class Arena:
     def slot(self, group: int, block_id: int) -> list[int]:
         return self.slots.setdefault((group, block_id), [-1] * BLOCK_SIZE)
 
-    def numbers(self, root: str, token_ids: TokenIds[int], producer: str = BASE_PRODUCER) -> Places:
+    def numbers(self, root: str, token_ids: Sequence[int], producer: str = BASE_PRODUCER) -> Places:
         """The number of each prefix of `token_ids`, as a producer with this text has computed it."""
         start = len(token_ids) if producer == BASE_PRODUCER else int(producer.partition("@")[2])
         last: str | int = root
@@ -66,7 +65,7 @@ def text_in(producer: Producer | None, group: int) -> str:
 
 def path_of(node: Node) -> tuple[str, list[int]]:
     """Root and all tokens of the node's path."""
-    pieces: list[TokenIds[int]] = []
+    pieces: list[Sequence[int]] = []
     while node.parent is not None:
         pieces.append(node.token_ids)
         node = node.parent
@@ -158,6 +157,6 @@ class Reference:
         )
 
 
-def common(left: TokenIds[int], right: TokenIds[int]) -> int:
+def common(left: Sequence[int], right: Sequence[int]) -> int:
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

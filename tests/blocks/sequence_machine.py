@@ -13,7 +13,7 @@ from agentcache.blocks.keys import BLOCK_SIZE, Namespace, Producer
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import chain_keys, spans
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import LaneBlock, Sequence
+from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.errors import OutOfBlocks
 from tests.blocks.cache_model import Reference
 from tests.blocks.watched_cache import Running, WatchedCache, Write
@@ -176,7 +176,7 @@ class SequenceMachine(WatchedCache):
         self.check_window(running)
         return True
 
-    def check_published(self, sequence: Sequence, added: int, published: list[LaneBlock]) -> None:
+    def check_published(self, sequence: CacheSequence, added: int, published: list[LaneBlock]) -> None:
         """Each group's part of every block that was filled, once; and the base tail with the producer's first token."""
         end, producer = sequence.num_tokens, sequence.producer
         filled = [n for n in range(BLOCK_SIZE, end + 1, BLOCK_SIZE) if n > end - added]
@@ -205,7 +205,7 @@ class SequenceMachine(WatchedCache):
             assert any(self.is_exhausted(index) for index in range(len(self.groups)))
             return False
 
-    def compute(self, sequence: Sequence, tokens: list[int]) -> None:
+    def compute(self, sequence: CacheSequence, tokens: list[int]) -> None:
         start = sequence.num_tokens
         for index, table in enumerate(sequence.tables):
             places = self.places(sequence, index, tokens)

@@ -10,7 +10,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 from tests.blocks.cache_machine import CacheMachine
 from tests.blocks.cache_model import FakeGroup
@@ -57,17 +57,17 @@ WINDOW = FakeGroup("window512.0", 512, 1)
 ROOT = "root"
 
 
-def grow(cache: PrefixCache, sequence: Sequence, token_ids: list[int]) -> None:
+def grow(cache: PrefixCache, sequence: CacheSequence, token_ids: list[int]) -> None:
     cache.reserve(sequence, len(token_ids))
     cache.advance(sequence, token_ids)
     cache.leave_window(sequence)
 
 
-def start(cache: PrefixCache, token_ids: list[int]) -> Sequence:
+def start(cache: PrefixCache, token_ids: list[int]) -> CacheSequence:
     return cache.open(ROOT, cache.match_prefix(ROOT, token_ids, len(token_ids)))
 
 
-def run(cache: PrefixCache, token_ids: list[int]) -> Sequence:
+def run(cache: PrefixCache, token_ids: list[int]) -> CacheSequence:
     """A sequence that has computed all of `token_ids`, block by block."""
     sequence = start(cache, token_ids)
     while sequence.num_tokens < len(token_ids):

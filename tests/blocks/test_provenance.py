@@ -9,7 +9,7 @@ import pytest
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Producer
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import LaneBlock, Sequence
+from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.errors import BrokenInvariant
 from tests.blocks.cache_model import FakeGroup
 
@@ -30,11 +30,11 @@ class Desk:
         groups = [FakeGroup(name, window, 1) for name, window in zip(("lower", "upper"), self.windows, strict=True)]
         self.cache = PrefixCache(groups, Ledger(1000))
 
-    def begin(self, tokens: list[int], producer: Producer | None = None) -> Sequence:
+    def begin(self, tokens: list[int], producer: Producer | None = None) -> CacheSequence:
         prefix = self.cache.match_prefix(ROOT, tokens, len(tokens) - 1, producer)
         return self.cache.open(ROOT, prefix)
 
-    def grow(self, sequence: Sequence, tokens: list[int]) -> list[LaneBlock]:
+    def grow(self, sequence: CacheSequence, tokens: list[int]) -> list[LaneBlock]:
         self.cache.reserve(sequence, len(tokens))
         published = self.cache.advance(sequence, tokens)
         self.cache.leave_window(sequence)

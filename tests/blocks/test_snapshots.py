@@ -10,7 +10,7 @@ from agentcache.blocks.lanes import state_chain
 from agentcache.blocks.ledger import STATE, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 from tests.blocks.cache_machine import CacheMachine
@@ -59,13 +59,13 @@ def make_cache(num_states: int = 4 * ROW_STATES) -> PrefixCache:
     return PrefixCache((FULL,), Ledger(1000), state=STATE_GROUP, state_budget=10 * num_states)
 
 
-def start(cache: PrefixCache, token_ids: list[int], producer: Producer | None = None) -> Sequence:
+def start(cache: PrefixCache, token_ids: list[int], producer: Producer | None = None) -> CacheSequence:
     sequence = cache.open(ROOT, cache.match_prefix(ROOT, token_ids, len(token_ids), producer))
     cache.state_taken(sequence)
     return sequence
 
 
-def grow(cache: PrefixCache, sequence: Sequence, token_ids: list[int], *at: int) -> None:
+def grow(cache: PrefixCache, sequence: CacheSequence, token_ids: list[int], *at: int) -> None:
     """Compute the rest of `token_ids`, with snapshots behind these numbers of tokens."""
     for end in (*at, len(token_ids)):
         cache.reserve(sequence, end - sequence.num_tokens)

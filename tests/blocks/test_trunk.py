@@ -16,7 +16,7 @@ from agentcache.blocks.keys import BLOCK_SIZE, Producer
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.trunk import Piece, TrunkCache, TrunkFiller, TrunkName, TrunkReader
 from agentcache.blocks.trunk_match import TrunkMatch, match_trunk
 from agentcache.errors import BrokenInvariant
@@ -57,7 +57,7 @@ class TrunkMachine(CacheMachine):
         super().__init__()
         self.trunk = TrunkCache(self.num_slots, 1, self.cache.ledger)
         self.contents = Contents()
-        self.uses: dict[Sequence, Use] = {}
+        self.uses: dict[CacheSequence, Use] = {}
         self.ahead: TrunkMatch | None = None
 
     # -- a sequence's life ------------------------------------------------------------------------------------------
@@ -95,14 +95,14 @@ class TrunkMachine(CacheMachine):
             use.reader = None
         return done
 
-    def name_blocks(self, sequence: Sequence) -> list[Node]:
+    def name_blocks(self, sequence: CacheSequence) -> list[Node]:
         """The nodes of the first lane, with what is to lie in the trunk for each that is base's."""
         nodes, places = sequence.lanes[0].nodes, self.arena.numbers(sequence.root, list(sequence.token_ids))
         for node in nodes:
             self.contents.named[TrunkName(node.chain, CUT)] = places[node.position * BLOCK_SIZE : node.end]
         return nodes
 
-    def compute(self, sequence: Sequence, tokens: list[int]) -> None:
+    def compute(self, sequence: CacheSequence, tokens: list[int]) -> None:
         use, start = self.uses[sequence], sequence.num_tokens
         base = self.arena.numbers(sequence.root, [*sequence.token_ids, *tokens])[start:]
         if use.reader is None:
@@ -114,7 +114,7 @@ class TrunkMachine(CacheMachine):
         super().compute(sequence, tokens)
         self.arena.slots.update(kept)  # the lower layers are not computed
 
-    def base_end(self, sequence: Sequence, end: int) -> int:
+    def base_end(self, sequence: CacheSequence, end: int) -> int:
         everywhere = sequence.producer is not None and len(sequence.producer.groups) == len(self.groups)
         start = sequence.producer.start if everywhere and sequence.producer else end
         return max(sequence.num_tokens, min(start, end))

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 
 from agentcache.cli import launch as launch_module
 from agentcache.cli.client_settings import UnreadableSettings, Value, put_in, take_out, write
-from agentcache.cli.launch import PROGRAMS, Agent, Served
+from agentcache.cli.launch import PROGRAMS, CodingAgent, Served
 from tests.cli.conftest import Invoke
 from tests.examples import examples
 
 URL = "http://127.0.0.1:8000"
 SERVED = Served(URL, "tiny-model", 4096, has_key=False)
 FILES = {
-    Agent.CLAUDE: ".claude/settings.json",
-    Agent.CODEX: ".codex/config.toml",
-    Agent.OPENCODE: ".config/opencode/opencode.json",
-    Agent.PI: ".pi/agent/models.json",
+    CodingAgent.CLAUDE: ".claude/settings.json",
+    CodingAgent.CODEX: ".codex/config.toml",
+    CodingAgent.OPENCODE: ".config/opencode/opencode.json",
+    CodingAgent.PI: ".pi/agent/models.json",
 }
 CODEX = """# mine
 model = "gpt-5"  # the best
@@ -39,10 +39,10 @@ name = "Other"
 command = "docs"
 """
 OWN = {
-    Agent.CLAUDE: '{"model": "opus", "env": {"EDITOR": "vi", "ANTHROPIC_BASE_URL": "https://proxy.example"}}',
-    Agent.CODEX: CODEX,
-    Agent.OPENCODE: '{"$schema": "x", "model": "anthropic/claude", "provider": {"mine": {"npm": "y"}}}',
-    Agent.PI: '{"providers": {"ollama": {"baseUrl": "z"}}}',
+    CodingAgent.CLAUDE: '{"model": "opus", "env": {"EDITOR": "vi", "ANTHROPIC_BASE_URL": "https://proxy.example"}}',
+    CodingAgent.CODEX: CODEX,
+    CodingAgent.OPENCODE: '{"$schema": "x", "model": "anthropic/claude", "provider": {"mine": {"npm": "y"}}}',
+    CodingAgent.PI: '{"providers": {"ollama": {"baseUrl": "z"}}}',
 }
 
 
@@ -63,7 +63,7 @@ def parsed(file: Path) -> dict[str, Any]:
     return found
 
 
-def own(home: Path, agent: Agent) -> Path:
+def own(home: Path, agent: CodingAgent) -> Path:
     file = home / FILES[agent]
     file.parent.mkdir(parents=True)
     file.write_text(OWN[agent])
@@ -82,9 +82,9 @@ def kept(before: Any, after: Any, changed: list[tuple[str, ...]], at: tuple[str,
     return bool(before == after)
 
 
-@pytest.mark.parametrize("agent", Agent)
+@pytest.mark.parametrize("agent", CodingAgent)
 @pytest.mark.usefixtures("served")
-def test_there_and_back(agent: Agent, home: Path, invoke: Invoke) -> None:
+def test_there_and_back(agent: CodingAgent, home: Path, invoke: Invoke) -> None:
     file = own(home, agent)
     before = parsed(file)
     done = invoke("launch", agent)
@@ -101,14 +101,14 @@ def test_there_and_back(agent: Agent, home: Path, invoke: Invoke) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     assert invoke("launch", agent, "--undo").exit_code == 0
     assert parsed(file) == before
-    if agent is Agent.CODEX:
+    if agent is CodingAgent.CODEX:
         assert file.read_text() == CODEX  # comments too
     assert invoke("launch", agent, "--undo").stdout == f"nothing to undo for {agent}\n"
 
 
-@pytest.mark.parametrize("agent", Agent)
+@pytest.mark.parametrize("agent", CodingAgent)
 @pytest.mark.usefixtures("served")
-def test_settings_that_were_not_there(agent: Agent, home: Path, invoke: Invoke) -> None:
+def test_settings_that_were_not_there(agent: CodingAgent, home: Path, invoke: Invoke) -> None:
     file = home / FILES[agent]
     assert invoke("launch", agent).exit_code == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -119,9 +119,9 @@ def test_settings_that_were_not_there(agent: Agent, home: Path, invoke: Invoke) 
     assert not file.exists()
 
 
-@pytest.mark.parametrize("agent", Agent)
+@pytest.mark.parametrize("agent", CodingAgent)
 @pytest.mark.usefixtures("served")
-def test_a_dry_run_only_shows(agent: Agent, home: Path, invoke: Invoke) -> None:
+def test_a_dry_run_only_shows(agent: CodingAgent, home: Path, invoke: Invoke) -> None:
     file = own(home, agent)
     shown = invoke("launch", agent, "--dry-run")
     assert shown.exit_code == 0 and file.read_text() == OWN[agent]
@@ -136,12 +136,12 @@ def test_a_dry_run_only_shows(agent: Agent, home: Path, invoke: Invoke) -> None:
     assert file.read_text() == written
 
 
-@pytest.mark.parametrize("agent", Agent)
+@pytest.mark.parametrize("agent", CodingAgent)
 @pytest.mark.parametrize("text", ["{", "// a comment\n{}", "[1]", "\x00", "a = = 1", '"x"'])
 @pytest.mark.usefixtures("served")
-def test_what_cannot_be_parsed_is_not_touched(agent: Agent, text: str, home: Path, invoke: Invoke) -> None:
+def test_what_cannot_be_parsed_is_not_touched(agent: CodingAgent, text: str, home: Path, invoke: Invoke) -> None:
     file = own(home, agent)
-    if agent is Agent.CODEX and text.startswith(("[1]", "//")):
+    if agent is CodingAgent.CODEX and text.startswith(("[1]", "//")):
         text = "= 1"  # that was good TOML, or so it began
     file.write_text(text)
     for options in (["--dry-run"], []):
@@ -156,7 +156,7 @@ def test_what_cannot_be_parsed_is_not_touched(agent: Agent, text: str, home: Pat
 
 @pytest.mark.usefixtures("served")
 def test_a_value_where_a_table_should_be(home: Path, invoke: Invoke) -> None:
-    file = own(home, Agent.CLAUDE)
+    file = own(home, CodingAgent.CLAUDE)
     file.write_text('{"env": "x"}')
     assert invoke("launch", "claude").exit_code == 1
     assert file.read_text() == '{"env": "x"}'
@@ -164,7 +164,7 @@ def test_a_value_where_a_table_should_be(home: Path, invoke: Invoke) -> None:
 
 @pytest.mark.usefixtures("served")
 def test_what_was_changed_since_stays(home: Path, invoke: Invoke) -> None:
-    file = own(home, Agent.CLAUDE)
+    file = own(home, CodingAgent.CLAUDE)
     invoke("launch", "claude")
     changed = parsed(file)
     changed["env"]["ANTHROPIC_BASE_URL"] = "https://newer.example"
@@ -181,32 +181,32 @@ def test_what_was_changed_since_stays(home: Path, invoke: Invoke) -> None:
 
 def test_another_server_later(home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     """Undoing brings back what was there before the first one."""
-    file = own(home, Agent.CLAUDE)
+    file = own(home, CodingAgent.CLAUDE)
     for served in (SERVED, replace(SERVED, url="http://127.0.0.1:9000", has_key=True)):
         monkeypatch.setattr(launch_module, "_served", lambda *options, served=served: served)
         assert invoke("launch", "claude").exit_code == 0
     assert parsed(file)["env"]["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9000"
     invoke("launch", "claude", "--undo")
-    assert parsed(file) == json.loads(OWN[Agent.CLAUDE])
+    assert parsed(file) == json.loads(OWN[CodingAgent.CLAUDE])
 
 
 @pytest.mark.usefixtures("served")
 def test_a_link_stays_one(home: Path, invoke: Invoke) -> None:
-    file = own(home, Agent.CLAUDE)
+    file = own(home, CodingAgent.CLAUDE)
     file.rename(home / "dotfile.json")
     file.symlink_to(home / "dotfile.json")
     invoke("launch", "claude")
     assert file.is_symlink() and URL in (home / "dotfile.json").read_text()
     invoke("launch", "claude", "--undo")
-    assert parsed(file) == json.loads(OWN[Agent.CLAUDE])
+    assert parsed(file) == json.loads(OWN[CodingAgent.CLAUDE])
 
 
-@pytest.mark.parametrize("agent", Agent)
-def test_no_key_is_written_to_a_file(agent: Agent) -> None:
+@pytest.mark.parametrize("agent", CodingAgent)
+def test_no_key_is_written_to_a_file(agent: CodingAgent) -> None:
     """How the agent gets it is said by name."""
     program = PROGRAMS[agent]
     values = json.dumps([value.value for value in program.values(replace(SERVED, has_key=True))])
-    assert ("AGENTCACHE_API_KEY" in values) == (agent is not Agent.CLAUDE)
+    assert ("AGENTCACHE_API_KEY" in values) == (agent is not CodingAgent.CLAUDE)
     assert "key in" in program.key
 
 

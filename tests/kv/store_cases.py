@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, Quantisation, at
 from agentcache.store import block_file
 from agentcache.store.atomic import Fault
 from agentcache.store.block_extras import Extras
-from agentcache.store.block_file import BlockHeader, make_header, tensor_layout
+from agentcache.store.block_file import BlockHeader, data_bytes, make_header, tensor_views
 from agentcache.store.store import AgentRecord, BlockWrite, Store, no_fault
 
 MODEL = "0123456789abcdef0123456789abcdef"
@@ -33,29 +33,36 @@ def quantised(spec: CacheSpec, quantisation: Quantisation) -> CacheSpec:
     return replace(spec, groups=tuple(attention_group(group.name, group.layers, quantisation) for group in spec.groups))
 
 
-def make_arrays(spec: CacheSpec, header: BlockHeader, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """Random tensors in the block's layout."""
+def make_data(spec: CacheSpec, header: BlockHeader, seed: int = 0) -> Array:
+    """Random tensors, as a block's bytes."""
     random = np.random.default_rng(seed)
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for name, (shape, dtype) in tensor_layout(spec, header).items():
-        if dtype == np.uint32:
-            arrays[name] = random.integers(0, 1 << 32, shape, np.uint32)
+    data = np.zeros(data_bytes(spec, header), np.uint8)
+    for tensor in tensor_views(spec, header, data).values():
+        if tensor.dtype == np.uint32:
+            tensor[...] = random.integers(0, 1 << 32, tensor.shape, np.uint32)
         else:
-            arrays[name] = random.standard_normal(shape).astype(np.float16)
-    return arrays
+            tensor[...] = random.standard_normal(tensor.shape)
+    return data
 
 
-def block_bytes(group: GroupSpec, arrays: Mapping[str, np.ndarray[Any, Any]], position: int) -> np.ndarray[Any, Any]:
-    """A block's tensors one after the other, as a file holds them: uint8 [n]."""
-    named = [arrays[tensor.name(position)] for tensor in block_tensors(group)]
-    return np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in named])
+def tensors_of(block: BlockWrite, spec: CacheSpec = SPEC) -> dict[str, Array]:
+    """The block's tensors by name; views of its data."""
+    return tensor_views(spec, block.header, block.data)
 
 
-def encode_block(
-    spec: CacheSpec, header: BlockHeader, arrays: Mapping[str, Array], extras: Extras = block_file.NO_EXTRAS
-) -> bytes:
+def named_tensors(group: GroupSpec, data: Array, num_tokens: int) -> dict[str, Array]:
+    """A block's tensors by the names that its group gives them; views of its bytes."""
+    return {tensor.spec.name: tensor.view(data) for tensor in block_tensors(group, num_tokens)}
+
+
+def encode_block(spec: CacheSpec, header: BlockHeader, data: Array, extras: Extras = block_file.NO_EXTRAS) -> bytes:
     """The block's file."""
-    return b"".join(block_file.encode_block(spec, header, arrays, extras))
+    return b"".join(block_file.encode_block(spec, header, data, extras))
+
+
+def encoded_size(spec: CacheSpec, block: BlockWrite) -> int:
+    """Bytes of the block's file."""
+    return len(encode_block(spec, block.header, block.data, block.extras))
 
 
 def make_block(
@@ -69,7 +76,7 @@ def make_block(
 ) -> BlockWrite:
     """A block of `SPEC` with random tensors."""
     header = make_header(parent, group, position, token_ids, producer)
-    return BlockWrite(header, make_arrays(SPEC, header, seed))
+    return BlockWrite(header, make_data(SPEC, header, seed))
 
 
 def make_transcript(num_tokens: int, *, seed: int = 0, stem: str = "") -> Transcript:

@@ -21,7 +21,6 @@ from agentcache.kv.arena import (
     quantise,
 )
 from agentcache.kv.spec import (
-    POSITION,
     CacheSpec,
     LayerSpec,
     Quantisation,
@@ -30,7 +29,7 @@ from agentcache.kv.spec import (
     tensor_name,
 )
 from tests.examples import examples
-from tests.kv.store_cases import block_bytes
+from tests.kv.store_cases import named_tensors
 
 Q64, Q32 = Quantisation(4, 64), Quantisation(4, 32)
 HEADS, DIM = 2, 64
@@ -251,21 +250,22 @@ def test_snapshot_and_put_are_bit_exact(num_tokens: int, value_dim: int) -> None
     fill(arena, 2, seed=7)
     fill(arena, 4, seed=8)
     fill(other, 5, seed=9)
-    saved = [arena.snapshot(2, 7, num_tokens), arena.snapshot(4, 8, BLOCK_SIZE)]
-    assert set(saved[0]) == {
-        tensor_name(layer, side, part).replace(POSITION, "7")
+    saved = [arena.snapshot(2, num_tokens), arena.snapshot(4, BLOCK_SIZE)]
+    assert set(named_tensors(arena.spec, saved[0], num_tokens)) == {
+        tensor_name(layer, side, part)
         for layer in layers
         for side in ("key_cache", "value_cache")[: 2 if value_dim else 1]
         for part in ("data", "scales", "biases")
     }
-    other.put([5, 1], [block_bytes(other.spec, saved[0], 7), block_bytes(other.spec, saved[1], 8)])
-    for block_id, snapshot in zip((5, 1), saved, strict=True):
-        position, count = (7, num_tokens) if block_id == 5 else (8, BLOCK_SIZE)
-        restored = other.snapshot(block_id, position, count)
-        for name, array in snapshot.items():
-            assert array.dtype == restored[name].dtype
-            np.testing.assert_array_equal(restored[name], array)
-    rest = other.snapshot(5, 7, BLOCK_SIZE)
+    other.put([5, 1], saved)
+    np.testing.assert_array_equal(other.snapshot(5, num_tokens), saved[0])
+    np.testing.assert_array_equal(other.snapshot(1, BLOCK_SIZE), saved[1])
+    for layer, there in zip(arena.layers, other.layers, strict=True):
+        for (_, side), (_, restored) in zip(layer.sides, there.sides, strict=True):
+            for part, array in side.parts.items():
+                own = array.array[2, :, :num_tokens]
+                assert mx.array_equal(restored.parts[part].array[5, :, :num_tokens], own)
+    rest = named_tensors(other.spec, other.snapshot(5, BLOCK_SIZE), BLOCK_SIZE)
     assert all(not array[:, num_tokens:].any() for array in rest.values())
 
 
@@ -280,8 +280,7 @@ def test_blocks_that_were_put_are_copies(num_tokens: int) -> None:
     arena.put([4, 1], list(buffer))
     buffer[:] = 0
     for block_id, block in zip((4, 1), blocks, strict=True):
-        read = block_bytes(arena.spec, arena.snapshot(block_id, 0, num_tokens), 0)
-        np.testing.assert_array_equal(read, block)
+        np.testing.assert_array_equal(arena.snapshot(block_id, num_tokens), block)
 
 
 def test_a_put_comes_behind_writes_that_are_due() -> None:
@@ -293,9 +292,8 @@ def test_a_put_comes_behind_writes_that_are_due() -> None:
     arena.put([2], [block])
     expected = group_of(LayerSpec(0, HEADS, DIM, DIM))
     fill(expected, 3, seed=2)
-    assert all((array.reshape(-1).view(np.uint8) == 1).all() for array in arena.snapshot(2, 0, BLOCK_SIZE).values())
-    for name, array in expected.snapshot(3, 0, BLOCK_SIZE).items():
-        np.testing.assert_array_equal(arena.snapshot(3, 0, BLOCK_SIZE)[name], array)
+    assert (arena.snapshot(2, BLOCK_SIZE) == 1).all()
+    np.testing.assert_array_equal(arena.snapshot(3, BLOCK_SIZE), expected.snapshot(3, BLOCK_SIZE))
 
 
 def test_a_put_leaves_the_arena_where_it_is() -> None:
@@ -314,19 +312,18 @@ def test_a_put_leaves_the_arena_where_it_is() -> None:
 def test_a_snapshot_does_not_follow_later_writes() -> None:
     arena = group_of(LayerSpec(0, 1, 64, 64))
     fill(arena, 0, seed=1)
-    snapshot = arena.snapshot(0, 0, BLOCK_SIZE)
-    kept = {name: array.copy() for name, array in snapshot.items()}
+    snapshot = arena.snapshot(0, BLOCK_SIZE)
+    kept = snapshot.copy()
     fill(arena, 0, seed=2)
     mx.eval(arena.arrays())
-    for name, array in snapshot.items():
-        np.testing.assert_array_equal(array, kept[name])
+    np.testing.assert_array_equal(snapshot, kept)
 
 
 def test_a_snapshot_leaves_writes_in_place() -> None:
     side_spec = LayerSpec(0, HEADS, DIM, 0)
     arena = group_of(side_spec)
     arena.grow(256)
-    arena.snapshot(0, 0, 100)
+    arena.snapshot(0, 100)
     side = arena.layers[0].keys
     assert peak_of_write(side, scattered=False) < sum(array.nbytes for array in side.arrays()) / 50
 

@@ -12,11 +12,11 @@ import pytest
 
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.store.block_extras import Extras, decode_extras, encode_extras
-from agentcache.store.block_file import decode_block, encoded_size
+from agentcache.store.block_file import decode_block
 from agentcache.store.store import BlockWrite
 from agentcache.store.verify import verify_folder
 from tests.kv.damage import DAMAGE, block_file
-from tests.kv.store_cases import SPEC, encode_block, make_block, open_store
+from tests.kv.store_cases import SPEC, encode_block, encoded_size, make_block, open_store
 from tests.serving.block_damage import header_of, sign
 
 EXTRAS: Extras = {
@@ -26,8 +26,8 @@ EXTRAS: Extras = {
     "count": np.array(7, np.uint32),
 }
 PLAIN = make_block((5, 6, 7), position=3)
-BLOCK = BlockWrite(PLAIN.header, PLAIN.arrays, EXTRAS)
-FILE = encode_block(SPEC, BLOCK.header, BLOCK.arrays, EXTRAS)
+BLOCK = BlockWrite(PLAIN.header, PLAIN.data, EXTRAS)
+FILE = encode_block(SPEC, BLOCK.header, BLOCK.data, EXTRAS)
 
 
 def assert_same(extras: Extras, expected: Extras) -> None:
@@ -43,18 +43,18 @@ def assert_same(extras: Extras, expected: Extras) -> None:
 def test_extras_come_back_with_the_block() -> None:
     read = decode_block(SPEC, BLOCK.header, FILE)
     assert_same(read.extras, EXTRAS)
-    plain = encode_block(SPEC, PLAIN.header, PLAIN.arrays)
+    plain = encode_block(SPEC, PLAIN.header, PLAIN.data)
     np.testing.assert_array_equal(read.data, decode_block(SPEC, PLAIN.header, plain).data)
     assert not decode_block(SPEC, PLAIN.header, plain).extras
 
 
 def test_a_block_without_any_says_nothing_of_them() -> None:
-    assert encode_block(SPEC, PLAIN.header, PLAIN.arrays, {}) == encode_block(SPEC, PLAIN.header, PLAIN.arrays)
-    assert b"extras" not in encode_block(SPEC, PLAIN.header, PLAIN.arrays)
+    assert encode_block(SPEC, PLAIN.header, PLAIN.data, {}) == encode_block(SPEC, PLAIN.header, PLAIN.data)
+    assert b"extras" not in encode_block(SPEC, PLAIN.header, PLAIN.data)
 
 
 def test_the_size_is_known_before_encoding() -> None:
-    assert encoded_size(SPEC, BLOCK.header, EXTRAS) == len(FILE) > encoded_size(SPEC, BLOCK.header)
+    assert encoded_size(SPEC, BLOCK) == len(FILE) > encoded_size(SPEC, PLAIN)
 
 
 def test_every_single_bit_of_the_header_matters() -> None:
@@ -97,7 +97,7 @@ def test_a_store_keeps_them_and_finds_damage(tmp_path: Path, damage: Callable[[P
 )
 def test_extras_that_cannot_be_written(extras: dict[str, Any]) -> None:
     with pytest.raises(StoreError):
-        encode_block(SPEC, PLAIN.header, PLAIN.arrays, extras)
+        encode_block(SPEC, PLAIN.header, PLAIN.data, extras)
 
 
 TENSOR = {"dtype": "F32", "shape": [2], "data": "AAAAAAAAAAA="}

@@ -14,15 +14,17 @@ from agentcache.errors import (
     BrokenInvariant,
     StoreError,
 )
-from agentcache.store.block_file import encoded_size, tensor_views
+from agentcache.store.block_file import tensor_views
 from agentcache.store.store import Store
 from tests.kv.damage import DAMAGE, block_file, flip, quarantined
 from tests.kv.store_cases import (
     MODEL,
     SPEC,
+    encoded_size,
     make_block,
     open_store,
     size_on_disk,
+    tensors_of,
     tree,
 )
 
@@ -36,14 +38,14 @@ def test_blocks_survive_a_restart(tmp_path: Path) -> None:
         for block in blocks:
             assert store.has(block.header.block_key)
             for name, array in tensor_views(SPEC, block.header, store.read_block(block.header).data).items():
-                np.testing.assert_array_equal(array, block.arrays[name])
+                np.testing.assert_array_equal(array, tensors_of(block)[name])
         assert store.read_bytes == store.disk_bytes == written
 
 
 def test_a_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     block = make_block()
     with open_store(tmp_path) as store:
-        assert store.write_blocks([block, block]) == encoded_size(SPEC, block.header)
+        assert store.write_blocks([block, block]) == encoded_size(SPEC, block)
         assert store.write_blocks([block]) == 0
 
 
@@ -70,9 +72,9 @@ def test_deleting_blocks_frees_their_bytes(tmp_path: Path) -> None:
     first, second = make_block((1,)), make_block((2,))
     with open_store(tmp_path) as store:
         store.write_blocks([first, second])
-        assert store.delete_blocks([first.header.block_key, "0" * 40]) == encoded_size(SPEC, first.header)
+        assert store.delete_blocks([first.header.block_key, "0" * 40]) == encoded_size(SPEC, first)
         assert not store.has(first.header.block_key) and store.has(second.header.block_key)
-        assert store.disk_bytes == encoded_size(SPEC, second.header) == size_on_disk(tmp_path)
+        assert store.disk_bytes == encoded_size(SPEC, second) == size_on_disk(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["", "../../etc/passwd", "A" * 40, "0" * 39, "0" * 40 + "\n"])
@@ -83,7 +85,7 @@ def test_a_name_that_is_no_block_key_never_reaches_the_disk(tmp_path: Path, key:
 
 def test_a_malformed_block_undoes_its_batch(tmp_path: Path) -> None:
     good, bad = make_block((1,)), make_block((2,))
-    next(array for name, array in bad.arrays.items() if name.endswith("scales"))[:] = np.nan
+    next(array for name, array in tensors_of(bad).items() if name.endswith("scales"))[:] = np.nan
     with open_store(tmp_path) as store:
         with pytest.raises(StoreError, match="not finite"):
             store.write_blocks([good, bad])

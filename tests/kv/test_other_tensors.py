@@ -16,7 +16,7 @@ from agentcache.blocks.lanes import chain_keys, name_blocks, spans
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant, StoreError
 from agentcache.kv.arena import GroupArena
 from agentcache.kv.spec import CacheSpec, GroupSpec, TensorSpec
-from agentcache.store.block_file import BlockHeader, decode_block, encoded_size, make_header, tensor_views
+from agentcache.store.block_file import BlockHeader, data_bytes, decode_block, make_header, tensor_views
 from agentcache.store.manifest import SavedCache, decode_manifest, encode_manifest
 from agentcache.store.store import BlockWrite
 from agentcache.store.transcript_log import Content, start_log
@@ -24,12 +24,13 @@ from agentcache.store.verify import FolderReport, verify_folder
 from tests.kv.damage import DAMAGE, agents_folder, block_file, flip, quarantined
 from tests.kv.store_cases import (
     MODEL,
-    block_bytes,
     encode_block,
+    encoded_size,
     make_record,
     make_transcript,
     make_turn,
     open_store,
+    tensors_of,
 )
 
 RANK, HEADS = 7, 3
@@ -59,14 +60,12 @@ ROOT = Namespace(MODEL, OTHER.digest, cache=CACHE).root
 TOKENS = tuple(range(100, 119))
 
 
-def draw(header: BlockHeader, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """Random tensors of a block of `OTHER`."""
-    random, arrays = np.random.default_rng(seed), dict[str, np.ndarray[Any, Any]]()
-    for tensor in OTHER.group(header.group).tensors:
-        shape = tensor.block_shape(len(header.token_ids))
-        values = random.standard_normal(shape) * 9
-        arrays[tensor.name.replace("@", str(header.position))] = values.astype(tensor.numpy_dtype)
-    return arrays
+def draw(header: BlockHeader, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Random tensors of a block of `OTHER`, as its bytes."""
+    random, data = np.random.default_rng(seed), np.zeros(data_bytes(OTHER, header), np.uint8)
+    for tensor in tensor_views(OTHER, header, data).values():
+        tensor[...] = (random.standard_normal(tensor.shape) * 9).astype(tensor.dtype)
+    return data
 
 
 def block_of(group: str, token_ids: tuple[int, ...] = TOKENS, position: int = 2) -> BlockWrite:
@@ -77,28 +76,28 @@ def block_of(group: str, token_ids: tuple[int, ...] = TOKENS, position: int = 2)
 @pytest.mark.parametrize("group", ["full.0", "state"])
 def test_a_file_holds_them_by_name(group: str) -> None:
     block = block_of(group)
-    file = encode_block(OTHER, block.header, block.arrays)
-    assert len(file) == encoded_size(OTHER, block.header)
+    file = encode_block(OTHER, block.header, block.data)
+    assert len(file) == encoded_size(OTHER, block)
     read, ours = load(file), tensor_views(OTHER, block.header, decode_block(OTHER, block.header, file).data)
-    assert read.keys() == ours.keys() == block.arrays.keys()
-    for name, array in block.arrays.items():
+    assert read.keys() == ours.keys() == tensors_of(block, OTHER).keys()
+    for name, array in tensors_of(block, OTHER).items():
         np.testing.assert_array_equal(read[name], array)
         np.testing.assert_array_equal(ours[name], array)
         assert ours[name].dtype == array.dtype and ours[name].flags.aligned
 
 
 def test_shapes_are_those_of_the_spec() -> None:
-    shapes = {name: array.shape for name, array in block_of("state").arrays.items()}
+    shapes = {name: array.shape for name, array in tensors_of(block_of("state"), OTHER).items()}
     assert shapes["cache.layers.0.state.2"] == (2, 5)
     assert shapes["cache.layers.0.heads.2.energy"] == (HEADS, 2, len(TOKENS))
     assert shapes["cache.layers.0.flags.2"] == (len(TOKENS),)
-    assert block_of("full.0").arrays["cache.layers.5.key_norms.2"].shape == (len(TOKENS), HEADS, 2)
+    assert tensors_of(block_of("full.0"), OTHER)["cache.layers.5.key_norms.2"].shape == (len(TOKENS), HEADS, 2)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 19, BLOCK_SIZE])
 def test_sizes_are_those_of_the_spec(num_tokens: int) -> None:
     for group in OTHER.groups:
-        arrays = block_of(group.name, tuple(range(num_tokens))).arrays
+        arrays = tensors_of(block_of(group.name, tuple(range(num_tokens))), OTHER)
         assert sum(array.nbytes for array in arrays.values()) == group.bytes_of(num_tokens)
     assert RESIDUAL.bytes_per_block == 2 * (2 * RANK + HEADS * 2) * 2 * BLOCK_SIZE
     assert RESIDUAL.first_block_needed(900) == 2
@@ -108,12 +107,12 @@ def test_sizes_are_those_of_the_spec(num_tokens: int) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_floats_of_every_width_are_finite(name: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     block = block_of("state")
-    block.arrays[name].flat[-1] = value
+    tensors_of(block, OTHER)[name].flat[-1] = value
     with pytest.raises(StoreError, match="not finite"):
-        encode_block(OTHER, block.header, block.arrays)
+        encode_block(OTHER, block.header, block.data)
     with monkeypatch.context() as patch:
         patch.setattr("agentcache.store.block_file._all_finite", lambda array: True)
-        poisoned = encode_block(OTHER, block.header, block.arrays)
+        poisoned = encode_block(OTHER, block.header, block.data)
     with pytest.raises(BlockRejected, match=name):
         decode_block(OTHER, block.header, poisoned)
 
@@ -144,15 +143,12 @@ def test_an_arena_holds_them(group: GroupSpec, num_tokens: int) -> None:
     arena = GroupArena(group)
     arena.grow(4)
     blocks = [block_of(group.name, tuple(range(count))) for count in (num_tokens, BLOCK_SIZE)]
-    arena.put([3, 1], [block_bytes(group, block.arrays, 2) for block in blocks])
+    arena.put([3, 1], [block.data for block in blocks])
     arena.copy(3, 0)
     arena.grow(9)
     arena.shrink(4)
     for slot, block in ((3, blocks[0]), (1, blocks[1]), (0, blocks[0])):
-        snapshot = arena.snapshot(slot, 2, len(block.header.token_ids))
-        assert snapshot.keys() == block.arrays.keys()
-        for name, array in block.arrays.items():
-            np.testing.assert_array_equal(snapshot[name], array)
+        np.testing.assert_array_equal(arena.snapshot(slot, len(block.header.token_ids)), block.data)
     assert arena.layers == []
     assert sum(array.nbytes for array in arena.arrays()) == 4 * group.bytes_per_block
 
@@ -164,7 +160,7 @@ def test_a_store_keeps_them_and_finds_damage(tmp_path: Path, group: str, damage:
     with open_store(tmp_path, spec=OTHER) as store:
         store.write_blocks([block, sound])
         read = tensor_views(OTHER, block.header, store.read_block(block.header).data)
-        for name, array in block.arrays.items():
+        for name, array in tensors_of(block, OTHER).items():
             np.testing.assert_array_equal(read[name], array)
     path = block_file(tmp_path, block)
     assert verify_folder(tmp_path) == FolderReport(2, 0, 0, 2, ())

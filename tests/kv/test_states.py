@@ -103,7 +103,7 @@ def test_to_a_file_and_back(tmp_path: Path) -> None:
     assert arena.is_finite(slot)
     header = make_header(Namespace(MODEL, SPEC.digest).root, STATE_GROUP, 0, range(7))
     with open_store(tmp_path, spec=SPEC) as store:
-        store.write_blocks([BlockWrite(header, arena.copies(slot))])
+        store.write_blocks([BlockWrite(header, arena.snapshot(slot))])
         arena.put_bytes(other, store.read_block(header).data)
     assert same(arena.arrays(other), batch, 1)
 
@@ -115,7 +115,7 @@ def test_a_flipped_bit_shows(tmp_path: Path, offset: int) -> None:
     arena.put(slot, random_batch(1))
     header = make_header(Namespace(MODEL, SPEC.digest).root, STATE_GROUP, 0, range(7))
     with open_store(tmp_path, spec=SPEC) as store:
-        store.write_blocks([BlockWrite(header, arena.copies(slot))])
+        store.write_blocks([BlockWrite(header, arena.snapshot(slot))])
         [path] = (tmp_path / "blocks").rglob("*.safetensors")
         data = bytearray(path.read_bytes())
         data[offset] ^= 1

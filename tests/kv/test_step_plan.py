@@ -69,7 +69,7 @@ def test_runs_and_places_are_the_same_tokens(length: int, num_tokens: int) -> No
     writes = Writes([BlockTable(list(range(40, 44)), first_block=0)], [length], num_tokens)
     positions = range(length, length + num_tokens)
     expected = [(40 + position // 256, position % 256) for position in positions]
-    block_ids, offsets = writes.places
+    block_ids, offsets = writes.slots_and_offsets
     assert block_ids.dtype == offsets.dtype == mx.int32
     assert list(zip(block_ids.tolist(), offsets.tolist(), strict=True)) == expected
     runs = [(run.block_id, run.offset + i) for run in writes.runs for i in range(run.stop - run.start)]
@@ -79,7 +79,7 @@ def test_runs_and_places_are_the_same_tokens(length: int, num_tokens: int) -> No
 
 def test_places_of_several_rows_lie_one_behind_the_other() -> None:
     writes = Writes([BlockTable([7, 8]), BlockTable([3], first_block=2)], [254, 600], 3)
-    assert [array.tolist() for array in writes.places] == [[7, 7, 8, 3, 3, 3], [254, 255, 0, 88, 89, 90]]
+    assert [array.tolist() for array in writes.slots_and_offsets] == [[7, 7, 8, 3, 3, 3], [254, 255, 0, 88, 89, 90]]
 
 
 def test_a_step_needs_reserved_blocks() -> None:
@@ -94,4 +94,4 @@ def test_what_becomes_of_a_table_later_changes_nothing() -> None:
     reads, writes = Reads([table], [600], 5, None), Writes([table], [600], 5)
     table.block_ids.clear()
     assert reads.block_ids.tolist() == [[5, 6, 7]] and reads.blocks.ids.tolist() == [5, 6, 7]
-    assert writes.places[0].tolist() == [7] * 5 and [run.block_id for run in writes.runs] == [7]
+    assert writes.slots_and_offsets[0].tolist() == [7] * 5 and [run.block_id for run in writes.runs] == [7]

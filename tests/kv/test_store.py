@@ -17,12 +17,12 @@ from agentcache.errors import (
     DiskBudgetExceeded,
 )
 from agentcache.kv.spec import Quantisation
-from agentcache.store.block_file import encoded_size
 from agentcache.store.store import Store
 from tests.kv.damage import block_file, flip, quarantined
 from tests.kv.store_cases import (
     MODEL,
     SPEC,
+    encoded_size,
     make_block,
     make_record,
     make_transcript,
@@ -179,7 +179,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_the_disk_budget_holds_before_a_byte_is_written(tmp_path: Path) -> None:
     first, second = make_block((1,)), make_block((2,))
-    size = encoded_size(SPEC, first.header)
+    size = encoded_size(SPEC, first)
     with open_store(tmp_path, disk_budget=2 * size - 1) as store:
         store.write_blocks([first])
         assert store.free_budget == size - 1 and store.disk_budget == 2 * size - 1
@@ -196,7 +196,7 @@ def test_the_disk_budget_holds_before_a_byte_is_written(tmp_path: Path) -> None:
 
 def test_quarantine_counts_and_gives_way_when_the_budget_is_tight(tmp_path: Path) -> None:
     first, second = make_block((1,)), make_block((2,))
-    size = encoded_size(SPEC, first.header)
+    size = encoded_size(SPEC, first)
     with open_store(tmp_path, disk_budget=2 * size - 1) as store:
         store.write_blocks([first])
         flip(block_file(tmp_path, first))

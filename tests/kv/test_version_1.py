@@ -14,10 +14,10 @@ import pytest
 
 from agentcache.blocks.keys import Producer
 from agentcache.cli import doctor
-from agentcache.store.block_file import BlockHeader
+from agentcache.store.block_file import BlockHeader, tensor_views
 from agentcache.store.verify import FolderReport, verify_folder
 from tests.kv.damage import agents_folder, flip, quarantined
-from tests.kv.store_cases import MODEL, SPEC, make_arrays, make_record, make_transcript, make_turn, open_store, tree
+from tests.kv.store_cases import MODEL, SPEC, make_data, make_record, make_transcript, make_turn, open_store, tree
 from tests.kv.version_1 import write_agent
 
 CACHE = "42f5eee7ead9cccf88160d60baae74da"  # what version 1 made of SPEC
@@ -34,7 +34,7 @@ def forgotten(record: Any) -> Any:
 
 
 def arrays_of(header: BlockHeader) -> dict[str, np.ndarray[Any, Any]]:
-    return make_arrays(SPEC, header, header.position)
+    return tensor_views(SPEC, header, make_data(SPEC, header, header.position))
 
 
 @pytest.fixture

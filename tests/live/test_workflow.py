@@ -11,7 +11,7 @@ from agentcache.server_process import ServerProcess
 from agentcache.workflow.chat import HttpChat, Question, Reply
 from agentcache.workflow.parse import read_script
 from agentcache.workflow.run import Settings, WorkflowRun, parse_phases
-from agentcache.workflow.schedule import ONE_BY_ONE, Pace, take_all
+from agentcache.workflow.schedule import ONE_BY_ONE, Schedule, take_all
 from agentcache.workflow.script import Agent, Phase, Script, Turn
 from agentcache.workflow.transcript import TurnRecord
 from tests.live.servers import make_text, serving
@@ -38,14 +38,14 @@ MAP_REDUCE = Script(
 )
 
 
-def run(server: ServerProcess, script: Script, session: str, pace: Pace) -> list[TurnRecord]:
+def run(server: ServerProcess, script: Script, session: str, pace: Schedule) -> list[TurnRecord]:
     workflow = WorkflowRun(script, HttpChat(server.client, salt=session), Settings(session))
     return list(take_all(workflow, workflow.pending(), pace))
 
 
 def test_agents_at_the_same_time_say_what_they_say_one_after_the_other(live_server: ServerProcess) -> None:
     alone = run(live_server, MAP_REDUCE, "alone", ONE_BY_ONE)
-    together = run(live_server, MAP_REDUCE, "together", Pace())
+    together = run(live_server, MAP_REDUCE, "together", Schedule())
     assert [record.message for record in together] == [record.message for record in alone]
     assert [record.token_ids for record in together] == [record.token_ids for record in alone]
 
@@ -67,7 +67,7 @@ def test_after_a_restart_the_second_speaker_is_there_already(live_model: Path, t
         with serving(live_model, tmp_path / "cache") as server:
             workflow = WorkflowRun(DIALOGUE, HttpChat(server.client), Settings("s"), done)
             steps = workflow.pending(parse_phases(phase, DIALOGUE))
-            done += take_all(workflow, steps, Pace(prefetch=prefetch))
+            done += take_all(workflow, steps, Schedule(prefetch=prefetch))
             server.kill()
     for first in (done[2], done[4]):
         assert (first.cache_state, first.prefetched, first.restored_bytes > 0) == ("warm", False, True)
@@ -95,7 +95,7 @@ def test_a_workflow_has_calls_as_they_were_written_and_other_clients_have_them_r
         chat = Listening(server.client)
         chat.calls = []
         run = WorkflowRun(read_script("react", 11), chat, Settings("s"))
-        records = list(take_all(run, run.pending(), Pace()))
+        records = list(take_all(run, run.pending(), Schedule()))
         called = [record for record in records if record.tool_rounds and record.phase > 1]
         assert called and {record.match for record in called} == {"EXTEND"}
         body = {"messages": list(chat.calls[0].messages), "tools": list(chat.calls[0].tools), "temperature": 0}

@@ -10,11 +10,12 @@ import pytest
 
 from agentcache.metal_kernels.decode import DECODE, MERGE
 from agentcache.metal_kernels.kernel_text import KernelText
+from agentcache.metal_kernels.pack import PACK
 from agentcache.metal_kernels.unpack import UNPACK
 from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.run import PLAIN, EmulatedKernel, Result, Schedule
 
-KERNELS = (DECODE, MERGE, UNPACK)
+KERNELS = (DECODE, MERGE, PACK, UNPACK)
 Emulate = Callable[..., list[Result]]
 
 

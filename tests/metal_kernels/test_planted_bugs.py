@@ -10,13 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
+from agentcache.kv.arena import quantise
+from agentcache.kv.spec import Quantisation
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
+from agentcache.metal_kernels.pack import pack
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.build import KernelSyntaxError, clang
 from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.run import KernelFindings
+from tests.metal_kernels.test_pack import drawn
 from tests.metal_kernels.test_unpack import run as run_unpack
 
 if clang() is None:
@@ -24,6 +29,7 @@ if clang() is None:
 
 NUMBERS, SYNTAX = "numbers", "syntax"
 DECODE, MERGE, UNPACK = "agentcache_decode", "agentcache_merge", "agentcache_unpack"
+PACK = "agentcache_pack"
 ROW = Case(128, 2, 3, mx.float32, (300, 40), num_tokens=2, window=280, sinks=True)
 PREFIX = Case(64, 1, 3, mx.float16, (600, 530, 90, 517), prefix=2)
 OWN_BARRIER = "else simdgroup_barrier(mem_flags::mem_threadgroup);"
@@ -204,6 +210,37 @@ UNPACK_BUGS = [
 ]
 
 
+PACK_BUGS = [
+    Bug("tail unguarded", "    if (real) {\n        data", "    {\n        data", "out-of-bounds", PACK),
+    Bug(
+        "tail read",
+        "real ? float(values[size_t(i) * 8 + e]) : 0.0f",
+        "float(values[size_t(i) * 8 + e])",
+        "out-of-bounds",
+        PACK,
+    ),
+    Bug("last word left out", "i < params[0]", "i < params[0] - 1", "unwritten", PACK),
+    Bug("range of half a group", "int b = SHARE / 2;", "int b = SHARE / 4;", NUMBERS, PACK),
+    Bug("range of two groups", "int b = SHARE / 2;", "int b = SHARE;", NUMBERS, PACK),
+    Bug(
+        "simd operation under divergence",
+        "        low = metal::min(low, simd_shuffle_xor",
+        "        if (real) low = metal::min(low, simd_shuffle_xor",
+        "divergent",
+        PACK,
+    ),
+    Bug("scale of another group", "scales[i / SHARE] =", "scales[i / SHARE / 2] =", "unwritten", PACK),
+    Bug("every lane its scale", "if (lane % SHARE == 0)", "if (true)", "race", PACK),
+    Bug("nibbles from the high end", "<< (4 * e)", "<< (28 - 4 * e)", NUMBERS, PACK),
+    Bug("fifteen becomes sixteen", "bias) / scale), 15.0f)", "bias) / scale), 16.0f)", NUMBERS, PACK),
+    Bug("rounded down", "metal::rint((x[e] - bias) / scale)", "metal::floor((x[e] - bias) / scale)", NUMBERS, PACK),
+    Bug("always from above", "from_below ? low : high", "high", NUMBERS, PACK),
+    Bug("two threads, one place", "data[i] = word", "data[i / 2] = word", "race", PACK),
+    Bug("write to an input", "data[i] = word;", "data[i] = word; params[0] = 0;", SYNTAX, PACK),
+    Bug("double", "const float range =", "const double range =", SYNTAX, PACK),
+]
+
+
 def caught(compute: Callable[[], bool]) -> Sequence[str]:
     """The detectors that speak up; `compute` says whether the numbers are right."""
     try:
@@ -230,6 +267,18 @@ def test_decode(bug: Bug, emulate: Emulate) -> None:
     assert bug.caught_by in caught(lambda: decoded_right(ROW))
 
 
+def packed_right() -> bool:
+    x = drawn((1, 3, 5, 96), mx.float32)
+    made, wanted = pack(x, 32), quantise(x, Quantisation(4, 32))
+    return all(np.array_equal(np.array(one), np.array(other)) for one, other in zip(made, wanted, strict=True))
+
+
+@pytest.mark.parametrize("bug", PACK_BUGS, ids=str)
+def test_pack(bug: Bug, emulate: Emulate) -> None:
+    emulate(edits={bug.kernel: bug.plant})
+    assert bug.caught_by in caught(packed_right)
+
+
 @pytest.mark.parametrize("bug", PREFIX_BUGS, ids=str)
 def test_shared_prefix_decode(bug: Bug, emulate: Emulate) -> None:
     emulate(edits={bug.kernel: bug.plant})
@@ -242,7 +291,9 @@ def test_unpack(bug: Bug, emulate: Emulate) -> None:
     assert bug.caught_by in caught(unpacked_right)
 
 
-@pytest.mark.parametrize("bugs", [ROW_BUGS, PREFIX_BUGS, UNPACK_BUGS], ids=["decode", "prefix", "unpack"])
+@pytest.mark.parametrize(
+    "bugs", [ROW_BUGS, PREFIX_BUGS, UNPACK_BUGS, PACK_BUGS], ids=["decode", "prefix", "unpack", "pack"]
+)
 def test_there_are_enough_of_enough_classes(bugs: Sequence[Bug]) -> None:
     assert len(bugs) >= 10
     assert len({bug.kind for bug in bugs}) >= 10
@@ -251,4 +302,5 @@ def test_there_are_enough_of_enough_classes(bugs: Sequence[Bug]) -> None:
 
 def test_nothing_is_caught_where_nothing_is_planted(emulate: Emulate) -> None:
     emulate()
-    assert caught(lambda: decoded_right(ROW)) == caught(lambda: decoded_right(PREFIX)) == caught(unpacked_right) == ()
+    assert caught(lambda: decoded_right(ROW)) == caught(lambda: decoded_right(PREFIX)) == ()
+    assert caught(unpacked_right) == caught(packed_right) == ()

@@ -59,10 +59,14 @@ def test_on_a_back_end_without_kernels_the_self_test_fails() -> None:
     assert not try_kernels(SHAPE).right
 
 
-def test_wrong_steps_are_named(emulate: Emulate) -> None:
-    emulate(edits={"agentcache_unpack": lambda launch: launch.edited("& 15u), scale", "& 7u), scale")})
+@pytest.mark.parametrize(
+    ("kernel", "old", "new"),
+    [("unpack", "& 15u), scale", "& 7u), scale"), ("pack", "scale), 15.0f)", "scale), 14.0f)")],
+)
+def test_wrong_steps_are_named(kernel: str, old: str, new: str, emulate: Emulate) -> None:
+    emulate(edits={f"agentcache_{kernel}": lambda launch: launch.edited(old, new)})
     [wrong] = wrong_steps(SHAPE)
-    assert wrong.startswith("unpack (off by ")
+    assert wrong.startswith(f"{kernel} (off by ")
 
 
 def test_each_text_of_a_shape_is_tried() -> None:

@@ -63,7 +63,7 @@ PLACES: dict[str, set[str]] = {
 def test_every_linear_of_a_layer_can_be_adapted(model_folder: ModelFolder, architecture: str) -> None:
     modules, spec = look_at(model_folder(architecture))
     last = spec.num_layers - 1
-    assert {name.path for name in modules.places if name.layer == last} == PLACES[architecture]
+    assert {name.path for name in modules.targets if name.layer == last} == PLACES[architecture]
 
 
 def test_sizes_are_those_of_dense_weights(model_folder: ModelFolder) -> None:

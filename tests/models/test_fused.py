@@ -48,6 +48,7 @@ def kernel_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         command = (sys.executable, str(Path(emulated_child.__file__)), bug)
         monkeypatch.setattr(fused, "device", lambda: "metal")
         monkeypatch.setattr(fused, "try_kernels", partial(try_kernels, command=command))
+        forget()
         return log
 
     forget()
@@ -55,7 +56,15 @@ def kernel_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     forget()
 
 
+def ask_for(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTCACHE_KERNELS", mode)
+    fused.mode.cache_clear()
+    fused.why_none.cache_clear()
+
+
 def forget() -> None:
+    fused.mode.cache_clear()
+    fused.why_none.cache_clear()
     fused._tried.cache_clear()
     fused._warn.cache_clear()
     fused.counts.checked = fused.counts.different = 0
@@ -96,7 +105,7 @@ def test_a_chunk_is_unpacked_by_a_kernel(kernel_device: Device, monkeypatch: pyt
     log = kernel_device()
     by_kernels, _ = both(Case((290,), 20))
     assert len(log) == 4  # keys and values, both times
-    monkeypatch.setenv("AGENTCACHE_KERNELS", "off")
+    ask_for("off", monkeypatch)
     assert close(by_kernels, both(Case((290,), 20))[1], 1e-5)
 
 
@@ -132,22 +141,23 @@ def test_without_a_device_the_reference_serves() -> None:
 
 def test_kernels_can_be_switched_off(kernel_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     log = kernel_device()
-    monkeypatch.setenv("AGENTCACHE_KERNELS", "off")
+    ask_for("off", monkeypatch)
     by_kernels, by_operations = both(Case((290,), 1))
     assert mx.array_equal(by_kernels, by_operations)
     assert log == []
     assert "off" in fused.usable(SHAPE).reason
 
 
+@pytest.mark.usefixtures("kernel_device")
 def test_an_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTCACHE_KERNELS", "maybe")
+    ask_for("maybe", monkeypatch)
     with pytest.raises(ConfigError, match="on, off or check"):
         fused.usable(SHAPE)
 
 
 def test_check_computes_both_and_counts(kernel_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     log = kernel_device()
-    monkeypatch.setenv("AGENTCACHE_KERNELS", "check")
+    ask_for("check", monkeypatch)
     by_kernels, by_operations = both(Case((290,), 1))
     assert mx.array_equal(by_kernels, by_operations)
     assert log
@@ -159,7 +169,7 @@ def test_check_notices_a_kernel_that_turns_wrong(
 ) -> None:
     kernel_device("wrong")
     monkeypatch.setattr(fused, "try_kernels", lambda shape: fused.Verdict(True))
-    monkeypatch.setenv("AGENTCACHE_KERNELS", "check")
+    ask_for("check", monkeypatch)
     by_kernels, by_operations = both(Case((290,), 1))
     assert mx.array_equal(by_kernels, by_operations)
     assert (fused.counts.checked, fused.counts.different) == (1, 1)

@@ -58,12 +58,9 @@ def both_ways(request: pytest.FixtureRequest, loaded: LoadedModel, several: list
 def contents(driver: Driver, row: Row, num_tokens: int) -> list[np.ndarray]:
     """What the cache holds of a row's first tokens, in all groups and layers."""
     return [
-        array
+        driver.runner.snapshot(group, table.block_id(position), min(256, num_tokens - position * 256))
         for group, table in enumerate(row.tables)
         for position in range(-(-num_tokens // 256))
-        for array in driver.runner.snapshot(
-            group, table.block_id(position), position, min(256, num_tokens - position * 256)
-        ).values()
     ]
 
 

@@ -58,7 +58,7 @@ def test_masks_and_adapters(
     assert [[used[row] for row in part.tolist()] for part in parts.rows] == [
         [user] * used.count(user) for user in step.adapters if user in acting
     ]
-    for row, place in enumerate(parts.places.tolist()):
+    for row, place in enumerate(parts.indices.tolist()):
         assert place == 0 if used[row] not in acting else behind[place] == row
     slots = tuple(range(7, 7 + len(step.adapters)))
     index = step.index(slots).tolist()
@@ -75,7 +75,7 @@ def test_what_is_made_for_a_step_is_made_once() -> None:
 def test_stacks_are_padded_with_zeros() -> None:
     stack = Stack.of({user: user.matrices[NAME] for user in ALL})
     assert stack.a.shape == (3, 4, 3) and stack.b.shape == (3, 3, 6)
-    for user, slot in stack.slots.items():
+    for user, slot in stack.indices.items():
         pair, rank = user.matrices[NAME], user.matrices[NAME].rank
         assert mx.array_equal(stack.a[slot, :, :rank], pair.a) and mx.array_equal(stack.b[slot, :rank], pair.b)
         assert not stack.a[slot, :, rank:].any().item() and not stack.b[slot, rank:].any().item()
@@ -90,7 +90,7 @@ def test_one_set_at_a_time_is_stacked(sets: list[set[AdapterWeights]]) -> None:
         for other in sets:
             assert stacks.covers(other) == (other <= adapters)
         stack = stacks.get(NAME)
-        assert set(stack.slots) == adapters and stacks.get(NAME) is stack
+        assert set(stack.indices) == adapters and stacks.get(NAME) is stack
         assert stacks.nbytes == stack.a.nbytes + stack.b.nbytes
     stacks.clear()
     assert stacks.nbytes == 0 and not stacks.covers(ALL)

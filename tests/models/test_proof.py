@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def wrong_shared_layer(patch: pytest.MonkeyPatch) -> None:
         shared = any(kv.reads is other.reads and kv.arena is other.arena for other in seen)
         seen.append(kv)
         same = [other for other in seen if other.arena.keys.dim == kv.arena.keys.dim and other.arena is not kv.arena]
-        return original(queries, replace(kv, arena=same[0].arena) if shared and same else kv, options)
+        return original(queries, kv._replace(arena=same[0].arena) if shared and same else kv, options)
 
     patch.setattr(interception, "paged_attention", attend)
 

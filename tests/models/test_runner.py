@@ -14,7 +14,6 @@ from agentcache.models import loader
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner
 from tests.conftest import ModelFolder
-from tests.kv.store_cases import block_bytes
 from tests.models.driver import Driver, Row, random_ids
 
 
@@ -35,15 +34,15 @@ def test_arenas_follow_the_pools_and_keep_their_content(loaded: LoadedModel) -> 
     driver = Driver(loaded)
     row = driver.row()
     driver.step([row], random_ids(loaded, (1, 300)))
-    before = driver.runner.snapshot(0, row.tables[0].block_ids[0], 0, 256)
+    before = driver.runner.snapshot(0, row.tables[0].block_ids[0], 256)
     capacities = [pool.capacity for pool in driver.pools]
     for pool in driver.pools:
         pool.grow(pool.capacity + 5)
     driver.runner.fit()
     layers = [(group, layer) for group, arena in enumerate(driver.runner.arenas) for layer in arena.layers]
     assert all(side.capacity == capacities[group] + 5 for group, layer in layers for _, side in layer.sides)
-    after = driver.runner.snapshot(0, row.tables[0].block_ids[0], 0, 256)
-    assert all(np.array_equal(before[name], after[name]) for name in before)
+    after = driver.runner.snapshot(0, row.tables[0].block_ids[0], 256)
+    assert np.array_equal(before, after)
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "deepseek_v2"])
@@ -98,8 +97,7 @@ def test_blocks_written_out_and_read_back_go_on_bit_for_bit(loaded: LoadedModel)
     restored.length = 300
     for group, table in enumerate(row.tables):
         other.pools[group].grow(5)
-        snapshots = [driver.runner.snapshot(group, table.block_id(p), p, 256 if p == 0 else 44) for p in (0, 1)]
-        blocks = [block_bytes(loaded.spec.groups[group], snapshot, p) for p, snapshot in enumerate(snapshots)]
+        blocks = [driver.runner.snapshot(group, table.block_id(p), 256 if p == 0 else 44) for p in (0, 1)]
         restored.tables[group].block_ids = [other.pools[group].allocate() for _ in blocks]
         other.runner.put_blocks(group, restored.tables[group].block_ids, blocks)
     ids = random_ids(loaded, (1, 4), seed=1)

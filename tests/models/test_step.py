@@ -15,6 +15,7 @@ from agentcache.models import loader
 from agentcache.models.loader import LoadedModel
 from agentcache.models.step import CurrentStep, StepInputs
 from tests.conftest import ModelFolder
+from tests.kv.store_cases import named_tensors
 from tests.models.driver import Driver, Row, random_ids
 
 
@@ -26,8 +27,8 @@ def loaded(model_folder: ModelFolder) -> LoadedModel:
 def bytes_of(driver: Driver, row: Row) -> list[bytes]:
     """Every byte of a row's blocks."""
     blocks = [(group, block_id) for group, table in enumerate(row.tables) for block_id in table.block_ids]
-    snapshots = [driver.runner.snapshot(group, block_id, 0, 256) for group, block_id in blocks]
-    return [array.tobytes() for snapshot in snapshots for array in snapshot.values()]
+    snapshots = [driver.runner.snapshot(group, block_id, 256) for group, block_id in blocks]
+    return [snapshot.tobytes() for snapshot in snapshots]
 
 
 def test_a_step_can_write_elsewhere_than_where_it_reads(loaded: LoadedModel) -> None:
@@ -51,8 +52,9 @@ def test_a_step_can_write_elsewhere_than_where_it_reads(loaded: LoadedModel) -> 
     runner.evaluate()
     assert bytes_of(driver, shared) == before
     for group, (table, other) in enumerate(zip(own.tables, shared.tables, strict=True)):
-        written = runner.snapshot(group, table.block_ids[0], 1, 256)
-        for name, array in runner.snapshot(group, other.block_id(1), 1, 256).items():
+        spec = loaded.spec.groups[group]
+        written = named_tensors(spec, runner.snapshot(group, table.block_ids[0], 256), 256)
+        for name, array in named_tensors(spec, runner.snapshot(group, other.block_id(1), 256), 256).items():
             np.testing.assert_array_equal(written[name][:, 44:49], array[:, 44:49])
 
 

@@ -20,14 +20,14 @@ def look_at(name: str) -> Survey:
 
 def test_layers_of_two_kinds() -> None:
     seen = look_at("gemma3_text")
-    assert seen.places == tuple(map(Paged, range(4)))
+    assert seen.refs == tuple(map(Paged, range(4)))
     assert seen.layers == tuple(LayerSpec(i, 2, 32, 32, window) for i, window in enumerate([12, None, 12, None]))
     assert not seen.recurrent and seen.num_heads == 4 and seen.hidden_bytes == 128 * 4
 
 
 def test_a_state_beside_keys_and_values_in_one_layer() -> None:
     seen = look_at("falcon_h1")
-    assert seen.places == tuple((Recurrent(i), Paged(i)) for i in range(4))
+    assert seen.refs == tuple((Recurrent(i), Paged(i)) for i in range(4))
     convolution, state = StateTensor((3, 160), "float32"), StateTensor((4, 32, 16), "float32")
     assert seen.recurrent == tuple(RecurrentSpec(i, (convolution, state)) for i in range(4))
     assert seen.hidden_bytes == 0, "a step cannot pass by a layer that keeps a state"
@@ -35,13 +35,13 @@ def test_a_state_beside_keys_and_values_in_one_layer() -> None:
 
 def test_layers_without_a_cache_are_counted() -> None:
     seen = look_at("nemotron_h")
-    assert seen.places == (Paged(0), Recurrent(0), Paged(1), Recurrent(1))
+    assert seen.refs == (Paged(0), Recurrent(0), Paged(1), Recurrent(1))
     assert [layer.index for layer in seen.layers] == [0, 3] and [each.index for each in seen.recurrent] == [1, 4]
 
 
 def test_layers_that_read_others_keys() -> None:
     seen = look_at("gemma4")
-    assert [layer.index for layer in seen.layers] == [0, 1, 2, 3] and len(seen.places) == 4
+    assert [layer.index for layer in seen.layers] == [0, 1, 2, 3] and len(seen.refs) == 4
 
 
 def test_two_caches_of_one_layer_have_names_of_their_own() -> None:

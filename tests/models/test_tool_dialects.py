@@ -106,7 +106,7 @@ def test_json_is_mended(text: str, mended: str, step: int) -> None:
         if value.feed(piece, 0) < len(piece):
             break
         out += value.take()
-    value.close()
+    value.complete()
     out += value.take()
     assert out == mended and isinstance(json.loads(out), dict)
 

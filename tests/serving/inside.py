@@ -256,9 +256,9 @@ def arrays(engine: Engine) -> list[mx.array]:
     return [array for arena in _device(engine).runner.arenas for array in arena.arrays()]
 
 
-def block_arrays(engine: Engine, group: int, slot: int, position: int, num_tokens: int) -> dict[str, np.ndarray]:
-    """The first tokens of what lies in a slot, as the block at `position` of a context."""
-    return _device(engine).runner.snapshot(group, slot, position, num_tokens)
+def block_bytes(engine: Engine, group: int, slot: int, num_tokens: int) -> np.ndarray:
+    """The first tokens of what lies in a slot, as the bytes of a block."""
+    return _device(engine).runner.snapshot(group, slot, num_tokens)
 
 
 def mean_slots(engine: Engine) -> float:
@@ -284,8 +284,7 @@ def cached_bytes(engine: Engine, ids: Sequence[int], num_tokens: int) -> list[np
     for index in range(len(engine.cache.groups)):
         for node in prefix.lane(index).all_nodes:
             length = min(node.num_tokens, num_tokens - node.position * BLOCK_SIZE)
-            found = _device(engine).runner.snapshot(index, node.block_ids[index], node.position, length)
-            arrays += [found[name] for name in sorted(found)]
+            arrays.append(_device(engine).runner.snapshot(index, node.block_ids[index], length))
     return arrays
 
 
@@ -318,27 +317,27 @@ def busy(engine: Engine, agents: Sequence[str]) -> Iterator[None]:
 
 
 def agent_info(engine: Engine, agent: str) -> AgentInfo:
-    return engine.memory.info(agent)
+    return engine.operations.info(agent)
 
 
 def evict_agent(engine: Engine, agent: str) -> None:
-    engine.memory.evict(agent, lambda _: None)
+    engine.operations.evict(agent, lambda _: None)
 
 
 def delete_agent(engine: Engine, agent: str, done: Callable[[Saved], None]) -> None:
-    engine.memory.delete(agent, done)
+    engine.operations.delete(agent, done)
 
 
 def fork_agent(engine: Engine, agent: str, new: str, done: Callable[[Saved], None]) -> None:
-    engine.memory.fork(agent, new, done)
+    engine.operations.fork(agent, new, done)
 
 
 def save_agent(engine: Engine, agent: str, done: Callable[[Saved], None]) -> None:
-    engine.memory.save(agent, done)
+    engine.operations.save(agent, done)
 
 
 def restore_agent(engine: Engine, agent: str, done: Callable[[RestoreReport | AgentCacheError], None]) -> None:
-    engine.memory.restore(agent, done)
+    engine.operations.restore(agent, done)
 
 
 # -- the disk ---------------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -155,7 +154,7 @@ class FormulaDevice:
     def give_back(self) -> None:
         pass
 
-    def build(self, rows: Rows[Generation], num_tokens: int, before: object, *, contended: bool) -> Computed:
+    def build(self, rows: Sequence[Generation], num_tokens: int, before: object, *, contended: bool) -> Computed:
         assert num_tokens == 1 or len(rows) == 1
         self._simulation.lookahead_rows += sum(generation.in_flight for generation in rows)
         made = [BatchRow.of(g, g.num_to_launch, num_tokens) for g in rows]
@@ -219,7 +218,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         scheduler=Scheduler(requests, max_running=max_running, pace=pace),
         turns=Turns(cache, tokenizer, none, persistence, InUse(), requests, device),
         agents=none,
-        memory=none,
+        operations=none,
         persistence=persistence,
         restorer=SimpleNamespace(restore=_restore),  # type: ignore[arg-type]
         adapters=adapters,

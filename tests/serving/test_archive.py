@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from agentcache.errors import Conflict, NotFound, StoreError
-from agentcache.store.archive import _MAGIC, ArchiveFile, ArchiveRejected, export_agent
+from agentcache.store.archive import _MAGIC, ArchiveFile, ArchiveRejected
+from agentcache.store.export import export_agent
 from agentcache.store.manifest import decode_manifest, encode_manifest
 from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder
@@ -331,7 +332,7 @@ def test_a_file_that_changes_while_it_is_brought_in(
     """Verified and read again later: what is written is verified once more, and the beginning of it goes."""
     file = tmp_path / "file"
     file.write_bytes(archive.read_bytes())
-    monkeypatch.setattr("agentcache.store.archive._CHUNK", 1)
+    monkeypatch.setattr("agentcache.store.archived_agent._CHUNK", 1)
     with open_llm(saved.model, tmp_path / "there") as llm:
         from agentcache.store.store import Store
 

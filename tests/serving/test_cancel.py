@@ -135,19 +135,18 @@ def test_a_read_that_comes_late_changes_nothing(in_time: int, model: Path, tmp_p
 
 def slots_of(receiver: Receiver) -> set[tuple[int, int]]:
     """Every slot of a request: its cache group and its number."""
-    tables = receiver.generation.place.tables
+    tables = receiver.generation.open_sequence.tables
     return {(group, block_id) for group, table in enumerate(tables) for block_id in table.block_ids}
 
 
 def bytes_of(hand: ByHand, receiver: Receiver) -> list[int]:
     """Hashes of the keys and values of all that a request has computed."""
-    place = receiver.generation.place
+    place = receiver.generation.open_sequence
     hashes = []
     for group, table in enumerate(place.tables):
         for position, block_id in enumerate(table.block_ids, table.first_block):
             num_tokens = min(BLOCK_SIZE, place.num_tokens - position * BLOCK_SIZE)
-            arrays = inside.block_arrays(hand.engine, group, block_id, position, num_tokens)
-            hashes += [hash(array.tobytes()) for array in arrays.values()]
+            hashes.append(hash(inside.block_bytes(hand.engine, group, block_id, num_tokens).tobytes()))
     return hashes
 
 

@@ -10,7 +10,7 @@ from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.blocks.keys import BASE_PRODUCER
 from agentcache.blocks.lane_search import CachedPrefix
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.trunk import TrunkName
 from agentcache.blocks.trunk_match import TrunkMatch
 from agentcache.engine.batch import BatchRow
@@ -25,8 +25,8 @@ UNUSED = AdapterUse("novelist", "decoder", Policy.PREFILL_SHARE, None, frozenset
 AHEAD = TrunkMatch(CachedPrefix(BASE_PRODUCER, ()), 1, (TrunkName("b", 6), TrunkName("c", 6)))
 
 
-def sequence_of(num_tokens: int) -> Sequence:
-    return Sequence("root", None, array("I", [1] * num_tokens), [], [])
+def sequence_of(num_tokens: int) -> CacheSequence:
+    return CacheSequence("root", None, array("I", [1] * num_tokens), [], [])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def compute(generation: Generation, num_tokens: int) -> None:
 def test_one_pass_after_the_other() -> None:
     generation = make_generation(1000, wanted=2)
     generation.adapter = DECODER
-    generation.take_place(sequence_of(256))
+    generation.take_sequence(sequence_of(256))
     base, decoder = generation.passes
     assert generation.current is base and generation.num_to_prefill == 999 - 256
     assert not BatchRow.of(generation, generation.num_to_launch, 743).is_complete
@@ -81,7 +81,7 @@ def test_passes_over_the_same_tokens_write_different_sequences() -> None:
     """Base over what base lacks, then an adapter from further in front: one more list."""
     generation = make_generation(1000, wanted=2)
     shared, own = sequence_of(600), sequence_of(100)
-    generation.take_place(shared)
+    generation.take_sequence(shared)
     generation.passes = [Pass(None, 1000, shared), Pass(LORA, None, own)]
     assert (generation.num_computed, generation.num_to_prefill) == (600, 400)
     assert not BatchRow.of(generation, generation.num_to_launch, 400).is_complete, (
@@ -98,14 +98,14 @@ def test_passes_over_the_same_tokens_write_different_sequences() -> None:
 def test_a_pass_that_the_cache_has_done_is_not_at_work() -> None:
     generation = make_generation(1000, wanted=2)
     generation.adapter = DECODER
-    generation.take_place(sequence_of(999))
+    generation.take_sequence(sequence_of(999))
     assert generation.current.computes is DECODER
 
 
 def test_without_a_place_nothing_is_computed() -> None:
     generation = make_generation(10)
     assert generation.num_computed == 0
-    generation.take_place(sequence_of(4))
+    generation.take_sequence(sequence_of(4))
     generation.in_flight = 2
-    generation.lose_place()
+    generation.lose_sequence()
     assert (generation.passes, generation.num_computed, generation.in_flight) == ([], 0, 0)

@@ -9,7 +9,7 @@ import pytest
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.engine.room import Growth, has_room
 
 
@@ -23,7 +23,7 @@ class Group:
         return 0 if self.window is None else max(0, num_tokens - self.window + 1) // BLOCK_SIZE
 
 
-def begin(cache: PrefixCache, token: int, num_blocks: int) -> Sequence:
+def begin(cache: PrefixCache, token: int, num_blocks: int) -> CacheSequence:
     """A running sequence that holds some blocks."""
     ids = [token] * (num_blocks * BLOCK_SIZE)
     sequence = cache.open("root", cache.match_prefix("root", ids, len(ids)))
@@ -34,7 +34,7 @@ def begin(cache: PrefixCache, token: int, num_blocks: int) -> Sequence:
     return sequence
 
 
-def fits(cache: PrefixCache, running: list[tuple[Sequence, int]], token: int, num_blocks: int) -> bool:
+def fits(cache: PrefixCache, running: list[tuple[CacheSequence, int]], token: int, num_blocks: int) -> bool:
     ids = [token] * (num_blocks * BLOCK_SIZE)
     growth = [Growth(sequence.tables, blocks * BLOCK_SIZE) for sequence, blocks in running]
     return has_room(cache.allocator, growth, cache.match_prefix("root", ids, len(ids)), len(ids))

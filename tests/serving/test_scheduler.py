@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.engine.generation import Generation, State
 from agentcache.engine.pace import SMALLEST_CHUNK, Pace
 from agentcache.engine.requests import Requests
@@ -25,7 +25,7 @@ def make_scheduler(max_running: int = 4, chunk: int = 256, tokens_per_second: fl
 
 
 def admit(scheduler: Scheduler, generation: Generation, cached: int = 0) -> Generation:
-    generation.take_place(Sequence("root", None, array("I", generation.token_ids[:cached]), [], []))
+    generation.take_sequence(CacheSequence("root", None, array("I", generation.token_ids[:cached]), [], []))
     scheduler._requests.move(generation, State.WAITING)
     scheduler.admit(generation, loading=False)
     return generation

@@ -15,11 +15,13 @@ from agentcache.blocks.keys import BLOCK_SIZE, Namespace
 from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.gateway.prepare import match, read_prompt
+from agentcache.kv.block_layout import Array
+from agentcache.kv.spec import CacheSpec
 from agentcache.llm import LLM
 from agentcache.models.loader import LoadedModel
 from agentcache.models.text.tokenizer import Encoding
 from agentcache.request import ChatPrompt
-from agentcache.store.block_file import make_header, tensor_layout
+from agentcache.store.block_file import BlockHeader, data_bytes, make_header, tensor_views
 from agentcache.store.store import BlockWrite, Store
 from tests.conftest import ModelFolder
 from tests.serving import inside
@@ -68,15 +70,16 @@ def make_blocks(loaded: LoadedModel, transcript: Transcript) -> Iterator[BlockWr
         ids = transcript.ids[start : start + BLOCK_SIZE]
         headers = [make_header(parent, group.name, position, ids) for group in loaded.spec.groups]
         for header in headers:
-            layout = tensor_layout(loaded.spec, header).items()
-            yield BlockWrite(header, {name: draw(random, *entry) for name, entry in layout})
+            yield BlockWrite(header, draw(random, loaded.spec, header))
         parent = headers[0].chain
 
 
-def draw(random: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Any:
-    if dtype == np.uint32:
-        return random.integers(0, 1 << 32, shape, np.uint32)
-    return random.uniform(-0.1, 0.1, shape).astype(dtype)
+def draw(random: np.random.Generator, spec: CacheSpec, header: BlockHeader) -> Array:
+    data = random.integers(0, 256, data_bytes(spec, header), np.uint8)
+    for tensor in tensor_views(spec, header, data).values():
+        if tensor.dtype != np.uint32:
+            tensor[...] = random.uniform(-0.1, 0.1, tensor.shape)
+    return data
 
 
 @pytest.mark.parametrize("num_tokens", [1200, 16000])

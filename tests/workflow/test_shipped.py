@@ -12,7 +12,7 @@ from agentcache.llm import LLM
 from agentcache.workflow.chat import LLMChat
 from agentcache.workflow.parse import read_script, shipped_scripts
 from agentcache.workflow.run import Settings, WorkflowRun
-from agentcache.workflow.schedule import Pace, take_all
+from agentcache.workflow.schedule import Schedule, take_all
 from agentcache.workflow.score import recall_of
 from agentcache.workflow.transcript import TurnRecord
 
@@ -32,7 +32,7 @@ def turns_of(llm: LLM) -> Callable[[str, int], list[TurnRecord]]:
     @cache
     def play(script: str, seed: int) -> list[TurnRecord]:
         workflow = WorkflowRun(read_script(script, seed), LLMChat(llm), Settings(f"{script}-{seed}"))
-        return list(take_all(workflow, workflow.pending(), Pace()))
+        return list(take_all(workflow, workflow.pending(), Schedule()))
 
     return play
 

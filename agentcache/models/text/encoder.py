@@ -10,7 +10,7 @@ from functools import cached_property
 import tokenizers
 
 from agentcache.blocks.transcript import Encoding
-from agentcache.models.text.marks import MarkPlaces, Marks, any_of
+from agentcache.models.text.marks import MarkOffsets, Marks, any_of
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 
 _Token = tuple[int, tuple[int, int]]
@@ -98,10 +98,10 @@ class MarkedEncoder:
         """Tokens of a section with marks. The control token before it goes in front: some tokenizers heed it."""
         front = "" if control is None else self._marks.mark_of[self._controls[control]]
         plain = _encode(self._plain_backend, front + self._marks.unmark(section))
-        places = MarkPlaces(self._marks, section)
+        offsets = MarkOffsets(self._marks, section)
         first = plain.ids.index(control) + 1 if control is not None else 0
         return [
-            (token_id, (begin + places.low(max(start - len(front), 0)), begin + places.high(stop - len(front))))
+            (token_id, (begin + offsets.low(max(start - len(front), 0)), begin + offsets.high(stop - len(front))))
             for token_id, (start, stop) in zip(plain.ids[first:], plain.offsets[first:], strict=True)
         ]
 

@@ -68,16 +68,16 @@ class Marks:
         marked = self.mark(text)
         if len(marked) == len(text):
             return MarkedEnds(marked, list(ends))
-        places = MarkPlaces(self, marked)
+        offsets = MarkOffsets(self, marked)
         moved = [0] * len(ends)
         following = len(marked)
         for index in range(len(ends) - 1, -1, -1):
-            low, high = places.low(ends[index]), places.high(ends[index])
+            low, high = offsets.low(ends[index]), offsets.high(ends[index])
             moved[index] = following = high if low == high else following
         return MarkedEnds(marked, moved)
 
 
-class MarkPlaces:
+class MarkOffsets:
     """Where offsets into the plain text lie in the marked text."""
 
     def __init__(self, marks: Marks, marked: str) -> None:
@@ -93,14 +93,14 @@ class MarkPlaces:
             grown += length - 1
 
     def low(self, offset: int) -> int:
-        """`offset` in marked text; of a place inside a mark, the mark's beginning."""
-        return self._place(offset, 0)
+        """`offset` in marked text; of one inside a mark, the mark's beginning."""
+        return self._shifted(offset, 0)
 
     def high(self, offset: int) -> int:
-        """`offset` in marked text; of a place inside a mark, the mark's end."""
-        return self._place(offset, 1)
+        """`offset` in marked text; of one inside a mark, the mark's end."""
+        return self._shifted(offset, 1)
 
-    def _place(self, offset: int, side: int) -> int:
+    def _shifted(self, offset: int, side: int) -> int:
         last = bisect_left(self._starts, offset) - 1
         if last < 0:
             return offset

@@ -11,13 +11,34 @@ from transformers import PreTrainedTokenizerBase
 
 from agentcache.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLong
 from agentcache.errors import InvalidRequest, UnsupportedModel
-from agentcache.models.text.template_child import Reply
+from agentcache.models.text.template_child import RenderOutcome
 from agentcache.models.text.work_limit import WorkLimit
 
 MAX_BYTES = 64 << 20
 REFUSED = "refused_by_chat_template"  # the error's code
 # Parts of messages that hold what a model thought, by the names that templates know; the first is the usual one.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+_RESERVED = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "processor_kwargs",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "sanitize_control_tokens",
+    "self",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
 
 
 class RenderedTooLong(Exception):
@@ -28,10 +49,18 @@ class RenderedTooLong(Exception):
         self.num_bytes = num_bytes
 
 
+def check_kwargs(template_kwargs: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest where a request sets what is not the template's."""
+    reserved = _RESERVED.intersection(template_kwargs)
+    if reserved:
+        raise InvalidRequest(f"{sorted(reserved)} cannot be set in a request.", param="chat_template_kwargs")
+
+
 class ChatTemplate:
     """Applies a tokenizer's chat template as transformers does, in processes of its own. From any thread.
 
-    Each render that is under way has a process; they are started when needed and kept.
+    Each render that is under way has a process; they are started when needed and kept. A template that is Python code
+    of mlx-lm or transformers, and no data of the model's folder, runs in this process.
     """
 
     def __init__(self, wrapper: TokenizerWrapper) -> None:
@@ -40,7 +69,8 @@ class ChatTemplate:
 
     def start(self) -> None:
         """Have a process ready for the first messages."""
-        self._work.start()
+        if not is_rendered_here(self._wrapper):
+            self._work.start()
 
     def close(self) -> None:
         """End the processes that are not rendering."""
@@ -63,6 +93,8 @@ class ChatTemplate:
             UnsupportedModel: the template cannot be read.
             RenderedTooLong: the text has over `max_bytes` bytes in UTF-8.
         """
+        if is_rendered_here(self._wrapper):
+            return self._run_code(messages, tools, add_generation_prompt, template_kwargs)
         if not messages:
             raise InvalidRequest("Cannot apply the chat template to an empty conversation.", param="messages")
         tools = None if tools is None else list(tools)
@@ -76,6 +108,17 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         return self._render_in_process((self._choose(tools), variables, max_bytes), limit)
+
+    def _run_code(
+        self, messages: Any, tools: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
+    ) -> str:
+        try:
+            text = self._wrapper.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **template_kwargs
+            )
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise _refused(error) from error
+        return str(text)
 
     def _choose(self, tools: Any) -> str:
         """The template for these messages; a model may have one of its own for tools."""
@@ -109,16 +152,16 @@ def is_rendered_here(wrapper: TokenizerWrapper) -> bool:
 
 def _text(kind: bytes, content: bytearray) -> str:
     text = content.decode("utf-8", "surrogatepass")
-    if kind == Reply.TEXT:
+    if kind == RenderOutcome.TEXT:
         return text
-    if kind == Reply.TOO_LONG:
+    if kind == RenderOutcome.TOO_LONG:
         raise RenderedTooLong(int(text))
-    if kind == Reply.SYNTAX:
+    if kind == RenderOutcome.SYNTAX:
         raise UnsupportedModel(f"The model's chat template cannot be read: {text}")
-    raise refused(text)
+    raise _refused(text)
 
 
-def refused(why: object) -> InvalidRequest:
+def _refused(why: object) -> InvalidRequest:
     message = f"The model's chat template refuses these messages: {why}"
     return InvalidRequest(message, param="messages", code=REFUSED)
 

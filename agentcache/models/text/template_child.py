@@ -2,7 +2,7 @@
 
 `template.py` sends it what to render. It imports nothing but the standard library and jinja2.
 
-A request is `marshal` of (template, variables, largest reply in bytes). A reply has a kind of `Reply` and UTF-8.
+A request is `marshal` of (template, variables, largest reply in bytes). A reply is a `RenderOutcome` and UTF-8.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from agentcache.confined_child import serve
 
 
-class Reply:
+class RenderOutcome:
     """Kinds of replies: the text, how many bytes it would have, or why there is none."""
 
     TEXT = b"t"
@@ -45,12 +45,12 @@ def _answer(request: list[bytes]) -> tuple[bytes, bytes]:
     except MemoryError:  # `serve` knows what to do
         raise
     except RecursionError:
-        return Reply.REFUSED, b"they are nested too deeply"
+        return RenderOutcome.REFUSED, b"they are nested too deeply"
     except jinja2.TemplateSyntaxError as error:
-        return Reply.SYNTAX, _message(error)
+        return RenderOutcome.SYNTAX, _message(error)
     except Exception as error:  # whatever the template's own code comes to
-        return Reply.REFUSED, _message(error)
-    return (Reply.TEXT, text) if len(text) <= max_bytes else (Reply.TOO_LONG, str(len(text)).encode())
+        return RenderOutcome.REFUSED, _message(error)
+    return (RenderOutcome.TEXT, text) if len(text) <= max_bytes else (RenderOutcome.TOO_LONG, str(len(text)).encode())
 
 
 def _message(error: Exception) -> bytes:

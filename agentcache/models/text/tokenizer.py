@@ -23,7 +23,7 @@ from agentcache.models.text.marks import MarkedEnds, Marks
 from agentcache.models.text.messages import plain_messages, with_strings
 from agentcache.models.text.replies.find_format import find_format
 from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat
-from agentcache.models.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, is_rendered_here, refused
+from agentcache.models.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, check_kwargs
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 
 __all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
@@ -40,26 +40,6 @@ _FILES = (
     "vocab.txt",
     "merges.txt",
 )
-_NOT_FOR_TEMPLATES = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "max_length",
-    "messages",
-    "padding",
-    "processor_kwargs",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "sanitize_control_tokens",
-    "self",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-}
 _UTF8_BYTES = 4  # of a character, at most
 
 
@@ -126,7 +106,7 @@ class Tokenizer:
     def start(self) -> None:
         """Have the first chat rendered, and the first grammar made, as quickly as any other."""
         self.grammars.start()
-        if self.has_chat_template and not is_rendered_here(self._wrapper):
+        if self.has_chat_template:
             self._template.start()
 
     def close(self) -> None:
@@ -151,9 +131,7 @@ class Tokenizer:
                 `template_kwargs` that are not the template's.
         """
         template_kwargs = template_kwargs or {}
-        reserved = _NOT_FOR_TEMPLATES.intersection(template_kwargs)
-        if reserved:
-            raise InvalidRequest(f"{sorted(reserved)} cannot be set in a request.", param="chat_template_kwargs")
+        check_kwargs(template_kwargs)
         try:
             marked = with_strings(plain_messages(messages), self.mark)
             if not self.has_chat_template:
@@ -274,8 +252,6 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any],
         limit: WorkLimit,
     ) -> str:
-        if is_rendered_here(self._wrapper):
-            return self._apply_code(messages, tools, add_generation_prompt, template_kwargs)
         most = self._most_chars(limit)
         max_bytes = MAX_BYTES if most is None else _UTF8_BYTES * most
         try:
@@ -285,18 +261,6 @@ class Tokenizer:
         except RenderedTooLong as error:
             self.check_length(error.num_bytes // _UTF8_BYTES, limit)
             raise ContextLengthExceeded(str(error), param="messages") from None
-
-    def _apply_code(
-        self, messages: Any, tools: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
-    ) -> str:
-        """For templates that are Python code of a library."""
-        try:
-            text = self._wrapper.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **template_kwargs
-            )
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise refused(error) from error
-        return str(text)
 
     def _most_chars(self, limit: WorkLimit) -> int | None:
         if limit.max_tokens is None or self._longest_token is None:

@@ -13,7 +13,7 @@ from agentcache.models.text.replies.whole_calls import WholeCalls
 
 
 @dataclass(frozen=True)
-class Parts:
+class DialectParts:
     """What a reader of calls is made of."""
 
     sink: CallSink
@@ -21,7 +21,7 @@ class Parts:
     codes: Codes
 
 
-Open = Callable[[Parts], CallReader]
+Open = Callable[[DialectParts], CallReader]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _objects(close: str) -> Open:
 
 
 def _header(close: str) -> Open:
-    def make(parts: Parts) -> CallReader:
+    def make(parts: DialectParts) -> CallReader:
         objects = ObjectCalls(parts.sink, parts.codes.code(close), parts.tools)
         name_of: Callable[[str], str | None] = lambda header: function_name(parts.codes.spelled(header))  # noqa: E731
         return HeaderCall(parts.sink, parts.codes.code(close), name_of, objects)
@@ -64,7 +64,7 @@ def _whole(close: str, parser: str) -> Open:
     return lambda parts: WholeCalls(parts.sink, parts.codes.code(close), parts.tools, parser, parts.codes.spelled)
 
 
-def bare_object(parts: Parts) -> CallReader:
+def bare_object(parts: DialectParts) -> CallReader:
     """Reads a reply that is nothing but JSON: a call if it names one of the request's tools."""
     return ObjectCalls(parts.sink, "", parts.tools, must_be_known=True)
 

@@ -145,7 +145,7 @@ class HarmonyReader:
                 self._sink.start(self._tool)
                 self._sink.arguments("{}")
             else:
-                self._arguments.close()
+                self._arguments.complete()
                 self._sink.arguments(self._arguments.take())
             self._sink.end()
         elif self._has_begun and self._state is not _State.HEADER:

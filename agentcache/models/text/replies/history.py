@@ -19,7 +19,7 @@ from agentcache.models.text.template import REASONING_KEYS
 from agentcache.models.text.tokenizer import Tokenizer
 
 _PROMPT_END = 256  # characters in front of a reply, in which it may have been begun
-_MOST_ENDS = 8  # places that are tried as a reply's end
+_MOST_ENDS = 8  # positions that are tried as a reply's end
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ReplyReading:
         )
 
     def read_at(self, text: str, begin: int, end: int) -> ReadReply:
-        """The reply between two places of a marked text."""
+        """The reply between two positions of a marked text."""
         return self.read(text[begin:end], text[max(0, begin - _PROMPT_END) : begin])
 
     def opened_at(self, text: str, begin: int) -> int:
@@ -142,17 +142,17 @@ def with_thoughts(
     messages: Sequence[dict[str, Any]], transcript: Transcript, reading: ReplyReading
 ) -> list[dict[str, Any]] | None:
     """Messages with what the model thought where the client has left it out; None where nothing is to be added."""
-    known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
+    known = [reading.read_at(transcript.text, *span) for span in transcript.generated_ranges()]
     full: list[dict[str, Any]] = []
     added = False
     for message in messages:
         if message.get("role") == "assistant":
-            place = next((i for i, reply in enumerate(known) if reply.answers(message)), None)
-            if place is not None:
-                thought = known[place].thought
+            index = next((i for i, reply in enumerate(known) if reply.answers(message)), None)
+            if index is not None:
+                thought = known[index].thought
                 if thought and not any(message.get(key) for key in REASONING_KEYS):
                     message, added = {**message, "reasoning_content": thought}, True
-                del known[: place + 1]
+                del known[: index + 1]
         full.append(message)
     return full if added else None
 

@@ -89,7 +89,7 @@ class HeaderCall(Steps):
 
     def _cut_off(self) -> Left:
         if self._at is _InCall.ARGUMENTS:
-            self._arguments.close()
+            self._arguments.complete()
             self._sink.arguments(self._arguments.take())
             self._sink.end()
         return Left(rest=self._text)
@@ -277,7 +277,7 @@ class ObjectCalls(Steps):
         if self._at is _InObject.BEHIND:
             return Left(rest=self._text)
         if self._started and self._at is _InObject.ARGUMENTS:
-            self._value.close()
+            self._value.complete()
             self._sink.arguments(self._value.take())
         return self._failed()
 

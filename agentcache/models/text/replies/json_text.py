@@ -68,7 +68,7 @@ class JsonText:
         self._out.clear()
         return out
 
-    def close(self) -> None:
+    def complete(self) -> None:
         """Nothing more comes: complete the value. One that has not begun becomes null."""
         if self.is_done:
             return

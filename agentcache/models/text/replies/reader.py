@@ -9,7 +9,7 @@ from typing import Protocol
 
 from agentcache.models.text.marks import any_of
 from agentcache.models.text.replies.calls import SPACE, CallReader, CallSink, Left, Tools, partial_end
-from agentcache.models.text.replies.dialects import DIALECTS, Dialect, Parts, bare_object
+from agentcache.models.text.replies.dialects import DIALECTS, Dialect, DialectParts, bare_object
 from agentcache.models.text.replies.events import Event, ReasoningDelta, TextDelta
 from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 from agentcache.models.text.replies.harmony import HarmonyReader
@@ -87,7 +87,7 @@ class MarkedReader:
         used = [token for token in form.tokens if any(token.name in string for string in strings)]
         codes = self._codes = Codes((token.name, token.is_shown) for token in used)
         self._sink = CallSink(codes.shown)
-        self._parts = Parts(self._sink, tools, codes)
+        self._parts = DialectParts(self._sink, tools, codes)
         self._opens = {codes.code(marker): make for marker, make in dialect.opens.items()}
         self._bare = dialect.bare
         self._starts = {codes.code(start): codes.code(end) for start, end in pairs}
@@ -134,7 +134,7 @@ class MarkedReader:
             self._strips = False
             gap, self._gap = self._gap, ""
             return [TextDelta(gap + text)]
-        if self._state is _State.THOUGHT and not self._text and self._is_plain_thought(text):
+        if self._state is _State.THOUGHT and not self._text and not self._may_stop.search(text):
             self._think(text)
             return self._take()
         self._text += text
@@ -158,9 +158,6 @@ class MarkedReader:
             self._said = not self._bare and not text[0].isspace()
             return self._said
         return not (self._strips and text[0].isspace())
-
-    def _is_plain_thought(self, text: str) -> bool:
-        return self._may_stop.search(text) is None
 
     def _take(self) -> list[Event]:
         events = self._sink.events

@@ -278,7 +278,7 @@ class TaggedCalls(Steps):
         if not self._started:
             return Left(rest=self._text) if self._any else self._failed()
         if self._at is _At.JSON:
-            self._json.close()
+            self._json.complete()
             self._sink.arguments(self._json.take())
         else:
             if self._at is _At.IN_VALUE and self._begun:

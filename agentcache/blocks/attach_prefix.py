@@ -8,19 +8,19 @@ from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.lane_search import CachedPrefix, LanePrefix
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import Copy, Load, Sequence
+from agentcache.blocks.sequence import CacheSequence, Copy, Load
 from agentcache.blocks.slots import Slots
 
 
 @dataclass(frozen=True)
-class _Source:
+class _TailSlot:
     """A slot of group `index` with a tail's data."""
 
     index: int
     block_id: int
 
 
-def place(sequence: Sequence, prefix: CachedPrefix, allocator: BlockAllocator) -> None:
+def attach_prefix(sequence: CacheSequence, prefix: CachedPrefix, allocator: BlockAllocator) -> None:
     """Fill the sequence's empty tables with the slots of `prefix`; its `loads` and `copies` are then due.
 
     Raises OutOfBlocks; then the tables hold a part, and idle blocks may have been evicted.
@@ -44,7 +44,7 @@ def place(sequence: Sequence, prefix: CachedPrefix, allocator: BlockAllocator) -
             slots.pools[source.index].release(source.block_id)
 
 
-def _share(sequence: Sequence, lane: LanePrefix, slots: Slots) -> None:
+def _share(sequence: CacheSequence, lane: LanePrefix, slots: Slots) -> None:
     """Put the slots that are in RAM into the tables, and -1 for the others."""
     for index in lane.groups:
         table = sequence.tables[index]
@@ -56,12 +56,12 @@ def _share(sequence: Sequence, lane: LanePrefix, slots: Slots) -> None:
             table.block_ids.append(block_id)
 
 
-def _sources(lane: LanePrefix) -> list[_Source]:
+def _sources(lane: LanePrefix) -> list[_TailSlot]:
     block_ids = {} if lane.tail is None else lane.tail.block_ids
-    return [_Source(index, block_ids[index]) for index in lane.groups if index in block_ids]
+    return [_TailSlot(index, block_ids[index]) for index in lane.groups if index in block_ids]
 
 
-def _allocate_absent(sequence: Sequence, lane: LanePrefix, index: int, allocator: BlockAllocator) -> None:
+def _allocate_absent(sequence: CacheSequence, lane: LanePrefix, index: int, allocator: BlockAllocator) -> None:
     table = sequence.tables[index]
     for node in lane.nodes[table.first_block :]:
         if table.block_id(node.position) < 0:
@@ -69,7 +69,9 @@ def _allocate_absent(sequence: Sequence, lane: LanePrefix, index: int, allocator
             sequence.loads.append(Load(node, index, table.block_id(node.position), BLOCK_SIZE))
 
 
-def _allocate_tail(sequence: Sequence, lane: LanePrefix, tail: Node, index: int, allocator: BlockAllocator) -> None:
+def _allocate_tail(
+    sequence: CacheSequence, lane: LanePrefix, tail: Node, index: int, allocator: BlockAllocator
+) -> None:
     table, source = sequence.tables[index], tail.block_ids.get(index)
     if source is not None and lane.ends_with_a_block and _is_read_by_nobody_else(allocator.slots, index, source):
         # The node covers only the tokens before, which stay as they are.
@@ -85,5 +87,5 @@ def _allocate_tail(sequence: Sequence, lane: LanePrefix, tail: Node, index: int,
 
 
 def _is_read_by_nobody_else(slots: Slots, index: int, block_id: int) -> bool:
-    """One reference is the tree's, one is `place`'s."""
+    """One reference is the tree's, one is of `attach_prefix`."""
     return slots.pools[index].ref_cnt(block_id) == 2

@@ -11,21 +11,21 @@ from agentcache.agents.in_use import InUse
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restored, Restorer
 from agentcache.agents.saved import Saved, when_all
-from agentcache.agents.table import AgentTable, blocks_of, without_memory
+from agentcache.agents.table import AgentTable, blocks_of, emptied
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName, Namespace
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import Sequence
+from agentcache.blocks.sequence import CacheSequence
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks
 from agentcache.models.runner import ModelRunner
 from agentcache.report import AgentInfo, CacheState, LineageInfo, RestoreReport
-from agentcache.store.archive import Archive
+from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
 
 
-class AgentMemory:
+class AgentOperations:
     """Operations on agents that no request is at work on. All belong to the engine thread."""
 
     def __init__(
@@ -104,17 +104,17 @@ class AgentMemory:
     def create(
         self, agent_id: str, adapter: str | None, policy: str, system: str | None, done: Callable[[Saved], None]
     ) -> None:
-        """Make an agent without memory, durably. Raises InvalidRequest, Conflict."""
+        """Make an agent without a conversation, durably. Raises InvalidRequest, Conflict."""
         record = self._agents.new(agent_id, policy=policy, system=system)
         self._persistence.save_record(replace(record, adapter=adapter), done)
 
-    def bring_in(self, archive: Archive, done: Callable[[Saved], None]) -> None:
+    def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
         """Make an agent of an archive, durably. Raises Conflict."""
         self._agents.new(archive.agent_id)
         self._persistence.bring_in(archive, done)
 
     def fork(self, agent_id: str, new_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
-        """Make an agent with the same memory (of one lineage), durably, sharing every block.
+        """Make an agent with the same conversations (or one lineage of them), durably, sharing every block.
 
         Raises NotFound, Conflict.
         """
@@ -154,7 +154,7 @@ class AgentMemory:
         """
         records = self._agents.lineages(agent_id, lineage)
         if lineage is not None and len(self._agents.lineages(agent_id)) == 1:
-            self._persistence.empty_lineage(without_memory(records[0]), done)
+            self._persistence.empty_lineage(emptied(records[0]), done)
         else:
             deleted = when_all(len(records), done)
             for record in records:
@@ -225,7 +225,7 @@ class AgentMemory:
         return node is not None and node.block_ids.keys() & set(block.groups) <= node.stored
 
     def save(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
-        """Write what of an agent's memory is in RAM but not on disk (after a failed save). Raises NotFound."""
+        """Write what of an agent is in RAM but not on disk (after a failed save). Raises NotFound."""
         records = self._agents.lineages(agent_id, lineage)
         saved_all = when_all(len(records), done)
         for record in records:
@@ -262,7 +262,7 @@ class AgentMemory:
             self._runner.copy_blocks(sequence.copies)
             self._restorer.restore(sequence, lambda restored: settle(sequence, restored))
 
-        def settle(sequence: Sequence, restored: Restored) -> None:
+        def settle(sequence: CacheSequence, restored: Restored) -> None:
             nonlocal restored_bytes
             restored_bytes += restored.num_bytes
             self._runner.evaluate()

@@ -1,0 +1,33 @@
+"""A model as clients see it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from agentcache.config import Config
+from agentcache.engine.view import ServedModel
+from agentcache.kv.spec import describe_group
+from agentcache.models.loader import LoadedModel
+from agentcache.report import ModelInfo
+
+_EMBEDDED_NAME = "agentcache-embedded"
+
+
+def describe_model(served: ServedModel | LoadedModel, config: Config) -> ModelInfo:
+    """What `/v1/models` and `agentcache doctor` say of it; without a model in the settings it is the embedded one."""
+    name = served.path.name if config.model else _EMBEDDED_NAME
+    return ModelInfo(
+        id=config.model if config.model and not Path(config.model).is_dir() else name,
+        name=name,
+        path=str(served.path),
+        fingerprint=served.fingerprint,
+        model_type=served.spec.model_type,
+        max_context=served.max_context,
+        vocab_size=served.tokenizer.vocab_size,
+        created=int(time.time()),
+        has_chat_template=served.tokenizer.has_chat_template,
+        reply_format=served.tokenizer.reply_format,
+        kv_bits=served.spec.bits,
+        cache_groups=tuple(describe_group(group) for group in served.spec.all_groups),
+    )

@@ -1,0 +1,73 @@
+"""The pack kernel against its definition and against what MLX quantises, in the emulator."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from agentcache.kv.arena import quantise
+from agentcache.kv.spec import Quantisation
+from agentcache.metal_kernels.definition import packed, unpacked
+from agentcache.metal_kernels.pack import pack
+from tests.metal_kernels.cases import DTYPES
+from tests.metal_kernels.conftest import Emulate
+from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.run import SCHEDULES, Schedule
+
+if clang() is None:
+    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+
+
+def drawn(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:
+    """Values with groups of one sign, of one value and of nothing but zeros among them."""
+    x = np.random.default_rng(seed).standard_normal(shape)
+    x[..., 0, :] = np.abs(x[..., 0, :]) + 3
+    x[..., 1, :] = -x[..., 0, :]
+    x[..., 2, :] = 0
+    x[..., 3, :] = 2.5
+    return mx.array(x.astype(np.float32)).astype(dtype)
+
+
+def off(x: mx.array, group_size: int) -> float:
+    """Largest difference from the definition, beside the rounding of scales to float16."""
+    made = tuple(np.array(part) for part in pack(x, group_size))
+    data, scales, biases = packed(np.array(x.astype(mx.float32)).astype(np.float64), group_size)
+    wanted = unpacked((data, scales.astype(np.float16), biases.astype(np.float16)))
+    return float(np.abs(unpacked(made) - wanted).max())
+
+
+@pytest.mark.parametrize(("dim", "group_size"), [(64, 64), (96, 32), (128, 64), (192, 64), (256, 64)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_shape_equals_what_mlx_packs(dim: int, group_size: int, dtype: mx.Dtype, emulate: Emulate) -> None:
+    emulate()
+    x = drawn((2, 3, 5, dim), dtype)
+    for made, wanted in zip(pack(x, group_size), quantise(x, Quantisation(4, group_size)), strict=True):
+        assert made.dtype == wanted.dtype
+        np.testing.assert_array_equal(np.array(made), np.array(wanted))
+    if dtype == mx.float32:  # values of 16 bits lie right between two steps now and then
+        assert off(x, group_size) <= 1e-6
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_no_finding_in_any_schedule(schedule: Schedule, emulate: Emulate) -> None:
+    emulate(schedule)
+    assert off(drawn((1, 3, 5, 96), mx.float16), 32) <= 0.3  # a jittered quotient may round to the next step
+
+
+def test_what_is_no_number_is_packed_as_one(emulate: Emulate) -> None:
+    emulate()
+    x = drawn((1, 1, 4, 64), mx.float32)
+    x[0, 0, 0, 3], x[0, 0, 1, 5], x[0, 0, 2, 7] = float("nan"), float("inf"), -float("inf")
+    for made, wanted in zip(pack(x, 64), quantise(x, Quantisation()), strict=True):
+        np.testing.assert_array_equal(np.array(made), np.array(wanted))
+
+
+def test_every_byte_moves_once(emulate: Emulate) -> None:
+    log = emulate()
+    pack(drawn((1, 3, 5, 96), mx.float16), 32)
+    [result] = log
+    assert result.traffic["values"].read == 3 * 5 * 96 * 2
+    assert sum(result.traffic[name].written for name in ("data", "scales", "biases")) == 3 * 5 * (
+        96 // 2 + 96 // 32 * 4
+    )
