@@ -104,13 +104,13 @@ class Choice:
 
     def make(self, masks: Mapping[int, np.ndarray] | None = None) -> None:
         """Choose; `masks` are as in `sampler.masked`."""
-        generations = [row.generation for row in self._rows]
-        rows = [_row(generation, end) for generation, end in zip(generations, self._ends, strict=True)]
+        rows = [_row(row.generation, end) for row, end in zip(self._rows, self._ends, strict=True)]
         self.tokens = choose(rows, masked(self._logits, masks) if masks else self._logits, self._last)
         if self.scored:
             index = mx.array(list(self.scored))
-            count = max(generations[i].request.sampling.logprobs or 0 for i in self.scored)
+            count = max(self._rows[i].generation.request.sampling.logprobs or 0 for i in self.scored)
             self.scores = Scores(self._logits[index], self.tokens[index], count)
+        self._logits = None  # its memory may serve for what follows from it
 
     def masks(self) -> dict[int, np.ndarray]:
         """What rows may have, by their places. Those whose form has ended get anything, and nobody looks at it."""
@@ -135,6 +135,10 @@ class Batch:
         prompt_scores: of the only row's prompt.
         contended: it lets others wait, see `Scheduler.contended`.
         states: per row its recurrent state behind the batch; nothing for a model without.
+
+    Attributes:
+        tokens: int32 [B], chosen for every row; None where no row is complete, and where they are not chosen yet.
+        awaits_choice: whether `choose` is to be called, when the batch has been started and the one before is settled.
     """
 
     def __init__(
@@ -158,21 +162,13 @@ class Batch:
         self.started_at = 0.0
         self.seconds = 0.0
         self._choice = choice
+        self.tokens = None if choice is None else choice.tokens
+        self.awaits_choice = choice is not None and choice.tokens is None
         self._prompt_scores = prompt_scores
 
     @property
     def is_chunk(self) -> bool:
         return self.num_tokens > 1
-
-    @property
-    def tokens(self) -> mx.array | None:
-        """int32 [B], chosen for every row; None where no row is complete, and where they are not chosen yet."""
-        return None if self._choice is None else self._choice.tokens
-
-    @property
-    def awaits_choice(self) -> bool:
-        """Whether `choose` is to be called, when the batch has been started and the one before is settled."""
-        return self._choice is not None and self._choice.tokens is None
 
     def start(self) -> None:
         """Let the device begin."""
@@ -185,6 +181,7 @@ class Batch:
         """Choose the tokens that had to wait for those of the batch before."""
         assert self._choice is not None  # `awaits_choice` has said so
         self._choice.make(self._choice.masks())
+        self.tokens, self.awaits_choice = self._choice.tokens, False
         self._runner.follow(*self._choice.arrays)
 
     def wait(self) -> None:

@@ -88,7 +88,7 @@ def test_those_without_a_form_say_what_they_say_alone(llm: LLM) -> None:
 
 
 def test_the_same_bits_beside_a_form_as_without(model: Path, tmp_path: Path) -> None:
-    """In batches of the same rows: tokens and log probabilities, of greedy rows and of those that are drawn."""
+    """In batches of the same rows, in as many steps: of greedy rows and of those that are drawn."""
 
     def run(cache_dir: Path, form: AnswerForm | None) -> list[list[Any]]:
         with by_hand(model, cache_dir) as hand:
@@ -100,6 +100,8 @@ def test_the_same_bits_beside_a_form_as_without(model: Path, tmp_path: Path) -> 
             hand.run(*rows)
             scores = [[score for update in row.updates for score in update.logprobs] for row in rows]
             assert [len(row.token_ids) for row in rows] == [40] * 4
+            # Nobody waits a step for anybody.
+            assert hand.engine.stats().decode_steps <= 39 + len(rows)
             return scores
 
     beside = run(tmp_path / "beside", text_form(Notation.REGEX, "[a-f ]{300}"))
