@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -31,6 +32,7 @@ from tests.conftest import StyledTokenizer
 from tests.examples import examples
 from tests.reply_formats import FAMILIES, WRITERS
 from tests.schemas import SHORT_TOOLS, calling, of_schema, schemas
+from tests.tokenizers_factory import byte_bpe
 
 SCHEMA = {
     "type": "object",
@@ -144,6 +146,14 @@ def test_every_kind_of_vocabulary(style: str, styled_tokenizer: StyledTokenizer)
             detokenizer.add(token)
         detokenizer.finish()
         assert is_valid(detokenizer.text, SCHEMA)
+
+
+def test_a_vocabulary_whose_last_word_is_full(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, vocab_size=478))
+    assert tokenizer.vocab_size % 32 == 0
+    token_ids = list(walk(tokenizer, start(tokenizer, of_schema(SCHEMA)), 1))
+    assert is_valid(decoded(tokenizer, token_ids), SCHEMA)
+    tokenizer.close()
 
 
 @settings(max_examples=examples(100))

@@ -12,10 +12,12 @@ from typing import Any
 import jsonschema
 import pytest
 from hypothesis import given, settings
+from llguidance import LLParserLimits
 
 from agentcache.answer_form import AnswerForm, Notation, TextForm
 from agentcache.errors import InvalidRequest
 from agentcache.llm import LLM, Completion
+from agentcache.models.text.grammars import compiler
 from agentcache.models.text.replies.events import Call, Text
 from agentcache.request import Request, TokenPrompt
 from tests.conftest import ModelFolder
@@ -163,12 +165,18 @@ def test_who_loses_its_place_goes_on_in_the_same_form(model: Path, tmp_path: Pat
         assert llm.stats().preemptions > 0
 
 
-def test_who_cannot_go_on_is_told_and_the_others_are_not(llm: LLM) -> None:
-    deep = text_form(Notation.REGEX, "[ab]{8}(((a{1000}){1000}){1000})")  # nobody sees what comes before it comes
-    with pytest.raises(InvalidRequest) as caught:
-        llm.generate("x", any_way(), form=deep)
-    assert caught.value.code in ("grammar_failed", "grammar_unusable")
-    assert len(llm.generate("x", greedy(5)).token_ids) == 5
+def test_who_cannot_go_on_is_told_and_the_others_are_not(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar that is harmless as far as anybody has tried, and then takes too much."""
+    few_states = LLParserLimits(max_lexer_states=30, verbose_errors=False)
+    monkeypatch.setattr(compiler, "parser_limits", lambda: few_states)
+    with open_llm(model, tmp_path / "cache") as llm, ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(lambda: llm.generate(make_ids(9), greedy(40)))
+        with pytest.raises(InvalidRequest) as caught:
+            llm.generate("x", any_way(), form=text_form(Notation.REGEX, "([ab]{7}c[ab]{9}d){9}"))
+        assert len(beside.result().token_ids) == 40
+    assert caught.value.code == "grammar_failed"
 
 
 # -- chats: every family is tried without a model in models/test_grammars.py -------------------------------------------

@@ -165,7 +165,8 @@ class Following:
 
     def mask(self) -> NDArray[np.uint32]:
         """Which tokens may follow: bit i of word w stands for token 32 w + i."""
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        # There may be a word more than the vocabulary needs.
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._ends)]
         if not (mask & ~self._ends).any():
             self.is_over = True
         self._note_end()
