@@ -53,10 +53,13 @@ help: ## show this list
 demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a restart in between
 	$(RUN) $(BIN)/agentcache demo $(ARGS)
 
-# Two processes with one BLAS thread each: most tests are short and single-threaded. The longest file goes first.
-PYTEST := OPENBLAS_NUM_THREADS=1 $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=12
+# Three processes with one BLAS thread each, for two cores: most tests are short and single-threaded, and for a quarter of
+# the time they wait for files and servers. Each begins with a third of the tests in their order, so that what a file or a
+# folder shares is made once; who is done takes half of what another has left.
+# Bytecode is kept, whatever the environment says: the processes that tests start would all compile the package anew.
+PYTEST := OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=12
 
-# Random tests try two fifths of their examples here, all of them in test-all.
+# Random tests try a fifth of their examples here, all of them in test-all.
 test: $(DEV_STAMP) ## run the tests, but for the long ones
 	$(PYTEST) -m "not slow" $(ARGS)
 

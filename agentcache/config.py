@@ -123,6 +123,8 @@ class Config:
             models that have recurrent layers; None for a quarter of it.
         snapshot_tokens: tokens between two snapshots of a conversation's recurrent state; None for as many as make
             snapshots cost at most twice the keys and values.
+        idle_seconds: seconds after which a conversation that nobody goes on with counts as idle: its last recurrent
+            state is written then, so that nothing of it is computed again, whatever becomes of the process.
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
@@ -191,6 +193,12 @@ class Config:
     )
     snapshot_tokens: int | None = _setting(
         Kind.INTEGER, Flag("Tokens between snapshots of recurrent state."), above_zero=True, default=None
+    )
+    idle_seconds: float = _setting(
+        Kind.NUMBER,
+        Flag("Seconds until idle agents' recurrent state is written (60)."),
+        above_zero=True,
+        default=60.0,
     )
     max_concurrent_requests: int = _setting(
         Kind.INTEGER, Flag("Requests in one batch (16); more wait."), above_zero=True, default=16

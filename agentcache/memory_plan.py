@@ -14,6 +14,7 @@ from agentcache.errors import ConfigError
 GIB = 1 << 30
 AUTO_RAM_SHARE = 0.25  # of the RAM, for the cache, where it does not say how much
 AUTO_TRUNK_SHARE = 0.125  # of the cache's, for hidden states
+AUTO_STATE_SHARE = 0.25  # of the cache's, for recurrent state, in models that have it
 NO_WIRED_LIMIT = 0
 
 
@@ -77,6 +78,11 @@ class MemoryPlan:
     trunk_budget: int
     temporaries: int
     wired: int | None
+
+
+def state_budget(wished: int | None, ram_budget: int) -> int:
+    """Bytes of the cache's RAM that recurrent state may take, and nothing else."""
+    return int(ram_budget * AUTO_STATE_SHARE) if wished is None else wished
 
 
 def plan_memory(

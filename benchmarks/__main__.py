@@ -197,6 +197,24 @@ def kernels(
     KERNELS.hand_out(build_report(plan, *measure_kernels(plan, say)), out, as_json=as_json)
 
 
+@app.command(name="real-size")
+def real_size(
+    model: Annotated[str | None, typer.Option(help="Model folder. Default: random weights in an 8B shape.")] = None,
+    shape: Annotated[str, typer.Option(help="Of the random weights: 8b, or small.")] = "8b",
+    bits: Annotated[int, typer.Option(help="Of the random weights: 4, 8 or 16.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Times each side is measured.")] = 3,
+    out: Out = RESULTS,
+    as_json: AsJson = False,
+) -> None:
+    """Decode, prefill and turns at the size of real models, beside bare mlx-lm; needs the memory for two of them."""
+    from benchmarks.real_size import REAL_SIZE, RealSizePlan, build_report, measure_real_size
+
+    if shape not in ("8b", "small"):
+        raise ConfigError(f"--shape is {shape!r}; it can be 8b or small")
+    plan = RealSizePlan(model=model, bits=bits, rounds=rounds) if shape == "8b" else RealSizePlan.small(model, rounds)
+    REAL_SIZE.hand_out(build_report(plan, measure_real_size(plan, say)), out, as_json=as_json)
+
+
 @app.command()
 def soak(
     minutes: Annotated[float, typer.Option(min=0.1, help="Of load.")] = 30.0,

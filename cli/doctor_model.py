@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentcache.client import Client
 from agentcache.config import Config
+from agentcache.memory_plan import state_budget
 
 if TYPE_CHECKING:
     from agentcache.kv.spec import CacheGroupInfo
@@ -48,9 +49,13 @@ def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Find
     groups = [CacheGroupInfo(**each | {"kind": GroupKind(each["kind"])}) for each in model["cache_groups"]]
     yield _model(model["id"], model["max_model_len"], model["kv_bits"])
     yield _groups(groups)
-    weights = stats["ram_accounts"]["weights"]["capacity_bytes"]
-    plan = {"limit": stats["memory_limit"], "weights": weights, "ram_budget": stats["ram_budget"]}
-    yield _memory(groups, model["max_model_len"], plan)
+    accounts = stats["ram_accounts"]
+    plan = {
+        "limit": stats["memory_limit"],
+        "weights": accounts["weights"]["capacity_bytes"],
+        "ram_budget": stats["ram_budget"],
+    }
+    yield _memory(groups, model["max_model_len"], plan, accounts.get("state", {}).get("floor_bytes", 0))
 
 
 def _loaded(config: Config, home: Path) -> Iterator[Finding]:
@@ -62,7 +67,8 @@ def _loaded(config: Config, home: Path) -> Iterator[Finding]:
     info = found.info
     yield _model(info.id, info.max_context, info.kv_bits)
     yield _groups(info.cache_groups)
-    yield _memory(info.cache_groups, info.max_context, dataclasses.asdict(found.plan))
+    for_states = state_budget(config.state_budget, found.plan.ram_budget)
+    yield _memory(info.cache_groups, info.max_context, dataclasses.asdict(found.plan), for_states)
 
 
 def _is_to_be_fetched(model: str) -> bool:
@@ -109,11 +115,16 @@ def _phrase(members: Sequence[CacheGroupInfo]) -> str:
     return f"{what} ({names}): {f'{layers} layers, ' if layers else ''}{', '.join(told)}"
 
 
-def _memory(groups: Sequence[CacheGroupInfo], max_context: int, plan: Mapping[str, Any]) -> Finding:
-    from agentcache.kv.spec import tokens_within
+def _memory(groups: Sequence[CacheGroupInfo], max_context: int, plan: Mapping[str, Any], for_states: int) -> Finding:
+    """What fits into RAM, of which `for_states` bytes are for recurrent state only, where there is any."""
+    from agentcache.kv.spec import GroupKind, tokens_within
 
-    tokens = tokens_within(groups, plan["ram_budget"], max_context)
-    agents = plan["ram_budget"] // sum(group.bytes_for(AGENT_TOKENS) for group in groups)
+    states = [group for group in groups if group.kind is GroupKind.STATE]
+    others = [group for group in groups if group.kind is not GroupKind.STATE]
+    for_others = plan["ram_budget"] - (for_states if states else 0)
+    tokens = tokens_within(others, for_others, max_context)
+    shares = [(others, for_others), (states, for_states)]
+    agents = min(share // sum(group.bytes_for(AGENT_TOKENS) for group in kind) for kind, share in shares if kind)
     detail = (
         f"of {_size(plan['limit'])}: weights {_size(plan['weights'])}, cache {_size(plan['ram_budget'])}: "
         f"one agent of {tokens:,} tokens, or {agents:,} of {AGENT_TOKENS:,} in RAM at once"

@@ -96,7 +96,7 @@ def steps(shape: HeadShape) -> dict[str, Case]:
     return {
         "decode": _case(shape, lengths=(300, 17)),
         "decode with window, softcap and sinks": _case(shape, lengths=(300, 17), window=64, softcap=20.0, sinks=True),
-        "decode of several tokens": _case(shape, lengths=(300, 17), num_tokens=8),
+        "decode of several tokens": _case(shape, lengths=(300, 17), num_tokens=16),
         "decode of a shared prefix": _case(shape, lengths=(300, 290, 20), prefix=1),
     }
 

@@ -203,11 +203,29 @@ class AgentOperations:
         nodes = (node for each in behind for lane in self._prefix(each).lanes for node in lane.all_nodes)
         return {node for node in nodes if not node.block_ids.keys() <= node.stored}
 
+    def evict_snapshots(self, share: float) -> int:
+        """Free the RAM of a share of the snapshots that nobody is about to start from, least recently used first.
+
+        The last one of each lineage is written first if it is not on disk, and stays until it is. Returns how many
+        left.
+        """
+        snapshots = self._cache.snapshots
+        if snapshots is None:
+            return 0
+        self._persistence.save_snapshots(time.monotonic())
+        nodes = list(snapshots.nodes)
+        last = {each[-1] for each in map(self._snapshots_of, self._agents) if each}
+        leaving = [node for node in nodes if node not in last or snapshots.index in node.stored]
+        return sum(snapshots.evict(node) for node in leaving[: math.ceil(share * len(nodes))])
+
+    def _snapshots_of(self, record: AgentRecord) -> tuple[Node, ...]:
+        root, ids = self._namespace(record.salt).root, record.transcript.ids
+        return tuple(self._cache.find_snapshots(root, ids, len(ids), record.producer))
+
     def _evict_snapshots(self, records: Iterable[AgentRecord]) -> None:
         """All of these lineages': what is not on disk by now is not worth it."""
         for record in records:
-            root, ids = self._namespace(record.salt).root, record.transcript.ids
-            for node in self._cache.find_snapshots(root, ids, len(ids), record.producer):
+            for node in self._snapshots_of(record):
                 assert self._cache.snapshots is not None  # it has found some
                 self._cache.snapshots.evict(node)
 

@@ -23,6 +23,7 @@ from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import choose_saved
+from agentcache.blocks.transcript import Transcript
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
 from agentcache.store.archived_agent import ArchivedAgent
@@ -63,6 +64,7 @@ class Persistence:
     Args:
         post: runs a function on the engine thread soon; callable from any thread.
         max_lineages: lineages that an agent may have; those beyond are given up.
+        first_thought: tokens in front of the first thought, which a chat template may not show again; None without one.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Persistence:
         namespace: Callable[[str], Namespace],
         post: Callable[[Callable[[], None]], None],
         max_lineages: int,
+        first_thought: Callable[[Transcript], int | None],
     ) -> None:
         self._cache = cache
         self._groups = cache.all_groups
@@ -85,6 +88,7 @@ class Persistence:
         self._namespace = namespace
         self._post = post
         self._max_lineages = max_lineages
+        self._first_thought = first_thought
         self._disk = Disk(store, agents, in_use)
         self._writer = Writer()
         self._unsettled = 0
@@ -221,19 +225,31 @@ class Persistence:
         found = {node.end: node for node in nodes}
         saved = {end for end, node in found.items() if not _is_wanted(node, snapshots.index)}
         lasting = lasting or min((each.num_tokens for each in record.snapshots), default=0)
-        chosen = choose_saved(
-            found, saved, lasting=lasting, num_tokens=record.num_saved, every=snapshots.every, final=final
+        choose = partial(
+            choose_saved,
+            found,
+            saved,
+            lasting=lasting,
+            num_tokens=record.num_saved,
+            every=snapshots.every,
+            returns=self._returns(record),
         )
+        chosen = choose(final=final)
         # A file holds finite values only.
         sound = (end for end in chosen if end in saved or self._is_finite(found[end]))
         named = tuple(NamedSnapshot(end, found[end].chain, snapshots.index) for end in sound)
         self._unsaved.pop(record.name, None)
-        if not final and max(found, default=0) > max((each.num_tokens for each in named), default=0):
+        if not final and not {each.num_tokens for each in named}.issuperset(choose(final=True)):
             self._unsaved[record.name] = time.monotonic()
         with_all = replace(record, snapshots=named)
         if self.fits(with_all, record.num_saved):
             return with_all
         return replace(record, snapshots=tuple(each for each in named if each.num_tokens in saved))
+
+    def _returns(self, record: AgentRecord) -> list[int]:
+        """Where a prompt that goes on from the lineage may leave it, beside its end."""
+        places = [self._first_thought(record.transcript), None if record.producer is None else record.producer.start]
+        return [place for place in places if place is not None and place < record.num_saved]
 
     def _is_finite(self, node: Node) -> bool:
         return node.state is not None and self._runner.is_finite_state(node.state)

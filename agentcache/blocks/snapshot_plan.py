@@ -45,7 +45,7 @@ class SnapshotPlan:
 
     Args:
         every: so many tokens, whole blocks.
-        borders: and there, at block borders.
+        borders: and there, at block borders, or where an adapter begins.
         lasting: the one of them where other conversations are likely to begin; 0 for none.
     """
 
@@ -54,19 +54,23 @@ class SnapshotPlan:
     lasting: int = 0
 
     @classmethod
-    def of(cls, every: int, start: int, num_tokens: int, system_tokens: int, known_tokens: int) -> SnapshotPlan:
+    def of(
+        cls, every: int, start: int, num_tokens: int, system_tokens: int, known_tokens: int, base_tokens: int = 0
+    ) -> SnapshotPlan:
         """For a prompt of `num_tokens` that goes on from `start`.
 
         Args:
             system_tokens: its system prompt and tools.
             known_tokens: as many as the cache has the keys and values of: there it leaves what somebody has said.
+            base_tokens: those in front of the first that an adapter acts on, from which base and other adapters go on;
+                0 where none acts, or acts on all.
         """
         lasting, branch = whole_blocks(system_tokens), whole_blocks(known_tokens)
         # For an answer to be given anew, or a prompt that another answer leaves: its last token is computed each time.
         last = whole_blocks(max(0, num_tokens - 1))
         # Each cut is one more step, which a short turn would feel, and gain nothing by.
         borders = {border for border in (branch, last) if border - start >= BLOCK_SIZE}
-        return cls(every, frozenset(borders | {lasting} - {0}), lasting)
+        return cls(every, frozenset(borders | {lasting, base_tokens} - {0}), lasting)
 
     def next_after(self, num_tokens: int) -> int:
         """The first position behind this one where one is to be taken."""
@@ -85,6 +89,7 @@ def choose_saved(
     lasting: int,
     num_tokens: int,
     every: int,
+    returns: Collection[int] = (),
     final: bool = False,
 ) -> list[int]:
     """Which of a lineage's snapshots are to be on disk, by position: at most `MOST_SAVED`.
@@ -95,17 +100,26 @@ def choose_saved(
         lasting: the one behind its system prompt; 0 for none.
         num_tokens: the lineage's.
         every: tokens that may be computed again after a crash.
+        returns: where a prompt that goes on may leave what the lineage says, beside its end: in front of what a chat
+            template does not show again, and of what an adapter has said.
         final: nothing is to be computed again: the agent is idle, or the server closes.
     """
     found = sorted(found)
-    newest, last = max(found, default=0), max(saved, default=0)
+    ends = sorted({*returns, num_tokens})
     chosen = set(saved)
-    if newest > last and (final or num_tokens - last > every):
-        chosen.add(newest)
+    for end in ends:  # the first ones first: what is saved for them may do for the others
+        newest, last = _last(found, end), _last(chosen, end)
+        if newest > last and (final or end - last > every):
+            chosen.add(newest)
     # A short system prompt is sooner computed than its snapshot is worth.
     if lasting in found and (lasting in saved or 2 * lasting >= every):
         chosen.add(lasting)
-    kept = [position for position in found if position in chosen]
-    is_kept = lasting in kept
-    others = [position for position in kept if position != lasting][-(MOST_SAVED - is_kept) :]
-    return sorted([*others, *([lasting] if is_kept else [])])
+    there = [position for position in found if position in chosen]
+    # In the order in which they are worth keeping.
+    wanted = [_last(there, num_tokens), lasting, *(_last(there, end) for end in reversed(ends)), *reversed(there)]
+    return sorted([position for position in dict.fromkeys(wanted) if position in there][:MOST_SAVED])
+
+
+def _last(positions: Iterable[int], end: int) -> int:
+    """The last one that is not behind `end`; 0 without one."""
+    return max((position for position in positions if position <= end), default=0)

@@ -99,6 +99,7 @@ class Admission:
             len(generation.token_ids),
             generation.system_tokens,
             prefix.known_tokens,
+            0 if generation.producer is None else generation.producer.start,
         )
 
     def _begin_state(self, generation: Generation, sequence: CacheSequence) -> None:

@@ -51,12 +51,14 @@ from agentcache.pressure import Level
 from agentcache.report import CacheStats, FinishReason
 from agentcache.request import ChatPrompt
 
-_IDLE_SECONDS = 60.0  # an agent that has not been used for so long is likely to be left alone for longer
-
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine works with. `open_engine` makes the real ones."""
+    """What an engine works with. `open_engine` makes the real ones.
+
+    Args:
+        idle_seconds: see `Config.idle_seconds`.
+    """
 
     loaded: LoadedModel
     cache: PrefixCache
@@ -72,6 +74,7 @@ class Parts:
     trunk: Trunk
     served: ServedModel
     limits: Limits
+    idle_seconds: float
 
 
 class Engine:
@@ -107,6 +110,7 @@ class Engine:
             parts.cache, parts.device, parts.scheduler, parts.operations, parts.trunk, parts.loaded
         )
         self._limits = parts.limits
+        self._idle_seconds = parts.idle_seconds
 
     def close(self) -> None:
         """Write what is queued and let go of the cache folder.
@@ -348,7 +352,7 @@ class Engine:
     def seconds_to_rest(self) -> float | None:
         """When `rest` will have something to do; None for never."""
         since = self.persistence.unsaved_since
-        return None if since is None else max(0.0, since + _IDLE_SECONDS - time.monotonic())
+        return None if since is None else max(0.0, since + self._idle_seconds - time.monotonic())
 
     def rest(self, *, for_good: bool = False) -> None:
         """Have agents that are idle go on where they ended, without computing anything again, after a restart.
@@ -356,7 +360,7 @@ class Engine:
         Args:
             for_good: all of them: nothing comes any more.
         """
-        self.persistence.save_snapshots(time.monotonic(), 0.0 if for_good else _IDLE_SECONDS)
+        self.persistence.save_snapshots(time.monotonic(), 0.0 if for_good else self._idle_seconds)
 
     # -- the whole ----------------------------------------------------------------------------------------------------
 

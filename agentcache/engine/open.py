@@ -34,18 +34,18 @@ from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
 from agentcache.errors import ConfigError
 from agentcache.kv.spec import CacheSpec
-from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory
+from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
 from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.device_memory import Limits, device_memory, wanted_limits
 from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
 from agentcache.models.loader import LoadedModel, load
 from agentcache.models.runner import ModelRunner
+from agentcache.models.text.replies.history import first_thought
 from agentcache.store.store import Store
 
 # Of a small model a lot of slots, of a large one those of a first turn: the kernel takes longer to clear pages that a
 # restore needs than its files take to be read.
 _PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 8192, 256 << 20
-_STATE_SHARE = 4  # of the RAM budget, one part is for recurrent state
 # Of prefilling, until it has been measured: slow machines of their kind.
 _CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS = 50e9, 2e12, 50e12
 
@@ -97,7 +97,7 @@ def _put_together(
         loaded.spec.groups,
         ledger,
         state=loaded.spec.state_group,
-        state_budget=plan.ram_budget // _STATE_SHARE if config.state_budget is None else config.state_budget,
+        state_budget=state_budget(config.state_budget, plan.ram_budget),
         snapshot_tokens=_snapshot_tokens(config, loaded.spec),
     )
     if plan.ram_budget < ledger.floors:
@@ -107,7 +107,17 @@ def _put_together(
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
     in_use = InUse()
     agents = AgentTable(loaded.fingerprint, store.load_agents(), in_use)
-    persistence = Persistence(cache, runner, store, agents, in_use, loaded.namespace, post, config.max_lineages)
+    persistence = Persistence(
+        cache,
+        runner,
+        store,
+        agents,
+        in_use,
+        loaded.namespace,
+        post,
+        config.max_lineages,
+        partial(first_thought, form=loaded.tokenizer.reply_format),
+    )
     restorer = Restorer(cache, runner, store, post)
     persistence.index()
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
@@ -145,6 +155,7 @@ def _put_together(
                 plan=plan,
             ),
             limits=limits,
+            idle_seconds=config.idle_seconds,
         )
     )
 

@@ -1,6 +1,7 @@
 """Gives memory back while the system is short of it: agents leave RAM before anything is refused.
 
-They are on disk, and come back warm. What is on disk only in part stays: nothing that is not saved is lost.
+They are on disk, and come back warm. What is on disk only in part stays: nothing that is not saved is lost. Snapshots
+of recurrent state that agents would go on from are written first, and leave the next time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from agentcache.pressure import Level
 
 log = logging.getLogger("agentcache.engine")
 
-_SHARES = {Level.WARNING: 0.5, Level.CRITICAL: 1.0}  # of the blocks that nobody reads
+_SHARES = {Level.WARNING: 0.5, Level.CRITICAL: 1.0}  # of the blocks, and snapshots, that nobody reads
 
 
 class MemoryRelief:
@@ -25,8 +26,8 @@ class MemoryRelief:
 
     Attributes:
         level: as last told.
-        evicted_blocks: blocks that left RAM for it.
-        freed_bytes: memory of slots that was given back.
+        evicted_blocks: blocks and snapshots that left RAM for it.
+        freed_bytes: memory that was given back.
     """
 
     def __init__(
@@ -64,6 +65,10 @@ class MemoryRelief:
         self._device.move_blocks(self._cache.allocator.gather())
         self._trunk.sweep()
         freed = self._cache.allocator.give_back() + self._loaded.trunk.blocks.keep_first(self._trunk.blocks.give_back())
+        if (snapshots := self._cache.snapshots) is not None:
+            evicted_snapshots = self._operations.evict_snapshots(_SHARES[level])
+            evicted, freed = evicted + evicted_snapshots, freed + evicted_snapshots * snapshots.group.bytes_per_block
+            self._device.free_states()
         self._device.give_back()
         self.evicted_blocks += evicted
         self.freed_bytes += freed

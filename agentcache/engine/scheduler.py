@@ -169,9 +169,9 @@ class Scheduler:
         It ends where a snapshot of recurrent state is to be taken.
         """
         largest = self.pace.chunk_tokens(prompt.num_launched, contended=contended)
-        if prompt.snapshots is not None:
-            largest = min(largest, prompt.snapshots.next_after(prompt.num_launched) - prompt.num_launched)
         left, to_boundary = prompt.num_to_prefill, BLOCK_SIZE - prompt.num_launched % BLOCK_SIZE
+        if prompt.snapshots is not None:
+            left = min(left, prompt.snapshots.next_after(prompt.num_launched) - prompt.num_launched)
         if left <= largest:
             return left
         if largest < to_boundary:

@@ -27,12 +27,20 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "U32": np.dtype("<u4"),
     "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),  # numpy has none; its bits
     "U8": np.dtype("u1"),
 }
 # Of recurrent state, as MLX names them and as safetensors does.
-STATE_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "uint32": "U32"}
+STATE_DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+}
 PARTS = {"data": "U32", "scales": "F16", "biases": "F16"}  # of what `mx.quantize` packs; whatever the model's dtype
 
 

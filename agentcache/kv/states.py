@@ -18,7 +18,14 @@ from agentcache.kv.spec import CacheSpec, GroupSpec, RecurrentSpec, state_name
 # One list a recurrent cache of arrays [1, ...]; None for an entry that the model has not filled.
 RowArrays = Sequence[Sequence[mx.array | None]]
 
-_MLX_DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I32": mx.int32, "U32": mx.uint32}
+_MLX_DTYPES = {
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "I32": mx.int32,
+    "U32": mx.uint32,
+    "I64": mx.int64,
+}
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 

@@ -132,7 +132,7 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
     """Put a decoder on the device, on the thread that loaded `base`, which has steps to compute between the pieces.
 
     Yields:
-        None after each layer that was read, and after each that was checked; at last the decoder.
+        None after each layer that was read, and after each piece of the proof (`Proof.pieces`); at last the decoder.
 
     Raises:
         UnsupportedAdapter: it caches something else than base, or its files have changed since the digest was taken.

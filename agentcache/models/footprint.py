@@ -3,15 +3,17 @@ ends the process, so a step that would not fit must not be started."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.utils import MODEL_REMAPPING
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.spec import DTYPES, PARTS, CacheSpec, LayerSpec, Quantisation
+from agentcache.kv.spec import DTYPES, PARTS, CacheSpec, LayerSpec, Quantisation, RecurrentSpec
 from agentcache.models.attention import reads_packed
 from agentcache.models.device_memory import device_memory
 from agentcache.models.packed_product import kernel_is_right
@@ -28,6 +30,16 @@ _UNPACKED_COPIES = 3  # of keys and values: dequantised, in order, and what they
 _FLASH_SCORES = 1.25  # softmax overwrites the scores
 _FLASH_SCORES_WITH_SINKS = 3.25  # a sink's logit is put beside them, and taken away again
 _HAVE_SINKS = ("gpt_oss", "mimo_v2_flash")
+# Recurrent layers of mlx-lm's files, by how they compute a chunk.
+SSD_FILES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "plamo2"})
+GATED_DELTA_FILES = frozenset(
+    {"bailing_moe_v3", "kimi_k3", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+)
+_SSD_TOKENS = 256  # it attends within so many tokens, and goes on from state to state between them
+_SSD_COPIES, _SSD_COPIES_KEPT = 6.5, 2.5  # of their scores: of those at work, and of all
+_STATES_A_TOKEN = 1.3  # where layers go from token to token: what a step of theirs gives keeps the state alive
+_STATES_LAID_OUT = {"jamba": 16}  # where all that they are made of is there before the first is computed
+_CHANNEL_COPIES = 8  # of what goes through a recurrent layer: projected, in front of the convolution, behind it, gated
 _LEAST_TEMPORARIES = 64 << 20
 _USUAL_CONTEXT, _USUAL_ROWS = 8192, 8
 
@@ -87,7 +99,26 @@ class Footprint:
         # Recurrent layers make new states of the old ones.
         states = 0 if self.spec.state_group is None else 2 * rows * self.spec.state_group.bytes_per_block
         reads = max((attention(kind, contexts, num_tokens) for kind in self._kinds), default=0)
-        return activations + logits + states + reads
+        scans = rows * max((self._scan_bytes(each, num_tokens) for each in self._scans), default=0)
+        return activations + logits + states + reads + scans
+
+    def _scan_bytes(self, scan: _Scan, num_tokens: int) -> int:
+        """What a recurrent layer takes for a row's tokens, beside the state before and behind them."""
+        model = MODEL_REMAPPING.get(self.spec.model_type, self.spec.model_type)
+        channels = _CHANNEL_COPIES * num_tokens * scan.width * _FLOAT
+        if model in SSD_FILES:
+            steps = -(-num_tokens // _SSD_TOKENS)
+            scores = scan.heads * min(num_tokens, _SSD_TOKENS) ** 2 * _FLOAT
+            return channels + int((_SSD_COPIES + _SSD_COPIES_KEPT * steps) * scores)
+        if num_tokens == 1 or (model in GATED_DELTA_FILES and mx.metal.is_available() and self.fused):
+            return channels  # it has the states of one token only; Metal has a kernel for the gated delta rule
+        states = num_tokens * _STATES_LAID_OUT.get(model, _STATES_A_TOKEN)
+        return channels + int(states * scan.state_bytes)
+
+    @cached_property
+    def _scans(self) -> set[_Scan]:
+        """The recurrent layers, those of one shape taken as one."""
+        return {_Scan.of(layer) for layer in self.spec.recurrent}
 
     @cached_property
     def _kinds(self) -> set[_LayerKind]:
@@ -165,6 +196,31 @@ class _LayerKind:
             return ends
         rows = zip(ends, contexts, strict=True)
         return [end - max(0, context - self.window + 1) // BLOCK_SIZE for end, context in rows]
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """What a recurrent layer keeps, by its shapes.
+
+    Args:
+        width: channels of its convolutions, and of its heads.
+        heads: of the state; 0 where that has none.
+        state_bytes: of a state but for the last tokens that a convolution keeps.
+    """
+
+    width: int
+    heads: int
+    state_bytes: int
+
+    @classmethod
+    def of(cls, spec: RecurrentSpec) -> _Scan:
+        """From its tensors: [tokens, channels] of a convolution, [heads, values, keys] or [channels, values]."""
+        shapes = [tensor.shape for tensor in spec.tensors if tensor is not None]
+        states = [shape for shape in shapes if len(shape) > 2 or (len(shape) == 2 and shape[0] > shape[1])]
+        matrices = [shape for shape in shapes if len(shape) == 3]
+        width = sum(shape[-1] for shape in shapes if shape not in states) + sum(h * d for h, d, _ in matrices)
+        heads = max((shape[0] for shape in matrices), default=0)
+        return cls(width, heads, sum(math.prod(shape) for shape in states) * _FLOAT)
 
 
 def _packed_size(dim: int, quantisation: Quantisation, *, transpose: bool) -> float:

@@ -35,7 +35,9 @@ from agentcache.metal_kernels.unpack import unpack
 log = logging.getLogger("agentcache.models")
 
 VARIABLE = "AGENTCACHE_KERNELS"
-MAX_QUERIES = 8  # of a row; more read a group's blocks several times
+# Of a row: each sixteen query rows read the blocks once. Flash attention wants them unpacked first, and cuDNN takes
+# 70 ms for every new length.
+MAX_QUERIES = 32
 _MAX_DIM = 256
 _MAX_QUERIES_PER_HEAD = 16
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -131,11 +133,11 @@ def writer(num_heads: int) -> Put:
 
 
 def _write(num_heads: int, writes: Writes, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
-    _, kv_heads, num_tokens, dim = keys.shape
+    batch, kv_heads, num_tokens, dim = keys.shape
     shape = _head_shape(dim, kv_heads, num_heads // kv_heads, arena.quantisation, keys.dtype)
     if values is None or values.shape[-1] != dim or not usable(shape).right:
         writes.put(arena, keys, values)
-    elif mode() is Mode.ON and num_tokens <= MAX_QUERIES:
+    elif mode() is Mode.ON and batch > 1 and num_tokens <= MAX_QUERIES:  # a single row's slices are cheaper to start
         arena.replace(append((keys, values), arena.arrays(), *writes.slots_and_offsets, shape.group_size))
     else:
         writes.put(arena, keys, values, _pack)

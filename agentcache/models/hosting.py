@@ -45,6 +45,6 @@ def host_in_pieces(
         softcap.adapt(layer)
     intercept(model)
     if check:
-        for _ in Proof(model, seen).steps():
+        for _ in Proof(model, seen).pieces():
             yield None
     yield Hosted(seen, spec)

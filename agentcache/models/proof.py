@@ -11,7 +11,8 @@ Windows are cut short, so that tokens leave them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +57,9 @@ class _Layer:
     x: mx.array | None
     out: mx.array | None = None
     attended: list[mx.array] = field(default_factory=list)
+
+
+_Pair = tuple[_Layer, _Layer]  # as it should be, and as it is
 
 
 class _Trace:
@@ -173,26 +177,50 @@ class Proof:
         self._theirs = [self._reference_caches() for _ in range(_NUM_ROWS)]
         self._lengths = [0] * _NUM_ROWS
 
-    def steps(self) -> Iterator[None]:
-        """Prove it, step by step; raises UnsupportedModel."""
-        for number, step in enumerate(STEPS):
-            try:
-                self._prove(step, mx.random.key(number))
-            except UnsupportedModel:
-                raise
-            except Exception as error:  # a module may do anything with what its cache gives it
-                kind = type(self._model).__name__
-                raise UnsupportedModel(f"{kind} does not run on the paged cache: {error!s:.300}") from error
-            yield
+    def pieces(self) -> Iterator[None]:
+        """Prove it, piece by piece: first all runs are laid out, one a piece; then they are computed, a layer a piece.
 
-    def _prove(self, step: _Step, key: mx.array) -> None:
-        ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=key)
-        traces = [self._reference(row, ids[index : index + 1]) for index, row in enumerate(step.rows)]
-        expected = _joined(traces)
-        actual = self._paged(step, ids, [layer.x for layer in expected])
-        _compare(expected, actual)
-        for row in step.rows:
-            self._lengths[row] += step.num_tokens
+        Raises UnsupportedModel.
+        """
+        try:
+            yield from self._prove()
+        except UnsupportedModel:
+            raise
+        except Exception as error:  # a module may do anything with what its cache gives it
+            kind = type(self._model).__name__
+            raise UnsupportedModel(f"{kind} does not run on the paged cache: {error!s:.300}") from error
+
+    def _prove(self) -> Iterator[None]:
+        whole, *rest = yield from self._lay_out()
+        layers = deque(rest)
+        rest.clear()
+        for index in range(len(layers)):
+            _compare(f"layer {index}", layers.popleft())  # what it gave is let go of then
+            yield
+        _compare("the model", whole)
+        yield
+
+    def _lay_out(self) -> Generator[None, None, list[list[_Pair]]]:
+        """All runs, of which nothing is computed yet: for the whole model, and then for each layer, a pair a step."""
+        calls: list[list[_Pair]] = []
+        for number, step in enumerate(STEPS):
+            ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=mx.random.key(number))
+            traces = []
+            for index, row in enumerate(step.rows):
+                traces.append(self._reference(row, ids[index : index + 1]))
+                yield
+            expected = _joined(traces)
+            actual = self._paged(step, ids, [layer.x for layer in expected])
+            for row in step.rows:
+                self._lengths[row] += step.num_tokens
+            if len(expected) != len(actual):
+                count, wanted = len(actual) - 1, len(expected) - 1
+                raise UnsupportedModel(f"{count} layers are computed on the paged cache, not {wanted}")
+            calls = calls or [[] for _ in expected]
+            for pairs, pair in zip(calls, zip(expected, actual, strict=True), strict=True):
+                pairs.append(pair)
+            yield
+        return calls
 
     def _reference_caches(self) -> list[Any]:
         nopes = [None if latent is None else latent.nope for latent in self._survey.latents]
@@ -268,15 +296,10 @@ class _Difference:
             )
 
 
-def _compare(expected: Sequence[_Layer], actual: Sequence[_Layer]) -> None:
-    if len(expected) != len(actual):
-        raise UnsupportedModel(f"{len(actual) - 1} layers are computed on the paged cache, not {len(expected) - 1}")
-    (whole, *layers), (our_whole, *our_layers) = expected, actual
-    differences = list(_differences("the model", whole, our_whole))
-    for index in reversed(range(len(layers))):
-        differences += _differences(f"layer {index}", layers[index], our_layers[index])
+def _compare(where: str, pairs: Sequence[_Pair]) -> None:
+    differences = [each for expected, actual in pairs for each in _differences(where, expected, actual)]
     mx.eval([[each.difference, each.size, each.finite] for each in differences])
-    for each in reversed(differences):
+    for each in differences:
         each.check()
 
 
@@ -284,7 +307,7 @@ def _differences(where: str, theirs: _Layer, ours: _Layer) -> Iterator[_Differen
     if len(theirs.attended) != len(ours.attended):
         raise UnsupportedModel(f"{where} calls attention {len(ours.attended)} times on the paged cache")
     assert theirs.out is not None and ours.out is not None  # the run is over
-    if theirs.out.dtype == mx.float32:
-        yield _Difference.of(where, "what it gives", theirs.out, ours.out)
     for one, other in zip(theirs.attended, ours.attended, strict=True):
         yield _Difference.of(where, "attention", one, other)
+    if theirs.out.dtype == mx.float32:
+        yield _Difference.of(where, "what it gives", theirs.out, ours.out)

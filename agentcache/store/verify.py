@@ -34,7 +34,7 @@ MAX_LOG_BYTES = 1 << 32
 
 _CHECKSUM = '"checksum":"{}"'
 _VERSIONS = ("1", "2")
-_ITEM_BYTES = {"F32": 4, "U32": 4, "I32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_ITEM_BYTES = {"F32": 4, "U32": 4, "I32": 4, "I64": 8, "F16": 2, "BF16": 2, "U8": 1}
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,17 @@ def test_a_model_without_attention_has_them_now_and_then() -> None:
     assert interval_for(1 << 20, 0) % BLOCK_SIZE == 0
 
 
-@given(EVERY, TOKENS, TOKENS, TOKENS, TOKENS)
-def test_a_prompt_is_cut_where_snapshots_are_wanted(every: int, start: int, more: int, system: int, known: int) -> None:
-    plan = SnapshotPlan.of(every, start, start + more, min(system, start + more), min(known, start + more))
+@given(EVERY, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS)
+def test_a_prompt_is_cut_where_snapshots_are_wanted(
+    every: int, start: int, more: int, system: int, known: int, base: int
+) -> None:
+    end = start + more
+    plan = SnapshotPlan.of(every, start, end, min(system, end), min(known, end), base)
     position, wanted = start, []
     while position < start + more:
         following = plan.next_after(position)
         assert following > position
-        assert following % BLOCK_SIZE == 0
+        assert following % BLOCK_SIZE == 0 or following == base
         assert plan.wants(following)
         assert not any(map(plan.wants, range(position + 1, following)))
         wanted.append(following)
@@ -41,6 +44,7 @@ def test_a_prompt_is_cut_where_snapshots_are_wanted(every: int, start: int, more
     for first, second in zip(wanted, wanted[1:], strict=False):
         assert second - first <= every
     assert not plan.wants(0)
+    assert plan.wants(base) or base == 0, "where base and other adapters go on"
 
 
 def test_a_short_turn_is_not_cut() -> None:
@@ -50,22 +54,37 @@ def test_a_short_turn_is_not_cut() -> None:
     assert SnapshotPlan.of(2048, 0, 1100, 300, 0).next_after(0) == 256
 
 
-@given(st.sets(TOKENS.map(lambda n: n + 1)), st.data(), EVERY, TOKENS, st.booleans())
-def test_what_is_saved(found: set[int], data: st.DataObject, every: int, beyond: int, final: bool) -> None:
+@given(st.sets(TOKENS.map(lambda n: n + 1)), st.data(), EVERY, TOKENS, st.booleans(), st.sets(TOKENS, max_size=1))
+def test_what_is_saved(
+    found: set[int], data: st.DataObject, every: int, beyond: int, final: bool, returns: set[int]
+) -> None:
     saved = data.draw(st.sets(st.sampled_from(sorted(found)))) if found else set[int]()
     lasting = data.draw(st.sampled_from([0, *sorted(found)]))
     num_tokens = max(found, default=0) + beyond % 300
-    chosen = choose_saved(found, saved, lasting=lasting, num_tokens=num_tokens, every=every, final=final)
+    returns = {min(place, num_tokens) for place in returns}
+    chosen = choose_saved(
+        found, saved, lasting=lasting, num_tokens=num_tokens, every=every, returns=returns, final=final
+    )
     assert len(chosen) <= MOST_SAVED
     assert set(chosen) <= found
     assert chosen == sorted(set(chosen))
-    newest = max(found, default=0)
-    if final and found:
-        assert newest in chosen
-    if found and newest not in chosen:
-        assert num_tokens - max(chosen, default=0) <= every, "a crash costs no more"
-    if len(set(chosen) - saved) > 1:
-        assert lasting in chosen, "of new ones, the last, and the system prompt's"
+    for end in (*returns, num_tokens):
+        newest = max((place for place in found if place <= end), default=0)
+        if newest and newest not in chosen:
+            assert not final
+            assert end - max((place for place in chosen if place <= end), default=0) <= every, "a crash costs no more"
+    if len(set(chosen) - saved) > 1 + len(returns):
+        assert lasting in chosen, "of new ones, the last of each end, and the system prompt's"
+
+
+def test_what_was_thought_costs_one_more() -> None:
+    """The prompt's last snapshot does for a prompt that leaves the thought out and, if that is short, for one that
+    shows it."""
+    options = {"lasting": 0, "every": 2048, "returns": [2990]}
+    assert choose_saved([2048, 2816, 3500], [], num_tokens=3500, **options) == [2816]
+    assert choose_saved([2048, 2816, 6000], [], num_tokens=6000, **options) == [2816, 6000]
+    assert choose_saved([2048, 2816, 6000], [], num_tokens=6000, **options | {"returns": []}) == [6000]
+    assert choose_saved([256, 512, 900], [], num_tokens=900, **options | {"returns": [600]}) == []
 
 
 @given(EVERY, st.lists(st.integers(1, 600), min_size=1, max_size=60), st.integers(0, 3000))

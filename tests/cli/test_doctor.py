@@ -21,6 +21,7 @@ from tests.cli.conftest import Invoke
 from tests.conftest import ModelFolder
 from tests.kv.damage import flip
 from tests.kv.store_cases import make_record, make_transcript, make_turn, open_store
+from tests.serving.hybrids import write_hybrid
 
 
 def test_doctor_examines_this_machine(invoke: Invoke, tmp_path: Path) -> None:
@@ -156,12 +157,29 @@ def test_a_running_server_is_asked_and_no_second_copy_is_loaded(tmp_path: Path) 
     group = {"name": "state.0", "kind": "state", "window": None, "layers": 0, "bytes_per_token": 0}
     groups = [group | {"bytes_per_snapshot": 2 * 10**6, "bytes_per_block": 2 * 10**6}]
     model = {"id": "org/hybrid", "max_model_len": 4096, "kv_bits": None, "cache_groups": groups}
-    stats = {"memory_limit": 10**9, "ram_budget": 10**8, "ram_accounts": {"weights": {"capacity_bytes": 5 * 10**8}}}
+    accounts = {"weights": {"capacity_bytes": 5 * 10**8}, "state": {"floor_bytes": 3 * 10**7}}
+    stats = {"memory_limit": 10**9, "ram_budget": 10**8, "ram_accounts": accounts}
     answers = {"/v1/models": {"data": [model]}, "/v1/cache/stats": stats}
     with answering(answers) as url:
         found = {each.name: each for each in examine_model(Config(cache_dir=tmp_path), url)}
     assert found["cache"].detail == "state (state.0): 2.0 MB a snapshot"
-    assert found["memory"].data["agents_of_8k"] == 50
+    assert found["memory"].data["agents_of_8k"] == 15, "no more than there is room for states"
+
+
+def test_states_of_agents_have_a_share_of_the_memory(invoke: Invoke, tmp_path: Path) -> None:
+    """Of a hybrid as many agents fit as both shares hold, that of keys and values and that of states."""
+    (tmp_path / "model").mkdir()
+    folder = write_hybrid(tmp_path / "model", "kimi_linear")
+    command = ["doctor", "--json", "--model", str(folder), "--cache-dir", str(tmp_path / "cache")]
+    found = findings(invoke(*command))
+    groups = found["cache"]["data"]
+    latents, state = (
+        sum(group["bytes_per_block"] for group in groups if group["kind"] == kind) for kind in ("latent", "state")
+    )
+    assert "latent (" in found["cache"]["detail"] and "a snapshot" in found["cache"]["detail"]
+    budget = found["memory"]["data"]["ram_budget"]
+    expected = min((budget - int(budget * 0.25)) // (32 * latents), int(budget * 0.25) // state)
+    assert found["memory"]["data"]["agents_of_8k"] == expected
 
 
 def test_kernels_of_the_served_model(tmp_path: Path) -> None:

@@ -63,29 +63,66 @@ def round_trip(x: mx.array, quantisation: Quantisation) -> mx.array:
     return dequantise(quantise(x, quantisation), quantisation, x.dtype)
 
 
+class Rounding:
+    """The quantiser, for one layer's keys or values, token after token.
+
+    A value on the border of two 4-bit codes falls to either side, for a difference in its last place; all that is
+    computed of it then differs by more than that. So what was rounded elsewhere can be given in place of it, once it is
+    known to be the same but for a few such values.
+
+    Args:
+        held: [.., T, D], what somebody else has got for all tokens; None for nobody.
+
+    Attributes:
+        groups, others: of values that share a scale, seen so far, and those of them that somebody else has rounded
+            otherwise.
+    """
+
+    def __init__(self, quantisation: Quantisation, held: mx.array | None = None) -> None:
+        self.groups = self.others = 0
+        self._quantisation = quantisation
+        self._held = held
+        self._done = 0
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[.., n, D] of the next n tokens."""
+        packed = quantise(x, self._quantisation)
+        rounded = dequantise(packed, self._quantisation, x.dtype)
+        if self._held is None:
+            return rounded
+        begin, self._done = self._done, self._done + x.shape[-2]
+        held = self._held[..., begin : self._done, :].reshape(x.shape)
+        difference = mx.abs(held - rounded).reshape(*packed.scales.shape, -1).max(axis=-1)
+        code = mx.abs(packed.scales.astype(mx.float32))
+        assert mx.all(difference <= 1.01 * code + 1e-6).item(), "more than a neighbouring code"
+        self.groups += difference.size
+        self.others += int(mx.sum(difference > 0).item())
+        return held
+
+
 class AfterNorm(nn.Module):
     """The latent's norm, then the quantiser."""
 
-    def __init__(self, norm: nn.Module, quantisation: Quantisation) -> None:
+    def __init__(self, norm: nn.Module, rounding: Rounding) -> None:
         super().__init__()
         self.norm = norm
-        self._quantisation = quantisation
+        self._rounding = rounding
 
     def __call__(self, x: mx.array) -> mx.array:
-        return round_trip(self.norm(x), self._quantisation)
+        return self._rounding(self.norm(x))
 
 
 class AfterRope(nn.Module):
     """Rope, then the quantiser for keys, which here have one head where queries have several."""
 
-    def __init__(self, rope: nn.Module, quantisation: Quantisation) -> None:
+    def __init__(self, rope: nn.Module, rounding: Rounding) -> None:
         super().__init__()
         self.rope = rope
-        self._quantisation = quantisation
+        self._rounding = rounding
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         roped = self.rope(x, offset=offset)
-        return round_trip(roped, self._quantisation) if x.shape[1] == 1 else roped
+        return self._rounding(roped) if x.shape[1] == 1 else roped
 
 
 class Reference:
@@ -98,8 +135,8 @@ class Reference:
             if "kv_a_layernorm" in layer.get("self_attn", {}):
                 self._latent = True
                 attention = layer.self_attn
-                attention.kv_a_layernorm = AfterNorm(attention.kv_a_layernorm, quantisation)
-                attention.rope = AfterRope(attention.rope, quantisation)
+                attention.kv_a_layernorm = AfterNorm(attention.kv_a_layernorm, Rounding(quantisation))
+                attention.rope = AfterRope(attention.rope, Rounding(quantisation))
         self.cache = [KVCache() if self._latent else RoundTripCache(quantisation) for _ in self.model.layers]
 
     def logits(self, token_ids: np.ndarray) -> mx.array:

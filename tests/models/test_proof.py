@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from agentcache.kv.step_cache import PagedKV, StepCache
 from agentcache.kv.step_plan import Reads
 from agentcache.models import interception, mla, softcap
 from agentcache.models.attention import AttentionOptions
-from agentcache.models.hosting import host
+from agentcache.models.hosting import host, host_in_pieces
 from tests.conftest import ModelFolder
 from tests.models import zoo
 from tests.models.model_files import MODEL_FILES
@@ -148,6 +149,18 @@ def test_the_proof_in_half_precision(
     model.set_dtype(dtype)
     with pytest.raises(UnsupportedModel, match=DIFFERS):
         host(model, name, MODEL_FILES[name].config)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3"])
+def test_it_is_computed_a_layer_at_a_time(name: str) -> None:
+    """What layers give stays in memory as long as it is to be compared: it grows by a layer's share with each piece."""
+    config = MODEL_FILES[name].config | {"num_hidden_layers": 8}
+    model, taken = zoo.build(name, config), list[int]()
+    for _ in host_in_pieces(model, name, config):
+        mx.synchronize()
+        taken.append(mx.get_active_memory())
+    steps = [max(0, after - before) for before, after in itertools.pairwise(taken)]
+    assert len(steps) > 8 and max(steps) < sum(steps) / 2, steps
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentcache.blocks.transcript import Transcript
-from agentcache.models.text.replies.history import ReplyReading, as_generated, with_thoughts
+from agentcache.models.text.replies.history import ReplyReading, as_generated, first_thought, with_thoughts
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.reply_formats import FAMILIES, TOOLS
 
@@ -87,3 +87,21 @@ def test_a_reply_is_read_in_its_prompt(tokenizer: Tokenizer) -> None:
     read = reading.read_at(transcript.text, begin, end)
     assert (read.thought, read.text) == ("I look.", "")
     assert read.calls == (("look", {"at": "sky", "n": 1}),) and read.answers(message())
+
+
+def test_the_first_thing_that_was_thought_is_found(tokenizer: Tokenizer) -> None:
+    """What a template may not show again begins there: with the marker, also where the prompt has written that."""
+    form = tokenizer.reply_format
+    for reply in (SPACED, "It is blue."):
+        transcript = told(tokenizer, reply)
+        begin = first_thought(transcript, form)
+        assert (begin is None) == (reply != SPACED)
+        assert begin is None or transcript.text[transcript.ends[begin - 1] :] == SPACED
+    opened, thought = tokenizer.encode("Where?<think>\n"), tokenizer.encode("I look.")
+    transcript = (
+        Transcript.empty()
+        .extended("Where?<think>\n", opened.ids, opened.ends, "prompt")
+        .extended("I look.", thought.ids, thought.ends, "generated")
+    )
+    begin = first_thought(transcript, form)
+    assert begin is not None and transcript.text[transcript.ends[begin - 1] :] == "<think>\nI look."

@@ -24,11 +24,11 @@ from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName
 from agentcache.blocks.ledger import BASE, STACKS
 from agentcache.blocks.radix_tree import Node
-from agentcache.engine import engine as engine_module
 from agentcache.engine.batch import Batch
 from agentcache.engine.device import MlxDevice
 from agentcache.engine.engine import Engine
 from agentcache.engine.generation import Generation
+from agentcache.engine.messages import RelieveMemory
 from agentcache.engine.warm_up import warm_up as compute_something
 from agentcache.errors import AgentCacheError
 from agentcache.gateway.async_engine import AsyncEngine
@@ -38,6 +38,7 @@ from agentcache.models.decoder import Decoder
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel
 from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.pressure import Level
 from agentcache.report import AgentInfo, RestoreReport
 from agentcache.request import Request
 from agentcache.store.manifest import AgentRecord
@@ -469,9 +470,31 @@ def snapshot_interval(engine: Engine) -> int:
     return engine.cache.snapshots.every
 
 
-def set_idle_seconds(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """How long an agent is left alone before its last snapshot is written."""
-    patch.setattr(engine_module, "_IDLE_SECONDS", seconds)
+def snapshot_bytes(engine: Engine) -> int:
+    """Of one snapshot."""
+    assert engine.cache.snapshots is not None
+    return engine.cache.snapshots.group.bytes_per_block
+
+
+def state_arrays(engine: Engine) -> int:
+    """Snapshots whose arrays are in memory."""
+    arena = _device(engine).runner.states
+    assert arena is not None
+    return len(arena._slots)
+
+
+def is_writing(llm: LLM) -> bool:
+    """Whether something is on its way to the disk."""
+    return engine_of(llm).is_writing
+
+
+def relieve(llm: LLM, level: Level) -> None:
+    """As the watch tells the engine."""
+
+    async def tell() -> None:
+        await async_engine(llm)._thread.ask(RelieveMemory(level))
+
+    on_loop(llm, tell())
 
 
 def wait_until(llm: LLM, holds: Callable[[], bool]) -> None:

@@ -225,6 +225,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         trunk=Trunk(cache, adapters),
         served=none,
         limits=Limits([]),
+        idle_seconds=60.0,
     )
 
 

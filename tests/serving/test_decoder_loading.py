@@ -22,7 +22,9 @@ from tests.serving.conversation import check_idle, greedy, make_ids
 from tests.serving.test_decoders import fine_tune
 
 LAYERS = 8
-PIECES = LAYERS + 1 + len(STEPS) + 2  # each layer is read, and the rest; the steps of the proof and its end; the end
+RUNS = sum(len(step.rows) + 1 for step in STEPS)
+# Each layer is read, and the rest; the proof is laid out, computed for each layer and for the whole, and ends; the end.
+PIECES = LAYERS + 1 + RUNS + LAYERS + 1 + 2
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
+import mlx_lm.models
+import numpy as np
 import pytest
 
 from agentcache.blocks.ledger import Ledger
@@ -16,9 +19,12 @@ from agentcache.engine.guard import MemoryGuard
 from agentcache.errors import Overloaded
 from agentcache.models import loader
 from agentcache.models.builtin.random_model import random_model_path
-from agentcache.models.footprint import Footprint, free_memory
+from agentcache.models.footprint import GATED_DELTA_FILES, SSD_FILES, Footprint, free_memory
 from tests.conftest import ModelFolder
-from tests.models.driver import Driver, Row, random_ids
+from tests.marks import slow
+from tests.models import zoo
+from tests.models.driver import Driver, Row
+from tests.models.model_files import MODEL_FILES
 from tests.rounds import check_bound, in_rounds
 from tests.serving import inside
 from tests.serving.conversation import TokenTalk, cold_ids, greedy, make_ids, open_llm
@@ -41,13 +47,13 @@ def driver_at(model_folder: ModelFolder) -> Callable[[str, int], tuple[Driver, R
         driver = Driver(loader.load(str(model_folder(architecture))))
         row = driver.row()
         for start in range(0, context, 400):
-            driver.step([row], random_ids(driver.loaded, (1, 400), start), all_logits=False)
+            driver.step([row], some_ids((1, 400), start), all_logits=False)
         return driver, row
 
     return make
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("architecture", ["mistral", slow("gemma3"), slow("gpt_oss"), slow("qwen3_moe"), "deepseek_v2"])
 @pytest.mark.parametrize(("num_tokens", "context"), [(1, 1200), (256, 1200), (700, 0)])
 def test_the_estimate_is_above_what_a_step_takes(
     architecture: str, num_tokens: int, context: int, driver_at: Callable[[str, int], tuple[Driver, Row]]
@@ -64,12 +70,16 @@ def test_the_estimate_is_above_what_a_step_takes(
     assert estimate.step_bytes([context], num_tokens) < 12 * taken + (1 << 20)
 
 
+def some_ids(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 200, shape)  # every vocabulary here has so many
+
+
 def _measure(driver: Driver, rows: Sequence[Row], num_tokens: int) -> tuple[int, int]:
     """The bytes before a step, and the most there were in it; after it the rows are as before."""
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    driver.step(rows, random_ids(driver.loaded, (len(rows), num_tokens)), all_logits=False)
+    driver.step(rows, some_ids((len(rows), num_tokens)), all_logits=False)
     for row in rows:
         row.length -= num_tokens
     return before, mx.get_peak_memory()
@@ -86,8 +96,8 @@ def large_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="how much lives at a time was measured on the CPU back end")
 @pytest.mark.parametrize(
     ("contexts", "num_tokens"),
-    [([8000], 1), ([4000] * 8, 1), ([4000] * 16, 1), ([8000, *[300] * 7], 1), ([8000], 8)]
-    + [([0], 256), ([3000], 256)],
+    [slow([8000], 1), ([4000] * 8, 1), slow([4000] * 16, 1), ([8000, *[300] * 7], 1), ([8000], 8)]
+    + [([0], 256), slow([3000], 256)],
     ids=str,
 )
 @in_rounds
@@ -109,6 +119,40 @@ def test_the_estimate_is_at_most_twice_what_a_step_takes(
                 pool.release(block_id)
     assert taken <= estimate, (taken, estimate)
     check_bound(estimate <= 2 * taken, (taken, estimate))
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="how much lives at a time was measured on the CPU back end")
+@pytest.mark.parametrize(
+    ("file", "contexts", "num_tokens"),
+    [
+        *itertools.product(["mamba2", "qwen3_next", "lfm2", "kimi_linear"], [[0]], [700]),
+        *itertools.product(["mamba2", "qwen3_next", "lfm2", "kimi_linear", "jamba"], [[200]], [256]),
+        *itertools.product(["mamba2", "qwen3_next", "lfm2", "kimi_linear"], [[0] * 16], [1]),
+    ],
+    ids=str,
+)
+def test_the_estimate_knows_what_recurrent_layers_take(file: str, contexts: list[int], num_tokens: int) -> None:
+    gc.collect()
+    config = MODEL_FILES[file].config
+    driver = Driver(zoo.load(file, config, check=False))
+    rows = [driver.row() for _ in contexts]
+    for row, context in zip(rows, contexts, strict=True):
+        if context:
+            driver.step([row], some_ids((1, context)), all_logits=False)
+    estimate = Footprint.of(driver.loaded.spec, config).step_bytes(contexts, num_tokens)
+    _measure(driver, rows, num_tokens)  # the arena may have to grow
+    before, peak = zip(*(_measure(driver, rows, num_tokens) for _ in range(2)), strict=True)
+    taken = max(peak) - min(before)
+    assert taken <= estimate <= 4 * taken, (taken, estimate)
+
+
+def test_recurrent_files_are_known_by_how_they_compute() -> None:
+    """As long as mlx-lm has them so: the estimate goes by their names."""
+    files = {file.stem: file.read_text(encoding="utf-8") for file in Path(mlx_lm.models.__path__[0]).glob("*.py")}
+    users = lambda module: {name for name, text in files.items() if f"from .{module} import" in text}  # noqa: E731
+    assert users("ssm") == SSD_FILES
+    with_gated_delta = users("gated_delta")
+    assert with_gated_delta | (users("qwen3_5") & {"qwen3_5_moe"}) == GATED_DELTA_FILES
 
 
 def test_more_of_anything_takes_more(guard: MemoryGuard) -> None:

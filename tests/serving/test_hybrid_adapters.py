@@ -6,16 +6,21 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx_lm.utils import load_model
 
 from agentcache.errors import UnsupportedAdapter
 from agentcache.llm import LLM
 from tests.adapters_factory import SCALE, linear_shapes, random_matrices, write_mlx_lm
+from tests.models.test_model_files import reference
+from tests.serving import inside
 from tests.serving.adapter_cases import open_adapters
 from tests.serving.conversation import make_ids
-from tests.serving.hybrids import EVERY, answer, check_same, more, write_hybrid
+from tests.serving.hybrids import CLOSE, EVERY, answer, check_same, more, write_hybrid
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +83,74 @@ def test_activated_goes_on_from_bases_state_and_base_from_its(llm: LLM) -> None:
     again = answer(llm, more([*prompt, *said.token_ids], 2, seed=2), "alice", **options)
     assert again.report.computed_tokens <= 3, "the adapter's own state"
     check_same(again, answer(llm, list(again.prompt_token_ids), None, salt="cold", **options))
+
+
+@pytest.mark.parametrize(
+    ("start", "options"),
+    [
+        (290, {"policy": "activated", "invocation_start": 290}),
+        (256, {"policy": "activated", "invocation_start": 256}),
+        (399, {"policy": "prefill-share"}),
+    ],
+    ids=["activated", "activated at a border", "prefill-share"],
+)
+def test_what_base_has_computed_and_the_adapter_goes_on_from(
+    start: int, options: dict[str, Any], llm: LLM, qwen: Path, tmp_path: Path
+) -> None:
+    """Equal to mlx-lm's own model up to there, and the merged one behind it on the same keys, values and states."""
+    ids = make_ids(400)
+    said = answer(llm, ids, None, adapter="poet", **options)
+    assert said.report.activated_at == start
+    base, poet = (load_model(folder)[0] for folder in (qwen, merged(qwen, tmp_path / "merged")))
+    survey = inside.loaded_model(inside.engine_of(llm)).survey
+    caches = reference(base, survey)
+    base(mx.array([ids[:start]]), cache=caches)
+    rest = ids[start:]
+    for mine in said.logprobs:
+        expected = nn.log_softmax(poet(mx.array([rest]), cache=caches)[0, -1])
+        assert mine.token_id == mx.argmax(expected).item()
+        assert mine.logprob is not None and abs(mine.logprob - expected[mine.token_id].item()) < CLOSE
+        rest = [mine.token_id]
+    alone = nn.log_softmax(base(mx.array([ids]), cache=reference(base, survey))[0, -1])
+    assert abs(alone[said.token_ids[0]].item() - (said.logprobs[0].logprob or 0)) > 10 * CLOSE, "it does something"
+
+
+@pytest.mark.parametrize("policy", ["activated", "prefill-share"])
+@pytest.mark.parametrize("how", ["hot", "evicted", "stopped"])
+def test_base_goes_on_from_where_an_adapter_has_begun(
+    how: str, policy: str, qwen: Path, poet: Path, tmp_path: Path
+) -> None:
+    """Inside a block, with nothing there but base's state: no token in front of it is computed again."""
+    folders, ids, start = {"poet": str(poet)}, make_ids(450), 400 if policy == "activated" else 449
+    options = {"invocation_start": start} if policy == "activated" else {}
+    with open_adapters(qwen, tmp_path, folders, snapshot_tokens=EVERY) as llm:
+        answer(llm, ids, "alice", adapter="poet", policy=policy, **options)
+        if how == "evicted":
+            llm.evict("alice")
+        if how != "stopped":
+            check_goes_on(llm, ids, start)
+    if how == "stopped":
+        with open_adapters(qwen, tmp_path, folders, snapshot_tokens=EVERY) as llm:
+            check_goes_on(llm, ids, start)
+
+
+def check_goes_on(llm: LLM, ids: list[int], start: int) -> None:
+    prompt = more(ids[:start], 2, seed=5)
+    base = answer(llm, prompt, "alice")
+    assert base.report.computed_tokens <= 2 + 1
+    check_same(base, answer(llm, prompt, None, salt="cold"))
+
+
+def test_each_activated_turn_costs_what_is_new(llm: LLM) -> None:
+    """Base computes what the adapter of the turn before has computed, and no token twice."""
+    ids, start, computed = make_ids(500), 0, 0
+    for turn in range(5):
+        begin = len(ids) - 20
+        said = answer(llm, ids, "alice", adapter="poet", policy="activated", invocation_start=begin)
+        assert said.report.computed_tokens <= len(ids) - start + (turn > 0)
+        start, computed = begin, computed + said.report.computed_tokens
+        ids = more([*ids, *said.token_ids], 30 + 40 * turn, seed=turn)
+    assert computed < 500 + 5 * 30 + 40 * 10 + 4 * 20 + 5 * 4
 
 
 def test_from_the_first_token_on_activated_is_exact(llm: LLM) -> None:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.snapshot_plan import MOST_SAVED
 from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.llm import LLM, Completion
+from agentcache.pressure import Level
 from agentcache.store.verify import verify_folder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.block_damage import block_files, metadata_of
 from tests.serving.conversation import Chat, Stream, check_idle, greedy, make_ids, make_text, open_llm
 from tests.serving.hybrids import EVERY, HYBRIDS, answer, check_same, more, write_hybrid
-
-QUICK = ("qwen3_5", "nemotron_h")
 
 
 @pytest.fixture(scope="session")
@@ -111,14 +113,17 @@ def converse(process: Process) -> Iterator[tuple[list[int], int, Completion]]:
 
 
 MODES = ["hot", "evicted", "stopped", "killed"]
-PARAMETERS = [pytest.param(file, marks=() if file in QUICK else pytest.mark.slow) for file in HYBRIDS]
 
 
-@pytest.mark.parametrize("file", PARAMETERS)
-def test_the_same_words_at_the_cost_of_what_is_new(file: str, hybrid: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "modes"), [("qwen3_5", ["evicted", "killed"]), *(slow(file, MODES) for file in HYBRIDS)], ids=str
+)
+def test_the_same_words_at_the_cost_of_what_is_new(
+    file: str, modes: Sequence[str], hybrid: Callable[[str], Path], tmp_path: Path
+) -> None:
     cold: dict[tuple[int, ...], Completion] = {}
     with open_llm(hybrid(file), tmp_path / "cold", snapshot_tokens=EVERY) as reference:
-        for how in MODES:
+        for how in modes:
             process = Process(hybrid(file), tmp_path / how, how)
             with process.stack:
                 for prompt, new, completion in converse(process):
@@ -133,6 +138,39 @@ def test_the_same_words_at_the_cost_of_what_is_new(file: str, hybrid: Callable[[
                 process.llm.check_integrity()
             report = verify_folder(process.cache_dir)
             assert (report.problems, report.missing_blocks, report.unnamed_blocks) == ((), 0, 0)
+
+
+THINKING = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'].split('</think>')[-1].lstrip('\n') }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_thoughts_that_the_template_leaves_out_are_not_gone_on_from(how: str, qwen: Path, tmp_path: Path) -> None:
+    """Each prompt leaves what was generated at its beginning: there has to be a snapshot in front of that, too."""
+    model = Path(shutil.copytree(qwen, tmp_path / "model"))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": THINKING}))
+    process, held = Process(model, tmp_path / how, how), list[int]()
+    messages: list[dict[str, str]] = []
+    with process.stack:
+        for turn, words in enumerate((500, 150, 60, 250)):
+            process.interrupt()
+            tokenizer = inside.tokenizer(inside.engine_of(process.llm))
+            never = dict.fromkeys({*tokenizer.control_ids, *tokenizer.eos_ids, *tokenizer.markers}, -1e9)
+            messages.append({"role": "user", "content": make_text(words, seed=turn)})
+            said = process.llm.chat(messages, greedy(200, logit_bias=never), agent="alice")
+            messages.append({"role": "assistant", "content": ""})
+            prompt = list(said.prompt_token_ids)
+            new = len(prompt) - len_common_prefix(held, prompt)
+            assert turn == 0 or len(prompt) - new > EVERY, "there is something to go on from"
+            assert len(prompt) - new < len(held) - 190 or turn == 0, "without the thought"
+            assert said.report.computed_tokens <= new + EVERY
+            held = [*prompt, *said.token_ids]
+            inside.flush(inside.engine_of(process.llm))
+            assert len(snapshot_files(process.cache_dir)) <= MOST_SAVED
 
 
 def test_an_answer_given_anew_begins_near_the_prompts_end(qwen: Path, tmp_path: Path) -> None:
@@ -257,10 +295,63 @@ def test_who_is_preempted_goes_on_from_the_last_snapshot(qwen: Path, tmp_path: P
         assert llm.stats().computed_tokens < 1300 + 40 + 256 + 40
 
 
+@pytest.mark.parametrize("level", [Level.WARNING, Level.CRITICAL])
+def test_snapshots_leave_under_memory_pressure_and_agents_come_back_warm(
+    level: Level, qwen: Path, tmp_path: Path
+) -> None:
+    """What is in RAM only is written first; an agent that comes back computes what is new."""
+    names = ("alice", "bob", "carol")
+    with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
+        held = {name: make_ids(300 + 50 * seed, seed=seed) for seed, name in enumerate(names)}
+        for name, ids in held.items():
+            held[name] = [*ids, *answer(llm, ids, name).token_ids]
+        assert snapshot_files(tmp_path) == [], "the prompts are too short for that"
+        before = states_in_ram(llm)
+        assert before >= len(names)
+        inside.relieve(llm, level)
+        left = states_in_ram(llm)
+        assert left >= len(names), "what nobody has written yet stays"
+        inside.wait_until(llm, lambda: len(snapshot_files(tmp_path)) >= len(names) and not inside.is_writing(llm))
+        inside.relieve(llm, level)
+        assert states_in_ram(llm) == (0 if level is Level.CRITICAL else left - -(-left // 2))
+        inside.relieve(llm, Level.CRITICAL)
+        assert states_in_ram(llm) == inside.state_arrays(inside.engine_of(llm)) == 0
+        assert llm.stats().ram_used["state"] == 0
+        assert llm.stats().pressure_freed_bytes >= before * inside.snapshot_bytes(inside.engine_of(llm))
+        check_idle(llm)
+        for name, ids in held.items():
+            back = answer(llm, prompt := more(ids, 2, seed=9), name)
+            assert back.report.cache_state == "warm"
+            assert back.report.computed_tokens <= 2 + 1
+            check_same(back, answer(llm, prompt, None, salt="cold"))
+
+
+def states_in_ram(llm: LLM) -> int:
+    """Snapshots; no request runs."""
+    return llm.stats().ram_used["state"] // inside.snapshot_bytes(inside.engine_of(llm))
+
+
+def test_a_snapshot_that_cannot_be_written_stays_under_memory_pressure(qwen: Path, tmp_path: Path) -> None:
+    with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
+        ids = make_ids(300)
+        ids = [*ids, *answer(llm, ids, "alice").token_ids]
+
+        def full(step: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        repair = inside.set_fault(inside.engine_of(llm), full)
+        for _ in range(3):
+            inside.relieve(llm, Level.CRITICAL)
+            inside.wait_until(llm, lambda: not inside.is_writing(llm))
+        repair()
+        assert states_in_ram(llm) == 1
+        assert answer(llm, more(ids, 2, seed=1), "alice").report.computed_tokens <= 2 + 1
+
+
 # -- what is on disk ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offset", [-1, -3000, 700])
+@pytest.mark.parametrize("offset", [-1, slow(-3000), 700])
 def test_a_damaged_snapshot_is_quarantined_and_computed_again(qwen: Path, tmp_path: Path, offset: int) -> None:
     with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
         ids = make_ids(700)
@@ -281,6 +372,21 @@ def test_a_damaged_snapshot_is_quarantined_and_computed_again(qwen: Path, tmp_pa
         assert again.report.saved
 
 
+def test_a_state_of_token_ids_is_saved(tmp_path: Path) -> None:
+    """Layers that look at the last words themselves keep those, as 64-bit whole numbers."""
+    (tmp_path / "model").mkdir()
+    model = write_hybrid(tmp_path / "model", "longcat_flash_ngram")
+    with open_llm(model, tmp_path / "cache") as llm:
+        ids = make_ids(300)
+        ids = more([*ids, *answer(llm, ids, "alice").token_ids], 2, seed=1)
+        assert len(snapshot_files(tmp_path / "cache")) == 0
+    assert len(snapshot_files(tmp_path / "cache")) == 1
+    with open_llm(model, tmp_path / "cache") as llm:
+        again = answer(llm, ids, "alice")
+        assert again.report.computed_tokens <= 2 + 1
+        check_same(again, answer(llm, ids, None, salt="cold"))
+
+
 def test_a_lost_snapshot_is_computed_again(qwen: Path, tmp_path: Path) -> None:
     with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
         ids = make_ids(700)
@@ -295,11 +401,12 @@ def test_a_lost_snapshot_is_computed_again(qwen: Path, tmp_path: Path) -> None:
     assert len(snapshot_files(tmp_path)) == 1, "and written again"
 
 
-def test_fifty_turns_write_few_snapshots(qwen: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_turns", [12, slow(50)])
+def test_many_turns_write_few_snapshots(num_turns: int, qwen: Path, tmp_path: Path) -> None:
     with open_llm(qwen, tmp_path) as llm:
         spec = inside.loaded_model(inside.engine_of(llm)).spec
         ids = make_ids(200)
-        for turn in range(50):
+        for turn in range(num_turns):
             completion = answer(llm, ids, "alice", 2)
             assert completion.report.saved
             assert turn == 0 or completion.report.computed_tokens <= 199
@@ -308,7 +415,7 @@ def test_fifty_turns_write_few_snapshots(qwen: Path, tmp_path: Path) -> None:
             assert len(snapshot_files(tmp_path)) <= MOST_SAVED
         keys_and_values = spec.bytes_per_token * len(ids)
         written = llm.stats().written_bytes
-        snapshots = 50 * 200 // inside.snapshot_interval(inside.engine_of(llm))
+        snapshots = num_turns * 200 // inside.snapshot_interval(inside.engine_of(llm))
         assert spec.state_group is not None
         assert snapshots * spec.state_group.bytes_per_block <= 2 * keys_and_values
     assert written <= 3 * keys_and_values, "headers, manifests and logs of this thin model included"
@@ -334,9 +441,8 @@ def test_forgotten_agents_leave_no_snapshots(qwen: Path, tmp_path: Path) -> None
         assert snapshot_files(tmp_path) == []
 
 
-def test_an_idle_agent_is_saved_to_its_last_token(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside.set_idle_seconds(monkeypatch, 0.2)
-    with open_llm(qwen, tmp_path / "one") as llm:
+def test_an_idle_agent_is_saved_to_its_last_token(qwen: Path, tmp_path: Path) -> None:
+    with open_llm(qwen, tmp_path / "one", idle_seconds=0.2) as llm:
         ids = make_ids(300)
         ids = more([*ids, *answer(llm, ids, "alice").token_ids], 20, seed=1)
         assert snapshot_files(tmp_path / "one") == []

@@ -37,18 +37,10 @@ from tests.serving.conversation import (
     open_llm,
     outcome,
 )
+from tests.serving.inside import relieve
 
 PATIENCE = 60.0
 NAMES = ("alice", "bob", "carol", "dave")
-
-
-def relieve(llm: LLM, level: Level) -> None:
-    """As the watch tells the engine."""
-
-    async def tell() -> None:
-        await inside.async_engine(llm)._thread.ask(RelieveMemory(level))
-
-    inside.on_loop(llm, tell())
 
 
 def talks(llm: LLM, length: int = 700) -> list[TokenTalk]:

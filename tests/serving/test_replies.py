@@ -11,6 +11,7 @@ import pytest
 
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.reply_formats import FAMILIES, TOOLS
 from tests.serving.conversation import open_llm
 from tests.serving.front import Front, open_front
@@ -59,6 +60,7 @@ def talk(family: str, model_folder: ModelFolder, tmp_path: Path) -> Iterator[Tal
         yield Talk(front, script)
 
 
+@pytest.mark.parametrize("family", ["deepseek", "harmony", slow("qwen3")], indirect=True)
 def test_streams_say_what_whole_answers_say(talk: Talk, family: str) -> None:
     for reply, blocks in FAMILIES[family].replies:
         question = [{"role": "user", "content": "Hi"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -81,9 +82,7 @@ class ReplyReading:
 
     def opened_at(self, text: str, begin: int) -> int:
         """Where a reply at `begin` begins, with the marker in front of it that has opened its thought."""
-        front = text[max(0, begin - _PROMPT_END) : begin].rstrip()
-        opener = next((start for start, _ in self._form.thoughts if front.endswith(start)), None)
-        return begin if opener is None else max(0, begin - _PROMPT_END) + len(front) - len(opener)
+        return _opened_at(self._form, text, begin)
 
     def same_reply(self, text: str, begin: int, reply: ReadReply, *, longest: int) -> tuple[bool, int | None]:
         """Where a reply that begins at `begin` and says the same ends, and whether its thought is there, too.
@@ -98,6 +97,28 @@ class ReplyReading:
             if without_thought is None and other.says(reply):
                 without_thought = found.start()
         return False, without_thought
+
+
+def _opened_at(form: ReplyFormat, text: str, begin: int) -> int:
+    front = text[max(0, begin - _PROMPT_END) : begin].rstrip()
+    opener = next((start for start, _ in form.thoughts if front.endswith(start)), None)
+    return begin if opener is None else max(0, begin - _PROMPT_END) + len(front) - len(opener)
+
+
+def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
+    """How many of a transcript's tokens stand in front of the first thing that the model thought in it.
+
+    A chat template may not show that again: then the next prompt goes on from there. None where nothing was thought.
+    """
+    text = transcript.text
+    for begin, end in transcript.generated_ranges() if form.thoughts else ():
+        opened = _opened_at(form, text, begin)
+        starts = [text.find(start, begin, end) for start, _ in form.thoughts]
+        if form.thinks_first or opened < begin:
+            starts.append(opened)
+        if any(start >= 0 for start in starts):
+            return bisect_right(transcript.ends, min(start for start in starts if start >= 0))
+    return None
 
 
 @dataclass(frozen=True)

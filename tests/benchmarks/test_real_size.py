@@ -1,0 +1,60 @@
+"""The benchmark at real size, on a model that is small: its model loads, its turns are what they are said to be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from rich.console import Console
+
+from agentcache.models import loader
+from benchmarks.real_size import REAL_SIZE, Paged, RealSizePlan, build_report, make_model, measure_real_size
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+
+
+@pytest.mark.timeout(300)
+def test_a_small_run() -> None:
+    plan = RealSizePlan(
+        shape=SMALL, decode=((1, 40), (3, 300)), steps=2, rounds=1, prefill=(100,), context=300, turn_tokens=4
+    )
+    rows = {row["what"]: row for row in measure_real_size(plan, lambda line: None)}
+    assert list(rows) == [
+        "decode, 1 x 40",
+        "decode, 3 x 300",
+        "decode, 3 on one prefix of 300",
+        "prefill, 100",
+        "turn, cold, 300",
+        "turn, hot, 308",
+        "turn, warm, 308",
+    ]
+    assert all(rows[what]["bare_ms"] > 0 for what in ("decode, 1 x 40", "decode, 3 x 300", "prefill, 100"))
+    assert rows["turn, warm, 308"]["computed"] == plan.turn_tokens
+    assert rows["turn, warm, 308"]["restored_mb"] > 0
+    console = Console(width=200, record=True)
+    for table in REAL_SIZE.tables:
+        console.print(table(build_report(plan, list(rows.values()))))
+    assert "bare mlx-lm" in console.export_text()
+
+
+def test_its_steps_are_the_engines(tmp_path: Path) -> None:
+    """Over contexts of zeros all rows say the same, whatever they share, and a step's token is what the model says."""
+    make_model(tmp_path / "model", {**SMALL, "tie_word_embeddings": False}, 4)
+    assert loader.load(str(tmp_path / "model")).spec.bits == 4
+    paged = Paged(tmp_path / "model")
+    for shared in (False, True):
+        paged.fill(3, 300, 8, shared=shared)
+        assert len({table.block_ids[0] for [table, *_] in paged.tables}) == (1 if shared else 3)
+        for _ in paged.steps(4):
+            pass
+    written = np.array(mx.abs(paged.runner.arenas[0].layers[0].keys.parts["scales"].array[1, :, 44:48]).sum(axis=-1))
+    assert (written > 0).all()
