@@ -15,6 +15,9 @@ from agentcache.pressure import Level
 if TYPE_CHECKING:
     from agentcache.kv.spec import CacheGroupInfo  # which imports numpy, and every command imports this
 
+# Characters of a prompt that tell whether a reply begins in the midst of something: a header, at most.
+PROMPT_END = 256
+
 
 class CacheState(StrEnum):
     COLD = "cold"

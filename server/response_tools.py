@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agentcache.server.answer_form import ToolChoice, read_tool_choice
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader
 
@@ -48,6 +49,11 @@ class ResponseTools:
     def find(self, name: str) -> ResponseTool:
         return self.by_name.get(name) or ResponseTool(name)
 
+    def choice(self, asked: ToolChoice) -> ToolChoice:
+        """With the name that is shown in place of the client's."""
+        names = [shown for shown, tool in self.by_name.items() if tool.name == asked.name]
+        return replace(asked, name=names[0]) if names and asked.name not in self.by_name else asked
+
 
 def shown_name(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
@@ -66,14 +72,11 @@ def custom_input(arguments: str) -> str:
 def read_response_tools(call: Call) -> ResponseTools:
     """Tools that a server would run, and others that are not known, are left out: agents have them on by default."""
     body = call.body
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        body.fail("tool_choice", 'must be "auto" or "none"; forcing a call is not supported')
     shown: list[dict[str, Any]] = []
     by_name: dict[str, ResponseTool] = {}
     for tool in body.objects("tools"):
         _read_tool(tool, None, call, shown, by_name)
-    return ResponseTools(shown if shown and choice != "none" else None, by_name)
+    return ResponseTools(shown if shown and read_tool_choice(body).may_call else None, by_name)
 
 
 def _read_tool(

@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from agentcache.request import ChatPrompt
+from agentcache.server.answer_form import GUIDED, read_form, read_response_format, read_tool_choice
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt
 from agentcache.server.model_names import check_model
@@ -56,29 +57,28 @@ def read_response(call: Call) -> Job:
         logprobs=_read_logprobs(body),
     )
     options = read_options(call)
+    text = read_response_format(body.object("text"), "format")
+    form = read_form(body, text, tools.shown, tools.choice(read_tool_choice(body)), "parameters")
     job_id = f"resp_{uuid.uuid4().hex}"
     reply = ResponseReply(
         job_id,
         options.adapter or model.id,
-        read_reading(model, tools.shown, body),
+        read_reading(model, tools.shown, body, form),
         tools,
         asked=_asked(body),
         seals_reasoning=_SEALED_REASONING in _read_include(body),
         return_token_ids=options.return_token_ids,
         notes=tuple(call.notes),
     )
-    return Job([options.request(job_id, prompt, sampling)], reply, body.boolean("stream"), options.timeout)
+    return Job([options.request(job_id, prompt, sampling, form=form)], reply, body.boolean("stream"), options.timeout)
 
 
 def _refuse(body: Reader) -> None:
     for name in _STATE:
         if body.get(name) is not None:
             body.fail(name, "is not supported: nothing is stored here; send the whole conversation as input")
-    refuse_unsupported(body)
+    refuse_unsupported(body, *GUIDED)
     refuse_unless_neutral(body, _UNSUPPORTED)
-    kind = body.object("text").object("format").string("type")
-    if kind not in (None, "text"):
-        body.object("text").fail("format", "must be of type 'text'", code="unsupported_parameter")
 
 
 def _read_include(body: Reader) -> list[str]:
@@ -120,7 +120,8 @@ def _asked(body: Reader) -> dict[str, Any]:
         "reasoning": {"effort": reasoning.string("effort"), "summary": None},
         "top_logprobs": body.get("top_logprobs") or 0,
         "temperature": body.number("temperature", 1.0, minimum=0.0),
-        "text": {"format": {"type": "text"}} | ({"verbosity": v} if (v := text.string("verbosity")) else {}),
+        "text": {"format": text.get("format") or {"type": "text"}}
+        | ({"verbosity": v} if (v := text.string("verbosity")) else {}),
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [tool.value for tool in body.objects("tools") if tool.get("type") in TOOL_TYPES],
         "top_p": body.number("top_p", 1.0, minimum=0.0, maximum=1.0),

@@ -288,6 +288,7 @@ class AsyncEngine:
             goes_on=claim.lineage is not None,
             adapter=prepared.adapter,
             system_tokens=prepared.system_tokens,
+            grammar=prepared.grammar,
         )
 
     # -- agents -----------------------------------------------------------------------------------------------------

@@ -18,9 +18,13 @@ from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import InvalidRequest
 from agentcache.models.text.front import find_front
+from agentcache.models.text.grammars.call_syntax import calling_format
+from agentcache.models.text.grammars.compiler import Grammar
+from agentcache.models.text.grammars.reply_grammar import reply_grammar
 from agentcache.models.text.template import REASONING_KEYS, REFUSED
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
+from agentcache.report import PROMPT_END
 from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
 from agentcache.store.manifest import AgentRecord
 
@@ -164,11 +168,13 @@ class Prepared:
     Args:
         adapter: None for base.
         system_tokens: see `count_system_tokens`.
+        grammar: of the answer; None for one of any form.
     """
 
     match: PromptMatch
     adapter: AdapterUse | None
     system_tokens: int = 0
+    grammar: Grammar | None = None
 
 
 def prepare_request(
@@ -189,15 +195,26 @@ def prepare_request(
         limit: when to give up.
 
     Raises:
-        InvalidRequest: the prompt does not go with the adapter.
+        InvalidRequest: the prompt does not go with the adapter, or no answer can have the form that it must have.
     """
     matched = match(prompt, held_by(request, found), tokenizer, limit)
     system_tokens = count_system_tokens(request.prompt, matched.transcript)
     if adapter is None:
         refuse_without_adapter(request)
-        return Prepared(matched, None, system_tokens)
-    use = use_adapter(adapter, policy or adapter.policy, request, matched.transcript.ids)
-    return Prepared(matched, use, system_tokens)
+        use = None
+    else:
+        use = use_adapter(adapter, policy or adapter.policy, request, matched.transcript.ids)
+    grammar = None if request.form is None else make_grammar(request, matched.transcript, tokenizer, limit)
+    return Prepared(matched, use, system_tokens, grammar)
+
+
+def make_grammar(request: Request, prompt: Transcript, tokenizer: Tokenizer, limit: WorkLimit) -> Grammar:
+    """The grammar of the answer to a prompt, of the form that the request asks for; raises InvalidRequest."""
+    assert request.form is not None
+    is_chat = isinstance(request.prompt, ChatPrompt)
+    reply = calling_format(tokenizer.reply_format) if request.form.must_call else tokenizer.reply_format
+    written = reply_grammar(request.form, reply, prompt.text[-PROMPT_END:] if is_chat else None)
+    return tokenizer.grammars.compile(written, limit)
 
 
 def count_system_tokens(prompt: Prompt, transcript: Transcript) -> int:

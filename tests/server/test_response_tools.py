@@ -155,3 +155,24 @@ def test_log_probabilities_are_sent_where_they_are_asked_for_only() -> None:
     answer = respond(engine, {"top_logprobs": 2}).json()
     assert engine.requests[0].sampling.logprobs is None
     assert answer["output"][0]["content"][0]["logprobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "called"),
+    [
+        ("required", ["apply_patch", "agents__spawn", "agents__apply_patch"]),
+        ({"type": "function", "name": "spawn"}, ["agents__spawn"]),
+        ({"type": "custom", "name": "apply_patch"}, ["apply_patch"]),
+    ],
+)
+def test_a_call_can_be_demanded_by_the_clients_name(choice: Any, called: list[str]) -> None:
+    engine = saying("Hi")
+    assert respond(engine, {"tools": TOOLS, "tool_choice": choice}).status_code == 200
+    form = engine.requests[0].form
+    assert form is not None and form.calls is not None
+    assert [tool.name for tool in form.calls.tools] == called
+
+
+def test_no_tool_of_that_name() -> None:
+    refused = respond(saying("Hi"), {"tools": TOOLS, "tool_choice": {"type": "function", "name": "sell"}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")

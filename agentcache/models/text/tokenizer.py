@@ -18,6 +18,7 @@ from agentcache.blocks.transcript import Encoding, Spelling
 from agentcache.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from agentcache.models.text.detokenizer import Detokenizer, DummySpace, TokenBytes
 from agentcache.models.text.encoder import MarkedEncoder
+from agentcache.models.text.grammars.compiler import Grammars, Vocabulary
 from agentcache.models.text.longest_token import longest_token
 from agentcache.models.text.marks import MarkedEnds, Marks, any_of
 from agentcache.models.text.messages import plain_messages, with_strings
@@ -86,6 +87,8 @@ class Tokenizer:
         self._token_bytes = TokenBytes(content.get("decoder"), backend.id_to_token, self._contents)
         self._longest_token = longest_token(content)
         self._template = ChatTemplate(wrapper)
+        self._num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+        self.grammars = Grammars(self._vocabulary)
         self._lock = threading.Lock()
 
     @classmethod
@@ -102,13 +105,15 @@ class Tokenizer:
         return cls(wrapper, fingerprint(path))
 
     def start(self) -> None:
-        """Have the first chat rendered as quickly as any other."""
+        """Have the first chat rendered, and the first grammar made, as quickly as any other."""
+        self.grammars.start()
         if self.has_chat_template:
             self._template.start()
 
     def close(self) -> None:
-        """End the processes that render chats; they come back when they are needed."""
+        """End the processes that render chats and try grammars; they come back when they are needed."""
         self._template.close()
+        self.grammars.close()
 
     # Text in
 
@@ -239,6 +244,11 @@ class Tokenizer:
         return self._token_bytes(token_id)
 
     # Inside
+
+    def _vocabulary(self) -> Vocabulary:
+        # Markers that are tokens are no text: readers take them for markers wherever they stand.
+        controls = self.control_ids | self.markers.keys()
+        return Vocabulary(self.token_bytes, self._num_ids, controls, self.eos_ids, lambda text: self.encode(text).ids)
 
     def _apply_template(
         self,
