@@ -43,9 +43,15 @@ endif
 VENV_STAMP := $(VENV)/made-for-$(BACKEND)
 INSTALL_STAMP := $(VENV)/installed
 DEV_STAMP := $(VENV)/installed-dev
+# Clients that tests drive, in environments of their own: what they pin binds nobody else.
+CLIENTS := $(VENV)/clients
+# Registries that do not answer must not hold up the tests.
+FOR_A_WHILE := $(if $(shell command -v timeout),timeout 600)
+PYTHON_CLIENTS_STAMP := $(CLIENTS)/python/installed
+NODE_CLIENTS_STAMP := $(CLIENTS)/node/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test test-all lint types bench benchmarks install clean
+.PHONY: help demo test test-all lint types bench benchmarks clients install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -53,14 +59,19 @@ help: ## show this list
 demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a restart in between
 	$(RUN) $(BIN)/agentcache demo $(ARGS)
 
-# Two processes with one BLAS thread each: most tests are short and single-threaded. The longest file goes first.
-PYTEST := OPENBLAS_NUM_THREADS=1 $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=12
+# Three processes with one BLAS thread each, for two cores: most tests are short and single-threaded, and for a quarter of
+# the time they wait for files and servers. Each begins with a third of the tests in their order, so that what a file or a
+# folder shares is made once; who is done takes half of what another has left.
+# Bytecode is kept, whatever the environment says: the processes that tests start would all compile the package anew.
+PYTEST := OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=12
 
-# Random tests try two fifths of their examples here, all of them in test-all.
+# Random tests try a fifth of their examples here, all of them in test-all.
 test: $(DEV_STAMP) ## run the tests, but for the long ones
 	$(PYTEST) -m "not slow" $(ARGS)
 
+# Tests of clients that cannot be had here are skipped, and say so.
 test-all: $(DEV_STAMP) ## run all tests, random ones with all examples
+	-@$(MAKE) --no-print-directory --keep-going clients
 	$(PYTEST) --hypothesis-profile=thorough $(ARGS)
 
 lint: $(DEV_STAMP) ## check style and that imports only go down the floors
@@ -75,6 +86,8 @@ bench: $(INSTALL_STAMP) ## time to first token: cold, warm and hot
 
 benchmarks: $(INSTALL_STAMP) ## the tools that are not installed: make benchmarks ARGS=overhead (no ARGS: list them)
 	$(RUN) $(BIN)/python -m benchmarks $(or $(ARGS),--help)
+
+clients: $(PYTHON_CLIENTS_STAMP) $(NODE_CLIENTS_STAMP) ## install the SDKs and coding agents that test-all drives
 
 install: $(INSTALL_STAMP) ## make .venv with agentcache in it (editable)
 
@@ -93,6 +106,17 @@ $(VENV_STAMP):
 
 $(INSTALL_STAMP): $(VENV_STAMP) pyproject.toml
 	$(PIP) -e ".$(EXTRAS)"
+	@touch $@
+
+$(PYTHON_CLIENTS_STAMP): tests/clients/requirements.txt | $(VENV_STAMP)
+	$(PYTHON) -m venv $(CLIENTS)/python
+	$(FOR_A_WHILE) $(CLIENTS)/python/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+$(NODE_CLIENTS_STAMP): tests/clients/package.json | $(VENV_STAMP)
+	@command -v npm >/dev/null || { echo "no npm here: coding agents are not tested" >&2; exit 1; }
+	mkdir -p $(CLIENTS)/node && cp $< $(CLIENTS)/node/
+	$(FOR_A_WHILE) npm install --silent --no-fund --no-audit --prefix $(CLIENTS)/node
 	@touch $@
 
 $(DEV_STAMP): $(VENV_STAMP) pyproject.toml

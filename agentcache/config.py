@@ -145,6 +145,8 @@ class Config:
         aliases: further names of the served model or its adapters, each with a name it already has.
         strict_model_names: whether `claude-*` and `gpt-*` are unknown names; else they mean the served model.
         session_headers: whether a request's agent may be taken from headers and from what clients send unasked.
+        stable_prefix: whether lines in front of a conversation that change from turn to turn stay as they were in the
+            cache, and are told in front of the newest message instead.
         images: what becomes of images in users' messages.
         log_requests: whether each request is a line in the log: its route, agent, model, tokens and time, no content.
     """
@@ -256,6 +258,11 @@ class Config:
         Kind.SWITCH,
         Flag("Take agents from headers and from what clients send unasked (on).", metavar="on|off"),
         default=True,
+    )
+    stable_prefix: bool = _setting(
+        Kind.SWITCH,
+        Flag("Tell lines in front that change every turn, as the time, behind the history.", is_bare=True),
+        default=False,
     )
     images: Images = _setting(
         Kind.TEXT,

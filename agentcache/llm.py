@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentcache.adapter_settings import AdapterFolder, Policy, parse_policy
+from agentcache.answer_form import AnswerForm
 from agentcache.config import Config, load_config
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.models.text.grammars.call_syntax import calling_format
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.events import Block, Event, blocks_of
 from agentcache.models.text.replies.reader import open_reader
@@ -146,6 +148,7 @@ class LLM:
         policy: Policy | str | None = None,
         invocation_start: int | None = None,
         invocation_optional: bool = False,
+        form: AnswerForm | None = None,
     ) -> Completion:
         """Continue raw text or token ids; `agentcache.request.Request` describes the options. Raises RequestError."""
         wrapped = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(list(prompt))
@@ -159,6 +162,7 @@ class LLM:
             policy=_policy(policy),
             invocation_start=invocation_start,
             invocation_optional=invocation_optional,
+            form=form,
         )
 
     def chat(
@@ -174,6 +178,7 @@ class LLM:
         invocation_optional: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        form: AnswerForm | None = None,
     ) -> Completion:
         """Answer messages through the model's chat template, which gets `chat_template_kwargs`; raises RequestError."""
         prompt = ChatPrompt(messages, tools, dict(chat_template_kwargs or {}))
@@ -186,6 +191,7 @@ class LLM:
             adapter=adapter,
             policy=_policy(policy),
             invocation_optional=invocation_optional,
+            form=form,
         )
 
     def _complete(self, prompt: Prompt, sampling: SamplingParams | None, **options: Any) -> Completion:
@@ -224,7 +230,10 @@ class LLM:
         if not isinstance(request.prompt, ChatPrompt):
             return ()
         tools = Tools(request.prompt.tools) if request.prompt.tools else None
-        reader = open_reader(self._engine.model.reply_format, tools, thoughts=True)
+        form = self._engine.model.reply_format
+        if request.form is not None and request.form.must_call:
+            form = calling_format(form)
+        reader = open_reader(form, tools, thoughts=True)
         events: list[Event] = []
         for update in updates:
             if update.prompt_end is not None:

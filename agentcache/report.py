@@ -16,6 +16,9 @@ from agentcache.pressure import Level
 if TYPE_CHECKING:
     from agentcache.kv.spec import CacheGroupInfo  # which imports numpy, and every command imports this
 
+# Characters of a prompt that tell whether a reply begins in the midst of something: a header, at most.
+PROMPT_END = 256
+
 
 class CacheState(StrEnum):
     COLD = "cold"
@@ -73,6 +76,17 @@ class CachedTokens:
 
 
 @dataclass(frozen=True)
+class Volatile:
+    """Lines in front of a prompt that were other ones in the turn before, as times and dates are.
+
+    `moved` says whether they are told behind the history instead (`stable_prefix`); else all behind them is computed.
+    """
+
+    lines: tuple[str, ...]
+    moved: bool
+
+
+@dataclass(frozen=True)
 class Report:
     """What a request cost and what it reused; the `agentcache` object beside `usage`. Times in milliseconds.
 
@@ -110,6 +124,7 @@ class Report:
     saved: bool | None = None
     save_error: str | None = None
     written_bytes: int = 0
+    volatile: Volatile | None = None
 
     @property
     def reused_tokens(self) -> int:

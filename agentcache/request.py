@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from agentcache.adapter_settings import Policy
+from agentcache.answer_form import AnswerForm
 from agentcache.sampling import SamplingParams
 
 
@@ -66,6 +67,7 @@ class Request:
         policy: how the adapter may share; None for the agent's or the adapter's own.
         invocation_start: token from which an activated adapter acts; None for its invocation's last occurrence.
         invocation_optional: base answers where the prompt does not invoke the adapter, instead of a refusal.
+        form: what form the answer must have; None for any.
     """
 
     request_id: str
@@ -80,6 +82,7 @@ class Request:
     policy: Policy | None = None
     invocation_start: int | None = None
     invocation_optional: bool = False
+    form: AnswerForm | None = None
 
     @property
     def is_background(self) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from agentcache.answer_form import TextForm
 from agentcache.request import ChatPrompt, Request
+from agentcache.server.answer_form import read_anthropic_tool_choice, read_form, read_response_format
 from agentcache.server.anthropic_reply import AnthropicReply
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, engine_of, name_agent, read_prompt
@@ -50,13 +52,14 @@ def read_job(call: Call) -> Job:
         body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=None, stop="stop_sequences"
     )
     options = read_options(call, _user_id(body))
+    form = read_form(body, _read_text_form(body), prompt.tools, read_anthropic_tool_choice(body), "input_schema")
     job_id = f"msg_{uuid.uuid4().hex}"
     return Job(
-        requests=[options.request(job_id, prompt, sampling)],
+        requests=[options.request(job_id, prompt, sampling, form=form)],
         reply=AnthropicReply(
             job_id,
             options.adapter or model.id,
-            read_reading(model, prompt.tools, body),
+            read_reading(model, prompt.tools, body, form),
             options.return_token_ids,
             tuple(call.notes),
             _wants_thoughts(body),
@@ -64,6 +67,11 @@ def read_job(call: Call) -> Job:
         stream=body.boolean("stream"),
         timeout=options.timeout,
     )
+
+
+def _read_text_form(body: Reader) -> TextForm | None:
+    """`output_config.format`, or as it was called before."""
+    return read_response_format(body.object("output_config"), "format") or read_response_format(body, "output_format")
 
 
 def _wants_thoughts(body: Reader) -> bool:
@@ -78,7 +86,7 @@ def _user_id(body: Reader) -> Any:
 def read_chat_prompt(call: Call) -> ChatPrompt:
     body = call.body
     check_model(call)
-    refuse_unsupported(body)
+    refuse_unsupported(body, "output_format")
     check_chat(call.model)
     given = body.objects("messages")
     if not given:
@@ -165,11 +173,8 @@ def _read_result(block: Reader, call: Call) -> dict[str, Any]:
 
 
 def _read_tools(body: Reader) -> list[dict[str, Any]] | None:
-    choice = body.object("tool_choice").string("type")
-    if choice not in (None, "auto", "none"):
-        body.fail("tool_choice", 'must be of type "auto" or "none"; forcing a call is not supported')
     tools = [_read_tool(tool) for tool in body.objects("tools")]
-    return tools if tools and choice != "none" else None
+    return tools if tools and read_anthropic_tool_choice(body).may_call else None
 
 
 def _read_tool(tool: Reader) -> dict[str, Any]:

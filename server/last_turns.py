@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 from agentcache.blocks.prefix_match import Match
 from agentcache.report import Report
 
 _MOST_AGENTS = 1024
+_MOST_CHARS = 80  # of a line that is shown
 
 _WHY = {
     Match.NEW: "no conversation of the agent began like this prompt",
@@ -67,4 +69,7 @@ def why(report: Report) -> str | None:
     """Why more of the prompt was computed than what is new; None where nothing was."""
     if report.lost_tokens:
         return f"{report.lost_tokens} tokens of the conversation were neither in RAM nor on disk any more"
+    if report.volatile is not None and not report.volatile.moved:
+        line = shorten(report.volatile.lines[0], _MOST_CHARS, placeholder=" …")
+        return f"a line in front is another one than before: {line!r} (with --stable-prefix it is told behind)"
     return _WHY.get(report.match)

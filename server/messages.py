@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from agentcache.models.text.json_values import parse_json
+from agentcache.server.answer_form import read_tool_choice
 from agentcache.server.context import Call
 from agentcache.server.parts import read_part
 from agentcache.server.validate import Reader
@@ -31,11 +32,8 @@ def read_messages(call: Call) -> list[dict[str, Any]]:
 
 def read_tools(body: Reader) -> list[dict[str, Any]] | None:
     """The tools for the chat template; None where there are none or `tool_choice` is "none"."""
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        body.fail("tool_choice", 'must be "auto" or "none"; forcing a call is not supported')
     tools = [_read_tool(tool) for tool in body.objects("tools")]
-    return tools if tools and choice != "none" else None
+    return tools if tools and read_tool_choice(body).may_call else None
 
 
 def _read_tool(tool: Reader) -> dict[str, Any]:

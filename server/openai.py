@@ -8,9 +8,11 @@ from typing import Any, NoReturn
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from agentcache.answer_form import AnswerForm
 from agentcache.report import ModelInfo
 from agentcache.request import ChatPrompt, TextPrompt, TokenPrompt
 from agentcache.sampling import SamplingParams
+from agentcache.server.answer_form import GUIDED, ToolChoice, read_form, read_response_format, read_tool_choice
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt
 from agentcache.server.messages import read_messages, read_tools
@@ -23,6 +25,7 @@ from agentcache.server.validate import Reader
 
 TEXT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
+_SUPPORTED = ("n", "response_format", *GUIDED)
 
 
 async def chat_completions(request: HttpRequest) -> Response:
@@ -36,13 +39,15 @@ async def completions(request: HttpRequest) -> Response:
 def read_chat(call: Call) -> Job:
     body, model = call.body, call.model
     check_model(call)
-    refuse_unsupported(body, "n")
+    refuse_unsupported(body, *_SUPPORTED)
     prompt = read_chat_prompt(call, add_generation_prompt=body.boolean("add_generation_prompt", True))
     logprobs = _read_chat_logprobs(body)
     max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=None)
     sampling = read_sampling(body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
-    shape = ChatShape(logprobs is not None, read_reading(model, prompt.tools, body))
-    return _job(call, [prompt], sampling, shape)
+    text = read_response_format(body, "response_format", "json_schema")
+    form = read_form(body, text, prompt.tools, read_tool_choice(body), "function.parameters")
+    shape = ChatShape(logprobs is not None, read_reading(model, prompt.tools, body, form))
+    return _job(call, [prompt], sampling, shape, form)
 
 
 def read_chat_prompt(call: Call, *, add_generation_prompt: bool) -> ChatPrompt:
@@ -63,7 +68,7 @@ def _read_chat_logprobs(body: Reader) -> int | None:
 def read_text(call: Call) -> Job:
     body, model = call.body, call.model
     check_model(call)
-    refuse_unsupported(body, "n")
+    refuse_unsupported(body, *_SUPPORTED)
     prompts = read_prompts(body, model)
     logprobs = body.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
     echo = body.boolean("echo")
@@ -76,7 +81,8 @@ def read_text(call: Call) -> Job:
         prompt_logprobs=echo and (logprobs is not None or None in texts),
     )
     shape = TextShape(logprobs is not None, echo, tuple(text for text in texts for _ in range(read_n(body))))
-    return _job(call, prompts, sampling, shape)
+    text_form = read_response_format(body, "response_format", "json_schema")
+    return _job(call, prompts, sampling, shape, read_form(body, text_form, None, ToolChoice(), ""))
 
 
 def read_prompts(body: Reader, model: ModelInfo) -> list[TextPrompt | TokenPrompt]:
@@ -108,7 +114,7 @@ def _refuse_token(body: Reader, name: str, model: ModelInfo) -> NoReturn:
     body.fail(name, f"must be a token id between 0 and {model.vocab_size - 1}")
 
 
-def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape) -> Job:
+def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape, form: AnswerForm | None) -> Job:
     body, options = call.body, read_options(call)
     stream = body.boolean("stream")
     _check_combination(body, len(prompts), options, stream)
@@ -119,7 +125,7 @@ def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape)
     usage = options.report or body.object("stream_options").boolean("include_usage")
     return Job(
         requests=[
-            options.request(f"{job_id}-{index}" if index else job_id, prompt, sampling, n=n)
+            options.request(f"{job_id}-{index}" if index else job_id, prompt, sampling, n=n, form=form)
             for index, prompt in enumerate(prompts)
         ],
         reply=OpenAIReply(

@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from agentcache.adapter_settings import Policy, parse_policy
+from agentcache.answer_form import AnswerForm
 from agentcache.errors import InvalidRequest
 from agentcache.report import ModelInfo
 from agentcache.request import Priority, Prompt, Request
 from agentcache.sampling import SamplingParams
+from agentcache.server.answer_form import GUIDED
 from agentcache.server.context import Call
 from agentcache.server.model_names import read_adapter
 from agentcache.server.session import read_agent
@@ -47,10 +49,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "continue_final_message": (False,),
     "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    **dict.fromkeys(GUIDED, ()),
     "grammar": ("",),
     "json_schema": (),
     "output_format": (),
@@ -62,7 +61,15 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 class MakeRequest(Protocol):
     """Makes the internal request, of which everything but these is known."""
 
-    def __call__(self, request_id: str, prompt: Prompt, sampling: SamplingParams, n: int = 1) -> Request: ...
+    def __call__(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        form: AnswerForm | None = None,
+    ) -> Request: ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,8 @@ class Options:
 def refuse_unsupported(body: Reader, *supported: str) -> None:
     """Refuse what the dialect does not have, but for the fields `supported`."""
     refuse_unless_neutral(body, {name: values for name, values in _UNSUPPORTED.items() if name not in supported})
-    if (output := body.object("output_config")).get("format") is not None:
+    output = body.object("output_config")
+    if "output_format" not in supported and output.get("format") is not None:
         output.fail("format", "is not supported", code="unsupported_parameter")
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentcache.answer_form import AnswerForm
+from agentcache.models.text.grammars.call_syntax import calling_format
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.events import Block, Event, blocks_of
 from agentcache.models.text.replies.format import ReplyFormat
@@ -39,18 +41,23 @@ class Reading:
         return blocks_of(event for update in completion.updates for event in reader.add(update))
 
 
-def read_reading(model: ModelInfo, tools: Sequence[Mapping[str, Any]] | None, body: Reader) -> Reading:
+def read_reading(
+    model: ModelInfo, tools: Sequence[Mapping[str, Any]] | None, body: Reader, form: AnswerForm | None = None
+) -> Reading:
     """How the reply to the request `body` is read.
 
     With `agentcache.parse_tools` false calls are left in the text, with `agentcache.parse_reasoning` false thoughts.
 
     Args:
         tools: those that the chat template shows, in OpenAI's shape; None for none.
+        form: that the answer must have.
     """
     extras = body.object("agentcache")
     reads_calls = bool(tools) and extras.boolean("parse_tools", True)
     reads_thoughts = extras.boolean("parse_reasoning", True)
-    return Reading(model.reply_format, Tools(tools or ()) if reads_calls else None, reads_thoughts)
+    must_call = form is not None and form.must_call
+    format = calling_format(model.reply_format) if must_call else model.reply_format
+    return Reading(format, Tools(tools or ()) if reads_calls else None, reads_thoughts)
 
 
 class ReplyReader:

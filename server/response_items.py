@@ -9,6 +9,7 @@ from typing import Any
 from agentcache.server.context import Call
 from agentcache.server.messages import ROLES, read_arguments, without_billing_header
 from agentcache.server.parts import read_part
+from agentcache.server.response_tools import INPUT, shown_name
 from agentcache.server.validate import Reader
 
 _BETWEEN_SYSTEM_TEXTS = "\n\n"
@@ -53,6 +54,11 @@ class _Messages:
         else:
             self.add("system", text)
 
+    def call(self, item: Reader, arguments: Any) -> None:
+        function = {"name": shown_name(item.string("namespace"), item.required_string("name")), "arguments": arguments}
+        said = {"id": item.required_string("call_id"), "type": "function", "function": function}
+        self.reply.setdefault("tool_calls", []).append(said)
+
     @property
     def reply(self) -> dict[str, Any]:
         """The model's message that is being put together."""
@@ -70,10 +76,10 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
             if text := _read_thought(item):
                 messages.reply["reasoning_content"] = messages.reply.get("reasoning_content", "") + text
         case "function_call":
-            function = {"name": item.required_string("name"), "arguments": read_arguments(item)}
-            said = {"id": item.required_string("call_id"), "type": "function", "function": function}
-            messages.reply.setdefault("tool_calls", []).append(said)
-        case "function_call_output":
+            messages.call(item, read_arguments(item))
+        case "custom_tool_call":
+            messages.call(item, {INPUT: item.required_string("input")})
+        case "function_call_output" | "custom_tool_call_output":
             output = _read_content(item, "output", "tool", call)
             messages.add("tool", output, tool_call_id=item.required_string("call_id"))
         case "item_reference":
@@ -130,29 +136,3 @@ def _unsealed(content: str) -> str:
         return base64.b64decode(content.removeprefix(_SEALED), validate=True).decode()
     except (binascii.Error, UnicodeDecodeError, ValueError):
         return ""
-
-
-def read_response_tools(call: Call) -> list[dict[str, Any]] | None:
-    """Functions, in the shape that chat templates expect; None for none, and where the model is not to call any.
-
-    Tools that a server would run, and groups of them, are left out: agents have them on by default.
-    """
-    body = call.body
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        body.fail("tool_choice", 'must be "auto" or "none"; forcing a call is not supported')
-    tools = [read for tool in body.objects("tools") if (read := _read_tool(tool, call)) is not None]
-    return tools if tools and choice != "none" else None
-
-
-def _read_tool(tool: Reader, call: Call) -> dict[str, Any] | None:
-    kind = tool.required_string("type")
-    if kind != "function":
-        call.notes.append(f"{tool.path}: a tool of type {kind!r:.80} was left out")
-        return None
-    function = {
-        "name": tool.required_string("name"),
-        "description": tool.string("description") or "",
-        "parameters": tool.object("parameters").value,
-    }
-    return {"type": "function", "function": function}

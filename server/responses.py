@@ -10,18 +10,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from agentcache.request import ChatPrompt
+from agentcache.server.answer_form import GUIDED, read_form, read_response_format, read_tool_choice
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt
 from agentcache.server.model_names import check_model
 from agentcache.server.options import check_chat, read_options, refuse_unless_neutral, refuse_unsupported
 from agentcache.server.replies import read_reading
-from agentcache.server.response_items import read_items, read_response_tools
+from agentcache.server.response_items import read_items
+from agentcache.server.response_tools import TOOL_TYPES, read_response_tools
 from agentcache.server.responses_reply import ResponseReply
-from agentcache.server.sampling import read_max_tokens, read_sampling
+from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_sampling
 from agentcache.server.validate import Reader
 
 # Fields that would change the answer if they were ignored, with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"background": (False,), "prompt": (), "top_logprobs": (0,)}
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"background": (False,), "prompt": ()}
 _STATE = ("previous_response_id", "conversation")
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED_REASONING = "reasoning.encrypted_content"
@@ -45,40 +47,38 @@ def read_response(call: Call) -> Job:
     _refuse(body)
     check_chat(model, "input")
     messages, tools = read_items(call), read_response_tools(call)
-    prompt = ChatPrompt(messages, tools, _template_kwargs(body), param="input")
+    prompt = ChatPrompt(messages, tools.shown, _template_kwargs(body), param="input")
     if body.string("truncation") == "auto":
         call.notes.append("truncation: nothing is left out of a prompt that is too long; it is refused")
     sampling = read_sampling(
         body,
         vocab_size=model.vocab_size,
         max_tokens=read_max_tokens(body, "max_output_tokens", default=None),
-        logprobs=None,
+        logprobs=_read_logprobs(body),
     )
     options = read_options(call)
+    text = read_response_format(body.object("text"), "format")
+    form = read_form(body, text, tools.shown, tools.choice(read_tool_choice(body)), "parameters")
     job_id = f"resp_{uuid.uuid4().hex}"
     reply = ResponseReply(
         job_id,
         options.adapter or model.id,
-        read_reading(model, tools, body),
+        read_reading(model, tools.shown, body, form),
+        tools,
         asked=_asked(body),
         seals_reasoning=_SEALED_REASONING in _read_include(body),
         return_token_ids=options.return_token_ids,
         notes=tuple(call.notes),
     )
-    return Job([options.request(job_id, prompt, sampling)], reply, body.boolean("stream"), options.timeout)
+    return Job([options.request(job_id, prompt, sampling, form=form)], reply, body.boolean("stream"), options.timeout)
 
 
 def _refuse(body: Reader) -> None:
     for name in _STATE:
         if body.get(name) is not None:
             body.fail(name, "is not supported: nothing is stored here; send the whole conversation as input")
-    refuse_unsupported(body)
+    refuse_unsupported(body, *GUIDED)
     refuse_unless_neutral(body, _UNSUPPORTED)
-    kind = body.object("text").object("format").string("type")
-    if kind not in (None, "text"):
-        body.object("text").fail("format", "must be of type 'text'", code="unsupported_parameter")
-    if _LOGPROBS in _read_include(body):
-        body.fail("include", f"{_LOGPROBS!r} is not supported", code="unsupported_parameter")
 
 
 def _read_include(body: Reader) -> list[str]:
@@ -89,6 +89,12 @@ def _read_include(body: Reader) -> list[str]:
     if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
         body.fail("include", "must be a list of strings")
     return include
+
+
+def _read_logprobs(body: Reader) -> int | None:
+    """Alternatives to each token; None where no logprobs are wanted."""
+    top = body.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS) or 0
+    return top if _LOGPROBS in _read_include(body) else None
 
 
 def _template_kwargs(body: Reader) -> dict[str, Any]:
@@ -112,10 +118,12 @@ def _asked(body: Reader) -> dict[str, Any]:
         "parallel_tool_calls": parallel,
         "prompt_cache_key": body.get("prompt_cache_key"),
         "reasoning": {"effort": reasoning.string("effort"), "summary": None},
+        "top_logprobs": body.get("top_logprobs") or 0,
         "temperature": body.number("temperature", 1.0, minimum=0.0),
-        "text": {"format": {"type": "text"}} | ({"verbosity": v} if (v := text.string("verbosity")) else {}),
+        "text": {"format": text.get("format") or {"type": "text"}}
+        | ({"verbosity": v} if (v := text.string("verbosity")) else {}),
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [tool.value for tool in body.objects("tools") if tool.get("type") == "function"],
+        "tools": [tool.value for tool in body.objects("tools") if tool.get("type") in TOOL_TYPES],
         "top_p": body.number("top_p", 1.0, minimum=0.0, maximum=1.0),
         "truncation": "disabled",
         "user": body.get("user"),

@@ -17,11 +17,13 @@ from agentcache.models.text.replies.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from agentcache.report import FinishReason, Update
+from agentcache.report import FinishReason, TokenLogprob, Update
 from agentcache.server.errors import WireError
+from agentcache.server.logprobs import chat_logprobs
 from agentcache.server.replies import Reading
 from agentcache.server.reply import Completion, report_object
 from agentcache.server.response_items import sealed
+from agentcache.server.response_tools import ResponseTools, custom_input
 from agentcache.server.stream import event
 
 # The events of an item in a stream, without their numbers: type and fields.
@@ -35,6 +37,7 @@ class ResponseReply:
     Args:
         id: the response's.
         model: the served model's id.
+        tools: the request's, by which calls are told.
         asked: what the response repeats of its request.
         seals_reasoning: whether thoughts go with an `encrypted_content`, from which they are read when they come back.
         notes: for the report.
@@ -43,6 +46,7 @@ class ResponseReply:
     id: str
     model: str
     reading: Reading
+    tools: ResponseTools
     asked: Mapping[str, Any]
     seals_reasoning: bool
     return_token_ids: bool
@@ -120,6 +124,8 @@ class OutputItems:
         self._reply = reply
         self._reader = reply.reading.reader()
         self._is_open = False
+        self._arguments = ""  # of the call that is open
+        self._unplaced: list[TokenLogprob] = []  # of tokens whose text is not out yet
 
     @property
     def num_calls(self) -> int:
@@ -129,6 +135,7 @@ class OutputItems:
         events = self._reader.add(update)
         if any(isinstance(each, ReasoningDelta) for each in events):
             self.reasoning_tokens += len(update.token_ids)
+        self._unplaced += [token for token in update.logprobs if token.shown]
         for each in events:
             yield from self._translated(each)
 
@@ -141,18 +148,37 @@ class OutputItems:
     def _translated(self, each: Event) -> Iterator[Said]:
         match each:
             case TextDelta(text):
-                yield from self._grow_text("message", text)
+                yield from self._grow_text("message", text, self._logprobs_of(text))
             case ReasoningDelta(text):
+                self._unplaced.clear()
                 yield from self._grow_text("reasoning", text)
             case ToolCallStart(_, name):
                 yield from self._close()
-                ids = {"id": f"fc_{uuid.uuid4().hex}", "call_id": f"call_{uuid.uuid4().hex}"}
-                yield self._begin({"type": "function_call", **ids, "name": name, "arguments": ""})
+                yield self._begin_call(name)
             case ToolCallArguments(_, arguments):
-                self.items[-1]["arguments"] += arguments
-                yield "response.function_call_arguments.delta", self._place | {"delta": arguments}
+                self._arguments += arguments
+                if self.items[-1]["type"] == "function_call":
+                    self.items[-1]["arguments"] += arguments
+                    yield "response.function_call_arguments.delta", self._place | {"delta": arguments}
             case ToolCallEnd():
+                self._unplaced.clear()
                 yield from self._close()
+
+    def _begin_call(self, name: str) -> Said:
+        """A custom tool is called with a text, which is known when the call's arguments are whole."""
+        tool, call_id, self._arguments = self._reply.tools.find(name), f"call_{uuid.uuid4().hex}", ""
+        if tool.is_custom:
+            custom = {"type": "custom_tool_call", "id": f"ctc_{uuid.uuid4().hex}", "call_id": call_id}
+            return self._begin(custom | tool.fields | {"input": ""})
+        function = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id}
+        return self._begin(function | tool.fields | {"arguments": ""})
+
+    def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
+        """Of the tokens that `text` ends with; what came before them was no text, such as a marker."""
+        tokens, self._unplaced = self._unplaced, []
+        while len(tokens) > 1 and _text_of(tokens[1:]).endswith(text):
+            del tokens[0]
+        return list(chat_logprobs(tokens)["content"])
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -163,14 +189,18 @@ class OutputItems:
         self.items.append(item | {"status": "in_progress"})
         return "response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
-    def _grow_text(self, kind: str, text: str) -> Iterator[Said]:
+    def _grow_text(self, kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Said]:
         """Into the item of that kind which is open, or a new one."""
         if not self._is_open or self.items[-1]["type"] != kind:
             yield from self._close()
             yield from self._begin_text(kind)
         part = self.items[-1]["content"][0]
         part["text"] += text
-        yield f"response.{part['type']}.delta", self._part_place | {"delta": text} | _logprobs(part)
+        fields: dict[str, Any] = {"delta": text}
+        if kind == "message":  # thoughts have none
+            part["logprobs"] += logprobs
+            fields["logprobs"] = list(logprobs)
+        yield f"response.{part['type']}.delta", self._part_place | fields
 
     def _begin_text(self, kind: str) -> Iterator[Said]:
         if kind == "message":
@@ -197,9 +227,13 @@ class OutputItems:
         if item["type"] == "function_call":
             arguments = {"name": item["name"], "arguments": item["arguments"]}
             yield "response.function_call_arguments.done", self._place | arguments
+        elif item["type"] == "custom_tool_call":
+            item["input"] = custom_input(self._arguments)
+            yield "response.custom_tool_call_input.delta", self._place | {"delta": item["input"]}
+            yield "response.custom_tool_call_input.done", self._place | {"input": item["input"]}
         else:
             [part] = item["content"]
-            said = {"text": part["text"]} | _logprobs(part)
+            said = {name: part[name] for name in ("text", "logprobs") if name in part}
             yield f"response.{part['type']}.done", self._part_place | said
             yield "response.content_part.done", self._part_place | {"part": dict(part)}
             if item["type"] == "reasoning" and self._reply.seals_reasoning:
@@ -207,9 +241,8 @@ class OutputItems:
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
 
 
-def _logprobs(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The field that events of text have, and those of thoughts have not."""
-    return {"logprobs": []} if part["type"] == "output_text" else {}
+def _text_of(tokens: Sequence[TokenLogprob]) -> str:
+    return b"".join(token.data for token in tokens).decode(errors="replace")
 
 
 def _code(error: WireError) -> str:

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 
 from tests.conftest import ModelFolder
-from tests.tiny import ARCHITECTURES, TOKENIZERS, tiny_model
+from tests.tiny import ARCHITECTURES, TOKENIZERS, VARIANTS_SLOW, tiny_model
 
 PROMPT_TOKENS = 40
 GENERATED_TOKENS = 16
@@ -22,7 +22,7 @@ def greedy(model: object, token_ids: list[int]) -> list[int]:
     return [int(token) for token, _ in generate_step(mx.array(token_ids), model, max_tokens=GENERATED_TOKENS)]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", VARIANTS_SLOW)
 def test_early_tokens_change_late_ones(model_folder: ModelFolder, architecture: str) -> None:
     model, tokenizer = mlx_lm.load(str(model_folder(architecture)))
     prompt = np.random.default_rng(0).integers(10, tokenizer.vocab_size, PROMPT_TOKENS).tolist()

@@ -143,6 +143,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 VARIANTS = ("llama_bias", "mistral", "qwen3_tied", "gemma3_text_wide", "gemma3", "phi3", "deepseek_v2_q_lora")
 VARIANTS_SLOW = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in ARCHITECTURES]
 
+# Of those, what stands for the others where only the cache is tested: whole keys, windows beside them, sinks, latents.
+CACHES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v2")
+OTHER_CACHES_SLOW = [name if name in CACHES else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+
 _MODULES = {"mistral": "llama"}
 
 

@@ -15,6 +15,7 @@ from itertools import combinations
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
+from agentcache.report import Volatile
 from agentcache.store.manifest import AgentRecord
 
 # Text behind something left out is known again by so many characters, at the old text's end by a few; and so often may
@@ -29,10 +30,12 @@ class PlainPrompt:
     Args:
         content: marked text, or token ids where it came as these.
         retells: transcripts in whose conversation it goes on, though it may tell in other words what was said there.
+        volatile: what its front says otherwise than the turn before; None where that is nothing.
     """
 
     content: str | array[int]
     retells: tuple[Transcript, ...] = ()
+    volatile: Volatile | None = None
 
     def _same_of(self, transcript: Transcript) -> str | array[int]:
         return transcript.text if isinstance(self.content, str) else transcript.ids

@@ -7,10 +7,11 @@ Python of a step is done while the device is busy, and only starting a batch wai
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
+import numpy as np
 
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.blocks.pool import BlockTable
@@ -20,7 +21,7 @@ from agentcache.engine.trunk import Trunk
 from agentcache.models.recurrent import RowState
 from agentcache.models.residual_rows import ResidualRow
 from agentcache.models.runner import ModelRunner
-from agentcache.models.sampler import REPETITION_CONTEXT, Row, Sampler, Scores, TokenScore, choose
+from agentcache.models.sampler import REPETITION_CONTEXT, Row, Sampler, Scores, TokenScore, choose, masked
 from agentcache.models.step import StepInputs
 
 
@@ -67,6 +68,64 @@ class Result:
     state: RowState | None = None
 
 
+class Choice:
+    """The tokens that a batch chooses.
+
+    Where answers keep to a form, what they may have next is known when the tokens are that they go on from: then all is
+    chosen once the batch has been started, while the device is at work on the logits.
+
+    Args:
+        rows: of the batch.
+        ends: tokens that each then has.
+        logits: [B, vocabulary], behind each row's last token.
+        last: int32 [B], that token.
+        scored: rows of which scores are wanted.
+
+    Attributes:
+        tokens: int32 [B], chosen for every row; None until `make`.
+        scores: of the tokens of `scored` rows, from then on; None where there are none.
+    """
+
+    def __init__(
+        self, rows: Sequence[BatchRow], ends: Sequence[int], logits: mx.array, last: mx.array, scored: Sequence[int]
+    ) -> None:
+        self._rows = rows
+        self._ends = ends
+        self._logits = logits
+        self._last = last
+        self.scored = scored
+        self.tokens: mx.array | None = None
+        self.scores: Scores | None = None
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """What the device is to compute: as much as is known now."""
+        if self.tokens is None:
+            return (self._logits,)
+        return (self.tokens, *self.scores.arrays) if self.scores is not None else (self.tokens,)
+
+    def make(self, masks: Mapping[int, np.ndarray] | None = None) -> None:
+        """Choose; `masks` are as in `sampler.masked`."""
+        rows = [_row(row.generation, end) for row, end in zip(self._rows, self._ends, strict=True)]
+        self.tokens = choose(rows, masked(self._logits, masks) if masks else self._logits, self._last)
+        if self.scored:
+            index = mx.array(list(self.scored))
+            count = max(self._rows[i].generation.request.sampling.logprobs or 0 for i in self.scored)
+            self.scores = Scores(self._logits[index], self.tokens[index], count)
+        self._logits = None  # its memory may serve for what follows from it
+
+    def masks(self) -> dict[int, np.ndarray]:
+        """What rows may have, by their places. Those whose form has ended get anything, and nobody looks at it."""
+        masks: dict[int, np.ndarray] = {}
+        for place, row in enumerate(self._rows):
+            following = row.generation.following
+            if following is not None and row.is_complete and not row.is_void:
+                mask = following.mask()
+                if not following.is_over and following.failure is None:
+                    masks[place] = mask
+        return masks
+
+
 class Batch:
     """A batch under way.
 
@@ -74,11 +133,14 @@ class Batch:
         runner: computes it.
         num_tokens: tokens computed per row.
         context: tokens of the first row before the batch.
-        tokens: int32 [B], chosen for every row; None where no row is complete.
-        scores: of the tokens of `scored` rows.
+        choice: what follows each row; None where no row is complete.
         prompt_scores: of the only row's prompt.
         contended: it lets others wait, see `Scheduler.contended`.
         states: per row its recurrent state behind the batch; nothing for a model without.
+
+    Attributes:
+        tokens: int32 [B], chosen for every row; None where no row is complete, and where they are not chosen yet.
+        awaits_choice: whether `choose` is to be called, when the batch has been started and the one before is settled.
     """
 
     def __init__(
@@ -88,9 +150,7 @@ class Batch:
         *,
         num_tokens: int,
         context: int,
-        tokens: mx.array | None,
-        scored: Sequence[int],
-        scores: Scores | None,
+        choice: Choice | None,
         prompt_scores: Scores | None,
         contended: bool,
         states: Sequence[RowState] = (),
@@ -100,12 +160,12 @@ class Batch:
         self.rows = rows
         self.num_tokens = num_tokens
         self.context = context
-        self.tokens = tokens
         self.contended = contended
         self.started_at = 0.0
         self.seconds = 0.0
-        self._scored = scored
-        self._scores = scores
+        self._choice = choice
+        self.tokens = None if choice is None else choice.tokens
+        self.awaits_choice = choice is not None and choice.tokens is None
         self._prompt_scores = prompt_scores
 
     @property
@@ -114,10 +174,17 @@ class Batch:
 
     def start(self) -> None:
         """Let the device begin."""
-        tokens = () if self.tokens is None else (self.tokens,)
-        scores = [array for scores in (self._scores, self._prompt_scores) if scores for array in scores.arrays]
+        chosen = () if self._choice is None else self._choice.arrays
+        scores = () if self._prompt_scores is None else self._prompt_scores.arrays
         self.started_at = time.perf_counter()
-        self._runner.start(*tokens, *scores)
+        self._runner.start(*chosen, *scores)
+
+    def choose(self) -> None:
+        """Choose the tokens that had to wait for those of the batch before."""
+        assert self._choice is not None  # `awaits_choice` has said so
+        self._choice.make(self._choice.masks())
+        self.tokens, self.awaits_choice = self._choice.tokens, False
+        self._runner.follow(*self._choice.arrays)
 
     def wait(self) -> None:
         """Wait for the device to be done."""
@@ -127,7 +194,8 @@ class Batch:
     def results(self) -> Iterator[Result]:
         """What came out, row by row; of generations that have ended or lost their sequence meanwhile, nothing."""
         tokens: list[int] = [] if self.tokens is None else self.tokens.tolist()
-        scores = dict(zip(self._scored, self._scores.read(), strict=True)) if self._scores else {}
+        choice = self._choice
+        scores = dict(zip(choice.scored, choice.scores.read(), strict=True)) if choice and choice.scores else {}
         prompt_scores = self._prompt_scores.read() if self._prompt_scores else []
         for i, row in enumerate(self.rows):
             if not row.is_void:
@@ -180,18 +248,15 @@ class BatchBuilder:
         logits, states = outputs.logits, outputs.states if self._runner.states is not None else ()
         if not written:
             logits = logits[: len(rows)]
-        complete = [row.is_complete for row in made]
         ends = [start + num_tokens for start in starts]
-        tokens = self._choose(rows, ends, logits[:, -1], inputs[:, -1]) if any(complete) else None
-        scored = [i for i, g in enumerate(rows) if complete[i] and g.request.sampling.logprobs is not None]
+        complete = [row.is_complete for row in made]
+        choice = self._choose(made, ends, logits[:, -1], inputs[:, -1]) if any(complete) else None
         batch = Batch(
             self._runner,
             made,
             num_tokens=num_tokens,
             context=starts[0],
-            tokens=tokens,
-            scored=scored,
-            scores=_score(rows, scored, logits[:, -1], tokens),
+            choice=choice,
             prompt_scores=_score_prompt(rows[0], logits[0]) if score_prompt else None,
             contended=contended,
             states=states,
@@ -249,9 +314,16 @@ class BatchBuilder:
         order = [next(known_indices) if count else indices[row] for row, count in zip(rows, left, strict=True)]
         return mx.concatenate([before.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
 
-    def _choose(self, rows: Sequence[Generation], ends: Sequence[int], logits: mx.array, last: mx.array) -> mx.array:
-        """A token [B] for every row, behind the `ends` tokens that it then has."""
-        return choose([_row(g, end) for g, end in zip(rows, ends, strict=True)], logits, last)
+    def _choose(self, rows: Sequence[BatchRow], ends: Sequence[int], logits: mx.array, last: mx.array) -> Choice:
+        """What follows the `ends` tokens that each row then has; made at once unless an answer keeps to a form."""
+        scored = [
+            i for i, row in enumerate(rows) if row.is_complete and row.generation.request.sampling.logprobs is not None
+        ]
+        choice = Choice(rows, ends, logits, last, scored)
+        forms = [row.generation.following for row in rows]
+        if not any(forms):
+            choice.make()
+        return choice
 
 
 def _row(generation: Generation, end: int) -> Row:
@@ -262,15 +334,6 @@ def _row(generation: Generation, end: int) -> Row:
     if not sampler.counts_tokens:
         return Row(sampler, recent, position)
     return Row(sampler, recent, position, sampler.tally.of(generation.token_ids, generation.num_prompt_tokens, end - 1))
-
-
-def _score(
-    rows: Sequence[Generation], scored: Sequence[int], logits: mx.array, tokens: mx.array | None
-) -> Scores | None:
-    if not scored or tokens is None:
-        return None
-    index = mx.array(list(scored))
-    return Scores(logits[index], tokens[index], max(rows[i].request.sampling.logprobs or 0 for i in scored))
 
 
 def _score_prompt(generation: Generation, logits: mx.array) -> Scores | None:

@@ -209,6 +209,7 @@ class Engine:
             found=submitted.found,
             system_tokens=submitted.system_tokens,
             goes_on=submitted.goes_on,
+            following=None if submitted.grammar is None else submitted.grammar.follow(),
             adapter=use,
             producer=None if use is None else use.producer,
         )
@@ -288,7 +289,11 @@ class Engine:
         return self._under_way is not None or self.scheduler.has_work
 
     def step(self) -> None:
-        """Build the next batch while the device computes the last one; start it; hand out what the last one gave."""
+        """Build the next batch while the device computes the last one; start it; hand out what the last one gave.
+
+        Where the form of an answer says what may follow the last one's token, the next one is chosen now that it is
+        known; the device is at work on its logits.
+        """
         self.trunk.sweep()
         self._admission.admit()
         following = self._build(self.scheduler.schedule())
@@ -300,6 +305,8 @@ class Engine:
         if done is not None:
             self._note_time(done)
             self._settle(done)
+        if following is not None and following.awaits_choice:
+            following.choose()
 
     def _build(self, plan: dict[Generation, int]) -> Step | None:
         fitting = self.device.limit(plan)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from agentcache.engine.messages import Submit
     from agentcache.models.recurrent import RowState
     from agentcache.models.sampler import Sampler
+    from agentcache.models.text.grammars.compiler import Following
 
 Emit = Callable[[Update | BaseException], None]
 
@@ -94,6 +95,7 @@ class Generation:
             `num_launched`, which the device may be at work on.
         shown_state: the last one, and its number of tokens, with all text before it shown: none of that is taken back.
         shown_tokens: as many tokens have all their text shown.
+        following: what may come next in an answer of a certain form; None for any.
     """
 
     request: Request
@@ -139,6 +141,7 @@ class Generation:
     launched_state: RowState | None = None
     shown_state: tuple[int, RowState] | None = None
     shown_tokens: int = 0
+    following: Following | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.match.transcript.ids)
@@ -247,6 +250,11 @@ class Generation:
     @property
     def is_chat(self) -> bool:
         return isinstance(self.request.prompt, ChatPrompt)
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Whether it goes on where the model would end. A form that is complete has no other end."""
+        return self.request.sampling.ignore_eos and self.following is None
 
     @property
     def num_generated(self) -> int:

@@ -10,6 +10,7 @@ from agentcache.adapters.activation import AdapterUse
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
+from agentcache.models.text.grammars.compiler import Grammar
 from agentcache.pressure import Level
 from agentcache.request import Request
 from agentcache.store.archived_agent import ArchivedAgent
@@ -30,6 +31,7 @@ class Submit:
         adapter: None for base.
         submitted_at: by `time.perf_counter`.
         system_tokens: how many of the prompt are its system prompt and tools, as far as that is known.
+        grammar: of all that is generated; None for any.
     """
 
     request: Request
@@ -40,6 +42,7 @@ class Submit:
     goes_on: bool = False
     adapter: AdapterUse | None = None
     system_tokens: int = 0
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

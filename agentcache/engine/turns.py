@@ -18,15 +18,13 @@ from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.engine.device import Device
-from agentcache.engine.generation import Generation, State, make_report
+from agentcache.engine.generation import Generation, Outcome, State, make_report
 from agentcache.engine.requests import Requests
+from agentcache.errors import InvalidRequest
 from agentcache.models.sampler import TokenScore
 from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.report import FinishReason, StepDown, TokenLogprob, Update
+from agentcache.report import PROMPT_END, FinishReason, StepDown, TokenLogprob, Update
 from agentcache.store.manifest import AgentRecord
-
-# Characters of a prompt that tell whether a reply begins in the midst of something: a header, at most.
-_PROMPT_END = 256
 
 
 class Turns:
@@ -118,8 +116,8 @@ class Turns:
         self._release_residuals(generation)
         self._persistence.release(generation.saved_early)
 
-    def take(self, generation: Generation, token: int, score: TokenScore | None) -> FinishReason | None:
-        """A row's known tokens are all computed: take the chosen one. Why the request ends here, if it does.
+    def take(self, generation: Generation, token: int, score: TokenScore | None) -> Outcome | None:
+        """A row's known tokens are all computed: take the chosen one. How the request ends here, if it does.
 
         Args:
             score: its log probability, where the request wants it.
@@ -134,11 +132,13 @@ class Turns:
             self._announce(generation)
         if generation.max_tokens == 0:
             return FinishReason.LENGTH
-        if token in self._tokenizer.eos_ids and not generation.request.sampling.ignore_eos:
+        if generation.following is not None and (end := _end_of_form(generation)) is not None:
+            return end
+        if token in self._tokenizer.eos_ids and not generation.ignores_eos:
             return FinishReason.STOP
         return self._add(generation, token, score)
 
-    def _add(self, generation: Generation, token: int, score: TokenScore | None) -> FinishReason | None:
+    def _add(self, generation: Generation, token: int, score: TokenScore | None) -> Outcome | None:
         generation.token_ids.append(token)
         shown = generation.output.add(token)
         if not generation.output.holds_back:
@@ -150,12 +150,16 @@ class Turns:
         generation.emit(Update(text=shown.text, token_ids=(token,), logprobs=logprobs, markers=shown.markers))
         if generation.output.stopped:
             return FinishReason.STOP
+        if generation.following is not None:
+            generation.following.take(token)
+            if (end := _end_of_form(generation)) is not None:
+                return end
         return FinishReason.LENGTH if generation.num_generated >= generation.max_tokens else None
 
     def _announce(self, generation: Generation) -> None:
         prompt = tuple(generation.token_ids[: generation.num_prompt_tokens])
         logprobs = tuple(generation.prompt_logprobs) if generation.request.sampling.prompt_logprobs else None
-        end = generation.match.transcript.text[-_PROMPT_END:] if generation.is_chat else None
+        end = generation.match.transcript.text[-PROMPT_END:] if generation.is_chat else None
         generation.emit(Update(prompt_token_ids=prompt, prompt_logprobs=logprobs, prompt_end=end))
 
     def note_prompt_scores(self, generation: Generation, scores: Sequence[TokenScore]) -> None:
@@ -247,3 +251,13 @@ class Turns:
     def _let_lineage_go(self, generation: Generation) -> None:
         if generation.record is not None:
             self._in_use.let_lineage_go(generation.record.name)
+
+
+def _end_of_form(generation: Generation) -> Outcome | None:
+    """How a request ends whose answer has a form, if the form says so."""
+    following = generation.following
+    assert following is not None  # who calls this has looked
+    if following.failure is not None:
+        message = f"the form of the answer cannot be kept to any further: {following.failure}"
+        return InvalidRequest(message, code="grammar_failed")
+    return FinishReason.STOP if following.is_over else None

@@ -17,6 +17,7 @@ from typing import TypeVar, cast
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.agents.lineages import PlainPrompt
 from agentcache.agents.saved import Saved
+from agentcache.agents.table import Agents
 from agentcache.config import Config
 from agentcache.engine.messages import (
     Cancel,
@@ -40,6 +41,7 @@ from agentcache.engine.open import open_engine
 from agentcache.errors import Conflict, EngineStopped, Overloaded, StoreError
 from agentcache.gateway.adapter_loader import AdapterLoader
 from agentcache.gateway.agent_turns import AgentTurns, Claim, Turn
+from agentcache.gateway.conversation import read_conversation
 from agentcache.gateway.describe_model import describe_model
 from agentcache.gateway.engine_thread import EngineThread, shutting_down
 from agentcache.gateway.prepare import (
@@ -50,7 +52,6 @@ from agentcache.gateway.prepare import (
     held_by,
     match,
     prepare_request,
-    read_conversation,
     rough_size,
     system_of,
 )
@@ -61,7 +62,7 @@ from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
 from agentcache.pressure import Level
-from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
+from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update, Volatile
 from agentcache.request import Request, TokenPrompt
 from agentcache.store.archived_agent import read_archive
 from agentcache.system_memory import SystemMemory
@@ -193,7 +194,7 @@ class AsyncEngine:
     async def count_tokens(self, request: Request) -> int:
         """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
         agents, tokenizer = self._thread.view.agents, self._thread.view.model.tokenizer
-        read = partial(read_conversation, request, system_of(request, agents), agents, tokenizer)
+        read = self._reading(request, system_of(request, agents), agents, tokenizer)
         prompt = await self._in_background(request, read, times=_COUNTED)
         held = held_by(request, choose_lineage(request, prompt, agents))
         matched = await self._in_background(request, partial(match, prompt, held, tokenizer), times=_COUNTED)
@@ -204,6 +205,8 @@ class AsyncEngine:
         adapter is there, until its end or a cancellation.
         """
         prompt, claim = await self._take_turn(request, turn)
+        if prompt.volatile is not None:
+            take = partial(_take_volatile, take, prompt.volatile)
         receiver = Receiver(take)
         turn.lasts_until(receiver.settled)
         submitted: Submit | None = None
@@ -253,12 +256,18 @@ class AsyncEngine:
         while True:
             view = self._thread.view
             system = system_of(request, view.agents)
-            read = partial(read_conversation, request, system, view.agents, view.model.tokenizer)
+            read = self._reading(request, system, view.agents, view.model.tokenizer)
             prompt = await self._in_background(request, read)
             claim = await turn.wait(partial(self._claim, request, prompt))
             # The agent may have been made, or deleted, by those who were before.
             if system_of(request, self._thread.view.agents) == system:
                 return prompt, claim
+
+    def _reading(
+        self, request: Request, system: str | None, agents: Agents, tokenizer: Tokenizer
+    ) -> Callable[[WorkLimit], PlainPrompt]:
+        stable = self.config.stable_prefix
+        return lambda limit: read_conversation(request, system, agents, tokenizer, limit, stable_prefix=stable)
 
     def _claim(self, request: Request, prompt: PlainPrompt) -> Claim:
         """What the request needs for itself. One that changes what a lineage has said leaves that lineage alone."""
@@ -279,6 +288,7 @@ class AsyncEngine:
             goes_on=claim.lineage is not None,
             adapter=prepared.adapter,
             system_tokens=prepared.system_tokens,
+            grammar=prepared.grammar,
         )
 
     # -- agents -----------------------------------------------------------------------------------------------------
@@ -419,6 +429,10 @@ async def _result(turns: Iterable[Turn], work: asyncio.Future[T]) -> T:
 
 def _take_choice(take: Callable[[Update], None], index: int, update: Update) -> None:
     take(replace(update, choice=index))
+
+
+def _take_volatile(take: Callable[[Update], None], volatile: Volatile, update: Update) -> None:
+    take(update if update.report is None else replace(update, report=replace(update.report, volatile=volatile)))
 
 
 def _ignore(reply: object) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,20 +14,23 @@ from agentcache.adapters.activation import AdapterUse, refuse_without_adapter, u
 from agentcache.adapters.table import ServedAdapter, settle_policy
 from agentcache.agents.lineages import PlainPrompt, choose
 from agentcache.agents.table import Agents
-from agentcache.blocks.prefix_match import PromptMatch, len_common_prefix, match_text, match_tokens
+from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import InvalidRequest
-from agentcache.models.text.replies.history import ReplyReading, Retold, as_generated, with_thoughts
+from agentcache.models.text.front import find_front
+from agentcache.models.text.grammars.call_syntax import calling_format
+from agentcache.models.text.grammars.compiler import Grammar
+from agentcache.models.text.grammars.reply_grammar import reply_grammar
 from agentcache.models.text.template import REASONING_KEYS, REFUSED
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
+from agentcache.report import PROMPT_END
 from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
 from agentcache.store.manifest import AgentRecord
 
 # A template may leave out what a model once thought, and tools that it does not know: messages get as much more room.
 _ROOM_TO_LEAVE_OUT = 4
 _ALWAYS_RENDERED = 1_000_000  # characters
-_SYSTEM_ROLES = ("system", "developer")
 
 
 def rough_size(prompt: Prompt) -> int:
@@ -65,7 +67,7 @@ def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit:
     """The prompt as marked text, or as the token ids that it came as.
 
     Args:
-        system: put in front as a system message where the messages have none.
+        system: see `with_system`.
         limit: when to give up.
 
     Raises:
@@ -78,7 +80,7 @@ def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit:
         return PlainPrompt(array("I", prompt.token_ids))
     if isinstance(prompt, TextPrompt):
         return PlainPrompt(tokenizer.raw_prompt(prompt.text))
-    messages = _with_system(prompt.messages, system)
+    messages = with_system(prompt.messages, system)
     options = prompt.tools, prompt.add_generation_prompt, prompt.template_kwargs
     try:
         return PlainPrompt(tokenizer.render_chat(messages, *options, limit=limit))
@@ -94,63 +96,6 @@ def _with_one_comment(message: dict[str, Any]) -> dict[str, Any]:
     if not (message.get("content") and message.get("tool_calls")):
         return message
     return {key: value for key, value in message.items() if key not in REASONING_KEYS}
-
-
-def read_conversation(
-    request: Request, system: str | None, agents: Agents, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED
-) -> PlainPrompt:
-    """The request's prompt, in which the model's own words stand for replies that say the same, so that they are found.
-
-    Thoughts that a client leaves out are put back if the chat template shows them and the cache has them.
-
-    Raises:
-        As `read_prompt`.
-    """
-    prompt = read_prompt(request.prompt, system, tokenizer, limit)
-    chat, held = request.prompt, _lineages_of(request, agents)
-    if not isinstance(chat, ChatPrompt) or not tokenizer.reply_format.is_known:
-        return prompt
-    if not held or prompt.extends(max(held, key=prompt.shared_with)):
-        return prompt
-    reading = ReplyReading(tokenizer, chat.tools)
-    best, most, retells = prompt.content, 0, list[Transcript]()
-    for transcript in held:
-        ranges = transcript.generated_ranges()
-        if not ranges or prompt.shared_with(transcript) < reading.opened_at(transcript.text, ranges[0][0]):
-            continue  # another beginning
-        told = _retold(prompt, chat, transcript, reading, lambda full: read_prompt(full, system, tokenizer, limit))
-        if told.is_same:
-            retells.append(transcript)
-        if (shared := len_common_prefix(told.text, transcript.text)) > most:
-            best, most = told.text, shared
-    return PlainPrompt(best, tuple(retells))
-
-
-def _lineages_of(request: Request, agents: Agents) -> list[Transcript]:
-    """What the agent's lineages hold that the request may go on from."""
-    records = (
-        agents.known(request.agent)
-        if request.lineage is None
-        else agents.lineages(request.agent or "", request.lineage)
-    )
-    return [record.transcript for record in records if record.salt == request.salt and record.transcript.ids]
-
-
-def _retold(
-    prompt: PlainPrompt,
-    chat: ChatPrompt,
-    transcript: Transcript,
-    reading: ReplyReading,
-    read: Callable[[ChatPrompt], PlainPrompt],
-) -> Retold:
-    """The prompt as it shares most with a lineage: with its replies, and with its thoughts if a template shows them."""
-    prompts = [prompt]
-    full = with_thoughts(chat.messages, transcript, reading)
-    if full is not None:
-        with suppress(InvalidRequest):
-            prompts.append(read(replace(chat, messages=full)))
-    told = [as_generated(str(each.content), transcript, reading) for each in prompts]
-    return max(told, key=lambda each: len_common_prefix(each.text, transcript.text))
 
 
 def match(
@@ -182,7 +127,8 @@ def _check_ids(token_ids: list[int], vocab_size: int) -> None:
         raise InvalidRequest(message, param=f"prompt[{wrong}]")
 
 
-def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """Messages with a system message in front where they have none."""
     if system is None or (messages and messages[0].get("role") == "system"):
         return messages
     return [{"role": "system", "content": system}, *messages]
@@ -222,11 +168,13 @@ class Prepared:
     Args:
         adapter: None for base.
         system_tokens: see `count_system_tokens`.
+        grammar: of the answer; None for one of any form.
     """
 
     match: PromptMatch
     adapter: AdapterUse | None
     system_tokens: int = 0
+    grammar: Grammar | None = None
 
 
 def prepare_request(
@@ -247,15 +195,26 @@ def prepare_request(
         limit: when to give up.
 
     Raises:
-        InvalidRequest: the prompt does not go with the adapter.
+        InvalidRequest: the prompt does not go with the adapter, or no answer can have the form that it must have.
     """
     matched = match(prompt, held_by(request, found), tokenizer, limit)
     system_tokens = count_system_tokens(request.prompt, matched.transcript)
     if adapter is None:
         refuse_without_adapter(request)
-        return Prepared(matched, None, system_tokens)
-    use = use_adapter(adapter, policy or adapter.policy, request, matched.transcript.ids)
-    return Prepared(matched, use, system_tokens)
+        use = None
+    else:
+        use = use_adapter(adapter, policy or adapter.policy, request, matched.transcript.ids)
+    grammar = None if request.form is None else make_grammar(request, matched.transcript, tokenizer, limit)
+    return Prepared(matched, use, system_tokens, grammar)
+
+
+def make_grammar(request: Request, prompt: Transcript, tokenizer: Tokenizer, limit: WorkLimit) -> Grammar:
+    """The grammar of the answer to a prompt, of the form that the request asks for; raises InvalidRequest."""
+    assert request.form is not None
+    is_chat = isinstance(request.prompt, ChatPrompt)
+    reply = calling_format(tokenizer.reply_format) if request.form.must_call else tokenizer.reply_format
+    written = reply_grammar(request.form, reply, prompt.text[-PROMPT_END:] if is_chat else None)
+    return tokenizer.grammars.compile(written, limit)
 
 
 def count_system_tokens(prompt: Prompt, transcript: Transcript) -> int:
@@ -265,15 +224,8 @@ def count_system_tokens(prompt: Prompt, transcript: Transcript) -> int:
     """
     if not isinstance(prompt, ChatPrompt):
         return 0
-    text, begin = transcript.text, 0
-    for message in prompt.messages:
-        content = message.get("content")
-        said = content.strip() if isinstance(content, str) else ""
-        found = text.find(said, begin) if said else -1
-        if message.get("role") not in _SYSTEM_ROLES:
-            return bisect_right(transcript.ends, found) if found > 0 else 0
-        begin = max(begin, found + len(said))
-    return 0
+    front = find_front(prompt.messages, transcript.text)
+    return 0 if front is None else bisect_right(transcript.ends, front.end)
 
 
 def held_by(request: Request, found: AgentRecord | None) -> Transcript | None:

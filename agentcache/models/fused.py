@@ -134,11 +134,11 @@ def writer(num_heads: int) -> Put:
 
 
 def _write(num_heads: int, writes: Writes, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
-    _, kv_heads, num_tokens, dim = keys.shape
+    batch, kv_heads, num_tokens, dim = keys.shape
     shape = _head_shape(dim, kv_heads, num_heads // kv_heads, arena.quantisation, keys.dtype)
     if values is None or values.shape[-1] != dim or not usable(shape).right:
         writes.put(arena, keys, values)
-    elif mode() is Mode.ON and num_tokens <= MAX_QUERIES:
+    elif mode() is Mode.ON and batch > 1 and num_tokens <= MAX_QUERIES:  # a single row's slices are cheaper to start
         arena.replace(append((keys, values), arena.arrays(), *writes.slots_and_offsets, shape.group_size))
     else:
         writes.put(arena, keys, values, _pack)

@@ -163,6 +163,10 @@ class ModelRunner:
         residuals = [array for arenas in self.residuals for array in arenas.arrays()] if self.residuals else ()
         mx.async_eval(*outputs, *self._arena_arrays(), *residuals, *states, *self._loaded.trunk.blocks.written())
 
+    def follow(self, *outputs: mx.array) -> None:
+        """Have the device compute `outputs` behind what was started last, from that: nothing is written."""
+        mx.async_eval(*outputs)
+
     def wait(self) -> None:
         """Return when the device has done what was started last."""
         # Not by evaluating what was started: an arena's array object stands for the writes of the next batch by now.

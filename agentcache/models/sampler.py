@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from agentcache.sampling import SamplingParams
 
@@ -145,6 +146,20 @@ def choose(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
             tokens.append(choose_rows([rows[i] for i in members], logits[mx.array(members)]).astype(mx.int32))
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return mx.concatenate(tokens)[mx.array(inverse)]
+
+
+def masked(logits: mx.array, masks: Mapping[int, np.ndarray]) -> mx.array:
+    """Logits [B, vocabulary] in float32; minus infinity for tokens that rows may not have.
+
+    Args:
+        masks: by row, uint32 [n]: bit i of word w says whether it may have token 32 w + i.
+    """
+    rows, size = mx.array(list(masks)), logits.shape[-1]
+    words = mx.array(np.stack(list(masks.values())))
+    bits = mx.bitwise_and(mx.right_shift(words[:, :, None], mx.arange(32, dtype=mx.uint32)), 1).reshape(len(masks), -1)
+    allowed = mx.pad(bits[:, :size], [(0, 0), (0, max(0, size - bits.shape[-1]))]) != 0
+    logits = logits.astype(mx.float32)
+    return _replaced(logits, rows, mx.where(allowed, logits[rows], -mx.inf))
 
 
 _Choose = Callable[[Sequence[Row], mx.array], mx.array]

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agentcache.blocks.ledger import ADAPTERS, BASE, RESIDUAL, STACKS, TRUNK, Account, Ledger, RamUse
 from agentcache.errors import BrokenInvariant
+from tests.examples import examples
 
 BUDGET, OWN, SHARE = 100, 30, 25
 FLOORS = {"base.full": 15, "base.window": 10}
@@ -149,7 +150,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestLedger.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)
 
 
 def test_a_statement_tells_what_is_used_from_what_is_claimed() -> None:

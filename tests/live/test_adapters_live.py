@@ -200,6 +200,7 @@ def test_base_is_bit_equal_beside_concurrent_traffic(server: ServerProcess) -> N
     assert outcome(again) == outcome(alone)
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(live_model: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """What an adapter's agent has is found again, by content: also under another name."""
     context = make_ids(500, seed=9)

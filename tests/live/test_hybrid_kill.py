@@ -10,7 +10,7 @@ import pytest
 from tests.live.servers import agent_info, all_ids, complete, make_ids, serving, stats, stop
 from tests.serving.hybrids import EVERY, write_hybrid
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]  # serving/test_hybrids.py tries the same without servers
 
 SETTINGS = ("--snapshot-tokens", str(EVERY))
 

@@ -52,6 +52,7 @@ def described(seconds: list[float]) -> str:
     return f"p95 {p95(seconds) * 1e3:.1f} ms, max {max(seconds) * 1e3:.1f} ms of {len(seconds)};"
 
 
+@pytest.mark.slow
 @in_rounds
 def test_health_is_quick_during_a_prefill_and_a_save(server: ServerProcess) -> None:
     seed = next(SEEDS)

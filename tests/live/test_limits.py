@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, agent_info, complete, http_of, make_ids, serving, stats, wait_until_idle
+from tests.marks import slow
 from tests.rounds import check_bound, in_rounds
 
 TIMEOUT = 1.5
@@ -64,8 +65,9 @@ def test_a_full_queue_refuses_and_empties(server: ServerProcess) -> None:
     assert complete(server, make_ids(20), 2)["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize("length", [12_000, 20])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("length", "stream"), [(12_000, False), (20, True), slow(12_000, True), slow(20, False)], ids=str
+)
 def test_what_takes_too_long_ends_in_prefill_and_in_decode(
     server: ServerProcess, agent: str, stream: bool, length: int
 ) -> None:

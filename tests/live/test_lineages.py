@@ -220,6 +220,7 @@ def test_a_session_goes_on_after_every_kill(client: Client, live_model: Path, tm
         assert len(info["lineages"]) == 1 + len(sides)
 
 
+@pytest.mark.slow
 def test_main_outlives_many_subagents(live_model: Path, tmp_path: Path) -> None:
     """More than an agent may have lineages, each shorter than main."""
     session = Session(CLIENTS["claude code"])

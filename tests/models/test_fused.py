@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ import pytest
 
 from agentcache.errors import ConfigError
 from agentcache.llm import LLM
-from agentcache.metal_kernels.self_test import try_kernels
+from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused
 from agentcache.models.attention import attention_by_operations, paged_attention
@@ -48,15 +48,20 @@ def kernel_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         for kernel in KERNELS:
             edit = emulated_child.BUGS[bug if kernel.name == "agentcache_decode" else "none"]
             monkeypatch.setitem(kernel.__dict__, "metal", emulated(kernel, schedule, log, edit))
-        command = (sys.executable, str(Path(emulated_child.__file__)), bug)
         monkeypatch.setattr(fused, "device", lambda: "metal")
-        monkeypatch.setattr(fused, "try_kernels", partial(try_kernels, command=command))
+        monkeypatch.setattr(fused, "try_kernels", partial(tried_in_child, bug))
         forget()
         return log
 
     forget()
     yield start
     forget()
+
+
+@cache
+def tried_in_child(bug: str, shape: HeadShape) -> Verdict:
+    """What a child process finds; one for each bug and shape, however many tests ask."""
+    return try_kernels(shape, (sys.executable, str(Path(emulated_child.__file__)), bug))
 
 
 def ask_for(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,11 +227,16 @@ def generated(folder: Path, cache_dir: Path) -> list[int]:
         return list(llm.generate(list(range(2, 30)), GREEDY, agent="alice").token_ids)
 
 
+@pytest.fixture(scope="module")
+def reference(model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """What is generated without kernels."""
+    return generated(model_folder("llama"), tmp_path_factory.mktemp("reference"))
+
+
 def test_the_engine_says_the_same_with_kernels(
-    model_folder: ModelFolder, kernel_device: Device, tmp_path: Path
+    reference: list[int], model_folder: ModelFolder, kernel_device: Device, tmp_path: Path
 ) -> None:
     folder = model_folder("llama")
-    reference = generated(folder, tmp_path / "reference")
     log = kernel_device(schedule=Schedule(check=False))
     assert generated(folder, tmp_path / "kernels") == reference
     assert log
@@ -234,10 +244,14 @@ def test_the_engine_says_the_same_with_kernels(
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_engine_with_broken_kernels_warns_once_and_answers_as_the_reference(
-    bug: str, model_folder: ModelFolder, kernel_device: Device, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bug: str,
+    reference: list[int],
+    model_folder: ModelFolder,
+    kernel_device: Device,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = model_folder("llama")
-    reference = generated(folder, tmp_path / "reference")
     log = kernel_device(bug)
     assert generated(folder, tmp_path / "kernels") == reference
     assert log == []

@@ -14,6 +14,7 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from agentcache.models import loader
 from agentcache.models.hosting import host
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.models.driver import Driver, chunks_of, random_ids
 from tests.models.reference import Reference
 from tests.tiny import ARCHITECTURES
@@ -52,7 +53,7 @@ def save(model: nn.Module, config: dict[str, Any], source: Path, folder: Path) -
     return folder
 
 
-@pytest.mark.parametrize("architecture", ["llama_bias", "gemma3_text", "gpt_oss", "deepseek_v2_q_lora"])
+@pytest.mark.parametrize("architecture", [slow("llama_bias"), slow("gemma3_text"), "gpt_oss", "deepseek_v2_q_lora"])
 def test_four_bit_weights(model_folder: ModelFolder, tmp_path: Path, architecture: str) -> None:
     source = model_folder(architecture, q_lora_rank=64) if "q_lora" in architecture else model_folder(architecture)
     model, config = load_model(source)
@@ -61,8 +62,12 @@ def test_four_bit_weights(model_folder: ModelFolder, tmp_path: Path, architectur
     assert compare(save(model, config, source, tmp_path), CHUNKS) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "deepseek_v2"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [(name, mx.bfloat16) for name in ("qwen3", "gemma3_text", "deepseek_v2")]
+    + [("qwen3", mx.float16), slow("gemma3_text", mx.float16), slow("deepseek_v2", mx.float16)],
+    ids=str,
+)
 def test_half_precision_weights(model_folder: ModelFolder, tmp_path: Path, architecture: str, dtype: mx.Dtype) -> None:
     source = model_folder(architecture, first_k_dense_replace=9)  # mlx's CPU back end has no half precision experts
     model, config = load_model(source)
@@ -70,7 +75,7 @@ def test_half_precision_weights(model_folder: ModelFolder, tmp_path: Path, archi
     assert compare(save(model, config, source, tmp_path), [5, 60, 1]) < 0.02
 
 
-@pytest.mark.parametrize("size", [7, 256, 300])
+@pytest.mark.parametrize("size", [7, 256, slow(300)])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "deepseek_v2"])
 def test_chunks_change_next_to_nothing(model_folder: ModelFolder, architecture: str, size: int) -> None:
     """Sums in another order can flip the last place of a value, and so, rarely, its 4-bit code: hence a mean."""
@@ -105,7 +110,7 @@ def test_windows_make_groups(model_folder: ModelFolder) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v2", "gemma3_text"])
 def test_keys_and_values_in_8_bits_are_proved_as_those_in_4_are(model_folder: ModelFolder, name: str) -> None:
-    folder = model_folder(name, num_hidden_layers=2)
+    folder = model_folder(name)
     specs = [host(*load(folder), kv_bits=bits).spec for bits in (4, 8)]
     assert [spec.bits for spec in specs] == [4, 8]
     assert specs[0].digest != specs[1].digest

@@ -22,6 +22,7 @@ from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep
 from tests.adapters_factory import ATTENTION, MLP, SCALE, Pair, make_adapter, random_matrices, write_mlx_lm, write_peft
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.models.driver import random_ids
 from tests.models.lora_driver import CHUNKS, EQUAL, VISIBLE, adapted_step, difference, put, run
 from tests.models.reference import Reference
@@ -59,7 +60,7 @@ def test_each_module_alone(model_folder: ModelFolder, tmp_path: Path, target: st
     check_against_mlx_lm(model, make_adapter(tmp_path, model, targets=[target], layers=[1, 2], strength=1.0))
 
 
-@pytest.mark.parametrize("architecture", ["llama_bias", "gemma3_text", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("architecture", [slow("llama_bias"), slow("gemma3_text"), "gpt_oss", "phi3"])
 def test_four_bit_base_weights(model_folder: ModelFolder, tmp_path: Path, architecture: str) -> None:
     source = model_folder(architecture)
     adapter = make_adapter(tmp_path / "adapter", source, rank=5)

@@ -12,13 +12,14 @@ from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.adapters import Adapter, AdapterContent
 from agentcache.models.loader import LoadedModel
+from tests.marks import slow
 from tests.models import zoo
 from tests.models.driver import Driver, Row
 from tests.models.model_files import MODEL_FILES
 
-ALWAYS = ("falcon_h1", "gemma4", "phi3", "qwen3_next")
-OTHERS = ("cohere2", "deepseek_v3", "gpt_neox", "internlm2", "nemotron_h")
-NAMES = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+ALWAYS = ("gemma4", "phi3", "qwen3_next")
+OTHERS = ("cohere2", "falcon_h1", "deepseek_v3", "gpt_neox", "internlm2", "nemotron_h")
+NAMES = [*ALWAYS, *map(slow, OTHERS)]
 CHUNKS = [5, 20, 1]
 
 

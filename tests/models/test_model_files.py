@@ -18,6 +18,7 @@ from agentcache.kv.arena import dequantise
 from agentcache.kv.spec import Quantisation
 from agentcache.models.mla import is_expanded
 from agentcache.models.survey import CacheRef, Paged, Survey
+from tests.marks import slow
 from tests.models import zoo
 from tests.models.driver import Driver, Row
 from tests.models.model_files import COMMON, MODEL_FILES, NOT_BUILT
@@ -30,10 +31,8 @@ ALWAYS = {  # one of each kind; the others in the long run
     "deepseek_v3",
     "falcon_h1",
     "gemma2",
-    "gemma3n",
     "gemma4",
     "gpt_oss",
-    "iquestloopcoder",
     "lfm2",
     "longcat_flash_ngram",
     "minimax",
@@ -41,17 +40,16 @@ ALWAYS = {  # one of each kind; the others in the long run
     "nemotron_h",
     "phi",
     "qwen3_5",
-    "rwkv7",
 }
 SERVED = [name for name, file in MODEL_FILES.items() if file.refused is None]
-SERVED_PARAMS = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in SERVED]
+SERVED_PARAMS = [name if name in ALWAYS else slow(name) for name in SERVED]
 REFUSED = [name for name, file in MODEL_FILES.items() if file.refused is not None]
 
 
 def test_the_table_has_every_file() -> None:
     folder = Path(mlx_lm.models.__path__[0])
     files = {file.stem for file in folder.glob("*.py") if "\nclass Model(" in file.read_text(encoding="utf-8")}
-    assert files == {*MODEL_FILES, *NOT_BUILT}, "mlx-lm has come with a model file more or less: see model_files.py"
+    assert files == {*MODEL_FILES, *NOT_BUILT}, "mlx-lm has come with a model file more or less: see mlx_lm_files"
 
 
 def test_most_of_them_are_served() -> None:

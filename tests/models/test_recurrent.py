@@ -11,11 +11,12 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.spec import RecurrentSpec, StateTensor
 from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import BatchState, RowState, join, make_caches, state_of
+from tests.marks import slow
 from tests.models import zoo
 from tests.models.driver import Driver
 from tests.models.model_files import MODEL_FILES
 
-HYBRIDS = ("baichuan_m1", "falcon_h1", "jamba", "lfm2", "mamba2", "nemotron_h", "qwen3_5", "qwen3_next")
+HYBRIDS = ("lfm2", "mamba2", "nemotron_h", "qwen3_5", *map(slow, ("baichuan_m1", "falcon_h1", "jamba", "qwen3_next")))
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)

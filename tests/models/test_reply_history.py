@@ -69,10 +69,18 @@ def test_only_what_says_the_same_is_told_again(
 
 def test_thoughts_are_put_back_where_the_client_has_none(tokenizer: Tokenizer) -> None:
     transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
-    full = with_thoughts(history(message(thought=None)), transcript, reading)
-    assert full == history(message())
-    assert with_thoughts(history(message()), transcript, reading) is None
-    assert with_thoughts(history(message(thought=None, at="sea")), transcript, reading) is None
+    assert with_thoughts(history(message(thought=None)), transcript, reading) == [history(message())]
+    assert with_thoughts(history(message()), transcript, reading) == []
+    assert with_thoughts(history(message(thought=None, at="sea")), transcript, reading) == []
+
+
+def test_of_two_replies_that_say_the_same_either_may_be_the_one_that_is_held(tokenizer: Tokenizer) -> None:
+    transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
+    twice = [*history(message(thought=None)), *history(message(thought=None))]
+    assert with_thoughts(twice, transcript, reading) == [
+        [*history(message()), *history(message(thought=None))],
+        [*history(message(thought=None)), *history(message())],
+    ]
 
 
 def test_a_conversation_that_ends_earlier_is_not_the_same(tokenizer: Tokenizer) -> None:

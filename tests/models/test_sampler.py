@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.models.sampler import Row, Sampler, Scores, Tally, _counted, _kept_going, choose, log_softmax
+from agentcache.models.sampler import Row, Sampler, Scores, Tally, _counted, _kept_going, choose, log_softmax, masked
 from agentcache.sampling import SamplingParams
 from tests.examples import examples
 
@@ -248,3 +248,16 @@ def test_the_last_token_may_be_unknown_yet() -> None:
     pending = mx.argmax(logits, axis=-1).astype(mx.int32)
     row = Row(Sampler(SamplingParams(temperature=0.0, repetition_penalty=4.0)), (2,), 1)
     assert choose([row], logits, pending).tolist() == [1]
+
+
+@pytest.mark.parametrize("size", [40, 64, 100])
+def test_tokens_that_a_row_may_not_have(size: int) -> None:
+    """Also where a model has more or fewer logits than the mask has bits; other rows keep their bits."""
+    logits = mx.array(np.random.default_rng(0).standard_normal((3, size)), mx.float32)
+    allowed = [0, 31, 32, 39, 63]
+    mask = np.packbits(np.isin(np.arange(64), allowed), bitorder="little").view(np.uint32)
+    result = np.array(masked(logits, {1: mask}))
+    assert (result[[0, 2]] == np.array(logits)[[0, 2]]).all()
+    finite = [token for token in allowed if token < size]
+    assert np.flatnonzero(np.isfinite(result[1])).tolist() == finite
+    assert (result[1, finite] == np.array(logits)[1, finite]).all()

@@ -14,6 +14,7 @@ from agentcache.errors import ContextLengthExceeded, InvalidRequest, Overloaded,
 from agentcache.models.text.template import is_rendered_here
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
+from tests.marks import slow
 from tests.models.templates import CONVERSATIONS, TEMPLATES, TOOLS
 from tests.models.tokenizing import user
 from tests.rounds import in_rounds, within
@@ -85,7 +86,7 @@ GREEDY = {
 
 
 class TestLimits:
-    @pytest.mark.parametrize("template", [LOOPS["nested loops"], LOOPS["power"]], ids=["loops", "power"])
+    @pytest.mark.parametrize("template", [LOOPS["nested loops"], slow(LOOPS["power"])], ids=["loops", "power"])
     @in_rounds
     def test_a_template_that_takes_too_long(self, tmp_path: Path, template: str) -> None:
         tokenizer = made(tmp_path, template)

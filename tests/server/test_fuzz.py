@@ -59,9 +59,17 @@ message = nearly(
 tool = nearly(type=st.just("function"), function=nearly(name=ODD_TEXT, parameters=anything)) | nearly(
     name=ODD_TEXT, input_schema=st.just({}) | anything
 )
+response_tool = st.deferred(
+    lambda: (
+        nearly(type=st.sampled_from(["function", "custom", "web_search"]), name=ODD_TEXT, parameters=anything)
+        | nearly(type=st.just("custom"), name=ODD_TEXT, format=nearly(type=st.just("grammar"), definition=ODD_TEXT))
+        | nearly(type=st.just("namespace"), name=ODD_TEXT, tools=st.lists(response_tool, max_size=2))
+    )
+)
 item = (
     nearly(type=st.just("message"), role=st.sampled_from(["developer", "user", "assistant"]), content=ODD_TEXT)
     | nearly(type=st.just("function_call"), call_id=ODD_TEXT, name=ODD_TEXT, arguments=ARGUMENTS)
+    | nearly(type=st.just("custom_tool_call"), call_id=ODD_TEXT, name=ODD_TEXT, input=ODD_TEXT, namespace=ODD_TEXT)
     | nearly(type=st.just("function_call_output"), call_id=ODD_TEXT, output=ODD_TEXT | st.lists(part, max_size=2))
     | nearly(
         type=st.just("reasoning"),
@@ -73,7 +81,7 @@ item = (
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "messages": st.lists(message, min_size=1, max_size=3),
     "prompt": ODD_TEXT | st.lists(st.integers(0, 600), max_size=4),
-    "tools": st.lists(tool, max_size=2),
+    "tools": st.lists(tool | response_tool, max_size=2),
     "input": ODD_TEXT | st.lists(item, min_size=1, max_size=4),
     "stream": st.booleans(),
     "stream_options": nearly(include_usage=st.booleans()),
@@ -87,7 +95,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(["system", "adapter", "model", "priority"], ODD_TEXT),
     **dict.fromkeys(["max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed"], ODD_NUMBER),
     **dict.fromkeys(["stop", "stop_sequences", "logit_bias", "logprobs", "top_logprobs", "echo", "n"], anything),
-    **dict.fromkeys(["instructions", "reasoning", "text", "include", "previous_response_id", "truncation"], anything),
+    **dict.fromkeys(["instructions", "reasoning", "text", "previous_response_id", "truncation"], anything),
+    "include": st.just(["message.output_text.logprobs"]) | anything,
     **dict.fromkeys(["max_output_tokens", "frequency_penalty", "presence_penalty", "min_tokens"], ODD_NUMBER),
     **dict.fromkeys(["response_format", "tool_choice", "chat_template_kwargs", "request_timeout"], anything),
 }

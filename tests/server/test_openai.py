@@ -54,6 +54,7 @@ def test_chat_answer() -> None:
         "saved": True,
         "save_error": None,
         "written_bytes": 128,
+        "volatile": None,
         "notes": [],
     }
     assert engine.finished == [answer["id"]]

@@ -47,7 +47,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"n": True}, "n"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"functions": [{}]}, "functions"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -2.5}, "frequency_penalty"),

@@ -15,7 +15,7 @@ import pytest
 
 from agentcache.blocks.prefix_match import Match
 from agentcache.config import Config
-from agentcache.report import AgentInfo, CacheState, FinishReason, LineageInfo, Report, Update
+from agentcache.report import AgentInfo, CacheState, FinishReason, LineageInfo, Report, Update, Volatile
 from agentcache.server.app import create_app
 from agentcache.server.last_turns import LastTurns, why
 from tests.server.driver import BASE_URL, ask, refused
@@ -60,7 +60,12 @@ def test_nothing_is_loaded_and_only_its_own_script_runs() -> None:
     assert not names & {"src", "href", "style", "action"} and not any(name.startswith("on") for name in names)
     # What agents are called is put in as text.
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|https?://", answer.text)
-    assert set(re.findall(r'fetch\(|ask\("([^"]*)"\)', answer.text)) == {"", "/v1/models", "/v1/agents"}
+    assert set(re.findall(r'fetch\(|ask\("([^"]*)"\)', answer.text)) == {
+        "",
+        "/v1/models",
+        "/v1/agents",
+        "/v1/cache/stats",
+    }
 
 
 def test_programs_are_told_as_before() -> None:
@@ -75,7 +80,7 @@ def test_the_page_holds_nothing_so_it_needs_no_key() -> None:
     assert with_key.status_code == 200 and with_key.text == ask(FakeEngine(), "GET", "/", headers=BROWSER).text
     assert "tiny-model" not in with_key.text
     refused(ask(FakeEngine(), "GET", "/", config=KEY), 401)
-    for path in ("/v1/agents", "/v1/models"):
+    for path in ("/v1/agents", "/v1/models", "/v1/cache/stats"):
         refused(ask(FakeEngine(), "GET", path, config=KEY, headers=BROWSER), 401)
     for method in ("POST", "DELETE"):
         assert ask(FakeEngine(), method, "/", config=KEY, headers=BROWSER).status_code == 405
@@ -135,6 +140,8 @@ def test_no_turn_and_turns_of_others() -> None:
         ({"match": Match.PARTIAL}, "end"),
         ({"match": Match.DIVERGE}, "early"),
         ({"match": Match.EXTEND, "lost_tokens": 12}, "12 tokens"),
+        ({"match": Match.DIVERGE, "volatile": Volatile(("It is 9:01.",), moved=False)}, "It is 9:01."),
+        ({"match": Match.EXTEND, "volatile": Volatile(("It is 9:01.",), moved=True)}, None),
     ],
 )
 def test_why_no_more_was_reused(changes: dict[str, Any], said: str | None) -> None:

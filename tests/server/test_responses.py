@@ -28,6 +28,7 @@ from agentcache.request import ChatPrompt
 from agentcache.sampling import SamplingParams
 from agentcache.server.reply import Completion
 from agentcache.server.response_items import sealed
+from agentcache.server.response_tools import ResponseTool, ResponseTools
 from agentcache.server.responses_reply import ResponseReply
 from tests.examples import examples
 from tests.server.driver import post, refused
@@ -185,21 +186,19 @@ def test_what_other_servers_run_is_left_out_with_a_note() -> None:
     items = [
         {"role": "user", "content": "x"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
-        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "***"},
         {"role": "user", "content": "y"},
     ]
     tools = [
         {"type": "web_search", "external_web_access": False},
         LOOK,
-        {"type": "namespace", "name": "n", "tools": []},
+        {"type": "namespace", "name": "n", "tools": [{"type": "hologram", "name": "x"}]},
     ]
     answer = respond(engine, {"input": items, "tools": tools}).json()
     assert [message["content"] for message in messages_of(engine)] == ["x", "y"]
     assert answer["agentcache"]["notes"] == [
         "input[1]: an item of type 'web_search_call' was left out",
-        "input[2]: an item of type 'custom_tool_call' was left out",
         "tools[0]: a tool of type 'web_search' was left out",
-        "tools[2]: a tool of type 'namespace' was left out",
+        "tools[2].tools[0]: a tool of type 'hologram' was left out",
     ]
 
 
@@ -237,10 +236,9 @@ def test_images_of_the_user_as_the_setting_says() -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"include": "x"}, "include"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "look"}}, "tool_choice"),
         ({"n": 2}, "n"),
@@ -474,6 +472,7 @@ def test_a_stream_adds_up_to_the_whole_answer(
         "resp_1",
         "m",
         ScriptedReading(script),  # type: ignore[arg-type]
+        ResponseTools(by_name={"f": ResponseTool("f", "n", is_custom=seals)}),
         {"parallel_tool_calls": True},
         seals_reasoning=seals,
         return_token_ids=False,
@@ -501,7 +500,8 @@ def test_a_stream_adds_up_to_the_whole_answer(
     assert [item["item"] for item in items] == response["output"]
     for item in items:
         final = item["item"]
-        assert item["deltas"] == (final["arguments"] if "arguments" in final else final["content"][0]["text"])
+        said = [final[name] for name in ("arguments", "input") if name in final] or [final["content"][0]["text"]]
+        assert [item["deltas"]] == said
         assert ("encrypted_content" in final) == (seals and final["type"] == "reasoning")
     statuses = [item["status"] for item in response["output"]]
     assert all(status == "completed" for status in statuses[:-1])

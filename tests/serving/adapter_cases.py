@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ INVOKE_A = [11, 12, 13]
 INVOKE_B = [21, 22]
 TOKENS = 4
 FOLDERS: dict[str, dict[str, Any]] = {
-    # Everything is adapted, o_proj and the MLP too; of another rank and format each.
+    # In a model of eight layers. Everything is adapted, o_proj and the MLP too; of another rank and format each.
     "a": {"rank": 3, "seed": 1, "config": {"alora_invocation_tokens": INVOKE_A}},
     "b": {"rank": 5, "seed": 2, "writer": write_peft, "config": {"alora_invocation_tokens": INVOKE_B}},
     "plain": {"rank": 3, "seed": 3, "targets": ATTENTION},
@@ -32,7 +33,16 @@ FOLDERS: dict[str, dict[str, Any]] = {
 
 
 def make_folders(root: Path, model: Path, names: Sequence[str] = tuple(FOLDERS)) -> dict[str, Path]:
-    return {name: make_adapter(root / name, model, **{"writer": write_mlx_lm, **FOLDERS[name]}) for name in names}
+    depth = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    return {
+        name: make_adapter(root / name, model, **{"writer": write_mlx_lm, **_in_depth(FOLDERS[name], depth)})
+        for name in names
+    }
+
+
+def _in_depth(recipe: dict[str, Any], depth: int) -> dict[str, Any]:
+    """With the layers that lie as high in a model of so many."""
+    return recipe | ({"layers": [layer * depth // 8 for layer in recipe["layers"]]} if "layers" in recipe else {})
 
 
 @contextmanager

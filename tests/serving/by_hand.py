@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.adapters.activation import AdapterUse
+from agentcache.answer_form import AnswerForm
 from agentcache.blocks.keys import Producer
 from agentcache.config import Config
 from agentcache.engine.engine import Engine
 from agentcache.engine.generation import Generation
 from agentcache.engine.open import open_engine
 from agentcache.engine.output import Output
-from agentcache.gateway.prepare import choose_lineage, held_by, match, read_prompt
+from agentcache.gateway.prepare import choose_lineage, held_by, make_grammar, match, read_prompt
+from agentcache.models.text.work_limit import UNLIMITED
 from agentcache.report import Report, Update
 from agentcache.request import Request, TokenPrompt
 from agentcache.sampling import SamplingParams
@@ -63,15 +65,19 @@ class ByHand:
         agent: str | None = None,
         producer: Producer | None = None,
         adapter: AdapterUse | None = None,
+        form: AnswerForm | None = None,
     ) -> Receiver:
         engine, tokenizer = self.engine, inside.tokenizer(self.engine)
-        request = Request(uuid.uuid4().hex, TokenPrompt(list(ids)), sampling, agent)
+        request = Request(uuid.uuid4().hex, TokenPrompt(list(ids)), sampling, agent, form=form)
         prompt = read_prompt(request.prompt, None, tokenizer)
         found = choose_lineage(request, prompt, inside.agent_table(engine))
+        matched = match(prompt, held_by(request, found), tokenizer)
+        grammar = None if form is None else make_grammar(request, matched.transcript, tokenizer, UNLIMITED)
         receiver = Receiver(
             Generation(
                 request=request,
-                match=match(prompt, held_by(request, found), tokenizer),
+                match=matched,
+                following=None if grammar is None else grammar.follow(),
                 found=found,
                 goes_on=found is not None and prompt.goes_on_from(found.transcript),
                 max_tokens=sampling.max_tokens or 0,

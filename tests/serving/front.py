@@ -19,7 +19,7 @@ from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET
 
 
 class Front:
-    """Posts to the app. Attributes: tokenizer: the served model's."""
+    """Asks the app. Attributes: tokenizer: the served model's."""
 
     def __init__(self, runner: asyncio.Runner, engine: AsyncEngine, config: Config) -> None:
         self._runner = runner
@@ -27,11 +27,17 @@ class Front:
         self._app = create_app(engine, config)
         self.tokenizer: Tokenizer = engine._thread.view.model.tokenizer
 
-    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
+        return self._ask("POST", path, json=body, headers=headers)
+
+    def get(self, path: str) -> httpx.Response:
+        return self._ask("GET", path)
+
+    def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(self._app)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-                return await client.post(path, json=body)
+                return await client.request(method, path, **options)
 
         response = self._runner.run(send())
         assert response.status_code == 200, response.text
@@ -44,8 +50,9 @@ class Front:
 
 
 @contextmanager
-def open_front(model: Path, cache_dir: Path) -> Iterator[Front]:
-    config = Config(model=str(model), cache_dir=cache_dir, ram_budget=RAM_BUDGET, disk_budget=DISK_BUDGET)
+def open_front(model: Path, cache_dir: Path, **settings: Any) -> Iterator[Front]:
+    values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
+    config = Config(model=str(model), cache_dir=cache_dir, **values)
     with asyncio.Runner() as runner:
         engine = AsyncEngine(config)
         runner.run(engine.start())

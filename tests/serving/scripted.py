@@ -5,7 +5,7 @@ Everything else is what runs: prefill, decoding, cache, transcripts, detokenisin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,23 +26,30 @@ class Script:
 
 
 class _ScriptedSampler(Sampler):
-    def __init__(self, params: SamplingParams, eos_ids: Iterable[int], script: Script) -> None:
+    def __init__(self, params: SamplingParams, eos_ids: Iterable[int], script: Sequence[int]) -> None:
         super().__init__(params, eos_ids)
-        self.script = list(script.token_ids)
+        self.script = list(script)
 
 
 @contextmanager
 def scripted() -> Iterator[Script]:
     """Requests that begin within say what the script holds at that time."""
     script = Script()
+    with scripted_by(lambda params: script.token_ids):
+        yield script
+
+
+@contextmanager
+def scripted_by(script_of: Callable[[SamplingParams], Sequence[int]]) -> Iterator[None]:
+    """Requests that begin within say what is found for their parameters then."""
 
     def say(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
         return mx.array([_token(row) for row in rows], mx.int32)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "Sampler", lambda params, eos_ids: _ScriptedSampler(params, eos_ids, script))
+        patch.setattr(batch, "Sampler", lambda params, eos_ids: _ScriptedSampler(params, eos_ids, script_of(params)))
         patch.setattr(batch, "choose", say)
-        yield script
+        yield
 
 
 def _token(row: Row) -> int:

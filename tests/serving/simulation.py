@@ -113,6 +113,7 @@ class Computed:
         self.context = rows[0].generation.num_launched
         self.contended = contended
         self.is_chunk = num_tokens > 1
+        self.awaits_choice = False
         costs = simulation.costs
         self.seconds = costs.prefill(num_tokens, self.context) if self.is_chunk else costs.decode(len(rows))
         self._simulation = simulation

@@ -155,6 +155,7 @@ def test_the_budget_holds_in_every_step(llm: LLM) -> None:
     assert seen.most <= llm.stats().ram_budget
 
 
+@pytest.mark.slow
 def test_without_room_for_copies(llm: LLM) -> None:
     """Beside a request that reads nearly all of the cache: the same words, and nobody loses his place."""
     expected, seen, engine = alone(llm, PAIR), watch(llm), inside.engine_of(llm)

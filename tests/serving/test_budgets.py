@@ -15,6 +15,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import StoreError
 from agentcache.llm import LLM
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.block_damage import block_files, metadata_of
 from tests.serving.conversation import (
@@ -158,7 +159,7 @@ def test_another_models_blocks_give_way(model: Path, model_folder: ModelFolder, 
     assert peaks.disk <= budget
 
 
-@pytest.mark.parametrize("window", [32, 300, 512])
+@pytest.mark.parametrize("window", [32, slow(300), 512])
 def test_sliding_windows_bound_ram(window: int, model_folder: ModelFolder, tmp_path: Path) -> None:
     """Blocks per window group never exceed the window's, in prefill, in decoding and after a turn."""
     model = model_folder("gemma3_text", sliding_window=window)

@@ -31,7 +31,7 @@ from tests.serving.conversation import greedy, make_ids
 
 @pytest.fixture(scope="module")
 def base(model_folder: ModelFolder) -> Path:
-    return model_folder("qwen3")
+    return model_folder("qwen3", num_hidden_layers=4)  # whole models: how they are cut into spans is not asked for
 
 
 def fine_tune(base: Path, folder: Path, seed: int, strength: float = 0.3) -> Path:

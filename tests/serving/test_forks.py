@@ -17,6 +17,7 @@ from agentcache.report import Report, Update
 from agentcache.request import Request, TokenPrompt
 from agentcache.sampling import SamplingParams
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import check_idle, greedy, make_ids, open_llm, transcript_of
 
@@ -65,7 +66,7 @@ def test_each_is_what_a_request_of_its_own_would_get(length: int, model: Path, t
         assert len(set(alone)) == N
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("architecture", ["gemma3_text", slow("gpt_oss"), "deepseek_v2"])
 def test_with_windows_and_latents(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     ids = make_ids(700)
     with open_llm(model_folder(architecture), tmp_path) as llm:

@@ -21,6 +21,7 @@ from agentcache.models import loader
 from agentcache.models.builtin.random_model import random_model_path
 from agentcache.models.footprint import GATED_DELTA_FILES, SSD_FILES, Footprint, free_memory
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.models import zoo
 from tests.models.driver import Driver, Row
 from tests.models.model_files import MODEL_FILES
@@ -52,7 +53,7 @@ def driver_at(model_folder: ModelFolder) -> Callable[[str, int], tuple[Driver, R
     return make
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("architecture", ["mistral", slow("gemma3"), slow("gpt_oss"), slow("qwen3_moe"), "deepseek_v2"])
 @pytest.mark.parametrize(("num_tokens", "context"), [(1, 1200), (256, 1200), (700, 0)])
 def test_the_estimate_is_above_what_a_step_takes(
     architecture: str, num_tokens: int, context: int, driver_at: Callable[[str, int], tuple[Driver, Row]]
@@ -95,8 +96,8 @@ def large_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="how much lives at a time was measured on the CPU back end")
 @pytest.mark.parametrize(
     ("contexts", "num_tokens"),
-    [([8000], 1), ([4000] * 8, 1), ([4000] * 16, 1), ([8000, *[300] * 7], 1), ([8000], 8)]
-    + [([0], 256), ([3000], 256)],
+    [slow([8000], 1), ([4000] * 8, 1), slow([4000] * 16, 1), ([8000, *[300] * 7], 1), ([8000], 8)]
+    + [([0], 256), slow([3000], 256)],
     ids=str,
 )
 @in_rounds

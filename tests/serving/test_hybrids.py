@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +18,11 @@ from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.llm import LLM, Completion
 from agentcache.pressure import Level
 from agentcache.store.verify import verify_folder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.block_damage import block_files, metadata_of
 from tests.serving.conversation import Chat, Stream, check_idle, greedy, make_ids, make_text, open_llm
 from tests.serving.hybrids import EVERY, HYBRIDS, answer, check_same, more, write_hybrid
-
-QUICK = ("qwen3_5", "nemotron_h")
 
 
 @pytest.fixture(scope="session")
@@ -114,14 +113,17 @@ def converse(process: Process) -> Iterator[tuple[list[int], int, Completion]]:
 
 
 MODES = ["hot", "evicted", "stopped", "killed"]
-PARAMETERS = [pytest.param(file, marks=() if file in QUICK else pytest.mark.slow) for file in HYBRIDS]
 
 
-@pytest.mark.parametrize("file", PARAMETERS)
-def test_the_same_words_at_the_cost_of_what_is_new(file: str, hybrid: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "modes"), [("qwen3_5", ["evicted", "killed"]), *(slow(file, MODES) for file in HYBRIDS)], ids=str
+)
+def test_the_same_words_at_the_cost_of_what_is_new(
+    file: str, modes: Sequence[str], hybrid: Callable[[str], Path], tmp_path: Path
+) -> None:
     cold: dict[tuple[int, ...], Completion] = {}
     with open_llm(hybrid(file), tmp_path / "cold", snapshot_tokens=EVERY) as reference:
-        for how in MODES:
+        for how in modes:
             process = Process(hybrid(file), tmp_path / how, how)
             with process.stack:
                 for prompt, new, completion in converse(process):
@@ -349,7 +351,7 @@ def test_a_snapshot_that_cannot_be_written_stays_under_memory_pressure(qwen: Pat
 # -- what is on disk ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offset", [-1, -3000, 700])
+@pytest.mark.parametrize("offset", [-1, slow(-3000), 700])
 def test_a_damaged_snapshot_is_quarantined_and_computed_again(qwen: Path, tmp_path: Path, offset: int) -> None:
     with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
         ids = make_ids(700)
@@ -399,11 +401,12 @@ def test_a_lost_snapshot_is_computed_again(qwen: Path, tmp_path: Path) -> None:
     assert len(snapshot_files(tmp_path)) == 1, "and written again"
 
 
-def test_fifty_turns_write_few_snapshots(qwen: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_turns", [12, slow(50)])
+def test_many_turns_write_few_snapshots(num_turns: int, qwen: Path, tmp_path: Path) -> None:
     with open_llm(qwen, tmp_path) as llm:
         spec = inside.loaded_model(inside.engine_of(llm)).spec
         ids = make_ids(200)
-        for turn in range(50):
+        for turn in range(num_turns):
             completion = answer(llm, ids, "alice", 2)
             assert completion.report.saved
             assert turn == 0 or completion.report.computed_tokens <= 199
@@ -412,7 +415,7 @@ def test_fifty_turns_write_few_snapshots(qwen: Path, tmp_path: Path) -> None:
             assert len(snapshot_files(tmp_path)) <= MOST_SAVED
         keys_and_values = spec.bytes_per_token * len(ids)
         written = llm.stats().written_bytes
-        snapshots = 50 * 200 // inside.snapshot_interval(inside.engine_of(llm))
+        snapshots = num_turns * 200 // inside.snapshot_interval(inside.engine_of(llm))
         assert spec.state_group is not None
         assert snapshots * spec.state_group.bytes_per_block <= 2 * keys_and_values
     assert written <= 3 * keys_and_values, "headers, manifests and logs of this thin model included"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 from agentcache.engine.generation import Generation
 from agentcache.llm import LLM, Completion
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import BLOCK_BYTES, TokenTalk, greedy, make_ids, open_llm, outcome
 
@@ -29,10 +30,10 @@ def files_of(cache_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (cache_dir / "blocks").rglob("*.safetensors")}
 
 
-def ends_in_every_way(llm: LLM, eos: int) -> list[Completion]:
+def ends_in_every_way(llm: LLM, eos: int, lengths: Sequence[int]) -> list[Completion]:
     """Turns that end by length, by a stop string, by the end token, around a block's end, and go on after each."""
     done = []
-    for length in (240, 245, 250, 500):
+    for length in lengths:
         ids = make_ids(length, seed=length)
         done.append(llm.generate(ids, greedy(12), agent=f"length{length}"))
         stop = done[-1].text[-3:-1]
@@ -45,13 +46,16 @@ def ends_in_every_way(llm: LLM, eos: int) -> list[Completion]:
     return done
 
 
-def test_the_same_tokens_logprobs_and_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lengths", [(245, 250), slow((240, 245, 250, 500))], ids=str)
+def test_the_same_tokens_logprobs_and_files(
+    lengths: Sequence[int], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_llm(model, tmp_path / "ahead") as llm:
         eos = next(iter(inside.tokenizer(inside.engine_of(llm)).eos_ids))
-        ahead = ends_in_every_way(llm, eos)
+        ahead = ends_in_every_way(llm, eos, lengths)
         computed_ahead = llm.stats().computed_tokens
     with waiting_for_every_step(monkeypatch), open_llm(model, tmp_path / "waiting") as llm:
-        waiting = ends_in_every_way(llm, eos)
+        waiting = ends_in_every_way(llm, eos, lengths)
         computed_waiting = llm.stats().computed_tokens
     assert {completion.finish_reason for completion in ahead} == {"length", "stop"}
     assert [outcome(completion) for completion in ahead] == [outcome(completion) for completion in waiting]
@@ -62,7 +66,7 @@ def test_the_same_tokens_logprobs_and_files(model: Path, tmp_path: Path, monkeyp
     assert 0 < computed_ahead - computed_waiting <= stopped
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("architecture", ["gemma3_text", slow("gpt_oss"), "deepseek_v2"])
 def test_the_same_with_windows_and_latents(
     architecture: str, model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

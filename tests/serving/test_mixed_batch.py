@@ -14,7 +14,7 @@ from tests.conftest import ModelFolder
 from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import greedy, make_ids
-from tests.tiny import VARIANTS_SLOW
+from tests.tiny import OTHER_CACHES_SLOW
 
 TOKENS = 6
 # Prompts go before decoding, however long they take here: so the rows meet, on a busy machine too.
@@ -77,7 +77,7 @@ def alone(model: Path, cache_dir: Path, talks: Sequence[Talk]) -> list[Receiver]
         return receivers
 
 
-@pytest.mark.parametrize("architecture", VARIANTS_SLOW)
+@pytest.mark.parametrize("architecture", OTHER_CACHES_SLOW)
 def test_cold_warm_and_hot_rows_and_forks(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder(architecture)
     expected = alone(model, tmp_path / "alone", TALKS)

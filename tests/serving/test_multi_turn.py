@@ -15,6 +15,7 @@ from agentcache.blocks.prefix_match import Match
 from agentcache.blocks.transcript import Transcript
 from agentcache.llm import LLM, Completion
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import Chat, cold_ids, greedy, make_text, open_llm, transcript_of
 
@@ -45,8 +46,11 @@ def no_controls(llm: LLM) -> dict[int, float]:
     return dict.fromkeys(tokenizer.control_ids | tokenizer.eos_ids, -1e9)
 
 
-@pytest.mark.parametrize("controls", [False, True])
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize(
+    ("tokenizer", "controls"),
+    [(tokenizer, False) for tokenizer in TOKENIZERS]
+    + [(TOKENIZERS[0], True), *(slow(tokenizer, True) for tokenizer in TOKENIZERS[1:])],
+)
 def test_every_turn_equals_the_whole_prompt_at_once(
     tokenizer: str, controls: bool, model_folder: ModelFolder, tmp_path: Path
 ) -> None:

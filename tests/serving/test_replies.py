@@ -11,40 +11,14 @@ import pytest
 
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.reply_formats import FAMILIES, TOOLS
 from tests.serving.conversation import open_llm
-from tests.serving.front import Front, open_front
-from tests.serving.scripted import Script, scripted
+from tests.serving.front import open_front
+from tests.serving.scripted import scripted
+from tests.serving.talk import NAMES, SYSTEM, Talk, answering, calling, num_new_tokens, result
 
-NAMES = ("qwen3", "deepseek", "harmony")
 ANTHROPIC_TOOLS = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
-SYSTEM = {"role": "system", "content": "You look around and say what is there, in as few words as you can. " * 3}
-
-
-class Talk:
-    """A conversation in which the model says what it is told to.
-
-    Attributes:
-        reports: of all turns.
-    """
-
-    def __init__(self, front: Front, script: Script) -> None:
-        self.front = front
-        self._script = script
-        self.reports: list[dict[str, Any]] = []
-
-    def say(self, reply: str) -> None:
-        tokenizer = self.front.tokenizer
-        self._script.token_ids = [*tokenizer.encode(reply).ids, min(tokenizer.eos_ids)]
-
-    def chat(self, reply: str, messages: list[dict[str, Any]], agent: str | None = "a") -> dict[str, Any]:
-        """The assistant's message."""
-        self.say(reply)
-        body = {"messages": messages, "agent": agent, "tools": TOOLS, "agentcache": {"report": True}}
-        answer = self.front.post("/v1/chat/completions", body).json()
-        self.reports.append(answer["agentcache"])
-        message: dict[str, Any] = answer["choices"][0]["message"]
-        return message
 
 
 @pytest.fixture(params=NAMES)
@@ -59,6 +33,7 @@ def talk(family: str, model_folder: ModelFolder, tmp_path: Path) -> Iterator[Tal
         yield Talk(front, script)
 
 
+@pytest.mark.parametrize("family", ["deepseek", "harmony", slow("qwen3")], indirect=True)
 def test_streams_say_what_whole_answers_say(talk: Talk, family: str) -> None:
     for reply, blocks in FAMILIES[family].replies:
         question = [{"role": "user", "content": "Hi"}]
@@ -109,38 +84,6 @@ def check_anthropic(talk: Talk, question: list[dict[str, Any]], message: dict[st
     assert [block["type"] for block in quiet["content"] if block["type"] == "thinking"] == []
 
 
-def calling(family: str, number: int) -> str:
-    """A reply that thinks and calls, in the words of the model, which need not be those of its template."""
-    arguments = f'{{"at":"place {number}",  "n": {number}}}'
-    if family == "harmony":
-        return (
-            f"<|channel|>analysis<|message|>Where is {number}?<|end|><|start|>assistant<|channel|>commentary"
-            f" to=functions.look <|constrain|>json<|message|>{arguments}"
-        )
-    if family == "deepseek":
-        return (
-            f"Where is {number}?</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{arguments}"
-            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-        )
-    call = f'{{"name": "look", "arguments": {arguments}}}'
-    return f"<think>\nWhere is {number}?\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
-
-
-def answering(family: str, number: int) -> str:
-    if family == "harmony":
-        return (
-            f"<|channel|>analysis<|message|>I saw {number}.<|end|><|start|>assistant<|channel|>final<|message|>"
-            f"It is the number {number}."
-        )
-    start = "" if family == "deepseek" else "<think>\n"
-    return f"{start}I saw {number}.\n</think>\n\nIt is the number {number}."
-
-
-def result(message: dict[str, Any], number: int) -> dict[str, Any]:
-    text = f"This is what was there at place {number}: nothing but {number} cats on a mat, and a door."
-    return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": text}
-
-
 @pytest.mark.parametrize("drops", [False, True], ids=["thoughts sent back", "thoughts dropped"])
 @pytest.mark.parametrize("num_turns", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_turns_with_tools_compute_what_they_add(talk: Talk, family: str, num_turns: int, drops: bool) -> None:
@@ -158,16 +101,6 @@ def test_turns_with_tools_compute_what_they_add(talk: Talk, family: str, num_tur
             assert report["match"] == "EXTEND"
         assert report["computed_tokens"] <= 1.2 * new
         assert report["lineage"] == talk.reports[0]["lineage"]
-
-
-# Behind the last of these is what a turn adds: where the reply ends, or where its template begins to write it anew.
-ADDED = {"qwen3": "</tool_call>", "harmony": "<|call|>", "deepseek": "<｜Assistant｜></think>"}
-
-
-def num_new_tokens(talk: Talk, family: str, messages: list[dict[str, Any]]) -> int:
-    tokenizer = talk.front.tokenizer
-    whole = tokenizer.render_chat(messages, TOOLS)
-    return len(tokenizer.encode(whole[whole.rindex(ADDED[family]) :]).ids)
 
 
 def test_thoughts_that_a_template_leaves_out_are_gone(talk: Talk, family: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from agentcache.agents import restore
 from agentcache.llm import Completion
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.block_damage import block_files, flip
 from tests.serving.conversation import (
@@ -33,20 +34,20 @@ from tests.tiny import fewer_layers
 TOKENIZERS = ("byte_bpe", "byte_bpe_bos", "metaspace")
 MODELS = [
     ("llama", "byte_bpe_bos"),
-    pytest.param("mistral", "metaspace", marks=pytest.mark.slow),
-    ("mistral_sliding", "metaspace"),
-    ("qwen2", "byte_bpe"),
-    ("qwen3", "byte_bpe"),
-    ("qwen3_moe", "byte_bpe"),
+    slow("mistral", "metaspace"),
+    slow("mistral_sliding", "metaspace"),
+    slow("qwen2", "byte_bpe"),
+    slow("qwen3", "byte_bpe"),
+    slow("qwen3_moe", "byte_bpe"),
     ("gemma3_text", "metaspace"),
-    pytest.param("gemma3_text_wide", "metaspace", marks=pytest.mark.slow),
+    slow("gemma3_text_wide", "metaspace"),
     ("gpt_oss", "byte_bpe_bos"),
-    pytest.param("phi3", "metaspace", marks=pytest.mark.slow),
-    ("phi3_partial", "byte_bpe_bos"),
-    ("granite", "byte_bpe_bos"),
+    slow("phi3", "metaspace"),
+    slow("phi3_partial", "byte_bpe_bos"),
+    slow("granite", "byte_bpe_bos"),
     ("deepseek_v2", "byte_bpe_bos"),
 ]
-CHATS = [*(("qwen3", tokenizer) for tokenizer in TOKENIZERS), ("gemma3_text", "metaspace"), ("gpt_oss", "byte_bpe")]
+CHATS = [*(("qwen3", tokenizer) for tokenizer in TOKENIZERS), ("gemma3_text", "metaspace"), slow("gpt_oss", "byte_bpe")]
 
 
 def play(model: Path, cache_dir: Path, talk: Any, turns: Sequence[Any], *, restart: bool) -> list[Completion]:
@@ -82,7 +83,7 @@ def test_turns_in_exact_lengths_after_a_restart(
         assert cold_ids(cold, kept[-1].prompt_token_ids, 3) == kept[-1].token_ids
 
 
-@pytest.mark.parametrize("tokens_per_second", [1, 10**6])
+@pytest.mark.parametrize("tokens_per_second", [slow(1), 10**6])
 def test_a_new_prompt_on_a_machine_of_another_pace(
     tokens_per_second: float, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
@@ -108,7 +109,7 @@ def test_chats_after_a_restart(architecture: str, tokenizer: str, model_folder: 
         assert_restored(left, right)
 
 
-@pytest.mark.parametrize("length", [255, 256, 257, 512])
+@pytest.mark.parametrize("length", [255, 256, slow(257), slow(512)])
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt_oss"])
 def test_a_turn_that_ends_around_a_block_border(
     architecture: str, length: int, model_folder: ModelFolder, tmp_path: Path
@@ -120,7 +121,7 @@ def test_a_turn_that_ends_around_a_block_border(
     assert [c.report.computed_tokens for c in restored] == [c.report.computed_tokens for c in kept]
 
 
-@pytest.mark.parametrize("window", [100, 256, 300])
+@pytest.mark.parametrize("window", [slow(100), slow(256), 300])
 def test_windows_of_other_widths(window: int, model_folder: ModelFolder, tmp_path: Path) -> None:
     model, lengths = model_folder("gpt_oss", sliding_window=window), [90, 258, 400, 540]
     kept = play(model, tmp_path / "kept", TokenTalk(), lengths, restart=False)
@@ -128,7 +129,7 @@ def test_windows_of_other_widths(window: int, model_folder: ModelFolder, tmp_pat
     assert list(map(outcome, restored)) == list(map(outcome, kept))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", slow("gpt_oss"), slow("deepseek_v2")])
 def test_after_evict_and_restore(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder(architecture, **fewer_layers(architecture))
     kept = play(model, tmp_path / "kept", TokenTalk(), [300, 520], restart=False)
@@ -162,7 +163,7 @@ def test_more_files_than_there_are_buffers(model: Path, tmp_path: Path, monkeypa
     assert damaged.report.computed_tokens > kept[1].report.computed_tokens
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "deepseek_v2"])
+@pytest.mark.parametrize("architecture", ["qwen3", slow("gemma3_text"), "deepseek_v2"])
 @pytest.mark.parametrize("restart", [False, True])
 def test_after_a_fork(architecture: str, restart: bool, model_folder: ModelFolder, tmp_path: Path) -> None:
     """Both go on, differently, and neither sees the other's new tokens."""
@@ -187,7 +188,7 @@ def test_after_a_fork(architecture: str, restart: bool, model_folder: ModelFolde
     assert other_turn.report.cached_tokens.own >= 256
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("architecture", [slow("qwen3"), slow("gemma3_text")])
 def test_after_kill_9(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     """What a process said is finished is there after it was killed."""
     model, lengths = model_folder(architecture, **fewer_layers(architecture)), [258, 300, 520]

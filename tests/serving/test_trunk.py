@@ -14,6 +14,7 @@ from agentcache.llm import LLM
 from agentcache.models.adapters import producer_groups, read_adapter
 from agentcache.models.trunk import TrunkLayer
 from tests.adapters_factory import make_adapter
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.adapter_cases import all_ids, ask, check_differs, check_equal, cold, layer_tokens, open_adapters
 from tests.serving.by_hand import ByHand, Receiver, by_hand
@@ -164,7 +165,7 @@ def load(hand: ByHand, folder: Path, name: str) -> AdapterUse:
     return AdapterUse(name, content.adapter.digest, Policy.EXACT, 0, producer_groups(content.adapter, loaded.spec))
 
 
-@pytest.mark.parametrize("at", [1, 3, 8])
+@pytest.mark.parametrize("at", [slow(1), 3, slow(8)])
 def test_preempted_on_the_way(at: int, qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """It goes on from what it has published, and from the trunk where that reaches further."""
     with by_hand(qwen3, tmp_path / "cache", trunk_budget=BUDGET) as hand:
@@ -238,6 +239,7 @@ def said_together(hand: ByHand, folders: dict[str, Path]) -> list[list[int]]:
     return [receiver.token_ids for receiver in receivers]
 
 
+@pytest.mark.slow
 def test_together_with_little_memory(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """Rows that go on from the trunk beside rows that decode; blocks of both caches come and go."""
     ram_budget = 11 * LAYERS * 36864 + (500 << 10)

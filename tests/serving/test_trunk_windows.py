@@ -9,6 +9,7 @@ import pytest
 
 from tests.adapters_factory import make_adapter
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.adapter_cases import all_ids, ask, check_differs, check_equal, cold, layer_tokens, open_adapters
 from tests.serving.conversation import make_ids
@@ -18,7 +19,12 @@ BUDGET = 64 << 20
 
 @pytest.mark.parametrize(
     ("architecture", "layers"),
-    [("gemma3_text", [5, 6, 7]), ("gemma3_text_wide", [6, 7]), ("gpt_oss", [2, 3]), ("mistral_sliding", [3])],
+    [
+        ("gemma3_text", [5, 6, 7]),
+        slow("gemma3_text_wide", [6, 7]),
+        slow("gpt_oss", [2, 3]),
+        slow("mistral_sliding", [3]),
+    ],
 )
 def test_sliding_windows(architecture: str, layers: Sequence[int], model_folder: ModelFolder, tmp_path: Path) -> None:
     """Base's blocks in front of the window are on disk; chunks end inside blocks."""

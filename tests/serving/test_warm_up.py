@@ -10,10 +10,10 @@ from tests.conftest import ModelFolder
 from tests.serving import inside
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import greedy, make_ids
-from tests.tiny import VARIANTS_SLOW
+from tests.tiny import OTHER_CACHES_SLOW
 
 
-@pytest.mark.parametrize("architecture", VARIANTS_SLOW)
+@pytest.mark.parametrize("architecture", OTHER_CACHES_SLOW)
 def test_nothing_is_left_of_a_warm_up_and_answers_are_the_same(
     architecture: str, model_folder: ModelFolder, tmp_path: Path
 ) -> None:

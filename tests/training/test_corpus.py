@@ -41,6 +41,7 @@ def test_documents_are_rendered_as_the_server_renders_chats(corpus: Corpus, kind
     assert list(corpus.encode(dialogue)[0]) == reference.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.slow
 def test_batches_do_not_depend_on_who_writes_them(corpus: Corpus) -> None:
     shapes = [(3, 128), (2, 256), (3, 128)]
     alone = list(corpus.batches(MIXTURE, shapes, first=10, workers=0))
@@ -64,6 +65,7 @@ def test_another_seed_gives_other_documents(corpus: Corpus) -> None:
     assert other.write(MIXTURE, 200, 0) != corpus.write(MIXTURE, 200, 0)
 
 
+@pytest.mark.slow
 def test_a_new_tokenizer_knows_every_word_of_the_lists() -> None:
     tokenizer: Tokenizer = train_tokenizer(seed=1)
     assert tokenizer.get_vocab_size() == VOCAB_SIZE

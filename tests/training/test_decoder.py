@@ -26,12 +26,21 @@ from agentcache.training.decoder import DecoderRecipe, DecoderTrainer, Progress
 from agentcache.training.decoder_data import Example, make_examples, stack_examples
 from agentcache.training.decoder_model import FrozenBase, load_base
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.models.driver import Driver
 from tests.models.lora_driver import VISIBLE, difference, put
 
 RECIPE = DecoderRecipe(rank=3, scale=2.0, num_layers=6, steps=12, rows=3, learning_rate=1e-2)
 # Layers of every kind of attention: norms on keys, biases, fused projections, windows, sinks and experts, latents.
-ARCHITECTURES = ["qwen3", "qwen2", "phi3", "gemma3", "gpt_oss", "deepseek_v2", "mistral_sliding"]
+ARCHITECTURES = [
+    "qwen3",
+    "deepseek_v2",
+    slow("gemma3"),
+    slow("gpt_oss"),
+    slow("qwen2"),
+    slow("phi3"),
+    slow("mistral_sliding"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +94,7 @@ def test_only_the_last_layers_are_adapted(trained: tuple[DecoderTrainer, list[Pr
     assert {int(name.partition(".")[0]) for name in trained[0].parameters} == set(range(2, 8))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint(
     trained: tuple[DecoderTrainer, list[Progress]], embedded: Path, tmp_path: Path
 ) -> None:

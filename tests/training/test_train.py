@@ -67,6 +67,7 @@ def trained() -> tuple[Trainer, list[Progress]]:
     return made, told
 
 
+@pytest.mark.slow
 def test_the_loss_falls(trained: tuple[Trainer, list[Progress]]) -> None:
     losses = [progress.loss for progress in trained[1]]
     assert [progress.step for progress in trained[1]] == [3, 6, 9, 12]
@@ -74,6 +75,7 @@ def test_the_loss_falls(trained: tuple[Trainer, list[Progress]]) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint(trained: tuple[Trainer, list[Progress]], tmp_path: Path) -> None:
     stopped = trainer()
     batches = stopped._batches(workers=0)
@@ -106,6 +108,7 @@ def test_keys_and_values_are_read_as_the_cache_holds_them() -> None:
     assert mx.array_equal(gradient, mx.ones_like(keys))  # straight through
 
 
+@pytest.mark.slow
 def test_the_exported_model_serves_what_was_trained(trained: tuple[Trainer, list[Progress]], tmp_path: Path) -> None:
     made = trained[0]
     size = export(made, tmp_path / "model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -17,8 +18,9 @@ from agentcache.blocks.transcript import Encoding, Spelling
 from agentcache.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from agentcache.models.text.detokenizer import Detokenizer, DummySpace, TokenBytes
 from agentcache.models.text.encoder import MarkedEncoder
+from agentcache.models.text.grammars.compiler import Grammars, Vocabulary
 from agentcache.models.text.longest_token import longest_token
-from agentcache.models.text.marks import MarkedEnds, Marks
+from agentcache.models.text.marks import MarkedEnds, Marks, any_of
 from agentcache.models.text.messages import plain_messages, with_strings
 from agentcache.models.text.replies.find_format import find_format
 from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat
@@ -85,6 +87,8 @@ class Tokenizer:
         self._token_bytes = TokenBytes(content.get("decoder"), backend.id_to_token, self._contents)
         self._longest_token = longest_token(content)
         self._template = ChatTemplate(wrapper)
+        self._num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+        self.grammars = Grammars(self._vocabulary)
         self._lock = threading.Lock()
 
     @classmethod
@@ -101,13 +105,15 @@ class Tokenizer:
         return cls(wrapper, fingerprint(path))
 
     def start(self) -> None:
-        """Have the first chat rendered as quickly as any other."""
+        """Have the first chat rendered, and the first grammar made, as quickly as any other."""
+        self.grammars.start()
         if self.has_chat_template:
             self._template.start()
 
     def close(self) -> None:
-        """End the processes that render chats; they come back when they are needed."""
+        """End the processes that render chats and try grammars; they come back when they are needed."""
         self._template.close()
+        self.grammars.close()
 
     # Text in
 
@@ -182,6 +188,11 @@ class Tokenizer:
         parts = {token.name for token in self.reply_format.tokens} - {"<|end|>", *HARMONY_ENDS}
         return [self._contents[token_id] for token_id in self.control_ids if self._contents[token_id] not in parts]
 
+    @cached_property
+    def controls(self) -> re.Pattern[str]:
+        """Finds every control token in marked text."""
+        return any_of(self._contents[token_id] for token_id in self.control_ids)
+
     # Tokens
 
     def encode(self, marked_text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
@@ -233,6 +244,11 @@ class Tokenizer:
         return self._token_bytes(token_id)
 
     # Inside
+
+    def _vocabulary(self) -> Vocabulary:
+        # Markers that are tokens are no text: readers take them for markers wherever they stand.
+        controls = self.control_ids | self.markers.keys()
+        return Vocabulary(self.token_bytes, self._num_ids, controls, self.eos_ids, lambda text: self.encode(text).ids)
 
     def _apply_template(
         self,

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
@@ -41,6 +41,15 @@ class ReadReply:
         calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
         said = tuple((call.get("name"), _value(call.get("arguments"))) for call in calls)
         return isinstance(content, str) and content.strip() == self.text and said == self.calls
+
+
+class Words(Protocol):
+    """What was said, with the model's replies in it: a transcript, or how a client tells one."""
+
+    @property
+    def text(self) -> str: ...
+
+    def generated_ranges(self) -> list[tuple[int, int]]: ...
 
 
 class ReplyReading:
@@ -133,7 +142,7 @@ class Retold:
     is_same: bool
 
 
-def as_generated(text: str, transcript: Transcript, reading: ReplyReading) -> Retold:
+def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
     """`text` with the replies in it as the model generated them, as far as they say the same.
 
     A template may order and space things in another way than the model does; the model's own words are in the cache.
@@ -160,22 +169,36 @@ def as_generated(text: str, transcript: Transcript, reading: ReplyReading) -> Re
 
 
 def with_thoughts(
-    messages: Sequence[dict[str, Any]], transcript: Transcript, reading: ReplyReading
-) -> list[dict[str, Any]] | None:
-    """Messages with what the model thought where the client has left it out; None where nothing is to be added."""
-    known = [reading.read_at(transcript.text, *span) for span in transcript.generated_ranges()]
-    full: list[dict[str, Any]] = []
-    added = False
-    for message in messages:
-        if message.get("role") == "assistant":
-            index = next((i for i, reply in enumerate(known) if reply.answers(message)), None)
-            if index is not None:
-                thought = known[index].thought
-                if thought and not any(message.get(key) for key in REASONING_KEYS):
-                    message, added = {**message, "reasoning_content": thought}, True
-                del known[: index + 1]
-        full.append(message)
-    return full if added else None
+    messages: Sequence[dict[str, Any]], transcript: Words, reading: ReplyReading
+) -> list[list[dict[str, Any]]]:
+    """Messages with what the model thought where the client has left it out; none where nothing is to be added.
+
+    Of replies that say the same, the transcript may hold some only: the first ones, or, where a template has left out
+    older thoughts, the last ones. Where that makes a difference there are two answers.
+    """
+    known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
+    first = _thoughts_of(messages, known)
+    last = _thoughts_of(messages[::-1], known[::-1])
+    found = [first, {len(messages) - 1 - index: thought for index, thought in last.items()}]
+    told = [thoughts for thoughts in found if thoughts][: 1 if found[0] == found[1] else 2]
+    return [
+        [m | {"reasoning_content": thoughts[i]} if i in thoughts else m for i, m in enumerate(messages)]
+        for thoughts in told
+    ]
+
+
+def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply]) -> dict[int, str]:
+    """By index of a message: the thought that it lacks, of the next reply that it repeats."""
+    thoughts, at = dict[int, str](), 0
+    for index, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        place = next((i for i in range(at, len(known)) if known[i].answers(message)), None)
+        if place is not None:
+            if known[place].thought and not any(message.get(key) for key in REASONING_KEYS):
+                thoughts[index] = known[place].thought
+            at = place + 1
+    return thoughts
 
 
 def _value(arguments: Any) -> Any:

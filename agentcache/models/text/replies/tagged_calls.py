@@ -72,6 +72,7 @@ class _At(Enum):
     VALUE = auto()
     IN_VALUE = auto()
     JSON = auto()
+    END = auto()
     OBJECTS = auto()
 
 
@@ -121,6 +122,8 @@ class TaggedCalls(Steps):
                 return self._in_value()
             case _At.JSON:
                 return self._in_json()
+            case _At.END:
+                return self._end_of_json(final)
             case _At.OBJECTS:
                 text, self._text = self._text, ""
                 return self._objects.feed(text, final)
@@ -259,9 +262,14 @@ class TaggedCalls(Steps):
         if self._json.is_done:
             self._sink.end()
             self._started = False
-            text = self._text.lstrip(SPACE)
-            self._text = text.removeprefix(self._tags.call_end) if self._tags.call_end else text
-            self._at = _At.CALL
+            self._at = _At.END if self._tags.call_end else _At.CALL
+        return None
+
+    def _end_of_json(self, final: bool) -> Left | None:
+        """What ends the call may come later than its arguments."""
+        text, end = self._text.lstrip(SPACE), self._tags.call_end
+        if text.startswith(end) or final or partial_end(text, [end]) != len(text):
+            self._text, self._at = text.removeprefix(end), _At.CALL
         return None
 
     def _cut_off(self) -> Left:

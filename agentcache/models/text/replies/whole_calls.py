@@ -54,7 +54,8 @@ def parse_calls(parser: str, text: str, tools: Tools) -> list[tuple[str, str]]:
     """
     module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
     try:
-        parsed = module.parse_tool_call(text, tools.shown)
+        # A call that is demanded is written as JSON (`grammars/call_syntax.py`).
+        parsed = parse_json(text) if text.startswith('{"name"') else module.parse_tool_call(text, tools.shown)
         return [_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
     except Exception as error:  # the parsers are many, and what they raise on nonsense is not documented
         raise ValueError(f"no tool call: {error!r:.100}") from error

@@ -1,0 +1,168 @@
+"""A request's prompt as its agent's cache has it: in the words that the model has read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from agentcache.agents.lineages import PlainPrompt
+from agentcache.agents.table import Agents
+from agentcache.blocks.prefix_match import len_common_prefix
+from agentcache.blocks.transcript import Transcript
+from agentcache.errors import InvalidRequest
+from agentcache.gateway.prepare import read_prompt, with_system
+from agentcache.models.text.front import (
+    ClientsWords,
+    FrontChanges,
+    find_changes,
+    find_front,
+    in_clients_words,
+    leading,
+    what_changed,
+    with_notice,
+)
+from agentcache.models.text.messages import plain_messages, with_strings
+from agentcache.models.text.replies.history import ReplyReading, Retold, as_generated, with_thoughts
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
+from agentcache.report import Volatile
+from agentcache.request import ChatPrompt, Request
+
+
+def read_conversation(
+    request: Request,
+    system: str | None,
+    agents: Agents,
+    tokenizer: Tokenizer,
+    limit: WorkLimit = UNLIMITED,
+    *,
+    stable_prefix: bool = False,
+) -> PlainPrompt:
+    """The request's prompt, in which the model's own words stand for replies that say the same, so that they are found.
+
+    Thoughts that a client leaves out are put back if the chat template shows them and the cache has them.
+
+    Args:
+        stable_prefix: whether lines in front that change from turn to turn stay as they were, and are told behind.
+
+    Raises:
+        As `read_prompt`.
+    """
+    prompt = read_prompt(request.prompt, system, tokenizer, limit)
+    held = _lineages_of(request, agents)
+    if not isinstance(request.prompt, ChatPrompt) or not held:
+        return prompt
+    if prompt.extends(max(held, key=prompt.shared_with)):
+        return prompt
+    read = partial(read_prompt, system=system, tokenizer=tokenizer, limit=limit)
+    teller = _Teller(request.prompt, prompt, system, tokenizer, read, stable_prefix)
+    told = [teller.tell(transcript) for transcript in held]
+    text = max(told, key=lambda each: each.shared).text
+    changed = max(told, key=lambda each: each.would_share).volatile
+    return PlainPrompt(text, tuple(each.transcript for each in told if each.is_same), changed)
+
+
+def _lineages_of(request: Request, agents: Agents) -> list[Transcript]:
+    """What the agent's lineages hold that the request may go on from."""
+    records = (
+        agents.known(request.agent)
+        if request.lineage is None
+        else agents.lineages(request.agent or "", request.lineage)
+    )
+    return [record.transcript for record in records if record.salt == request.salt and record.transcript.ids]
+
+
+@dataclass(frozen=True)
+class _Telling:
+    """A prompt told so that it shares as much as it can with a transcript.
+
+    Args:
+        is_same: see `Retold`.
+        would_share: characters that it had in common if nothing in its front had changed.
+        volatile: what has changed there.
+    """
+
+    text: str
+    transcript: Transcript
+    is_same: bool
+    would_share: int = 0
+    volatile: Volatile | None = None
+
+    @property
+    def shared(self) -> int:
+        return len_common_prefix(self.text, self.transcript.text)
+
+
+class _Teller:
+    """Tells one request's prompt in the words of one transcript or another.
+
+    Args:
+        prompt: of `chat`, rendered.
+        system: as of `read_prompt`.
+        read: renders other messages likewise.
+    """
+
+    def __init__(
+        self,
+        chat: ChatPrompt,
+        prompt: PlainPrompt,
+        system: str | None,
+        tokenizer: Tokenizer,
+        read: Callable[[ChatPrompt], PlainPrompt],
+        stable_prefix: bool,
+    ) -> None:
+        self._chat, self._text = chat, str(prompt.content)
+        self._tokenizer, self._read, self._stable_prefix = tokenizer, read, stable_prefix
+        self._reading = ReplyReading(tokenizer, chat.tools) if tokenizer.reply_format.is_known else None
+        messages = plain_messages(leading(with_system(chat.messages, system)))
+        self._front = find_front(with_strings(messages, tokenizer.mark), self._text)
+
+    def tell(self, transcript: Transcript) -> _Telling:
+        changes = self._find_changes(transcript)
+        if changes is None or self._front is None:
+            told = self._retold(self._chat, self._text, transcript)
+            return _Telling(told.text, transcript, told.is_same)
+        words = in_clients_words(transcript, self._text, self._front, changes)
+        if self._stable_prefix and (stable := self._told_behind(words, changes)) is not None:
+            text, is_moved = words.as_held(stable.text), True
+        else:
+            stable, is_moved = self._retold(self._chat, self._text, transcript), False
+            text = stable.text
+        lines = tuple(map(self._tokenizer.unmark, changes.lines))
+        volatile = Volatile(lines, moved=is_moved) if lines else None
+        return _Telling(text, transcript, stable.is_same, len_common_prefix(words.text, self._text), volatile)
+
+    def _find_changes(self, transcript: Transcript) -> FrontChanges | None:
+        if self._front is None:
+            return None
+        return find_changes(self._text, self._front, transcript.text, self._tokenizer.controls)
+
+    def _told_behind(self, words: ClientsWords, changes: FrontChanges) -> Retold | None:
+        """The prompt in the client's words, with a notice where its front says other things than was told last.
+
+        None where there is no message to tell it in.
+        """
+        told, now = self._retold(self._chat, self._text, words), what_changed(changes.lines)
+        if now == words.last_told(told.text):
+            return told
+        messages = with_notice(plain_messages(self._chat.messages), self._tokenizer.unmark(now))
+        if messages is None:
+            return None
+        chat = replace(self._chat, messages=messages)
+        return self._retold(chat, str(self._read(chat).content), words)
+
+    def _retold(self, chat: ChatPrompt, text: str, words: Transcript | ClientsWords) -> Retold:
+        """A prompt as it shares most with a transcript: with its replies, and its thoughts if a template shows them."""
+        ranges = words.generated_ranges()
+        if self._reading is None or not ranges:
+            return Retold(text, False)
+        if len_common_prefix(words.text, text) < self._reading.opened_at(words.text, ranges[0][0]):
+            return Retold(text, False)  # another beginning
+        texts = [text]
+        for full in with_thoughts(chat.messages, words, self._reading):
+            with suppress(InvalidRequest):
+                texts.append(str(self._read(replace(chat, messages=full)).content))
+        told = [as_generated(each, words, self._reading) for each in texts]
+        return max(told, key=lambda each: len_common_prefix(each.text, words.text))

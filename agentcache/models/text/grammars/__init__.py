@@ -1,0 +1,1 @@
+"""Grammars: which tokens an answer of a certain form can go on with. By llguidance."""

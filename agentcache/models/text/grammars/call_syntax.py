@@ -1,0 +1,125 @@
+"""How the calls of each dialect are written where they are demanded: as `replies` reads them, arguments as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from agentcache.models.text.replies.format import HARMONY, ReplyFormat
+
+_NAME = "NAME"  # stands for the tool's
+
+# Of a model that has no dialect, calls are written and read as Llama's: JSON, and nothing around it.
+_BARE = "llama3"
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How calls are written.
+
+    Args:
+        open: in front of a call's arguments; `NAME` stands for the tool's name.
+        close: behind them.
+        between: two calls.
+        begin, end: around all calls.
+    """
+
+    open: str
+    close: str
+    between: str = "\n"
+    begin: str = ""
+    end: str = ""
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing but its JSON marks a call."""
+        return not self.begin and self.open.startswith("{")
+
+    def behind(self, marker: str) -> CallSyntax:
+        """The same with a marker in front of all calls."""
+        return replace(self, begin=marker)
+
+    def opened(self, name: str) -> str:
+        return self.open.replace(_NAME, name)
+
+
+def _as_object(before: str, after: str, between: str = "\n", arguments: str = "arguments") -> CallSyntax:
+    return CallSyntax(f'{before}{{"name": "{_NAME}", "{arguments}": ', "}" + after, between)
+
+
+_MISTRAL_LIST = _as_object("[TOOL_CALLS][", "]", "")
+_DEEPSEEK = CallSyntax(
+    f"<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+)
+
+_SYNTAX: dict[str, CallSyntax] = {
+    "json_tools": _as_object("<tool_call>\n", "\n</tool_call>"),
+    "qwen3_coder": CallSyntax(f"<tool_call>\n<function={_NAME}>\n", "\n</function>\n</tool_call>"),
+    "functions": CallSyntax(f"<function={_NAME}>", "</function>"),
+    "glm47": CallSyntax(f"<tool_call>{_NAME}\n", "</tool_call>"),
+    "laguna": CallSyntax(f"<tool_call>{_NAME}\n", "</tool_call>"),
+    "longcat": CallSyntax(f"<longcat_tool_call>{_NAME}\n", "</longcat_tool_call>"),
+    "minimax_m2": CallSyntax(
+        f'<invoke name="{_NAME}">\n', "\n</invoke>\n", "", "<minimax:tool_call>\n", "</minimax:tool_call>"
+    ),
+    "minicpm5": CallSyntax(f'<function name="{_NAME}">', "</function>"),
+    "muse_spark": CallSyntax(
+        f'<atem:invoke name="{_NAME}">\n',
+        "\n</atem:invoke>\n",
+        "",
+        "<atem:function_calls>\n",
+        "</atem:function_calls>",
+    ),
+    "kimi_k3": CallSyntax(
+        f'<|open|>call tool="{_NAME}"<|sep|>',
+        "<|close|>call<|sep|>",
+        "",
+        "<|open|>tools<|sep|>",
+        "<|close|>tools<|sep|>",
+    ),
+    "kimi_k2": CallSyntax(
+        f"<|tool_call_begin|>functions.{_NAME}:0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+    ),
+    "deepseek": _DEEPSEEK,
+    "mistral": CallSyntax(f"[TOOL_CALLS]{_NAME}[ARGS]", "", ""),
+    "granite": replace(_as_object("", "", ", "), begin="<|tool_call|>[", end="]"),
+    "llama3": _as_object("", "", "; ", "parameters"),
+    "gemma4": _as_object("<|tool_call>", "<tool_call|>", ""),
+    "function_gemma": _as_object("<start_function_call>", "<end_function_call>", ""),
+    "pythonic": _as_object("<|tool_call_start|>", "<|tool_call_end|>", ""),
+}
+
+
+def calling_format(form: ReplyFormat) -> ReplyFormat:
+    """How the model's replies are read where they must call a tool, which a model without a dialect then does, too."""
+    return form if form.dialect is not None else replace(form, dialect=_BARE)
+
+
+def call_syntax(form: ReplyFormat) -> CallSyntax:
+    """How a model writes its calls, but for Harmony."""
+    dialect, tokens = form.dialect or _BARE, {token.name for token in form.tokens}
+    assert dialect != HARMONY  # whose calls are messages
+    if dialect == "mistral" and "[ARGS]" not in tokens:
+        return _MISTRAL_LIST
+    if dialect == "deepseek" and "<|tool_call_begin|>" in tokens:
+        return _with_plain_bars(_DEEPSEEK)
+    return _SYNTAX[dialect]
+
+
+def _with_plain_bars(syntax: CallSyntax) -> CallSyntax:
+    """DeepSeek's markers as some conversions of its models spell them."""
+    plain = str.maketrans("｜▁", "|_")
+    return CallSyntax(
+        syntax.open.translate(plain),
+        syntax.close.translate(plain),
+        syntax.between,
+        syntax.begin.translate(plain),
+        syntax.end.translate(plain),
+    )

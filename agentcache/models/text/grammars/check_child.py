@@ -1,0 +1,63 @@
+"""Tries grammars in a confined process, whose time and memory the kernel limits: who sends them need not be trusted.
+
+A request is `marshal` of a list of grammars. A reply has a kind of `Reply`; a refusal's content is `marshal` of the
+grammar's index and the reason.
+"""
+
+from __future__ import annotations
+
+import marshal
+import random
+import time
+
+from llguidance import LLMatcher, LLTokenizer
+
+from agentcache.confined_child import serve
+from agentcache.models.text.grammars.limits import parser_limits
+
+_STEPS = 1000  # of a random text, at each of which what may come next must be found soon
+_MOST_SECONDS = 0.2  # for one, of CPU time
+_ENOUGH_SECONDS = 0.3  # for all
+_BYTES = 256
+
+
+class Reply:
+    """Kinds of replies."""
+
+    FITS = b"f"
+    REFUSED = b"r"
+
+
+def main() -> None:
+    """Try until the other side is gone."""
+    tokenizer = LLTokenizer("byte")
+
+    def answer(request: list[bytes]) -> tuple[bytes, bytes]:
+        for index, grammar in enumerate(marshal.loads(request.pop())):
+            if reason := _reason_against(grammar, tokenizer):
+                return Reply.REFUSED, marshal.dumps((index, reason))
+        return Reply.FITS, b""
+
+    serve(answer)
+
+
+def _reason_against(grammar: str, tokenizer: LLTokenizer) -> str | None:
+    """Why the grammar is not used; None if it can be."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+    chosen, begun = random.Random(0), time.thread_time()
+    for step in range(_STEPS):
+        started = time.thread_time()
+        if started - begun > _ENOUGH_SECONDS:
+            return None
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            return matcher.get_error()
+        if time.thread_time() - started > _MOST_SECONDS:
+            return "what may come next takes too long to find"
+        bits = int.from_bytes(mask[: _BYTES // 8], "little")
+        allowed = [byte for byte in range(_BYTES) if bits >> byte & 1]
+        if not allowed:
+            return None if step or matcher.is_accepting() else "no text has this form"
+        if not matcher.consume_token(chosen.choice(allowed)):
+            return matcher.get_error()
+    return None

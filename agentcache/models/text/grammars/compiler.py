@@ -1,0 +1,194 @@
+"""Makes grammars for one tokenizer, and follows what is generated with them."""
+
+from __future__ import annotations
+
+import marshal
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from numpy.typing import NDArray
+
+from agentcache.confined import ChildBroke, ConfinedWork, OverLimit
+from agentcache.errors import InvalidRequest
+from agentcache.models.text.grammars.check_child import Reply
+from agentcache.models.text.grammars.limits import MAX_CHARACTERS, parser_limits
+from agentcache.models.text.grammars.reply_grammar import Part, ReplyGrammar
+from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
+
+_KEPT = 32  # grammars: agents ask for the same ones every turn
+_PLACE = re.compile(r"^(failed to compile JSON schema: |(text|reply|json)?\s*at \d+\(\d+\): )+")
+_CODE = "grammar_unusable"
+
+
+class Vocabulary:
+    """What llguidance is to know of a tokenizer.
+
+    Args:
+        bytes_of: bytes of a token alone; a control token's name.
+        size: ids are below it.
+        control_ids: tokens that no text is made of: a grammar names them.
+        eos_ids: tokens that end a text.
+        encode: the tokens of a text.
+    """
+
+    bos_token_id = None
+
+    def __init__(
+        self,
+        bytes_of: Callable[[int], bytes],
+        size: int,
+        control_ids: Collection[int],
+        eos_ids: Collection[int],
+        encode: Callable[[str], Sequence[int]],
+    ) -> None:
+        self.tokens = [bytes_of(token) for token in range(size)]
+        self.special_token_ids = sorted({*control_ids, *eos_ids})
+        self.eos_ids = sorted(eos_ids)
+        if not self.eos_ids:  # one is asked for; no model has a logit for this one
+            self.eos_ids = [size]
+            self.tokens.append(b"<end of text>")
+            self.special_token_ids.append(size)
+        self.eos_token_id = self.eos_ids[0]
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._encode(text))
+
+
+class Grammars:
+    """The grammars of one tokenizer. From any thread.
+
+    Args:
+        vocabulary: called once, when the first grammar is made or `start` is called.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._made: tuple[LLTokenizer, NDArray[np.uint32]] | None = None
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._check = ConfinedWork("agentcache.models.text.grammars.check_child")
+
+    def start(self) -> None:
+        """Read the vocabulary now: meanwhile nothing else of Python runs, a second for the largest ones."""
+        self._tokenizer()
+
+    def close(self) -> None:
+        """End the processes that try grammars; they come back when they are needed."""
+        self._check.close()
+
+    def compile(self, reply: ReplyGrammar, limit: WorkLimit = UNLIMITED) -> Grammar:
+        """The grammar, ready to be followed.
+
+        Raises:
+            InvalidRequest: a part of it makes no sense, is more than llguidance knows, or takes too much to work with.
+        """
+        with self._lock:
+            known = self._kept.get(reply.text)
+            if known is not None:
+                self._kept.move_to_end(reply.text)
+                return known
+        self._try(reply, limit)
+        tokenizer, ends = self._tokenizer()
+        matcher = LLMatcher(tokenizer, reply.text, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            raise _refused(reply.parts[0].param, matcher.get_error())
+        grammar = Grammar(matcher, ends)
+        with self._lock:
+            self._kept[reply.text] = grammar
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _try(self, reply: ReplyGrammar, limit: WorkLimit) -> None:
+        """Each part alone, where it can do no harm. What passes takes no longer here."""
+        parts = reply.parts
+        if sum(len(part.source) for part in parts) > MAX_CHARACTERS:
+            raise _refused(parts[0].param, f"it has more than {MAX_CHARACTERS} characters")
+        request = marshal.dumps([part.whole for part in parts])
+        try:
+            kind, content = self._check.ask([request], go_on=limit.go_on)
+        except OverLimit as error:
+            raise _refused(_blamed(parts), f"it takes {error.what}") from None
+        except ChildBroke:
+            raise _refused(_blamed(parts), "it takes too much memory") from None
+        if kind == Reply.REFUSED:
+            index, reason = marshal.loads(content)
+            raise _refused(parts[index].param, reason)
+
+    def _tokenizer(self) -> tuple[LLTokenizer, NDArray[np.uint32]]:
+        with self._lock:
+            if self._made is None:
+                vocabulary = self._vocabulary()
+                size = len(vocabulary.tokens)
+                tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=size, eos_token=vocabulary.eos_ids)
+                bits = np.zeros(-(-size // 32) * 32, np.uint8)
+                bits[vocabulary.eos_ids] = 1
+                self._made = tokenizer, np.packbits(bits, bitorder="little").view(np.uint32)
+            return self._made
+
+
+class Grammar:
+    """A grammar that answers can be generated by; it does not change."""
+
+    def __init__(self, matcher: LLMatcher, ends: NDArray[np.uint32]) -> None:
+        self._matcher = matcher
+        self._ends = ends
+
+    def follow(self) -> Following:
+        """From the beginning."""
+        return Following(self._matcher.deep_copy(), self._ends)
+
+
+class Following:
+    """How far a text has come in its grammar.
+
+    Attributes:
+        is_over: nothing can follow: the text is complete.
+        failure: why it is not known any more what may follow.
+    """
+
+    def __init__(self, matcher: LLMatcher, ends: NDArray[np.uint32]) -> None:
+        self._matcher = matcher
+        self._ends = ends
+        self.is_over = False
+        self.failure: str | None = None
+
+    def take(self, token_id: int) -> None:
+        """The text goes on with this token."""
+        self._matcher.consume_token(token_id)
+        self._note_end()
+
+    def mask(self) -> NDArray[np.uint32]:
+        """Which tokens may follow: bit i of word w stands for token 32 w + i."""
+        # There may be a word more than the vocabulary needs.
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._ends)]
+        if not (mask & ~self._ends).any():
+            self.is_over = True
+        self._note_end()
+        return mask
+
+    def _note_end(self) -> None:
+        if self._matcher.is_error():
+            self.failure = _told(self._matcher.get_error())
+        elif self._matcher.is_stopped():
+            self.is_over = True
+
+
+def _blamed(parts: Sequence[Part]) -> str:
+    """The largest part's parameter: nobody knows better which one it was."""
+    return max(parts, key=lambda part: len(part.source)).param
+
+
+def _refused(param: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} cannot be used: {_told(reason)}.", param=param, code=_CODE)
+
+
+def _told(reason: str) -> str:
+    """llguidance's words without what it quotes of the grammar."""
+    lines = [line for line in reason.split("\n") if line.strip()] or ["it is not understood"]
+    return _PLACE.sub("", lines[0].partition("<state>")[0].partition("<non-verbose/>")[0].strip()).rstrip(".:")[:300]

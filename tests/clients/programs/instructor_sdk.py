@@ -1,0 +1,21 @@
+"""instructor: an answer as an object, asked for in the prompt."""
+
+import sys
+
+import instructor
+import openai
+from pydantic import BaseModel
+
+URL, *_ = sys.argv[1:]
+
+
+class Count(BaseModel):
+    cats: int
+
+
+client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+asked = [{"role": "user", "content": "How many cats?"}]
+counted = instructor.from_openai(client, mode=instructor.Mode.MD_JSON).chat.completions.create(
+    model="default", messages=asked, response_model=Count, max_retries=0
+)
+assert counted.cats == 42, counted

@@ -1,0 +1,34 @@
+"""OpenAI's agents with their default model class, which wants responses, and with chat completions; streamed, too."""
+
+import asyncio
+import sys
+
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+
+URL, ANSWER, _ = sys.argv[1:]
+places = []
+
+
+@function_tool
+def look(place: str) -> str:
+    """Looks at a place."""
+    places.append(place)
+    return "42 cats"
+
+
+async def run() -> None:
+    set_tracing_disabled(True)
+    client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+    for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
+        agent = Agent("cats", instructions="Count.", tools=[look], model=kind("gpt-5", client))
+        done = await Runner.run(agent, "How many cats are in the garden?")
+        assert done.final_output == ANSWER, done
+        streamed = Runner.run_streamed(agent, [*done.to_input_list(), {"role": "user", "content": "Again?"}])
+        async for _ in streamed.stream_events():
+            pass
+        assert streamed.final_output == ANSWER, streamed
+    assert places == ["garden"] * 4, places
+
+
+asyncio.run(run())

@@ -1,0 +1,25 @@
+"""pydantic-ai's agents by chat completions and by responses, with a tool, and going on from their history."""
+
+import sys
+
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+URL, ANSWER, THOUGHT = sys.argv[1:]
+provider = OpenAIProvider(base_url=f"{URL}/v1", api_key="none")
+for kind in (OpenAIChatModel, OpenAIResponsesModel):
+    agent = Agent(kind("default", provider=provider), instructions="Count.")
+    places = []
+
+    @agent.tool_plain
+    def look(place: str) -> str:
+        """Looks at a place."""
+        places.append(place)  # noqa: B023
+        return "42 cats"
+
+    first = agent.run_sync("How many cats are in the garden?")
+    assert first.output == ANSWER and places == ["garden"], first
+    second = agent.run_sync("And now?", message_history=first.all_messages())
+    assert second.output == ANSWER and len(places) == 2, second
+    assert THOUGHT in str(second.all_messages()), second

@@ -1,0 +1,280 @@
+"""Grammars of whole replies: what may come next, in every dialect and of every vocabulary, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
+from agentcache.engine.output import Output
+from agentcache.errors import InvalidRequest
+from agentcache.models.text.grammars.call_syntax import call_syntax, calling_format
+from agentcache.models.text.grammars.compiler import Following
+from agentcache.models.text.grammars.reply_grammar import reply_grammar
+from agentcache.models.text.replies.calls import Tools
+from agentcache.models.text.replies.dialects import DIALECTS
+from agentcache.models.text.replies.events import Block, Call, Reasoning, Text, blocks_of
+from agentcache.models.text.replies.format import MarkerToken, ReplyFormat
+from agentcache.models.text.replies.reader import open_reader
+from agentcache.models.text.tokenizer import Tokenizer
+from tests.conftest import StyledTokenizer
+from tests.examples import examples
+from tests.reply_formats import FAMILIES, WRITERS
+from tests.schemas import SHORT_TOOLS, calling, of_schema, schemas
+from tests.tokenizers_factory import byte_bpe
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 4}, "é": {"enum": [1, "<think>"]}},
+    "required": ["a", "é"],
+    "additionalProperties": False,
+}
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in SHORT_TOOLS}
+
+
+def start(tokenizer: Tokenizer, form: AnswerForm, prompt_end: str | None = None) -> Following:
+    reply = calling_format(tokenizer.reply_format) if form.must_call else tokenizer.reply_format
+    return tokenizer.grammars.compile(reply_grammar(form, reply, prompt_end)).follow()
+
+
+def walk(tokenizer: Tokenizer, following: Following, seed: int, most: int = 2000) -> Iterator[int]:
+    """Tokens at random of those that may follow, to the end; thoughts and lists are made likely to end."""
+    chosen = random.Random(seed)
+    names = ("</think>", "[/THINK]", "<|end|>", "<channel|>")
+    closing = {token for token, marker in tokenizer.markers.items() if marker.name in names}
+    for _ in range(most):
+        allowed = np.flatnonzero(np.unpackbits(following.mask().view(np.uint8), bitorder="little")).tolist()
+        assert following.failure is None
+        if following.is_over:
+            return
+        ends = [token for token in allowed if token in closing or token in tokenizer.eos_ids]
+        token = chosen.choice(ends if ends and chosen.random() < 0.3 else allowed)
+        if token in tokenizer.eos_ids:
+            return
+        yield token
+        following.take(token)
+        if following.is_over:
+            return
+    raise AssertionError("a short form should be complete by now")
+
+
+def read(tokenizer: Tokenizer, form: AnswerForm, prompt_end: str, token_ids: Iterator[int]) -> list[Block]:
+    """What a reply says, as clients are told."""
+    reply = calling_format(tokenizer.reply_format) if form.must_call else tokenizer.reply_format
+    output, reader = (
+        Output(tokenizer.detokenizer(), (), tokenizer.markers),
+        open_reader(reply, Tools(SHORT_TOOLS), thoughts=True),
+    )
+    reader.begin(prompt_end)
+    shown = [*(output.add(token) for token in token_ids), output.finish()]
+    events = [event for each in shown for event in reader.add(each.text, each.markers)]
+    return blocks_of([*events, *reader.finish(cut_off=False)])
+
+
+def is_valid(text: str, schema: Any) -> bool:
+    return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+
+
+@pytest.fixture(scope="module")
+def family_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return cache(lambda family: Tokenizer.load(WRITERS[family](tmp_path_factory.mktemp("family"))))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_calls_in_its_own_dialect_and_says_what_it_must(family: str, family_tokenizer: Any) -> None:
+    tokenizer: Tokenizer = family_tokenizer(family)
+    prompt_end = tokenizer.render_chat([{"role": "user", "content": "hi"}], SHORT_TOOLS)[-256:]
+    both = AnswerForm(of_schema(SCHEMA).text, calling(SHORT_TOOLS).calls)
+    num_calls = 0
+    for form in (calling(SHORT_TOOLS), calling(SHORT_TOOLS, just_one=True), of_schema(SCHEMA), both):
+        for seed in range(6):
+            token_ids = walk(tokenizer, start(tokenizer, form, prompt_end), seed)
+            blocks = read(tokenizer, form, prompt_end, token_ids)
+            calls = [block for block in blocks if isinstance(block, Call)]
+            said = "".join(block.text for block in blocks if isinstance(block, Text))
+            assert {type(block) for block in blocks} <= {Reasoning, Text, Call}
+            assert all(is_valid(call.arguments, SCHEMAS[call.name]) for call in calls)
+            if form.must_call:
+                assert len(calls) == 1 if form.calls.just_one else calls
+                assert not said or family == "harmony"
+            elif not calls:
+                assert is_valid(said, SCHEMA), said
+            num_calls += len(calls)
+    assert num_calls > 12
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_calls_are_read_in_pieces_of_any_size(dialect: str) -> None:
+    """Also of dialects whose markers no tokenizer here has."""
+    for tokens in ((), (MarkerToken("[ARGS]", 7, False),)):
+        form = ReplyFormat(dialect, tokens=tokens)
+        syntax, arguments = call_syntax(form), '{"at": "</x> {", "n": 2}'
+        calls = [syntax.opened(name) + arguments + syntax.close for name in ("look", "a-b.c")]
+        text = syntax.begin + syntax.between.join(calls) + syntax.end
+        tools = [{"type": "function", "function": {"name": name}} for name in ("look", "a-b.c")]
+        for size in (1, 3, len(text)):
+            reader = open_reader(ReplyFormat(dialect), Tools(tools), thoughts=True)
+            reader.begin("")
+            pieces = [text[at : at + size] for at in range(0, len(text), size)]
+            events = [event for piece in pieces for event in reader.add(piece)]
+            blocks = blocks_of([*events, *reader.finish(cut_off=False)])
+            assert [(block.name, json.loads(block.arguments)) for block in blocks if isinstance(block, Call)] == [
+                ("look", json.loads(arguments)),
+                ("a-b.c", json.loads(arguments)),
+            ]
+            assert len(blocks) == 2
+
+
+@pytest.mark.parametrize("style", ["byte_bpe", "byte_bpe_bos", "metaspace", "metaspace_never", "gemma"])
+def test_every_kind_of_vocabulary(style: str, styled_tokenizer: StyledTokenizer) -> None:
+    tokenizer = styled_tokenizer(style)
+    for seed in range(4):
+        detokenizer = tokenizer.detokenizer(after=None)
+        for token in walk(tokenizer, start(tokenizer, of_schema(SCHEMA)), seed):
+            detokenizer.add(token)
+        detokenizer.finish()
+        assert is_valid(detokenizer.text, SCHEMA)
+
+
+def test_a_vocabulary_whose_last_word_is_full(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, vocab_size=478))
+    assert tokenizer.vocab_size % 32 == 0
+    token_ids = list(walk(tokenizer, start(tokenizer, of_schema(SCHEMA)), 1))
+    assert is_valid(decoded(tokenizer, token_ids), SCHEMA)
+    tokenizer.close()
+
+
+@settings(max_examples=examples(100))
+@given(schema=schemas, seed=st.integers(0, 1000))
+def test_random_schemas_are_kept_to(schema: Any, seed: int, chatml: Tokenizer) -> None:
+    token_ids = list(walk(chatml, start(chatml, of_schema(schema)), seed))
+    assert is_valid(decoded(chatml, token_ids), schema)
+
+
+def decoded(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    return b"".join(map(tokenizer.token_bytes, token_ids)).decode()
+
+
+KEYWORDS = st.sampled_from(
+    [
+        "type",
+        "properties",
+        "items",
+        "required",
+        "enum",
+        "const",
+        "anyOf",
+        "allOf",
+        "oneOf",
+        "not",
+        "$ref",
+        "$defs",
+        "pattern",
+        "format",
+        "minLength",
+        "maxItems",
+        "minimum",
+        "multipleOf",
+        "additionalProperties",
+        "prefixItems",
+        "patternProperties",
+        "if",
+        "then",
+        "uniqueItems",
+        "x-guidance",
+    ]
+)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS | st.text(max_size=3), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=examples(150))
+@given(schema=st.dictionaries(KEYWORDS, anything | st.sampled_from(["object", "#", "^(", "string"]), max_size=5))
+def test_any_schema_is_used_or_refused(schema: dict[str, Any], chatml: Tokenizer) -> None:
+    for form in (of_schema(schema), AnswerForm(calls=Calls((CallableTool("f", json.dumps(schema), "tools[0]"),)))):
+        try:
+            start(chatml, form, "")
+        except InvalidRequest as error:
+            assert error.param in ("response_format", "tools[0]")
+
+
+REFUSED = [
+    (Notation.REGEX, "(", "guided"),
+    (Notation.REGEX, "(?=a)b", "guided"),
+    (Notation.REGEX, "(((a{1000}){1000}){1000})", "guided"),
+    (Notation.REGEX, "(" * 20_000 + ")" * 20_000, "guided"),
+    (Notation.REGEX, "\ud800", "guided"),
+    (Notation.LARK, "start: nothing", "guided"),
+    (Notation.LARK, "", "guided"),
+    (Notation.LARK, 'start: @reply "a"', "guided"),
+    (Notation.LARK, "start: " + "(" * 20_000, "guided"),
+    (Notation.LARK, "start: " + " | ".join(f'"x{i}" r' for i in range(9_000)) + '\nr: "a" r', "guided"),
+    (Notation.JSON_SCHEMA, "[]", "guided"),
+    (Notation.JSON_SCHEMA, '{"type": "strnig"}', "guided"),
+    (Notation.JSON_SCHEMA, '{"not": {}}', "guided"),
+    (Notation.JSON_SCHEMA, '{"enum": []}', "guided"),
+    (Notation.JSON_SCHEMA, '{"$ref": "http://127.0.0.1/x"}', "guided"),
+    (Notation.JSON_SCHEMA, '{"a": 1e999}', "guided"),
+    (Notation.JSON_SCHEMA, '{"$ref": "#"}', "guided"),
+    (Notation.JSON_SCHEMA, '{"items": ' * 60 + "{}" + "}" * 60, None),
+    (Notation.JSON_SCHEMA, '{"items": ' * 5_000 + "{}" + "}" * 5_000, "guided"),
+    (Notation.JSON_SCHEMA, json.dumps({"properties": {f"p{i}": {} for i in range(9_000)}}), "guided"),
+    (Notation.JSON_SCHEMA, json.dumps({"enum": ["x" * 40 + str(i) for i in range(40_000)]}), "guided"),
+]
+
+
+@pytest.mark.parametrize(("notation", "definition", "param"), REFUSED)
+def test_what_cannot_be_used_is_refused_soon(
+    notation: Notation, definition: str, param: str | None, chatml: Tokenizer
+) -> None:
+    began = time.thread_time()
+    try:
+        start(chatml, AnswerForm(TextForm(notation, definition, "guided")))
+    except InvalidRequest as error:
+        assert error.param == param and len(error.message) < 500
+    else:
+        assert param is None
+    assert time.thread_time() - began < 3
+
+
+def test_remarks_are_no_demands(chatml: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"format": {"type": "string", "format": "binary"}}, "format": "odd"}
+    start(chatml, of_schema(schema))
+    with pytest.raises(InvalidRequest, match="minimum"):
+        start(chatml, of_schema({"type": "integer", "minimum": 3, "maximum": 2}))
+
+
+def test_a_name_that_no_call_can_have(chatml: Tokenizer) -> None:
+    tool = CallableTool('a"b', "{}", "tools[0].function.parameters", "tools[0].function.name")
+    with pytest.raises(InvalidRequest) as caught:
+        start(chatml, AnswerForm(calls=Calls((tool,))), "")
+    assert caught.value.param == "tools[0].function.name"
+
+
+def test_the_same_grammar_is_made_once(chatml: Tokenizer) -> None:
+    written = reply_grammar(of_schema(SCHEMA), chatml.reply_format, "")
+    assert chatml.grammars.compile(written) is chatml.grammars.compile(written)
+
+
+def test_two_who_follow_one_grammar_know_nothing_of_each_other(chatml: Tokenizer) -> None:
+    form = AnswerForm(TextForm(Notation.LARK, 'start: "a" "b" | "c"'))
+    one, other = start(chatml, form), start(chatml, form)
+    [token] = chatml.encode("c").ids
+    one.take(token)
+    assert one.is_over and not other.is_over
+    assert other.mask()[token // 32] >> (token % 32) & 1 == 1

@@ -1,0 +1,214 @@
+"""Answers of a given form: what random models write is valid, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from llguidance import LLParserLimits
+
+from agentcache.answer_form import AnswerForm, Notation, TextForm
+from agentcache.errors import InvalidRequest
+from agentcache.llm import LLM, Completion
+from agentcache.models.text.grammars import compiler
+from agentcache.models.text.replies.events import Call, Text
+from agentcache.request import Request, TokenPrompt
+from tests.conftest import ModelFolder
+from tests.examples import examples
+from tests.schemas import SHORT_TOOLS, calling, of_schema, schemas
+from tests.serving import inside
+from tests.serving.by_hand import by_hand
+from tests.serving.conversation import BLOCK_BYTES, greedy, make_ids, open_llm
+from tests.serving.test_lookahead import waiting_for_every_step
+
+HI = [{"role": "user", "content": "hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 6}, "b": {"type": "array", "items": {"enum": [1, 2]}}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def any_way(max_tokens: int = 300, **options: Any) -> Any:
+    return greedy(max_tokens, **{"temperature": 1.0, "logprobs": None, "ignore_eos": False} | options)
+
+
+def together(llm: LLM, forms: Sequence[AnswerForm | None], **options: Any) -> list[Completion]:
+    """Answers to one prompt at the same time, each with its own seed."""
+
+    def one(number: int) -> Completion:
+        return llm.generate(make_ids(20, seed=number), any_way(seed=number, **options), form=forms[number])
+
+    with ThreadPoolExecutor(len(forms)) as pool:
+        return list(pool.map(one, range(len(forms))))
+
+
+def text_form(notation: Notation, definition: str) -> AnswerForm:
+    return AnswerForm(TextForm(notation, definition, "guided"))
+
+
+def is_valid(text: str, schema: Any) -> bool:
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    return jsonschema.Draft202012Validator(schema, format_checker=checker).is_valid(json.loads(text))
+
+
+@pytest.fixture(scope="module", params=["byte_bpe", "metaspace"])
+def llm(
+    request: pytest.FixtureRequest, model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LLM]:
+    model = model_folder("mistral", tokenizer=request.param, num_hidden_layers=2)
+    with open_llm(model, tmp_path_factory.mktemp("forms") / "cache", max_concurrent_requests=8) as llm:
+        yield llm
+
+
+@settings(max_examples=examples(50))
+@given(schema=schemas)
+def test_what_a_random_model_writes_fits_the_schema(schema: Any, llm: LLM) -> None:
+    done = together(llm, [of_schema(schema)] * 3)
+    complete = [completion for completion in done if completion.finish_reason == "stop"]
+    assert complete
+    for completion in complete:
+        assert is_valid(completion.text, schema), completion.text
+
+
+def test_those_without_a_form_say_what_they_say_alone(llm: LLM) -> None:
+    forms = [None, of_schema(SCHEMA), None, text_form(Notation.REGEX, "[a-f]{30}"), None, of_schema({"type": "object"})]
+    mixed = together(llm, forms, max_tokens=60)
+    free = together(llm, [None, None, None, None, None], max_tokens=60)
+    for place in (0, 2, 4):
+        assert mixed[place].token_ids == free[place].token_ids
+    assert mixed[1].token_ids != free[1].token_ids
+    assert re.fullmatch("[a-f]{30}", mixed[3].text)
+
+
+def test_the_same_bits_beside_a_form_as_without(model: Path, tmp_path: Path) -> None:
+    """In batches of the same rows, in as many steps: of greedy rows and of those that are drawn."""
+
+    def run(cache_dir: Path, form: AnswerForm | None) -> list[list[Any]]:
+        with by_hand(model, cache_dir) as hand:
+            sampling = [greedy(40), greedy(40), greedy(40, temperature=1.0, seed=1), greedy(40, top_p=0.9, seed=2)]
+            rows = [
+                hand.submit(make_ids(30, seed=place), each, form=form if place == 1 else None)
+                for place, each in enumerate(sampling)
+            ]
+            hand.run(*rows)
+            scores = [[score for update in row.updates for score in update.logprobs] for row in rows]
+            assert [len(row.token_ids) for row in rows] == [40] * 4
+            # Nobody waits a step for anybody.
+            assert hand.engine.stats().decode_steps <= 39 + len(rows)
+            return scores
+
+    beside = run(tmp_path / "beside", text_form(Notation.REGEX, "[a-f ]{300}"))
+    without = run(tmp_path / "without", None)
+    assert beside[1] != without[1]
+    assert [beside[place] for place in (0, 2, 3)] == [without[place] for place in (0, 2, 3)]
+
+
+SAMPLING = [
+    {"temperature": 0.0},
+    {"seed": 1},
+    {"seed": 2, "top_p": 0.9, "repetition_penalty": 1.3},
+    {"seed": 3, "top_k": 20, "frequency_penalty": 0.5, "logprobs": 1},
+    {"seed": 4, "min_tokens": 200, "ignore_eos": True},
+    {"seed": 5, "logit_bias": {20: 5.0}, "min_p": 0.01},
+]
+
+
+def test_lookahead_changes_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(cache_dir: Path) -> list[tuple[int, ...]]:
+        with open_llm(model, cache_dir) as llm:
+            done = [llm.generate(make_ids(250), any_way(**each), form=of_schema(SCHEMA)) for each in SAMPLING]
+        assert all(is_valid(each.text, SCHEMA) for each in done if each.finish_reason == "stop")
+        return [each.token_ids for each in done]
+
+    ahead = run(tmp_path / "ahead")
+    with waiting_for_every_step(monkeypatch):
+        assert run(tmp_path / "waiting") == ahead
+
+
+def test_a_text_ends_where_nothing_can_follow(llm: LLM) -> None:
+    for options in ({}, {"ignore_eos": True}, {"min_tokens": 50}):
+        done = llm.generate("x", any_way(seed=1, **options), form=text_form(Notation.LARK, 'start: "yes" | "no" "!"+'))
+        assert re.fullmatch("yes|no!+", done.text) and done.finish_reason == "stop"
+    done = llm.generate("x", any_way(4, seed=1), form=text_form(Notation.REGEX, "a+"))
+    assert re.fullmatch("a+", done.text)
+    done = llm.generate("x", any_way(60, stop=("cc",), logit_bias={}), form=text_form(Notation.REGEX, "(ab)*c{9}"))
+    assert re.fullmatch("(ab)*", done.text) and done.finish_reason == "stop"
+
+
+def test_further_answers_have_the_form_each_by_itself(llm: LLM) -> None:
+    updates: list[Any] = []
+    request = Request("n", TokenPrompt(make_ids(30)), any_way(seed=7), n=3, form=of_schema(SCHEMA))
+    inside.on_loop(llm, inside.async_engine(llm).generate(request, updates.append))
+    texts = ["".join(update.text for update in updates if update.choice == index) for index in range(3)]
+    assert len(set(texts)) == 3 and all(is_valid(text, SCHEMA) for text in texts)
+
+
+def test_who_loses_its_place_goes_on_in_the_same_form(model: Path, tmp_path: Path) -> None:
+    regex = text_form(Notation.REGEX, "[a-f]{200}")
+    with open_llm(model, tmp_path / "large") as llm:
+        wanted = [llm.generate(make_ids(250, seed=n), any_way(250, seed=n), form=regex).text for n in range(3)]
+    with open_llm(model, tmp_path / "small", ram_budget=5 * BLOCK_BYTES) as llm:
+        with ThreadPoolExecutor(3) as pool:
+            got = pool.map(
+                lambda n: llm.generate(make_ids(250, seed=n), any_way(250, seed=n), form=regex).text, range(3)
+            )
+            assert list(got) == wanted
+        assert llm.stats().preemptions > 0
+
+
+def test_who_cannot_go_on_is_told_and_the_others_are_not(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar that is harmless as far as anybody has tried, and then takes too much."""
+    few_states = LLParserLimits(max_lexer_states=30, verbose_errors=False)
+    monkeypatch.setattr(compiler, "parser_limits", lambda: few_states)
+    with open_llm(model, tmp_path / "cache") as llm, ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(lambda: llm.generate(make_ids(9), greedy(40)))
+        with pytest.raises(InvalidRequest) as caught:
+            llm.generate("x", any_way(), form=text_form(Notation.REGEX, "([ab]{7}c[ab]{9}d){9}"))
+        assert len(beside.result().token_ids) == 40
+    assert caught.value.code == "grammar_failed"
+
+
+# -- chats: every family is tried without a model in models/test_grammars.py -------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "harmony", "mistral"])
+def test_chats_with_demanded_calls_and_texts_behind_thoughts(
+    family: str, model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    model = model_folder("mistral", tokenizer=family, num_hidden_layers=2)
+    forms = [calling(SHORT_TOOLS, just_one=True)] * 3 + [of_schema(SCHEMA)] * 3
+    with open_llm(model, tmp_path / "cache", max_concurrent_requests=6) as llm:
+        called, said = chats(llm, forms)
+    assert called and said
+    for calls in called:
+        [call] = [block for block in calls if isinstance(block, Call)]
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in SHORT_TOOLS}
+        assert is_valid(call.arguments, schemas[call.name])
+    for blocks in said:
+        assert is_valid("".join(block.text for block in blocks if isinstance(block, Text)), SCHEMA)
+
+
+def chats(llm: LLM, forms: Sequence[AnswerForm]) -> tuple[list[Any], list[Any]]:
+    """What complete answers say: those that must call, and the others. Thoughts are made likely to end."""
+    tokenizer = inside.tokenizer(inside.engine_of(llm))
+    ends = {"</think>", "[/THINK]", "<|end|>"}
+    bias = {token: 20.0 for token, marker in tokenizer.markers.items() if marker.name in ends}
+
+    def one(place: int) -> Completion:
+        return llm.chat(HI, any_way(150, seed=place, logit_bias=bias), form=forms[place], tools=SHORT_TOOLS)
+
+    with ThreadPoolExecutor(len(forms)) as pool:
+        done = zip(forms, pool.map(one, range(len(forms))), strict=True)
+    complete = [(form, each.blocks) for form, each in done if each.finish_reason == "stop"]
+    return [blocks for form, blocks in complete if form.must_call], [b for form, b in complete if not form.must_call]
