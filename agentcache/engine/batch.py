@@ -230,7 +230,7 @@ class BatchBuilder:
         decoder = self._adapters.decoder(made[0].work.decoder)
         cut = made[0].work.cut
         overlays = [row.work.overlay for row in made] if self._runner.residuals else ()
-        written = () if any(overlays) else [row.work.writes.tables for row in made]
+        written = () if overlays and any(overlays) else [row.work.writes.tables for row in made]
         step = StepInputs(
             inputs,
             starts,

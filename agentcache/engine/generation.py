@@ -195,7 +195,7 @@ class Generation:
             return self.num_to_launch == 1
         if self.num_to_launch or not 0 < self.num_generated < self.max_tokens - 1:
             return False
-        return self.current.end is None  # else no token is about to be chosen
+        return self.passes[0].end is None  # else no token is about to be chosen
 
     @property
     def will_decode(self) -> bool:
