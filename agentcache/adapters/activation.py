@@ -16,7 +16,7 @@ from agentcache.errors import InvalidRequest
 from agentcache.request import Request
 
 _TOKEN_BYTES = 4
-_START_PARAM = "agentcache.invocation_start"
+_START_PARAM, _POLICY_PARAM = "agentcache.invocation_start", "agentcache.policy"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def use_adapter(adapter: ServedAdapter, policy: Policy, request: Request, token_
     Raises:
         InvalidRequest: the prompt does not invoke the adapter, or the request contradicts itself.
     """
-    policy = settle_policy(policy, adapter.source, adapter.residual_refusal)
+    policy = settle_policy(policy, adapter.source, adapter.residual_refusal, param=_POLICY_PARAM)
     if request.invocation_start is not None and policy is not Policy.ACTIVATED:
         raise InvalidRequest(f"the policy {policy.value!r} has no invocation", param=_START_PARAM)
     start = _start(adapter, policy, request, token_ids)
@@ -77,9 +77,9 @@ def refuse_without_adapter(request: Request) -> None:
     """Raise InvalidRequest if a request that base answers asks for what only an adapter has."""
     if request.policy is Policy.RESIDUAL:
         message = "the policy 'residual' needs an adapter, and a server with --max-divergence above 0"
-        raise InvalidRequest(message, param="agentcache.policy")
+        raise InvalidRequest(message, param=_POLICY_PARAM)
     if request.policy in (Policy.ACTIVATED, Policy.PREFILL_SHARE):
-        raise InvalidRequest(f"the policy {request.policy.value!r} needs an adapter", param="agentcache.policy")
+        raise InvalidRequest(f"the policy {request.policy.value!r} needs an adapter", param=_POLICY_PARAM)
     if request.invocation_start is not None:
         raise InvalidRequest("agentcache.invocation_start needs an adapter", param=_START_PARAM)
 

@@ -67,20 +67,23 @@ def check_adapter_name(name: str) -> str:
     return name
 
 
-def settle_policy(policy: Policy, source: AdapterSource, residual_refusal: str = RESIDUAL_IS_OFF) -> Policy:
+def settle_policy(
+    policy: Policy, source: AdapterSource, residual_refusal: str = RESIDUAL_IS_OFF, *, param: str = "policy"
+) -> Policy:
     """The policy itself, or what `auto` stands for.
 
     Args:
         residual_refusal: as in `ServedAdapter`.
+        param: what the wire calls the policy.
 
     Raises:
         InvalidRequest: the adapter cannot be used so.
     """
     if policy is Policy.RESIDUAL and residual_refusal:
-        raise InvalidRequest(residual_refusal, param="policy", code="policy_unsupported")
+        raise InvalidRequest(residual_refusal, param=param, code="policy_unsupported")
     if _is_decoder(source):
         if policy not in (Policy.AUTO, Policy.PREFILL_SHARE):
-            raise InvalidRequest(f"a decoder that is a whole model cannot be {policy.value!r}", param="policy")
+            raise InvalidRequest(f"a decoder that is a whole model cannot be {policy.value!r}", param=param)
         return Policy.PREFILL_SHARE
     if policy is not Policy.AUTO:
         return policy
