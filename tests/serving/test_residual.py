@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -15,6 +16,7 @@ from agentcache.llm import LLM
 from agentcache.request import Request, TokenPrompt
 from tests.adapters_factory import make_adapter
 from tests.conftest import ModelFolder
+from tests.schemas import of_schema
 from tests.serving import inside
 from tests.serving.adapter_cases import FOLDERS, INVOKE_A, all_ids, ask, at_once, check_differs, make_folders
 from tests.serving.conversation import check_idle, greedy, make_ids
@@ -181,6 +183,21 @@ def test_several_answers_to_one_prompt(llm: LLM) -> None:
     one = say(llm, PROMPT, "ann", 3)
     assert Counter(said.token_ids) == Counter(3 * one.token_ids)
     assert llm.stats().computed_tokens - before < 1.2 * 2 * len(PROMPT), "the prompt once, by base and by the adapter"
+
+
+def test_an_answer_of_a_given_form(small: Path, five: dict[str, Path], tmp_path: Path) -> None:
+    """Also where the first attempt at an answer is thrown away."""
+    form = of_schema({"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3})
+    sampling = greedy(60, ignore_eos=False)
+    with open_residual(small, tmp_path / "cache", five, max_divergence=1e-3) as llm:
+        stepped = llm.generate(PROMPT[:40], sampling, form=form, adapter="ann", policy="residual")
+        exact = llm.generate(PROMPT[:40], sampling, form=form, adapter="ann", policy="exact", salt="another")
+        assert stepped.report.stepped_down == "divergence"
+        assert (stepped.text, stepped.finish_reason) == (exact.text, exact.finish_reason)
+    with open_residual(small, tmp_path / "cache", five) as llm:
+        said = llm.generate(PROMPT[:40], sampling, form=form, adapter="ann", policy="residual")
+        assert said.report.policy == "residual" and said.finish_reason == "stop"
+        assert set(json.loads(said.text)) <= {1, 2}
 
 
 def test_prompt_logprobs_are_the_adapters(llm: LLM) -> None:
