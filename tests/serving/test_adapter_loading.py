@@ -206,7 +206,7 @@ def test_refusals(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
             with pytest.raises(UnsupportedAdapter) as caught:
                 llm.load_adapter("poet", path)
             assert caught.value.param == "path"
-        with pytest.raises(InvalidRequest, match="not supported"):
+        with pytest.raises(InvalidRequest, match="--max-divergence"):
             llm.load_adapter("poet", folders["plain"], "residual")
         assert llm.adapters() == ()
 
