@@ -195,8 +195,12 @@ class DiskMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject, new_id: str) -> None:
         source = self.saved[data.draw(st.sampled_from(sorted(self.saved)))]
         copy = replace(source, id=new_id)
-        if copy.name not in self.saved and self.apply(self.disk.commit(Turn(copy))).error is None:
+        if copy.name in self.saved:
+            return
+        self.in_use.hold_lineage(source.name)  # as `AgentOperations.fork` does: else its blocks might go for room
+        if self.apply(self.disk.commit(Turn(copy))).error is None:
             self.saved[copy.name] = copy
+        self.in_use.let_lineage_go(source.name)
 
     # -- the disk ---------------------------------------------------------------------------------------------------
 
