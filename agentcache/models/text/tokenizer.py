@@ -6,8 +6,8 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,12 @@ class Tokenizer:
         self._token_bytes = TokenBytes(content.get("decoder"), backend.id_to_token, self._contents)
         self._longest_token = longest_token(content)
         self._template = ChatTemplate(wrapper)
-        self._num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
-        self.grammars = Grammars(self._vocabulary)
+        self._bytes_of = partial(_bytes_of, self.control_ids, self._contents, self._token_bytes)
+        # Markers that are tokens are no text: readers take them for markers wherever they stand.
+        not_text = self.control_ids | self.markers.keys()
+        num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+        # Without the tokenizer itself: as a circle it would outlive its last user, and its processes with it.
+        self.grammars = Grammars(partial(_vocabulary, self._bytes_of, self._encoder, num_ids, not_text, self.eos_ids))
         self._lock = threading.Lock()
 
     @classmethod
@@ -239,16 +243,9 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token alone; a control token's name."""
-        if token_id in self.control_ids:
-            return self._contents[token_id].encode()
-        return self._token_bytes(token_id)
+        return self._bytes_of(token_id)
 
     # Inside
-
-    def _vocabulary(self) -> Vocabulary:
-        # Markers that are tokens are no text: readers take them for markers wherever they stand.
-        controls = self.control_ids | self.markers.keys()
-        return Vocabulary(self.token_bytes, self._num_ids, controls, self.eos_ids, lambda text: self.encode(text).ids)
 
     def _apply_template(
         self,
@@ -319,6 +316,25 @@ class Tokenizer:
         if self._dummy_space_at_start is DummySpace.NONE or self._dummy_space_after_control is not DummySpace.NONE:
             return False
         return bool(text) and text[0] != " " and not any(map(text.startswith, self._contents.values()))
+
+
+def _bytes_of(
+    control_ids: Collection[int], contents: Mapping[int, str], token_bytes: Callable[[int], bytes], token_id: int
+) -> bytes:
+    return contents[token_id].encode() if token_id in control_ids else token_bytes(token_id)
+
+
+def _vocabulary(
+    bytes_of: Callable[[int], bytes],
+    encoder: MarkedEncoder,
+    num_ids: int,
+    not_text: Collection[int],
+    eos_ids: Collection[int],
+) -> Vocabulary:
+    def encode(text: str) -> Sequence[int]:
+        return encoder.encode(_without_surrogates(text, None), UNLIMITED).ids
+
+    return Vocabulary(bytes_of, num_ids, not_text, eos_ids, encode)
 
 
 def _find_format(wrapper: TokenizerWrapper, added: Mapping[int, Any]) -> ReplyFormat:
