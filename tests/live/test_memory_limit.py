@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="prlimit(2) is Linux's"),
 ]
 
-AGENTS = [f"agent-{index}" for index in range(24)]
+AGENTS = [f"agent-{index}" for index in range(40)]  # twice what the process can spare, and more
 WORDS = 320  # more than a block of 256 tokens, so that each agent takes two
 # Few computations and a large cache: 18 kB a token.
 WIDE = {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256}
