@@ -18,13 +18,16 @@ class Policy(StrEnum):
     EXACT = "exact"
     ACTIVATED = "activated"
     PREFILL_SHARE = "prefill-share"
-    RESIDUAL = "residual"  # lossy: only where `max_divergence` allows it, and never by `auto`
+    # Lossy: only where `max_divergence` allows it; of these `auto` takes the first, and only where memory is scarce.
+    RESIDUAL = "residual"
+    RESIDUAL_SHARED_A = "residual-shared-a"
 
 
 # Why a server that has not been told otherwise answers nobody so.
 RESIDUAL_IS_OFF = "the policy 'residual' is not exact; --max-divergence above 0 allows it, and is 0"
-# Other lossy ways to share, by their published names: a clear word beats "unknown".
-REFUSED_POLICIES = ("residual-shared-a", "full-reuse")
+LOSSY = frozenset({Policy.RESIDUAL, Policy.RESIDUAL_SHARED_A})
+# Another lossy way to share, by its published name: a clear word beats "unknown".
+REFUSED_POLICIES = ("full-reuse",)
 
 
 def parse_policy(text: str, param: str = "policy") -> Policy:

@@ -34,7 +34,7 @@ ENV_PREFIX = "AGENTCACHE_"
 # which kernels compute attention.
 OTHER_VARIABLES = frozenset({"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND", "AGENTCACHE_KERNELS"})
 
-KV_BITS = (4, 8)
+KV_CHOICES = ("auto", "4", "8", "k8v4", "16")
 QUEUE_FACTOR = 16  # waiting requests per running one
 
 
@@ -130,10 +130,12 @@ class Config:
             base shares with it (policy `residual`); 0 refuses to share so.
         idle_seconds: seconds after which a conversation that nobody goes on with counts as idle: its last recurrent
             state is written then, so that nothing of it is computed again, whatever becomes of the process.
+        rank_timeout: where several processes share the model, seconds after which one of them counts as hanging.
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
-        kv: bits that a key or a value is kept in, 4 or 8. Each has files of its own.
+        kv: bits that keys and values are kept in: 4; 8; k8v4, keys in 8 and values in 4; 16, as the model makes them;
+            or auto, 4 but in layers where that is measured to do harm. Each has files of its own.
         max_body_bytes: largest request body.
         header_timeout, body_timeout: seconds within which a request's headers, and then its body, must have come.
         cors_origins: web pages that may ask, as `scheme://host[:port]`, or `*` for all.
@@ -219,6 +221,7 @@ class Config:
         above_zero=True,
         default=60.0,
     )
+    rank_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=60.0)
     max_concurrent_requests: int = _setting(
         Kind.INTEGER, Flag("Requests in one batch (16); more wait."), above_zero=True, default=16
     )
@@ -228,8 +231,10 @@ class Config:
     max_context: int | None = _setting(
         Kind.INTEGER, Flag("Tokens a sequence may have (the model's limit)."), above_zero=True, default=None
     )
-    kv: int = _setting(
-        Kind.INTEGER, Flag("Bits of cached keys and values (4); 8 takes twice the memory.", metavar="4|8"), default=4
+    kv: str = _setting(
+        Kind.TEXT,
+        Flag("Bits of cached keys and values (4); auto: more in layers that need it.", metavar="auto|4|8|k8v4|16"),
+        default="4",
     )
     max_body_bytes: int = _setting(Kind.SIZE, above_zero=True, default=32 * 10**6)
     header_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=10.0)
@@ -285,8 +290,8 @@ class Config:
             value = getattr(self, key)
             if setting.above_zero and value is not None and value <= 0:
                 raise ConfigError(f"{key} = {value} must be positive")
-        if self.kv not in KV_BITS:
-            raise ConfigError(f"kv = {self.kv} is neither 4 nor 8")
+        if self.kv not in KV_CHOICES:
+            raise ConfigError(f"kv = {self.kv!r} is none of {', '.join(KV_CHOICES)}")
         if not 0 < self.decode_share < 1:
             raise ConfigError(f"decode_share = {self.decode_share} is not between 0 and 1")
         if not 0 <= self.max_divergence < math.inf:
@@ -373,6 +378,8 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Values as `Config` wants them, from strings and TOML values."""
+    if isinstance(raw.get("kv"), int):
+        raw = {**raw, "kv": str(raw["kv"])}  # a number of bits may be written as one
     one_value = {key: value for key, value in raw.items() if SETTINGS[key].kind is not Kind.TABLE}
     settings: dict[str, Any] = {key: _plain(key, value) for key, value in one_value.items()}
     settings["adapters"] = parse_adapters(raw.get("adapters", {}))

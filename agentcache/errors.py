@@ -25,6 +25,7 @@ AgentCacheError
 │   └── OutOfMemory              the budget would, and the machine has no memory for it
 ├── RequestCancelled             nobody waits for the answer any more; nobody is told
 ├── EngineStopped                the engine thread has ended; every waiter gets this
+│   └── RankLost                 503  another process that computes the model is gone, or silent for too long
 └── BrokenInvariant              a bug of ours, never of the caller
 """
 
@@ -160,6 +161,10 @@ class RequestCancelled(AgentCacheError):
 
 
 class EngineStopped(AgentCacheError):
+    pass
+
+
+class RankLost(EngineStopped):
     pass
 
 

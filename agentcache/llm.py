@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from agentcache.adapter_settings import AdapterFolder, Policy, parse_policy
 from agentcache.answer_form import AnswerForm
@@ -64,6 +64,18 @@ class Completion:
     finish_reason: FinishReason
     report: Report
     blocks: tuple[Block, ...] = ()
+
+
+class RequestOptions(TypedDict, total=False):
+    """What `LLM.chat` and `LLM.generate` pass on: names, defaults and meanings as in `agentcache.request.Request`."""
+
+    agent: str | None
+    lineage: str | None
+    salt: str
+    adapter: str | None
+    policy: Policy | str | None
+    invocation_optional: bool
+    form: AnswerForm | None
 
 
 class LLM:
@@ -141,62 +153,40 @@ class LLM:
         prompt: str | list[int],
         sampling: SamplingParams | None = None,
         *,
-        agent: str | None = None,
-        lineage: str | None = None,
-        salt: str = "",
-        adapter: str | None = None,
-        policy: Policy | str | None = None,
         invocation_start: int | None = None,
-        invocation_optional: bool = False,
-        form: AnswerForm | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
-        """Continue raw text or token ids; `agentcache.request.Request` describes the options. Raises RequestError."""
+        """Continue raw text or token ids. `agentcache.request.Request` describes the options.
+
+        Raises:
+            RequestError: it cannot be done.
+            TypeError: there is no such option.
+        """
         wrapped = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(list(prompt))
-        return self._complete(
-            wrapped,
-            sampling,
-            agent=agent,
-            lineage=lineage,
-            salt=salt,
-            adapter=adapter,
-            policy=_policy(policy),
-            invocation_start=invocation_start,
-            invocation_optional=invocation_optional,
-            form=form,
-        )
+        return self._complete(wrapped, sampling, invocation_start, options)
 
     def chat(
         self,
         messages: list[dict[str, Any]],
         sampling: SamplingParams | None = None,
         *,
-        agent: str | None = None,
-        lineage: str | None = None,
-        salt: str = "",
-        adapter: str | None = None,
-        policy: Policy | str | None = None,
-        invocation_optional: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        form: AnswerForm | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
-        """Answer messages through the model's chat template, which gets `chat_template_kwargs`; raises RequestError."""
+        """Answer messages through the model's chat template, which gets `chat_template_kwargs`; else as `generate`."""
         prompt = ChatPrompt(messages, tools, dict(chat_template_kwargs or {}))
-        return self._complete(
-            prompt,
-            sampling,
-            agent=agent,
-            lineage=lineage,
-            salt=salt,
-            adapter=adapter,
-            policy=_policy(policy),
-            invocation_optional=invocation_optional,
-            form=form,
-        )
+        return self._complete(prompt, sampling, None, options)
 
-    def _complete(self, prompt: Prompt, sampling: SamplingParams | None, **options: Any) -> Completion:
+    def _complete(
+        self, prompt: Prompt, sampling: SamplingParams | None, invocation_start: int | None, options: RequestOptions
+    ) -> Completion:
+        for name in options.keys() - RequestOptions.__annotations__.keys():
+            raise TypeError(f"there is no option {name!r}; there are {', '.join(RequestOptions.__annotations__)}")
+        as_asked: dict[str, Any] = {**options, "policy": _policy(options.get("policy"))}
         sampling = sampling or SamplingParams(max_tokens=512)
-        return self._wait(self._collect(Request(uuid.uuid4().hex, prompt, sampling, **options)))
+        request = Request(uuid.uuid4().hex, prompt, sampling, invocation_start=invocation_start, **as_asked)
+        return self._wait(self._collect(request))
 
     def token_times(self, request: Request) -> list[float]:
         """Run a request and return when each token arrived (`time.perf_counter`); for benchmarks."""

@@ -27,10 +27,11 @@ class CacheState(StrEnum):
 
 
 class StepDown(StrEnum):
-    """Why a request that was to share base's cache has been computed exactly."""
+    """Why a request that was to share what others have cached has been computed otherwise."""
 
     DIVERGENCE = "divergence"  # its keys and values are further from base's than allowed
     MEMORY = "memory"  # there is no room for its residuals
+    FAMILY = "family"  # no other adapter has the same As: its residuals are its own
 
 
 class FinishReason(StrEnum):
@@ -216,14 +217,24 @@ class Counter(Metric):
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What has gone between the processes that compute the model together: messages, and this one's bytes of them."""
+
+    ranks: int = 1
+    messages: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class CacheStats:
     """Counters since start, and the state of RAM, disk and queues now.
 
     `decode_rows` is the sum over decode steps of their rows: divided by `decode_steps`, the average batch. Seconds are
     the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together;
     `trunk_ram_bytes` have their own. These are capacity, in use or not; `ram_accounts` tells the two apart, by kind
-    (`blocks/ledger.py`). `disk_bytes_by` is by what files hold (`Store.disk_bytes_by`), `evicted_blocks` counts what
-    left RAM, by kind of cache. `/metrics` takes what is a gauge or a counter from here.
+    (`blocks/ledger.py`). Blocks are those of all caches, adapters' residuals too. `disk_bytes_by` is by what files hold
+    (`Store.disk_bytes_by`), `evicted_blocks` counts what left RAM, by kind of cache. `/metrics` takes what is a gauge
+    or a counter from here.
     """
 
     ram_bytes: int
@@ -243,6 +254,9 @@ class CacheStats:
     adapter_ram_bytes: int = 0
     trunk_ram_bytes: int = 0
     running: Annotated[int, Gauge("num_requests_running", "Requests in the batch")] = 0
+    ranks: Annotated[int, Gauge("ranks", "Processes that compute the model together")] = 1
+    rank_messages: Annotated[int, Counter("rank_messages", "Messages to the other ranks")] = 0
+    rank_sent_bytes: Annotated[int, Counter("rank_sent_bytes", "Bytes of these, reductions not counted")] = 0
     waiting: Annotated[int, Gauge("num_requests_waiting", "Requests that wait for a place")] = 0
     preemptions: Annotated[int, Counter("num_preemptions", "Requests that gave their blocks up for others")] = 0
     cancelled: Annotated[int, Counter("requests_cancelled", "Requests whose client left or whose time was up")] = 0
@@ -252,11 +266,18 @@ class CacheStats:
     decode_seconds: Annotated[float, Counter("decode_seconds", "Time in these steps")] = 0.0
     prefill_tokens: Annotated[int, Counter("prefill_tokens", "Prompt tokens computed")] = 0
     prefill_seconds: Annotated[float, Counter("prefill_seconds", "Time in prefill chunks")] = 0.0
+    kernel_checks: Annotated[
+        int, Counter("kernel_checks", "What kernels computed and was compared (AGENTCACHE_KERNELS=check)")
+    ] = 0
+    kernel_differences: Annotated[int, Counter("kernel_differences", "Of these, what was not as it should be")] = 0
     copied_blocks: Annotated[
         int, Counter("copied_blocks", "Partly filled blocks copied when a second request went on from them")
     ] = 0
     computed_layer_tokens: Annotated[
         int, Counter("computed_layer_tokens", "Computed tokens, once for each layer that they went through")
+    ] = 0
+    saturated_residuals: Annotated[
+        int, Counter("saturated_residuals", "Values of adapters' residuals that float16 could not hold as they were")
     ] = 0
     ram_accounts: tuple[RamUse, ...] = ()
     disk_bytes_by: Mapping[str, int] = field(default_factory=dict)
@@ -341,7 +362,8 @@ class ModelInfo:
     """The served model.
 
     `reply_format` says how it writes thoughts and tool calls; `adapters` are by name; `kv_bits` is the number of bits
-    of a cached key or value, None where it has none.
+    of a cached key or value, the mean where they differ and None where it has none; `kv_precision` says which layers
+    have which, and `kv_divergence` what was measured of it; `ranks` counts the processes that compute it.
     """
 
     id: str
@@ -355,8 +377,11 @@ class ModelInfo:
     has_chat_template: bool
     reply_format: ReplyFormat = ReplyFormat()
     adapters: tuple[AdapterInfo, ...] = ()
-    kv_bits: int | None = None
+    kv_bits: float | None = None
+    kv_precision: str = ""
+    kv_divergence: float | None = None
     cache_groups: tuple[CacheGroupInfo, ...] = ()
+    ranks: int = 1
 
     def is_called(self, name: str) -> bool:
         """Whether `name` means this model, without an adapter."""

@@ -167,6 +167,42 @@ def memory(
 
 
 @app.command()
+def multilora(
+    model: Annotated[str | None, typer.Option(help="Model folder. Default: the embedded model.")] = None,
+    out: Out = RESULTS,
+    quick: Annotated[bool, typer.Option("--quick", help="A context of 1K tokens, and less of everything.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Many adapters over common contexts, in much and in little memory: what is kept, computed and answered."""
+    from benchmarks.multilora_benchmark import QUICK, REPORTER, MultiPlan, build_report, measure_multilora
+
+    plan = replace(QUICK if quick else MultiPlan(), model=model)
+    REPORTER.hand_out(build_report(plan, measured(measure_multilora, plan)), out, as_json=as_json)
+
+
+@app.command()
+def quality(
+    model: Annotated[str | None, typer.Option(help="Model folder. Default: the embedded model.")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="Folder of an adapter for it; may be repeated.")] = None,
+    only: Annotated[str, typer.Option(help="Parts, such as precision,restore. Default: all.")] = "",
+    scale: Annotated[float, typer.Option(min=0.01, max=10, help="Share of a full run's documents.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of documents and questions.")] = 1000,
+    out: Out = RESULTS,
+    quick: Annotated[bool, typer.Option("--quick", help="Under five minutes on two cores.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What 4 bits, restoring and sharing cost in answers: perplexity, recall, divergence."""
+    from benchmarks.quality.plan import QualityPlan
+    from benchmarks.quality_benchmark import PARTS, QUICK, build_report, hand_out, measure_quality
+
+    parts = tuple(only.split(",")) if only else tuple(PARTS)
+    if unknown := set(parts) - set(PARTS):
+        raise ConfigError(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    plan = QualityPlan(parts, model, tuple(adapter or ()), QUICK.scale if quick else scale, seed)
+    hand_out(plan, build_report(plan, measured(measure_quality, plan)), out, as_json=as_json)
+
+
+@app.command()
 def kernels(
     contexts: Annotated[str, typer.Option(help="Tokens of each row.")] = "1K,4K,16K,64K",
     rows: Annotated[str, typer.Option(help="At once.")] = "1,4,8,16,32",
@@ -223,6 +259,8 @@ def soak(
     ram_budget: Annotated[str, typer.Option(help="Little, so that blocks have to go.")] = "24MB",
     disk_budget: Annotated[str, typer.Option(help="Little, too.")] = "8MB",
     seed: Annotated[int, typer.Option(help="Of the clients.")] = 0,
+    adapter: Annotated[list[str] | None, typer.Option(help="NAME=PATH; some clients share base with it.")] = None,
+    max_divergence: Annotated[float, typer.Option(min=0, help="0: nobody may be answered so.")] = 0.0,
 ) -> None:
     """Rude clients on one server, for as long as you like; ends with code 1 if anything did not hold."""
     from benchmarks.soak.run import Soak, SoakPlan
@@ -233,6 +271,8 @@ def soak(
         clients=clients,
         ram_budget=ram_budget,
         disk_budget=disk_budget,
+        adapters={name: Path(path) for name, _, path in (each.partition("=") for each in adapter or ())},
+        max_divergence=max_divergence,
         seed=seed,
     )
     with ending_on_signals(), tempfile.TemporaryDirectory() as folder:

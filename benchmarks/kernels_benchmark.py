@@ -180,7 +180,7 @@ def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, q
         x = queries
         for arena in layers.arenas[:4]:
             keys, values = (side.gather(reads.blocks.ids) for _, side in arena.sides)
-            x = packed_attention(x, Packed(*keys), Packed(*values), reads, options, arena.keys)
+            x = packed_attention(x, Packed(*keys), Packed(*values), reads, options, arena)
         return x
 
     return _fastest(plan.rounds, ops) / len(layers.arenas[:4]) * 1e6

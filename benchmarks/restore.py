@@ -3,7 +3,9 @@
     hot       a short turn of an agent whose blocks are in RAM
     evicted   the same turn once its blocks have been evicted: read, verified, put into slots that are there already
     restarted the same turn as the first one of a new process's life: the slots are new to it
+    alone     no turn: the evicted blocks are brought back, as for an agent that is expected
     read      plain reads of the same files, one after the other, into a buffer that is used again
+    together  the same by as many threads as restore files
 
 The files are in the page cache. All sides take turns in one process; compare ratios, not milliseconds.
 """
@@ -15,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +25,11 @@ from typing import Any
 
 from rich.table import Table
 
+from agentcache.agents.restore import READERS
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.llm import LLM, Completion
 from agentcache.models.builtin.random_model import random_model_path
+from agentcache.report import RestoreReport
 from agentcache.sampling import SamplingParams
 from benchmarks.workload import RESTORE_MODEL
 
@@ -63,7 +68,8 @@ class RestoreResult:
     Args:
         hot_ms, evicted_ms, restarted_ms: times to the first token.
         evicted_restore_ms, restarted_restore_ms: of these, from the first read to the last block in its slot.
-        read_ms: plain reads of the same files.
+        alone_ms: the same without a turn.
+        read_ms, together_ms: plain reads of the same files, by one thread and by several.
         restored_bytes: what a restore brings back.
     """
 
@@ -72,7 +78,9 @@ class RestoreResult:
     restarted_ms: float
     evicted_restore_ms: float
     restarted_restore_ms: float
+    alone_ms: float
     read_ms: float
+    together_ms: float
     restored_bytes: int
 
     def allowed_share(self, turn_ms: float) -> float:
@@ -107,7 +115,8 @@ class _Measurement:
             self._context = random.Random(plan.seed).choices(vocabulary, k=plan.context)
             self._progress(f"computing {plan.context} tokens")
             llm.generate(self._context, SamplingParams(max_tokens=0), agent=_AGENT)
-        hot, evicted, restarted, reads = list[Completion](), list[Completion](), list[Completion](), list[float]()
+        hot, evicted, restarted = list[Completion](), list[Completion](), list[Completion]()
+        alone, reads, together = list[RestoreReport](), list[float](), list[float]()
         for number in range(plan.restarts):
             self._progress(f"life {number + 1} of {plan.restarts}")
             with self._open() as llm:
@@ -117,8 +126,12 @@ class _Measurement:
                     hot.append(self._turn(llm))
                     llm.evict(_AGENT)
                     evicted.append(self._turn(llm))
-                    reads.append(_read(files))
+                    llm.evict(_AGENT)
+                    alone.append(llm.restore(_AGENT))
+                    reads.append(_read(files, 1))
+                    together.append(_read(files, READERS))
         restored = {turn.report.restored_bytes for turn in (*restarted, *evicted)}
+        restored |= {report.restored_bytes for report in alone}
         if len(restored) != 1 or any(turn.report.restored_bytes for turn in hot):
             raise RuntimeError(f"other bytes were restored than planned: {restored}")
         return RestoreResult(
@@ -127,7 +140,9 @@ class _Measurement:
             _first_token(restarted),
             statistics.median(turn.report.restore_ms for turn in evicted),
             statistics.median(turn.report.restore_ms for turn in restarted),
+            statistics.median(report.restore_ms for report in alone),
             statistics.median(reads) * 1e3,
+            statistics.median(together) * 1e3,
             restored.pop(),
         )
 
@@ -150,15 +165,21 @@ class _Measurement:
         return completion
 
 
-def _read(files: list[Path]) -> float:
+def _read(files: list[Path], threads: int) -> float:
     """Seconds for plain reads of all files."""
-    buffer = bytearray(_READ_BYTES)
-    started = time.perf_counter()
+    buffers = [bytearray(_READ_BYTES) for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(_read_each, [files[:threads]] * threads, buffers))  # the threads are there, and their buffers
+        started = time.perf_counter()
+        list(pool.map(_read_each, [files[thread::threads] for thread in range(threads)], buffers))
+        return time.perf_counter() - started
+
+
+def _read_each(files: list[Path], buffer: bytearray) -> None:
     for path in files:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
                 continue
-    return time.perf_counter() - started
 
 
 def _first_token(turns: list[Completion]) -> float:
@@ -167,16 +188,24 @@ def _first_token(turns: list[Completion]) -> float:
 
 def restore_rows(result: RestoreResult) -> list[dict[str, Any]]:
     """The result as rows for a table or JSON; of the reads `turn_ms` is their whole time."""
-    read = result.rate(result.read_ms)
     rows: list[dict[str, Any]] = [{"what": "hot", "turn_ms": result.hot_ms}]
     for what, turn_ms, restore_ms in (
         ("evicted", result.evicted_ms, result.evicted_restore_ms),
         ("restarted", result.restarted_ms, result.restarted_restore_ms),
     ):
-        rate = result.rate(restore_ms)
-        share = {"allowed_share": result.allowed_share(turn_ms), "read_share": rate / read}
-        rows.append({"what": what, "turn_ms": turn_ms, "restore_ms": restore_ms, "gb_per_s": rate, **share})
-    return [*rows, {"what": "read", "turn_ms": result.read_ms, "gb_per_s": read}]
+        share = {"allowed_share": result.allowed_share(turn_ms)}
+        rows.append({"what": what, "turn_ms": turn_ms, **_restoring(result, restore_ms), **share})
+    rows.append({"what": "alone", **_restoring(result, result.alone_ms)})
+    for what, read_ms in (("read", result.read_ms), ("together", result.together_ms)):
+        rows.append({"what": what, "turn_ms": read_ms, "gb_per_s": result.rate(read_ms)})
+    return rows
+
+
+def _restoring(result: RestoreResult, restore_ms: float) -> dict[str, float]:
+    """What restoring takes, and its share of the rates of plain reads."""
+    rate = result.rate(restore_ms)
+    shares = {"read_share": result.read_ms / restore_ms, "together_share": result.together_ms / restore_ms}
+    return {"restore_ms": restore_ms, "gb_per_s": rate, **shares}
 
 
 def build_report(plan: RestorePlan, result: RestoreResult) -> Report:
@@ -188,12 +217,12 @@ def build_report(plan: RestorePlan, result: RestoreResult) -> Report:
 
 def restore_table(report: Report) -> Table:
     """A line a way to the first token."""
-    columns = ("", "first token", "restoring", "GB/s", "of 1.5 hot + 1.25 read", "of the read rate")
+    columns = ("", "first token", "restoring", "GB/s", "of 1.5 hot + 1.25 read", "of reads", "of reads together")
     table = number_table("A short turn behind a long context", columns, named=True)
+    shares = ("gb_per_s", "allowed_share", "read_share", "together_share")
     for row in report["rows"]:
-        cells = [f"{row['turn_ms']:.0f} ms"]
-        cells.append(f"{row['restore_ms']:.0f} ms" if "restore_ms" in row else "")
-        cells += [f"{row[key]:.2f}" if key in row else "" for key in ("gb_per_s", "allowed_share", "read_share")]
+        cells = [f"{row[key]:.0f} ms" if key in row else "" for key in ("turn_ms", "restore_ms")]
+        cells += [f"{row[key]:.2f}" if key in row else "" for key in shares]
         table.add_row(row["what"], *cells)
     return table
 

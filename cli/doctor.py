@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from agentcache.cli.connection import AsJson, CacheDir, running_server
-from agentcache.cli.doctor_model import examine_model
+from agentcache.cli.doctor_model import examine_model, local_folder
 from agentcache.config import Config, load_config
 from agentcache.errors import AgentCacheError, CacheFolderInUse, StoreError
+from agentcache.ranks.rank import RANK_FOLDER, rank_folders
 
 OPS_SECONDS = 120
 MAX_PROBLEMS = 20
@@ -52,7 +53,9 @@ def doctor(
         str | None, typer.Option(help="Folder or hub id; the served or configured one without it.")
     ] = None,
     cache_dir: CacheDir = None,
-    kv: Annotated[int | None, typer.Option(help="Bits of cached keys and values (4).", metavar="4|8")] = None,
+    kv: Annotated[
+        str | None, typer.Option(help="Bits of cached keys and values (4).", metavar="auto|4|8|k8v4|16")
+    ] = None,
     files: Annotated[bool, typer.Option("--check", help="Also verify every file of the cache folder.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -60,7 +63,8 @@ def doctor(
     config = load_config({"model": model, "cache_dir": cache_dir, "kv": kv})
     checks = list(examine(config, model))
     if files:
-        checks += verify(config.cache_dir)
+        for folder in (config.cache_dir, *rank_folders(config.cache_dir)):
+            checks += verify(folder)
     if as_json:
         typer.echo(json.dumps([asdict(check) for check in checks]))
     else:
@@ -133,23 +137,28 @@ def check_model(config: Config, url: str | None) -> Iterator[Check]:
 
 def check_kernels(config: Config) -> Check:
     """Which of the served model's layers a kernel computes. The reference is right, too, so this never fails."""
-    folder = _model_folder(config)
-    if folder is None:
-        return Check("kernels", True, f"{config.model} is not a folder here, so none are tried")
-    try:
-        from agentcache.models.kernel_report import in_child
-    except ImportError as error:  # MLX without a back end
-        return Check("kernels", True, f"none: {error}")
-    said = [f"{kind.kind}: {kind.by}{f' ({kind.why})' if kind.why else ''}" for kind in in_child(folder, config.kv)]
-    return Check("kernels", True, "; ".join(said) or "nothing could be tried; the reference serves")
+    with tempfile.TemporaryDirectory(prefix="agentcache-doctor-") as home:
+        folder = _model_folder(config, Path(home))
+        if folder is None:
+            return Check("kernels", True, f"{config.model} is not a folder here, so none are tried")
+        try:
+            from agentcache.kv.precision import AUTO, LayerBits
+            from agentcache.models.kernel_report import in_child
+        except ImportError as error:  # MLX without a back end
+            return Check("kernels", True, f"none: {error}")
+        kinds = in_child(folder, str(LayerBits()) if config.kv == AUTO else config.kv)
+    said = "; ".join(kind.phrase for kind in kinds) or "nothing could be tried; the reference serves"
+    if config.kv == AUTO:
+        said += "; layers in more than 4 bits: reference"
+    return Check("kernels", True, said, [asdict(kind) for kind in kinds])
 
 
-def _model_folder(config: Config) -> Path | None:
-    """Where the served model's config.json lies; None for a hub id."""
-    from agentcache.models.builtin.embedded import DATA
+def _model_folder(config: Config, home: Path) -> Path | None:
+    """Where the served model lies; the embedded one is made in `home`. None where it is not on this machine."""
+    from agentcache.models.builtin.embedded import embedded_model_path
 
-    folder = DATA if config.model is None else Path(config.model).expanduser()
-    return folder if (folder / "config.json").is_file() else None
+    folder = embedded_model_path(home) if config.model is None else local_folder(config.model)
+    return folder if folder is not None and (folder / "config.json").is_file() else None
 
 
 def check_folder(cache_dir: Path) -> Check:
@@ -195,7 +204,8 @@ def verify(cache_dir: Path) -> Iterator[Check]:
     from agentcache.store.verify import verify_folder
 
     found = verify_folder(cache_dir)
-    detail = f"{found.agents} agents, {found.blocks} blocks; {found.missing_blocks} gone to make room"
+    of_rank = f"{cache_dir.name}: " if RANK_FOLDER.fullmatch(cache_dir.name) else ""
+    detail = f"{of_rank}{found.agents} agents, {found.blocks} blocks; {found.missing_blocks} gone to make room"
     yield Check("content", not found.problems, f"{detail}; {len(found.problems)} bad files")
     for problem in found.problems[:MAX_PROBLEMS]:
         yield Check("bad file", False, problem)

@@ -37,7 +37,7 @@ def examine_model(config: Config, url: str | None) -> list[Finding]:
         with Client(url, config.api_key) as client:
             models, stats = client.request("GET", "/v1/models"), client.request("GET", "/v1/cache/stats")
         return list(_served(models["data"][0], stats))
-    if config.model is not None and _is_to_be_fetched(config.model):
+    if config.model is not None and local_folder(config.model) is None:
         return [Finding("model", f"{config.model} is not on this machine yet; `agentcache serve` fetches it")]
     with tempfile.TemporaryDirectory(prefix="agentcache-doctor-") as home:
         return list(_loaded(config, Path(home)))
@@ -47,7 +47,9 @@ def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Find
     from agentcache.kv.spec import CacheGroupInfo, GroupKind
 
     groups = [CacheGroupInfo(**each | {"kind": GroupKind(each["kind"])}) for each in model["cache_groups"]]
-    yield _model(model["id"], model["max_model_len"], model["kv_bits"])
+    yield _model(
+        model["id"], model["max_model_len"], model["kv_bits"], model.get("kv_precision"), model.get("kv_divergence")
+    )
     yield _groups(groups)
     accounts = stats["ram_accounts"]
     plan = {
@@ -65,30 +67,41 @@ def _loaded(config: Config, home: Path) -> Iterator[Finding]:
 
     found = inspect_model(config, config.model or str(embedded_model_path(home)))
     info = found.info
-    yield _model(info.id, info.max_context, info.kv_bits)
+    yield _model(info.id, info.max_context, info.kv_bits, info.kv_precision, info.kv_divergence)
     yield _groups(info.cache_groups)
     for_states = state_budget(config.state_budget, found.plan.ram_budget)
     yield _memory(info.cache_groups, info.max_context, dataclasses.asdict(found.plan), for_states)
 
 
-def _is_to_be_fetched(model: str) -> bool:
+def local_folder(model: str) -> Path | None:
+    """Where a model is on this machine: a folder, or a hub id's files; None where it has to be fetched first."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    if Path(model).expanduser().exists() or model.startswith((".", "~", "/")) or model.count("/") != 1:
-        return False
+    folder = Path(model).expanduser()
+    if folder.exists() or model.startswith((".", "~", "/")) or model.count("/") != 1:
+        return folder
     try:
-        snapshot_download(model, local_files_only=True)
+        return Path(snapshot_download(model, local_files_only=True))
     except LocalEntryNotFoundError:
-        return True
+        return None
     except HFValidationError:
-        return False  # the loader says that this is no id
-    return False
+        return folder  # the loader says that this is no id
 
 
-def _model(name: str, max_context: int, kv_bits: int | None) -> Finding:
-    data = {"id": name, "max_model_len": max_context, "kv_bits": kv_bits}
-    bits = "no keys and values" if kv_bits is None else f"keys and values in {kv_bits} bits"
+def _model(
+    name: str, max_context: int, kv_bits: float | None, precision: str | None, divergence: float | None
+) -> Finding:
+    data = {
+        "id": name,
+        "max_model_len": max_context,
+        "kv_bits": kv_bits,
+        "kv_precision": precision,
+        "kv_divergence": divergence,
+    }
+    bits = "no keys and values" if kv_bits is None else f"keys and values in {precision or kv_bits} bits"
+    if divergence is not None:
+        bits += f", which moves its logits by {divergence:.2g} nats"
     return Finding("model", f"{name} is served: context of {max_context:,} tokens, {bits}", data)
 
 

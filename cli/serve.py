@@ -6,23 +6,27 @@ import gc
 import inspect
 import json
 import logging
+import os
 import signal
 import socket
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from agentcache.cli.hosts import launch_on
 from agentcache.config import SETTINGS, Config, Flag, Kind, load_config
-from agentcache.errors import AgentCacheError
+from agentcache.errors import AgentCacheError, RankLost
+from agentcache.ranks.rank import own_rank
 
 if TYPE_CHECKING:
     import uvicorn
 
 BACKLOG = 2048
 SWITCH_SECONDS = 0.001
+LOST_CODE = 3
 
 FLAGS = {key: setting.flag for key, setting in SETTINGS.items() if setting.flag is not None}
 # Of the other kinds, text: `load_config` reads it.
@@ -39,12 +43,19 @@ class CannotStart(AgentCacheError):
     """The engine did not start, for a reason that the log holds."""
 
 
-def serve(*, as_json: bool, **given: Any) -> None:
+def serve(*, as_json: bool, hosts: Path | None, **given: Any) -> None:
     """Serve a model to OpenAI clients, with agents whose memory survives a restart."""
+    if hosts is not None:
+        launch_on(hosts, sys.argv[1:])
     leave_in_order(None)
     values = {key: given[_option_name(key, flag)] for key, flag in FLAGS.items()}
     config = load_config({key: value for key, value in values.items() if value != []})
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    rank = own_rank()
+    of_rank = "" if rank is None else f" rank {rank}"
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s{of_rank} %(levelname)s %(name)s: %(message)s")
+    if rank:
+        follow_rank_0(config)
+        return
     with listen(config) as listener:
         warn_if_open(config)
         serve_on(listener, config, as_json=as_json)
@@ -58,8 +69,12 @@ def _signature() -> inspect.Signature:
     """What typer makes the options of: one for each setting that has a flag."""
     parameters = [_parameter(key, SETTINGS[key].kind, flag) for key, flag in FLAGS.items()]
     as_json = Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")]
+    hosts = Annotated[
+        Path | None, typer.Option(help="Spread the model over these hosts: a file as mlx.launch reads it.")
+    ]
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     parameters.append(inspect.Parameter("as_json", keyword_only, default=False, annotation=as_json))
+    parameters.append(inspect.Parameter("hosts", keyword_only, default=None, annotation=hosts))
     return inspect.Signature(parameters)
 
 
@@ -75,6 +90,22 @@ def _parameter(key: str, kind: Kind, flag: Flag) -> inspect.Parameter:
 
 serve.__signature__ = _signature()  # type: ignore[attr-defined]
 serve.__annotations__ = {name: parameter.annotation for name, parameter in _signature().parameters.items()}
+
+
+def follow_rank_0(config: Config) -> None:
+    """Be one of the ranks beside the one that has the server; ends when that one does.
+
+    Rank 0 has them end in order. A signal, which all get at a terminal, is for rank 0 then.
+    """
+    from agentcache.models.builtin.embedded import embedded_model_path
+    from agentcache.ranks.world import follow
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        follow(config, config.model or str(embedded_model_path(config.cache_dir.parent)))
+    except RankLost as lost:
+        leave_at_once(lost)
 
 
 def listen(config: Config) -> socket.socket:
@@ -126,6 +157,15 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     server.run(sockets=[listener])
     if failures:
         raise start_error(failures[0])
+    if isinstance(engine.failure, RankLost):
+        leave_at_once(engine.failure)
+
+
+def leave_at_once(lost: RankLost) -> NoReturn:
+    """End this process, whose files are closed. MLX would wait at exit for what was to come from the lost rank."""
+    log.error("%s", lost)
+    logging.shutdown()
+    os._exit(LOST_CODE)
 
 
 def uvicorn_config(app: object, config: Config) -> uvicorn.Config:

@@ -4,6 +4,7 @@
     tiling        what the decode kernel is compiled for, and how a threadgroup is laid out
     decode_plan   which queries of a step read which tokens
     decode        few queries over packed blocks in place, with a prefix that rows share read once; the merge of splits
+    append        a step's keys and values, quantised and written to where they belong
     unpack        one row's blocks as contiguous keys or values
     definition    what they compute, in numpy
     cases         steps to try them with

@@ -5,12 +5,13 @@ The tests use them, and the self-test on a user's device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.metal_kernels.append import packed_alone
 from agentcache.metal_kernels.decode import PackedArrays, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.definition import PackedNumpy, attention
@@ -118,10 +119,23 @@ class Arenas:
             sinks=self.sinks,
         )
 
+    def computed_queries(self) -> mx.array:
+        return mx.array(self.queries.astype(np.float32)).astype(self.case.dtype)
+
+    def holding(self, place: int, new: mx.array, group_size: int) -> Arenas:
+        """The same with a token of all kv heads, [keys and values, 1, H_kv, 1, D], at slot * 256 + offset."""
+        sides = []
+        for side, x in zip((self.keys, self.values), new, strict=True):
+            parts = [part.copy() for part in side]
+            for part, token in zip(parts, packed_alone(x, group_size), strict=True):
+                part[place // BLOCK_SIZE, :, place % BLOCK_SIZE] = np.array(token)[0, :, 0]
+            sides.append((parts[0], parts[1], parts[2]))
+        return replace(self, keys=sides[0], values=sides[1])
+
     def decoded(self, threadgroups: int = 8) -> mx.array:
         case = self.case
         return decode(
-            mx.array(self.queries.astype(np.float32)).astype(case.dtype),
+            self.computed_queries(),
             as_mlx(self.keys),
             as_mlx(self.values),
             self.plan(),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from agentcache.metal_kernels.decode_plan import MAX_SPLITS, DecodePlan, Groups
+from agentcache.metal_kernels.decode_plan import MAX_SPLITS, DecodePlan, Groups, ints, no_sinks, nothing_written
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, KernelText, device
 from agentcache.metal_kernels.tiling import TILE, HeadShape, Tiling, own_tiling, shared_tiling
 
@@ -326,7 +326,7 @@ _MERGE = """
 
 DECODE = KernelText(
     "agentcache_decode",
-    ("q", "kq", "ks", "kb", "vq", "vs", "vb", "table", "spans", "members", "positions", "factors", "params"),
+    ("q", "kq", "ks", "kb", "vq", "vs", "vb", "table", "spans", "members", "positions", "factors", "params", "written"),
     ("sums", "tops"),
     _BODY,
     _FUNCTIONS,
@@ -393,6 +393,7 @@ def decode(
     scale: float,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    written: mx.array | None = None,
     threadgroups: int = THREADGROUPS,
 ) -> mx.array:
     """Attention of `queries` [B, H_q, n, D] over the plan's rows; returns [B, H_q, n, D].
@@ -400,43 +401,68 @@ def decode(
     Args:
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: [H_q], one further logit a head.
+        written: what `append` gave for these keys and values in the same graph.
         threadgroups: that fill the device.
     """
-    key = (queries.shape, queries.dtype, keys[0].shape[1], scale, softcap, sinks is None, threadgroups)
+    key = (queries.shape, queries.dtype, keys[0].shape, keys[1].shape[3], scale, softcap, sinks is None, threadgroups)
     if key not in plan.launches:
-        plan.launches[key] = _prepare(queries, keys, plan, scale, softcap, sinks is not None, threadgroups)
-    compute, arrays = plan.launches[key]
-    return compute(queries, *keys, *values, plan.no_sinks if sinks is None else sinks, *arrays)
+        kv_heads, dim = keys[0].shape[1], queries.shape[3]
+        shape = HeadShape(dim, kv_heads, queries.shape[1] // kv_heads, dim // keys[1].shape[3], queries.dtype)
+        plan.launches[key] = prepare(plan, shape, scale, softcap, sinks is not None, threadgroups)
+    return plan.launches[key](queries, keys, values, sinks, written)
 
 
-def _prepare(
-    queries: mx.array,
-    keys: PackedArrays,
+class Prepared(NamedTuple):
+    """What computes a step for all layers of a group, and the arrays that say which tokens are read by whom."""
+
+    compute: Callable[..., mx.array]
+    arrays: Sequence[mx.array]
+
+    def __call__(
+        self,
+        queries: mx.array,
+        keys: Sequence[mx.array],
+        values: Sequence[mx.array],
+        sinks: mx.array | None,
+        written: mx.array | None,
+    ) -> mx.array:
+        """As `decode`."""
+        written = nothing_written() if written is None else written
+        sinks = no_sinks() if sinks is None else sinks
+        return self.compute(queries, *keys, *values, written, sinks, *self.arrays)
+
+
+def prepare(
     plan: DecodePlan,
+    shape: HeadShape,
     scale: float,
     softcap: float | None,
     has_sinks: bool,
-    threadgroups: int,
-) -> tuple[Callable[..., mx.array], list[mx.array]]:
-    """For all layers of a group: what computes, and the arrays that say which tokens are read by whom."""
-    batch, num_heads, num_tokens, dim = queries.shape
-    kv_heads = keys[0].shape[1]
-    shape = HeadShape(dim, kv_heads, num_heads // kv_heads, dim // keys[1].shape[-1], queries.dtype)
+    threadgroups: int = THREADGROUPS,
+) -> Prepared:
+    """`decode` for layers whose heads have this shape."""
+    num_tokens, kv_heads = plan.rows.num_tokens, shape.kv_heads
     own = Launch.of(plan.own, own_tiling(shape, num_tokens), kv_heads, threadgroups)
     shared = None if plan.shared is None else Launch.of(plan.shared, shared_tiling(shape), kv_heads, threadgroups)
     factor = scale * _LOG2_E if softcap is None else scale / softcap
     splits = (own.splits, 0 if shared is None else shared.splits)
     arrays = [
         plan.positions,
-        mx.array([factor, (softcap or 0.0) * _LOG2_E], mx.float32),
+        _factors(factor, (softcap or 0.0) * _LOG2_E),
         plan.places,
-        mx.array([num_tokens, *splits], mx.int32),
+        ints((num_tokens, *splits)),
     ]
     for groups, launch in ((plan.own, own), (plan.shared, shared)):
         if groups is not None and launch is not None:
-            params = mx.array([launch.splits, groups.width, plan.window, num_tokens], mx.int32)
+            params = ints((launch.splits, groups.width, plan.window, num_tokens))
             arrays += [groups.table, groups.bounds, groups.members, params]
-    return _compiled(StepKind(shape, batch, num_tokens, own, shared, softcap is not None, has_sinks)), arrays
+    kind = StepKind(shape, len(plan.rows.lengths), num_tokens, own, shared, softcap is not None, has_sinks)
+    return Prepared(_compiled(kind), arrays)
+
+
+@cache
+def _factors(scale: float, softcap: float) -> mx.array:
+    return mx.array([scale, softcap], mx.float32)
 
 
 @lru_cache(maxsize=256)
@@ -447,22 +473,22 @@ def _compiled(kind: StepKind) -> Callable[..., mx.array]:
 
 
 def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
-    keys, values, (sinks, positions, factors, places, merging) = given[:3], given[3:6], given[6:11]
+    keys, values, (written, sinks, positions, factors, places, merging) = given[:3], given[3:6], given[6:12]
     shape = kind.shape
 
     def partial_sums(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
         table, bounds, members, params = arrays
         rows = launch.num_groups * shape.kv_heads * launch.tiling.members * shape.queries_per_head
         return DECODE.launch(
-            [queries, *keys, *values, table, bounds, members, positions, factors, params],
+            [queries, *keys, *values, table, bounds, members, positions, factors, params, written],
             _constants(shape, launch.tiling, kind.has_softcap),
             threadgroups=launch.num_groups * shape.kv_heads * launch.splits,
             threads=launch.tiling.simdgroups * 32,
             outputs=[((rows, launch.splits, shape.dim), mx.float32), ((rows, launch.splits, 2), mx.float32)],
         )
 
-    own = partial_sums(kind.own, given[11:15])
-    shared = own if kind.shared is None else partial_sums(kind.shared, given[15:19])
+    own = partial_sums(kind.own, given[12:16])
+    shared = own if kind.shared is None else partial_sums(kind.shared, given[16:20])
     [out] = MERGE.launch(
         [*own, *shared, places, sinks.astype(mx.float32), merging],
         {

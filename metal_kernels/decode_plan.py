@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.tiling import HeadShape, own_tiling, shared_tiling
@@ -55,23 +54,21 @@ class Groups:
     @cached_property
     def table(self) -> mx.array:
         """Slots, int32 [groups, width]."""
-        rows = [span.block_ids + (span.block_ids[0],) * (self.width - len(span.block_ids)) for span in self.spans]
-        return mx.array(np.array(rows, np.int32))
+        return ints(tuple(ids + (ids[0],) * (self.width - len(ids)) for ids in (span.block_ids for span in self.spans)))
 
     @cached_property
     def bounds(self) -> mx.array:
         """base, begin and end, int32 [groups, 3]."""
-        return mx.array(np.array([(span.base, span.begin, span.end) for span in self.spans], np.int32))
+        return ints(tuple((span.base, span.begin, span.end) for span in self.spans))
 
     @cached_property
     def members(self) -> mx.array:
         """Queries, int32 [groups, size]; -1 where there is none."""
-        rows = [span.members + (-1,) * (self.size - len(span.members)) for span in self.spans]
-        return mx.array(np.array(rows, np.int32))
+        return ints(tuple(span.members + (-1,) * (self.size - len(span.members)) for span in self.spans))
 
-    def places(self, num_queries: int) -> np.ndarray:
+    def places(self, num_queries: int) -> list[int]:
         """Where each query is: group * size + member; -1 where it is in none."""
-        places = np.full(num_queries, -1, np.int32)
+        places = [-1] * num_queries
         for index, span in enumerate(self.spans):
             for member, query in enumerate(span.members):
                 places[query] = index * self.size + member
@@ -126,22 +123,38 @@ class DecodePlan:
         self.launches: dict[Any, Any] = {}
 
     @cached_property
-    def no_sinks(self) -> mx.array:
-        """What a launch is given where there are none."""
-        return mx.zeros(1)
-
-    @cached_property
     def positions(self) -> mx.array:
         """Of each query, int32 [rows * num_tokens]."""
-        positions = [length + token for length in self.rows.lengths for token in range(self.rows.num_tokens)]
-        return mx.array(np.array(positions, np.int32))
+        return ints(tuple(length + token for length in self.rows.lengths for token in range(self.rows.num_tokens)))
 
     @cached_property
     def places(self) -> mx.array:
         """int32 [rows * num_tokens, 2]: in `own` and in `shared`."""
         count = len(self.rows.lengths) * self.rows.num_tokens
-        shared = np.full(count, -1, np.int32) if self.shared is None else self.shared.places(count)
-        return mx.array(np.stack([self.own.places(count), shared], axis=1))
+        shared = [-1] * count if self.shared is None else self.shared.places(count)
+        return ints(tuple(zip(self.own.places(count), shared, strict=True)))
+
+
+@lru_cache(maxsize=512)
+def ints(values: tuple[Any, ...]) -> mx.array:
+    """Plain numbers as an int32 array on the device: the same one as long as they are the same.
+
+    From step to step few of them change, and they are alike for many groups of layers; what lies on a device already
+    need not get there.
+    """
+    return mx.array(values, mx.int32)
+
+
+@cache
+def no_sinks() -> mx.array:
+    """What a launch is given where there are none."""
+    return mx.zeros(1)
+
+
+@cache
+def nothing_written() -> mx.array:
+    """What a launch is given where nothing was written in its graph."""
+    return mx.zeros(1, mx.int32)
 
 
 @dataclass(frozen=True)

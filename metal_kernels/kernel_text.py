@@ -280,13 +280,18 @@ def cuda_source(body: str) -> str:
 
 @dataclass(frozen=True)
 class KernelText:
-    """A kernel: its body, what its arrays are called there, and functions that it calls."""
+    """A kernel: its body, what its arrays are called there, and functions that it calls.
+
+    Args:
+        changed: those of `inputs` that it writes to.
+    """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
     functions: str = ""
+    changed: tuple[str, ...] = ()
 
     @cached_property
     def metal(self) -> Callable[..., list[mx.array]]:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.metal_kernels.append import Places, append, packed_alone
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, as_computed, as_mlx, error
+from agentcache.metal_kernels.decode import decode
 from agentcache.metal_kernels.definition import packed, row_of, unpacked
-from agentcache.metal_kernels.pack import pack
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
 
@@ -74,14 +76,15 @@ def differences(shape: HeadShape) -> Iterator[tuple[str, float]]:
     arenas = Arenas.of(_case(shape, lengths=(300,)))
     [ids] = arenas.block_ids
     values = unpack(as_mlx(arenas.keys), mx.array(np.array(ids, np.int32)), 300, shape.dtype)
-    yield "pack", _pack_error(shape)
+    yield "append", _pack_error(shape)
+    yield from _steps_from_append(shape)
     yield "unpack", error(values[0], as_computed(row_of(arenas.keys, ids, 300), shape.dtype))
 
 
 def _pack_error(shape: HeadShape) -> float:
     """Largest difference of packed values from the definition's, but for those right between two steps."""
     x = as_computed(np.random.default_rng(0).standard_normal((2, shape.kv_heads, 5, shape.dim)), shape.dtype)
-    made = pack(mx.array(x.astype(np.float32)).astype(shape.dtype), shape.group_size)
+    made = packed_alone(mx.array(x.astype(np.float32)).astype(shape.dtype), shape.group_size)
     words, *factors = (np.array(part) for part in made)
     data, scales, biases = packed(x, shape.group_size)
     wanted = unpacked((data, scales.astype(np.float16), biases.astype(np.float16)))
@@ -89,6 +92,28 @@ def _pack_error(shape: HeadShape) -> float:
     halves = np.abs(scales).repeat(shape.group_size, axis=-1) / 2
     is_right = np.logical_or(difference <= _SCALE_ROUNDING, np.abs(np.abs(x - wanted) - halves) < _SCALE_ROUNDING)
     return float(np.where(is_right, 0.0, difference).max())
+
+
+def _steps_from_append(shape: HeadShape) -> Iterator[tuple[str, float]]:
+    """A token is appended and read in one graph, by a decode step and by a chunk."""
+    arenas = Arenas.of(_case(shape, lengths=(300,)))
+    [ids], [length] = arenas.block_ids, arenas.case.lengths
+    place = ids[length // BLOCK_SIZE] * BLOCK_SIZE + length % BLOCK_SIZE
+    places = Places(mx.array([place], mx.int32), mx.array([1, 1], mx.int32))
+    new = mx.random.normal((2, 1, shape.kv_heads, 1, shape.dim), key=mx.random.key(7)).astype(shape.dtype)
+    for by in ("decode", "unpack"):
+        keys, values = as_mlx(arenas.keys), as_mlx(arenas.values)
+        written = append([new[0], new[1]], [*keys, *values], places, shape.group_size)
+        if by == "decode":
+            out = decode(
+                arenas.computed_queries(), keys, values, arenas.plan(), scale=arenas.case.scale, written=written
+            )
+        else:
+            out = unpack(keys, mx.array(ids, mx.int32), length + 1, shape.dtype, written)
+        mx.eval(out)
+        after = arenas.holding(place, new, shape.group_size)
+        expected = after.expected() if by == "decode" else as_computed(row_of(after.keys, ids, length + 1), shape.dtype)
+        yield f"append and {by}", error(out, expected if by == "decode" else expected[None])
 
 
 def steps(shape: HeadShape) -> dict[str, Case]:

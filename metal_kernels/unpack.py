@@ -38,15 +38,22 @@ _BODY = """
     if (real) store8<T>(out + size_t(i) * 8, x);
 """
 
-UNPACK = KernelText("agentcache_unpack", ("data", "scales", "biases", "table", "params"), ("out",), _BODY)
+UNPACK = KernelText("agentcache_unpack", ("data", "scales", "biases", "table", "params", "written"), ("out",), _BODY)
 
 
-def unpack(packed: PackedArrays, block_ids: mx.array, num_tokens: int, dtype: mx.Dtype) -> mx.array:
-    """The first `num_tokens` tokens of the blocks `block_ids`, int32 [n], as [1, H_kv, num_tokens, D]."""
+def unpack(
+    packed: PackedArrays, block_ids: mx.array, num_tokens: int, dtype: mx.Dtype, written: mx.array | None = None
+) -> mx.array:
+    """The first `num_tokens` tokens of the blocks `block_ids`, int32 [n], as [1, H_kv, num_tokens, D].
+
+    Args:
+        written: what `append` gave for these arrays in the same graph.
+    """
     kv_heads, dim = packed[0].shape[1], packed[0].shape[3] * 8
     words = kv_heads * num_tokens * dim // 8
+    counts = mx.array([num_tokens], mx.int32)
     [out] = UNPACK.launch(
-        [*packed, block_ids, mx.array([num_tokens], mx.int32)],
+        [*packed, block_ids, counts, counts if written is None else written],
         {"T": dtype, "D": dim, "HEADS": kv_heads, "GS": dim // packed[1].shape[3]},
         threadgroups=-(-words // _THREADS),
         threads=_THREADS,

@@ -202,7 +202,8 @@ async def health(request: Request) -> Response:
         return JSONResponse({"status": "failed", "error": str(engine.failure)}, 503, headers)
     if not engine.ready:
         return JSONResponse({"status": "loading"}, 503, headers)
-    return JSONResponse({"status": "ok", "memory_pressure": engine.memory_pressure.word}, headers=headers)
+    ranks = {"ranks": engine.model.ranks} if engine.model.ranks > 1 else {}
+    return JSONResponse({"status": "ok", "memory_pressure": engine.memory_pressure.word, **ranks}, headers=headers)
 
 
 async def metrics(request: Request) -> Response:
@@ -232,6 +233,8 @@ def _model_object(model: ModelInfo) -> dict[str, Any]:
         "owned_by": SERVER_NAME,
         "max_model_len": model.max_context,
         "kv_bits": model.kv_bits,
+        "kv_precision": model.kv_precision,
+        "kv_divergence": model.kv_divergence,
         "cache_groups": [dataclasses.asdict(group) for group in model.cache_groups],
     }
 

@@ -66,6 +66,8 @@ def context_of(request: Request) -> Context:
 def engine_of(request: Request) -> Engine:
     """The engine, once it can answer."""
     engine = context_of(request).engine
+    if isinstance(engine.failure, EngineStopped):
+        raise engine.failure
     if engine.failure is not None:
         raise EngineStopped(str(engine.failure)) from engine.failure
     if not engine.ready:

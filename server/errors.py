@@ -18,6 +18,7 @@ from agentcache.errors import (
     EngineStopped,
     OutOfBlocks,
     Overloaded,
+    RankLost,
     RequestError,
     RequestTooSlow,
     StoreError,
@@ -73,6 +74,8 @@ def wire_error(error: Exception) -> WireError:
         return WireError(error.status, error.message, error.type, error.code, error.param)
     expected = isinstance(error, AgentCacheError) and not isinstance(error, BrokenInvariant)
     log.error("request failed: %s", error, exc_info=None if expected else error)
+    if isinstance(error, RankLost):
+        return WireError(503, f"The model is not served any more: {error}.", "server_error", "rank_lost")
     if isinstance(error, EngineStopped):
         return WireError(503, "The engine has stopped; see the server's log.", "server_error", "engine_stopped")
     if isinstance(error, OutOfBlocks):

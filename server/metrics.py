@@ -46,6 +46,12 @@ class ServerMetrics:
         self._finished = Counter(
             "agentcache_request_success", "Finished completions", ("finished_reason", "cache_state"), registry=registry
         )
+        self._policies = Counter(
+            "agentcache_request_policy",
+            "Finished completions by the policy that they were answered by, and why not by the one asked for",
+            ("policy", "stepped_down"),
+            registry=registry,
+        )
         self._prompt_tokens = Counter(
             "agentcache_prompt_tokens", "Prompt tokens of finished completions", registry=registry
         )
@@ -78,6 +84,7 @@ class ServerMetrics:
 
     def _count(self, reason: FinishReason, report: Report, *, is_fork: bool) -> None:
         self._finished.labels(reason, report.cache_state).inc()
+        self._policies.labels(report.policy, report.stepped_down or "").inc()
         self._whole.observe(report.total_ms / 1e3)
         if is_fork:
             return  # the prompt is counted with the first answer

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentcache.adapter_settings import LOSSY
 from agentcache.errors import BrokenInvariant
 from agentcache.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
 
@@ -80,7 +81,8 @@ def report_object(report: Report, notes: Sequence[str]) -> dict[str, Any]:
 
 
 def combine(reports: Sequence[Report]) -> Report:
-    """One report for several prompts: sums, and the state of the coldest, so that nothing looks better than it was."""
+    """One report for several prompts: sums, and of the rest the worst, so that nothing looks better than it was."""
+    lossy = [report for report in reports if report.policy in LOSSY]
     coldest = min(reports, key=lambda report: _COLDEST_FIRST.index(report.cache_state))
     return dataclasses.replace(
         coldest,
@@ -95,6 +97,9 @@ def combine(reports: Sequence[Report]) -> Report:
         restored_bytes=sum(report.restored_bytes for report in reports),
         written_bytes=sum(report.written_bytes for report in reports),
         total_ms=sum(report.total_ms for report in reports),
+        policy=(lossy or reports)[0].policy,
+        stepped_down=next((report.stepped_down for report in reports if report.stepped_down is not None), None),
+        divergence=max((report.divergence for report in reports if report.divergence is not None), default=None),
     )
 
 
@@ -112,4 +117,5 @@ def combine_choices(reports: Sequence[Report]) -> Report:
 
 def _combine_cached(cached: Iterable[CachedTokens]) -> CachedTokens:
     each = list(cached)
-    return CachedTokens(sum(c.own for c in each), sum(c.shared for c in each))
+    residual = [c.residual for c in each if c.residual is not None]
+    return CachedTokens(sum(c.own for c in each), sum(c.shared for c in each), sum(residual) if residual else None)

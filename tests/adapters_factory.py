@@ -40,19 +40,22 @@ def random_matrices(
     layers: Collection[int] | None = None,
     seed: int = 0,
     strength: float = 0.5,
+    family: int | None = None,
 ) -> dict[str, Pair]:
     """Matrices for those of `targets` that the model in folder `model` has, by the modules' full names.
 
     Args:
         layers: the layers to adapt; all if None.
         strength: size of what the adapter adds, beside 1 for what the module itself gives.
+        family: seed of the As, where they are those of other adapters too.
     """
     rng = np.random.default_rng(seed)
+    rng_of_a = rng if family is None else np.random.default_rng(family)
     pairs = {}
     for name, (out_dim, in_dim) in sorted(linear_shapes(model).items()):
         match = _WEIGHT.fullmatch(name + ".weight")
         if match and match["path"] in targets and (layers is None or int(match["layer"]) in layers):
-            a = rng.standard_normal((in_dim, rank)) / np.sqrt(in_dim)
+            a = rng_of_a.standard_normal((in_dim, rank)) / np.sqrt(in_dim)
             b = rng.standard_normal((rank, out_dim)) * strength / SCALE / np.sqrt(rank)
             pairs[name] = Pair(a.astype(np.float32), b.astype(np.float32))
     return pairs

@@ -24,9 +24,9 @@ def prove_once(patch: pytest.MonkeyPatch) -> None:
         reading.state = _state(model.path)
         return model
 
-    def host_unless_proven(model: nn.Module, model_type: str, config: dict[str, Any], *, kv_bits: int) -> Hosted:
-        hosted = host(model, model_type, config, check=(*reading.state, kv_bits) not in proven, kv_bits=kv_bits)
-        proven.add((*reading.state, kv_bits))
+    def host_unless_proven(model: nn.Module, model_type: str, config: dict[str, Any], *, choose: Any) -> Hosted:
+        hosted = host(model, model_type, config, check=(*reading.state, choose) not in proven, choose=choose)
+        proven.add((*reading.state, choose))
         return hosted
 
     patch.setattr(loader, "read_model", read_and_note)

@@ -40,6 +40,43 @@ def objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
+# What can stand in a tag of its own.
+_TEXTS: list[st.SearchStrategy[Any]] = [
+    st.just({"type": "string"}),
+    st.just({}),
+    st.integers(0, 3).map(lambda low: {"type": "string", "minLength": low}),
+    st.integers(0, 3).map(lambda low: {"type": "string", "minLength": low, "maxLength": low + 2, "description": "d"}),
+    st.lists(st.text("ab <>/=\n|é", max_size=4), min_size=1, max_size=3, unique=True).map(
+        lambda texts: {"type": "string", "enum": texts}
+    ),
+    st.sampled_from([{"$ref": "#/$defs/Kind"}, {"allOf": [{"$ref": "#/$defs/Kind"}], "default": "x"}]),
+]
+_OTHERS: list[st.SearchStrategy[Any]] = [
+    st.sampled_from([{"type": "integer", "maximum": 99}, {"type": ["boolean", "null"]}, {"enum": [1, 2, 30]}]),
+    st.just({"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2}),
+    st.just({"$ref": "#/$defs/Place"}),
+    st.just({"anyOf": [{"type": "integer", "minimum": 3, "maximum": 7}, {"type": "null"}]}),
+]
+_DEFINITIONS = {
+    "Kind": {"type": "string", "enum": ["big", "small"]},
+    "Place": {"type": "object", "properties": {"x": {"type": "integer", "maximum": 9}}, "additionalProperties": False},
+}
+
+
+@st.composite
+def tagged_schemas(draw: st.DrawFn) -> dict[str, Any]:
+    """Of the arguments of tools, as clients write them."""
+    text = st.one_of(_TEXTS)
+    nullable = text.filter(lambda schema: schema.get("type") == "string").map(
+        lambda schema: {"anyOf": [schema, {"type": "null"}], "title": "t"}
+    )
+    names = draw(st.lists(st.from_regex(r"[a-zé_][\w.\-]{0,3}", fullmatch=True), max_size=3, unique=True))
+    properties = {name: draw(text | nullable | st.one_of(_OTHERS)) for name in names}
+    required = [name for name in names if draw(st.booleans())]
+    closed = {"additionalProperties": False} if draw(st.booleans()) else {}
+    return {"type": "object", "properties": properties, "required": required, "$defs": _DEFINITIONS} | closed
+
+
 schemas = st.recursive(st.one_of(_LEAVES), _larger, max_leaves=6)
 object_schemas = objects(schemas)
 

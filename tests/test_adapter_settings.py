@@ -53,5 +53,6 @@ def test_policies() -> None:
     with pytest.raises(InvalidRequest, match="must be one of auto, exact") as caught:
         parse_policy("fast", "agentcache.policy")
     assert caught.value.param == "agentcache.policy"
-    with pytest.raises(InvalidRequest, match="'residual-shared-a' is not supported"):
-        parse_policy("residual-shared-a")
+    assert parse_policy("residual-shared-a") is Policy.RESIDUAL_SHARED_A
+    with pytest.raises(InvalidRequest, match="'full-reuse' is not supported"):
+        parse_policy("full-reuse")

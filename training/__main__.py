@@ -20,6 +20,8 @@ from training.dialogue import Dialogue
 from training.export import export
 from training.model import CONFIG
 from training.recall import Recall, measure_recall, recall_case
+from training.role_adapters import Kind, load_frozen, train_roles
+from training.roles import BY_NAME, ROLES
 from training.tokenizer import train_tokenizer
 from training.train import RECIPE, Trainer, conversations
 
@@ -74,6 +76,18 @@ def train(
 
     trainer.run(workers, report, every=100)
     typer.echo(f"wrote {folder}: {export(trainer, folder) / 1e6:.1f} MB of weights")
+
+
+@app.command()
+def roles(
+    out: Annotated[Path, typer.Option(help="Folder; gets KIND/ROLE/ with an adapter each.")],
+    kind: Annotated[list[Kind] | None, typer.Option(help="How they are made; all ways without it.")] = None,
+    role: Annotated[list[str] | None, typer.Option(help="Whose; every role's without it.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Fewer than the recipe's, for a quick look.")] = None,
+) -> None:
+    """Train the roles' adapters of the embedded model: seconds each on a free machine. What is there stays."""
+    chosen = [BY_NAME[name] for name in role] if role else list(ROLES)
+    train_roles(load_frozen(DATA), out, dict.fromkeys(kind or list(Kind), chosen), typer.echo, steps)
 
 
 @app.command()

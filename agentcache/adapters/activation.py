@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from agentcache.adapter_settings import Policy
+from agentcache.adapter_settings import LOSSY, Policy
 from agentcache.adapters.table import ServedAdapter, settle_policy
-from agentcache.blocks.keys import Producer, pack_token_ids
+from agentcache.blocks.keys import Producer, pack_token_ids, residual_cache
 from agentcache.errors import InvalidRequest
 from agentcache.request import Request
 
@@ -28,6 +28,9 @@ class AdapterUse:
         start: first position it acts on; None if it does not act at all.
         groups: indices of the cache groups that it changes from there on.
         is_decoder: it is a model of its own.
+        family: digest of its As.
+        stepped_from: the policy that was asked for, where another one is used instead.
+        may_share: nobody has asked for a policy, so that it may be `residual` where memory is scarce.
     """
 
     name: str
@@ -36,11 +39,28 @@ class AdapterUse:
     start: int | None
     groups: frozenset[int]
     is_decoder: bool = False
+    family: str = ""
+    stepped_from: Policy | None = None
+    may_share: bool = False
 
     @property
     def is_residual(self) -> bool:
         """Whether it reads base's keys and values, and keeps beside them what it adds."""
-        return self.policy is Policy.RESIDUAL
+        return self.policy in LOSSY
+
+    @property
+    def is_family(self) -> bool:
+        """Whether what it adds is kept once for its family."""
+        return self.policy is Policy.RESIDUAL_SHARED_A
+
+    @property
+    def residual_cache(self) -> str:
+        """Names the cache in which that is kept."""
+        return residual_cache(self.family if self.is_family else self.digest)
+
+    @property
+    def requested_policy(self) -> Policy:
+        return self.stepped_from or self.policy
 
     @property
     def producer(self) -> Producer | None:
@@ -54,29 +74,39 @@ class AdapterUse:
 
     def stepped_down(self) -> AdapterUse:
         """The same request's exact use of the adapter."""
-        return replace(self, policy=Policy.EXACT)
+        return replace(self, policy=Policy.EXACT, stepped_from=self.requested_policy)
+
+    def settled(self, policy: Policy) -> AdapterUse:
+        """The same, where nobody has asked for a policy."""
+        return replace(self, policy=policy, may_share=False)
 
 
-def use_adapter(adapter: ServedAdapter, policy: Policy, request: Request, token_ids: Sequence[int]) -> AdapterUse:
+def use_adapter(
+    adapter: ServedAdapter, policy: Policy | None, request: Request, token_ids: Sequence[int]
+) -> AdapterUse:
     """How `request`, whose prompt is `token_ids`, uses the adapter.
 
     Args:
-        policy: what was asked for.
+        policy: what was asked for; None for what the adapter was loaded with.
 
     Raises:
         InvalidRequest: the prompt does not invoke the adapter, or the request contradicts itself.
     """
-    policy = settle_policy(policy, adapter.source, adapter.residual_refusal, param=_POLICY_PARAM)
+    is_open = adapter.may_share if policy is None else policy is Policy.AUTO and not adapter.residual_refusal
+    policy = settle_policy(policy or adapter.policy, adapter.source, adapter.residual_refusal, param=_POLICY_PARAM)
     if request.invocation_start is not None and policy is not Policy.ACTIVATED:
         raise InvalidRequest(f"the policy {policy.value!r} has no invocation", param=_START_PARAM)
     start = _start(adapter, policy, request, token_ids)
-    return AdapterUse(adapter.name, adapter.digest, policy, start, adapter.groups, adapter.is_decoder)
+    use = AdapterUse(adapter.name, adapter.digest, policy, start, adapter.groups, adapter.is_decoder, adapter.family)
+    if use.is_family and not adapter.is_member:
+        return replace(use, policy=Policy.RESIDUAL, stepped_from=policy)
+    return replace(use, may_share=is_open and policy is Policy.EXACT)
 
 
 def refuse_without_adapter(request: Request) -> None:
     """Raise InvalidRequest if a request that base answers asks for what only an adapter has."""
-    if request.policy is Policy.RESIDUAL:
-        message = "the policy 'residual' needs an adapter, and a server with --max-divergence above 0"
+    if request.policy in LOSSY:
+        message = f"the policy {request.policy.value!r} needs an adapter, and a server with --max-divergence above 0"
         raise InvalidRequest(message, param=_POLICY_PARAM)
     if request.policy in (Policy.ACTIVATED, Policy.PREFILL_SHARE):
         raise InvalidRequest(f"the policy {request.policy.value!r} needs an adapter", param=_POLICY_PARAM)
@@ -85,7 +115,7 @@ def refuse_without_adapter(request: Request) -> None:
 
 
 def _start(adapter: ServedAdapter, policy: Policy, request: Request, token_ids: Sequence[int]) -> int | None:
-    if policy in (Policy.EXACT, Policy.RESIDUAL):
+    if policy is Policy.EXACT or policy in LOSSY:
         return 0
     if policy is Policy.PREFILL_SHARE:
         # The decoder is for what is generated: nothing, and the whole prompt is base's.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from agentcache.blocks.ledger import BASE, STACKS, Account, Ledger
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
-from agentcache.models.lora import Stacks, stacked_bytes
+from agentcache.models.lora import Stacks, can_stack, stacked_bytes
 
 _SHARE = 0.5  # of what the cache can spare beside weights
 _REVIEW_STEPS = 256  # by then every row has needed a block, so that the cache is another
@@ -38,7 +38,7 @@ class StackLoan:
         if len(adapters) < 2:
             return
         self._used |= adapters
-        if not self._stacks.covers(adapters) and not self._is_refused(adapters):
+        if not self._stacks.covers(adapters) and not self._is_refused(adapters) and can_stack(adapters):
             self._stack(adapters)
 
     def _review(self) -> None:

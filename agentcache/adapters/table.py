@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from agentcache.adapter_settings import RESIDUAL_IS_OFF, Policy
+from agentcache.adapter_settings import LOSSY, RESIDUAL_IS_OFF, Policy
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.names import RULE, is_name
 from agentcache.report import AdapterInfo
@@ -33,6 +33,8 @@ class ServedAdapter:
         policy: how requests that name none share; never `auto`.
         groups: indices of the cache groups in which keys or values can differ from base's.
         residual_refusal: why its requests cannot be `residual`; empty where they can.
+        may_share: whether requests that name no policy may be `residual` where memory is scarce.
+        is_member: whether there is another one with the same As.
     """
 
     name: str
@@ -40,11 +42,18 @@ class ServedAdapter:
     policy: Policy
     groups: frozenset[int]
     residual_refusal: str = RESIDUAL_IS_OFF
+    may_share: bool = False
+    is_member: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def digest(self) -> str:
         return self.source.digest
+
+    @property
+    def family(self) -> str:
+        """Digest of its As; empty for a model of its own."""
+        return self.source.family
 
     @property
     def is_decoder(self) -> bool:
@@ -79,7 +88,7 @@ def settle_policy(
     Raises:
         InvalidRequest: the adapter cannot be used so.
     """
-    if policy is Policy.RESIDUAL and residual_refusal:
+    if policy in LOSSY and residual_refusal:
         raise InvalidRequest(residual_refusal, param=param, code="policy_unsupported")
     if _is_decoder(source):
         if policy not in (Policy.AUTO, Policy.PREFILL_SHARE):
@@ -122,6 +131,11 @@ class AdapterTable:
     def remove(self, name: str) -> None:
         """The name means nothing any more. Raises NotFound."""
         del self._adapters[self.get(name, "name").name]
+
+    def with_family(self, adapter: ServedAdapter) -> ServedAdapter:
+        """The adapter, and whether another one has the same As now."""
+        others = (each for each in self._adapters.values() if each.digest != adapter.digest)
+        return replace(adapter, is_member=any(each.family == adapter.family != "" for each in others))
 
     def info(self, adapter: ServedAdapter) -> AdapterInfo:
         """The adapter as clients see it."""

@@ -11,7 +11,7 @@ from agentcache.blocks.ledger import STATE
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Copy
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.block_layout import Array
+from agentcache.kv.block_layout import Array, Place
 from agentcache.kv.spec import CacheSpec
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ class Arenas(Protocol):
     """Where the bytes of one cache's blocks lie in RAM; `ModelRunner` for base's."""
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None: ...
+
+    def places(self, group: int, block_ids: Sequence[int]) -> list[Place]: ...
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array: ...
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from agentcache.agents.in_use import InUse, subtract
-from agentcache.agents.lineages import staleness, unshared_tokens
-from agentcache.agents.table import Lineages, names_of
+from agentcache.agents.durable_lineages import DurableLineages, Reduced
+from agentcache.agents.in_use import InUse
+from agentcache.agents.table import names_of
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, BlockName, block_key
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
@@ -49,14 +48,6 @@ class Turn:
     needed: Sequence[BlockName] = ()
     writes: Sequence[BlockWrite] = ()
     held: Sequence[BlockName] = ()
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """A lineage before and after some of its blocks went."""
-
-    before: AgentRecord
-    after: AgentRecord
 
 
 @dataclass
@@ -98,13 +89,10 @@ class Disk:
         self, store: Store, records: Iterable[AgentRecord], in_use: InUse, is_open: Callable[[str], bool]
     ) -> None:
         self._store = store
-        self._is_open = is_open
+        self._in_use = in_use
+        self._lineages = DurableLineages(in_use, is_open)
         self._group_names = {BASE_CACHE: [group.name for group in store.groups]}  # by cache
         self._residuals: dict[str, CacheSpec] = {}  # by cache, of those that were in RAM some time
-        self._in_use = in_use
-        self._lineages = Lineages()
-        self._references: Counter[BlockName] = Counter()  # by lineages
-        self._unshared: dict[str, Mapping[str, int]] = {}
         self._superseded: list[BlockName] = []  # whose files are to go when the turn's end is known
         self._behind: set[str] = set()  # lineages whose manifests may still name blocks that went for room
         for record in records:
@@ -125,7 +113,7 @@ class Disk:
 
     def needs(self, name: BlockName) -> bool:
         """Whether some lineage on disk names this, or some turn counts on it."""
-        return self._references[name] > 0 or self._in_use.has_block(name)
+        return self._lineages.is_named(name) or self._in_use.has_block(name)
 
     def has(self, name: BlockName) -> bool:
         """Whether there is a file."""
@@ -306,9 +294,7 @@ class Disk:
 
     def _could_hold(self, num_bytes: int) -> bool:
         """Whether there would be so much room if all that may go were gone."""
-        busy = (record for record in self._lineages if self._in_use.has_lineage(record.name))
-        protected = self._in_use.blocks().union(*(record.block_names for record in busy))
-        kept = self._store.agent_bytes + self._store.block_bytes(map(self._key, protected))
+        kept = self._store.agent_bytes + self._store.block_bytes(map(self._key, self._lineages.protected_blocks()))
         return kept + num_bytes <= self._store.disk_budget
 
     def _drop_stalest(self, done: Committed) -> bool:
@@ -316,54 +302,27 @@ class Disk:
 
         Of an agent's longest lineage the transcript stays, and of another model's agents.
         """
-        if self._drop_orphans(done):
+        if (reduced := self._lineages.first_with_orphans()) is not None:
+            name = reduced.before.name
+            log.info("dropping residuals of agent %s, whose adapters are not loaded, to keep the disk budget", name)
+            self._reduce(reduced, done)
             return True
         now = time.time()
-        victim, foreign = self._stalest(now), self._store.other_model_last_used()
-        if victim is None or (foreign is not None and now - foreign > self._staleness(victim, now)):
+        victim, foreign = self._lineages.stalest(now), self._store.other_model_last_used()
+        if victim is None or (foreign is not None and now - foreign > self._lineages.staleness(victim, now)):
             return self._store.evict_other_model() > 0
         log.info("dropping the blocks of agent %s to keep the disk budget", victim.name)
-        if victim is self._lineages.get(victim.id):
-            self._reduce(victim, victim.without_blocks(), done)
+        if self._lineages.is_longest(victim):
+            self._reduce(Reduced(victim, victim.without_blocks()), done)
         else:
             done.removed.append(victim)
             self._remove(victim, done)
         return True
 
-    def _drop_orphans(self, done: Committed) -> bool:
-        """Drop residuals of adapters that are not loaded, of the lineage used least recently; False if there are none.
-
-        They are kept as long as there is room: the adapter may come back. But nothing can be done with them now.
-        """
-        orphans = (
-            (record, [each for each in record.residuals if not self._is_open(each.cache)])
-            for record in self._lineages
-            if record.residuals and not self._in_use.has_lineage(record.name)
-        )
-        victim, residuals = min(
-            (each for each in orphans if each[1]), key=lambda each: each[0].last_used, default=(None, [])
-        )
-        if victim is None:
-            return False
-        log.info("dropping residuals of agent %s, whose adapters are not loaded, to keep the disk budget", victim.name)
-        left = tuple(each for each in victim.residuals if each not in residuals)
-        self._reduce(victim, replace(victim, residuals=left), done)
-        return True
-
-    def _reduce(self, record: AgentRecord, after: AgentRecord, done: Committed) -> None:
-        done.reduced.append(Reduced(record, after))
-        self._behind.add(record.name)
-        self._delete(self._put(after), done)
-
-    def _stalest(self, now: float) -> AgentRecord | None:
-        with_blocks = (record for record in self._lineages if record.held)
-        idle = (record for record in with_blocks if not self._in_use.has_lineage(record.name))
-        return max(idle, key=lambda record: self._staleness(record, now), default=None)
-
-    def _staleness(self, record: AgentRecord, now: float) -> float:
-        if record.id not in self._unshared:
-            self._unshared[record.id] = unshared_tokens(self._lineages.lineages(record.id))
-        return staleness(record, self._unshared[record.id], now)
+    def _reduce(self, reduced: Reduced, done: Committed) -> None:
+        done.reduced.append(reduced)
+        self._behind.add(reduced.after.name)
+        self._delete(self._put(reduced.after), done)
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
@@ -376,24 +335,12 @@ class Disk:
 
     def _remove(self, record: AgentRecord, done: Committed) -> None:
         self._store.delete_agent(record.name)
-        known = self._lineages.find(record.name)
-        if known is not None:
-            self._lineages.remove(known)
-            self._delete(self._recount(record.id, set(known.held), set()), done)
+        self._delete(self._lineages.remove(record.name), done)
 
     def _put(self, record: AgentRecord) -> list[BlockName]:
         """The lineage is, or will be, so on disk; returns what it named before and names no more."""
-        known = self._lineages.find(record.name)
         self.learn_names(record)
-        self._lineages.put(record)
-        return self._recount(record.id, set(known.held) if known else set(), set(record.held))
-
-    def _recount(self, agent_id: str, before: Set[NamedBlock], after: Set[NamedBlock]) -> list[BlockName]:
-        self._unshared.pop(agent_id, None)
-        self._references.update(names_of(after - before))  # most blocks of a long context stay
-        given_up = names_of(before - after)
-        subtract(self._references, given_up)
-        return given_up
+        return self._lineages.put(record)
 
     def _delete(self, names: Iterable[BlockName], done: Committed) -> None:
         """Delete the files of those that nobody needs."""

@@ -206,7 +206,7 @@ class AgentOperations:
                     _evict_from(cache, [block for block in blocks if block.cache == cache.name], self._persistence)
             done(None)
 
-        self._persistence.when_settled(evict)
+        self._persistence.jobs.when_settled(evict)
 
     def evict_unread(self, share: float) -> int:
         """Free the RAM of a share of the blocks that nobody reads, least recently used first.

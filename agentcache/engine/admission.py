@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.restore import Restored, Restorer
-from agentcache.blocks.keys import BASE_CACHE, residual_cache
+from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.overlay_match import OverlayMatch, match_overlay
 from agentcache.blocks.sequence import CacheSequence
@@ -30,6 +30,8 @@ class Admission:
     Args:
         end: ends a generation, with what it has or with an error.
         step_down: has a generation that waits be computed exactly instead of as residuals.
+        share: has one whose policy is open be computed as residuals, unless these are known to be too far from base.
+        residual_cache: where an adapter's residuals are kept.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class Admission:
         trunk: Trunk,
         end: Callable[[Generation, Outcome], None],
         step_down: Callable[[Generation, StepDown], None],
+        share: Callable[[Generation], None],
+        residual_cache: Callable[[AdapterUse], KeptCache],
     ) -> None:
         self._requests = requests
         self._scheduler = scheduler
@@ -52,6 +56,8 @@ class Admission:
         self._trunk = trunk
         self._end = end
         self._step_down = step_down
+        self._share = share
+        self._residual_cache = residual_cache
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -75,6 +81,7 @@ class Admission:
         root = self._caches.root(self._caches.base, generation.request.salt)
         if not busy:
             self._cache.allocator.make_room(len(generation.token_ids) + 1)
+        self._settle_policy(generation, root)
         if generation.adapter is not None and generation.is_residual:
             self._open_residual(generation, generation.adapter, root, busy)
             return
@@ -100,9 +107,23 @@ class Admission:
         else:
             self._restore(generation, [(BASE_CACHE, sequence)])
 
+    def _settle_policy(self, generation: Generation, root: str) -> None:
+        """A request whose policy is open is exact where that takes nobody's blocks, cached ones or not, and else it
+        shares; for the whole of its turn."""
+        use = generation.adapter
+        if use is None or not use.may_share:
+            return
+        generation.adapter = use.settled(use.policy)
+        prefix = self._usable_prefix(generation, root)
+        num_tokens = len(generation.token_ids) + 1
+        if not has_room(self._cache.allocator, self._base_growth(), prefix, num_tokens, evicts=False):
+            self._share(generation)
+
     def _open_residual(self, generation: Generation, use: AdapterUse, root: str, busy: bool) -> None:
         """The same for a request that has a sequence in its adapter's cache too: both, or none."""
-        cache = self._caches.get(residual_cache(use.digest))
+        cache = self._residual_cache(use)
+        # Before base's blocks are taken: base gives up slots from its last one on, and none that is read.
+        cache.prefix.allocator.make_room(len(generation.token_ids) + 1)
         residual_root = self._caches.root(cache, generation.request.salt)
         limit = self._most_cached(generation)
         match = match_overlay(self._cache, root, cache.prefix, residual_root, generation.token_ids, limit)
@@ -117,7 +138,8 @@ class Admission:
             raise
         base, residuals = sequences.values()
         assert isinstance(cache.arenas, ResidualArenas)  # base's only are others
-        overlay = Overlay(cache, cache.arenas, residuals, base, paired_from=len(generation.token_ids))
+        paired_from = match.base.num_tokens if use.is_family else len(generation.token_ids)
+        overlay = Overlay(cache, cache.arenas, residuals, base, paired_from, is_family=use.is_family)
         generation.take_sequence(base, overlay=overlay)
         self._device.copy_blocks(base.copies)
         cache.arenas.copy_blocks(residuals.copies)
@@ -162,10 +184,13 @@ class Admission:
 
     def _check_room(self, generation: Generation, prefix: CachedPrefix) -> None:
         """Raise OutOfBlocks if the known tokens of all who are admitted would not fit: one would preempt another."""
-        admitted = (*self._requests.running, *self._requests.loading)
-        running = [Growth(other.open_sequence.tables, len(other.token_ids) + 1) for other in admitted]
-        if not has_room(self._cache.allocator, running, prefix, len(generation.token_ids) + 1):
+        if not has_room(self._cache.allocator, self._base_growth(), prefix, len(generation.token_ids) + 1):
             raise OutOfBlocks("running requests need all the blocks there are")
+
+    def _base_growth(self) -> list[Growth]:
+        """What those who are admitted hold of base's cache, and need."""
+        admitted = (*self._requests.running, *self._requests.loading)
+        return [Growth(other.open_sequence.tables, len(other.token_ids) + 1) for other in admitted]
 
     def _check_residual_room(self, generation: Generation, cache: KeptCache, prefix: CachedPrefix) -> None:
         """The same in an adapter's cache."""
@@ -265,16 +290,26 @@ def _note_cached(generation: Generation, prefix: CachedPrefix, match: OverlayMat
     match: a residual request's.
     """
     own = min(generation.own_tokens, prefix.num_tokens)
-    # What is there but for a state to go on from is computed again, and not lost; nor is what it never had: residuals
-    # of an adapter that is new to the conversation.
-    known = max(prefix.num_tokens, prefix.known_tokens)
-    if match is not None and not generation.had_residuals:
-        known = match.base.num_tokens
-    generation.lost_tokens = max(0, generation.expected_tokens - known)
+    generation.lost_tokens = _lost(generation, prefix, match)
     found = None if match is None else match.found
     generation.cached = CachedTokens(own=own, shared=prefix.num_tokens - own, residual=found)
     generation.computed_prompt_tokens = generation.num_prompt_tokens - prefix.num_tokens
     generation.computed_base_tokens = _computed_by_base(generation, (match.base if match else prefix).num_tokens)
+    if generation.adapter is not None and generation.adapter.is_family:
+        # Base makes the residuals too.
+        generation.computed_base_tokens = generation.computed_prompt_tokens
+        begin = max(prefix.num_tokens, generation.last_for_adapter)
+        generation.computed_prompt_tokens = generation.num_prompt_tokens - begin
+
+
+def _lost(generation: Generation, prefix: CachedPrefix, match: OverlayMatch | None) -> int:
+    """How many tokens have to be computed once more that were there after the conversation's last turn."""
+    if match is None:
+        # What is there but for a state to go on from is computed again, and not lost.
+        return max(0, generation.expected_tokens - max(prefix.num_tokens, prefix.known_tokens))
+    # Nor is what it never had: residuals of an adapter that is new to the conversation, or was not at work last.
+    residual = min(generation.expected_tokens, generation.saved_residual_tokens)
+    return max(0, generation.expected_tokens - match.base.num_tokens, residual - match.found)
 
 
 def _computed_by_base(generation: Generation, cached: int) -> int:

@@ -89,13 +89,31 @@ class Choice:
     def __init__(
         self, rows: Sequence[BatchRow], ends: Sequence[int], logits: mx.array, last: mx.array, scored: Sequence[int]
     ) -> None:
-        self._rows = rows
+        self.rows = rows
         self._ends = ends
         self._logits = logits
         self._last = last
         self.scored = scored
         self.tokens: mx.array | None = None
         self.scores: Scores | None = None
+
+    def part(self, places: Sequence[int]) -> Choice:
+        """The choice for some of the rows."""
+        index = mx.array(list(places))
+        scored = [new for new, place in enumerate(places) if place in self.scored]
+        rows, ends = [self.rows[i] for i in places], [self._ends[i] for i in places]
+        return Choice(rows, ends, self._logits[index], self._last[index], scored)
+
+    def late(self, seconds: float) -> list[int]:
+        """Places of rows of which it is not known yet what they may have, having waited so many seconds for all."""
+        until, late = time.perf_counter() + seconds, list[int]()
+        for place, row in enumerate(self.rows):
+            following = row.generation.following
+            if following is None or row.is_void or following.is_ready:
+                continue
+            if not following.wait(max(0.0, until - time.perf_counter())):
+                late.append(place)
+        return late
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
@@ -106,24 +124,66 @@ class Choice:
 
     def make(self, masks: Mapping[int, np.ndarray] | None = None) -> None:
         """Choose; `masks` are as in `sampler.masked`."""
-        rows = [_row(row.generation, end) for row, end in zip(self._rows, self._ends, strict=True)]
+        rows = [_row(row.generation, end) for row, end in zip(self.rows, self._ends, strict=True)]
         self.tokens = choose(rows, masked(self._logits, masks) if masks else self._logits, self._last)
         if self.scored:
             index = mx.array(list(self.scored))
-            count = max(self._rows[i].generation.request.sampling.logprobs or 0 for i in self.scored)
+            count = max(self.rows[i].generation.request.sampling.logprobs or 0 for i in self.scored)
             self.scores = Scores(self._logits[index], self.tokens[index], count)
         self._logits = None  # its memory may serve for what follows from it
 
     def masks(self) -> dict[int, np.ndarray]:
         """What rows may have, by their places. Those whose form has ended get anything, and nobody looks at it."""
         masks: dict[int, np.ndarray] = {}
-        for place, row in enumerate(self._rows):
+        for place, row in enumerate(self.rows):
             following = row.generation.following
             if following is not None and row.is_complete and not row.is_void:
                 mask = following.mask()
                 if not following.is_over and following.failure is None:
                     masks[place] = mask
         return masks
+
+    def read(self) -> dict[Generation, tuple[int, TokenScore | None]]:
+        """What was chosen, and its score where that is wanted."""
+        if self.tokens is None:
+            return {}
+        tokens: list[int] = self.tokens.tolist()
+        scores = dict(zip(self.scored, self.scores.read(), strict=True)) if self.scores is not None else {}
+        return {row.generation: (tokens[i], scores.get(i)) for i, row in enumerate(self.rows)}
+
+
+class LateToken:
+    """A token that is chosen after its batch, when it has become known which it may be.
+
+    Args:
+        choice: of one row.
+    """
+
+    def __init__(self, runner: ModelRunner, choice: Choice) -> None:
+        self._runner = runner
+        self._choice = choice
+        [self.row] = choice.rows
+        self.row.generation.is_late = True
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is known which it may be, or nobody wants to know any more."""
+        following = self.row.generation.following
+        return following is None or self.row.is_void or following.is_ready
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it is ready, for so long at most."""
+        self._choice.late(seconds)
+
+    def start(self) -> None:
+        """Have the device choose it."""
+        self._choice.make(self._choice.masks())
+        self._runner.follow(*self._choice.arrays)
+
+    def result(self) -> Result:
+        """The token, once the device is done."""
+        token, score = self._choice.read()[self.row.generation]
+        return Result(self.row, token, score, [])
 
 
 class Batch:
@@ -133,13 +193,13 @@ class Batch:
         runner: computes it.
         num_tokens: tokens computed per row.
         context: tokens of the first row before the batch.
-        choice: what follows each row; None where no row is complete.
+        choice: see below.
         prompt_scores: of the only row's prompt.
         contended: it lets others wait, see `Scheduler.contended`.
         states: per row its recurrent state behind the batch; nothing for a model without.
 
     Attributes:
-        tokens: int32 [B], chosen for every row; None where no row is complete, and where they are not chosen yet.
+        choice: of the tokens that follow; None where no row is complete. What is late is no part of it.
         awaits_choice: whether `choose` is to be called, when the batch has been started and the one before is settled.
     """
 
@@ -163,8 +223,7 @@ class Batch:
         self.contended = contended
         self.started_at = 0.0
         self.seconds = 0.0
-        self._choice = choice
-        self.tokens = None if choice is None else choice.tokens
+        self.choice = choice
         self.awaits_choice = choice is not None and choice.tokens is None
         self._prompt_scores = prompt_scores
 
@@ -174,17 +233,28 @@ class Batch:
 
     def start(self) -> None:
         """Let the device begin."""
-        chosen = () if self._choice is None else self._choice.arrays
+        chosen = () if self.choice is None else self.choice.arrays
         scores = () if self._prompt_scores is None else self._prompt_scores.arrays
         self.started_at = time.perf_counter()
         self._runner.start(*chosen, *scores)
 
-    def choose(self) -> None:
-        """Choose the tokens that had to wait for those of the batch before."""
-        assert self._choice is not None  # `awaits_choice` has said so
-        self._choice.make(self._choice.masks())
-        self.tokens, self.awaits_choice = self._choice.tokens, False
-        self._runner.follow(*self._choice.arrays)
+    def choose(self, seconds: float) -> list[LateToken]:
+        """Choose the tokens that had to wait for those of the batch before; returns those that have to wait longer.
+
+        Args:
+            seconds: to wait until it is known of all which they may be.
+        """
+        assert self.choice is not None  # `awaits_choice` has said so
+        self.awaits_choice, choice = False, self.choice
+        late = choice.late(seconds)
+        tokens = [LateToken(self._runner, choice.part([place])) for place in late]
+        if late:
+            in_time = [place for place in range(len(choice.rows)) if place not in late]
+            self.choice = choice.part(in_time) if in_time else None
+        if self.choice is not None:
+            self.choice.make(self.choice.masks())
+            self._runner.follow(*self.choice.arrays)
+        return tokens
 
     def wait(self) -> None:
         """Wait for the device to be done."""
@@ -193,14 +263,13 @@ class Batch:
 
     def results(self) -> Iterator[Result]:
         """What came out, row by row; of generations that have ended or lost their sequence meanwhile, nothing."""
-        tokens: list[int] = [] if self.tokens is None else self.tokens.tolist()
-        choice = self._choice
-        scores = dict(zip(choice.scored, choice.scores.read(), strict=True)) if choice and choice.scores else {}
+        chosen = {} if self.choice is None else self.choice.read()
         prompt_scores = self._prompt_scores.read() if self._prompt_scores else []
         for i, row in enumerate(self.rows):
             if not row.is_void:
                 state = self._states[i] if self._states else None
-                yield Result(row, tokens[i] if row.is_complete else None, scores.get(i), prompt_scores, state)
+                token, score = chosen.get(row.generation, (None, None)) if row.is_complete else (None, None)
+                yield Result(row, token, score, prompt_scores, state)
 
 
 class BatchBuilder:
@@ -275,16 +344,21 @@ class BatchBuilder:
         Residual rows write no keys and values: base has them already, or its row writes them in the same step.
         """
         num_tokens, starts = step.token_ids.shape[1], step.lengths
-        paired = [i for i, overlay in enumerate(overlays) if overlay is not None and overlay.is_paired(starts[i])]
+        paired = [
+            i
+            for i, (row, overlay) in enumerate(zip(rows, overlays, strict=True))
+            if overlay is not None and row.work.computes is not None and overlay.is_paired(starts[i])
+        ]
+        companions = {i: len(rows) + place for place, i in enumerate(paired)}
         lengths = [*starts, *(starts[i] for i in paired)]
         residual_rows, tables, writers = list[ResidualRow](), list[Sequence[BlockTable]](), list[int]()
-        for i, (row, overlay, adapter) in enumerate(zip(rows, overlays, step.adapters, strict=True)):
+        for i, (row, overlay) in enumerate(zip(rows, overlays, strict=True)):
             tables.append(row.generation.open_sequence.tables)
-            if overlay is None or adapter is None:
+            made = None if overlay is None else self._residual_row(row, overlay, i, starts[i], companions.get(i))
+            if made is not None:
+                residual_rows.append(made)
+            if made is None or made.writes_base:
                 writers.append(i)
-            else:
-                own = overlay.residuals.tables
-                residual_rows.append(ResidualRow(i, adapter.weights, overlay.arenas, own, starts[i]))
         tables += [tables[i] for i in paired]
         writers += range(len(rows), len(lengths))
         return replace(
@@ -299,20 +373,43 @@ class BatchBuilder:
             residual=self._runner.residual_rows(residual_rows, len(lengths), num_tokens),
         )
 
+    def _residual_row(
+        self, row: BatchRow, overlay: Overlay, place: int, start: int, companion: int | None
+    ) -> ResidualRow:
+        """A row that writes residuals: its adapter's, or base's that makes them for the adapter's family.
+
+        Args:
+            companion: place of base's row beside it; None without.
+        """
+        adapter = self._adapters.row(row.generation.adapter)
+        assert adapter is not None  # what has residuals is a LoRA that acts from the first token on
+        is_read = row.work.computes is not None
+        return ResidualRow(
+            place,
+            adapter.weights,
+            overlay.arenas,
+            overlay.residuals.tables,
+            start,
+            source=companion if overlay.is_family else None,
+            is_read=is_read,
+            writes_base=not is_read and overlay.is_paired(start),
+        )
+
     def _inputs(
         self, rows: Sequence[Generation], left: Sequence[int], num_tokens: int, before: Batch | None
     ) -> mx.array:
         """Token ids [B, num_tokens]: known ones, of which each row has `left`, or those that `before` chooses."""
         if all(left):
             return mx.array([g.token_ids[g.num_launched : g.num_launched + num_tokens] for g in rows], mx.int32)
-        assert before is not None and before.tokens is not None  # somebody chooses what is not known yet
-        indices = {row.generation: index for index, row in enumerate(before.rows)}
+        choice = None if before is None else before.choice
+        assert choice is not None and choice.tokens is not None  # somebody chooses what is not known yet
+        indices = {row.generation: index for index, row in enumerate(choice.rows)}
         known = [generation.token_ids[-1] for generation, count in zip(rows, left, strict=True) if count]
         if not known and [indices[generation] for generation in rows] == list(range(len(indices))):
-            return before.tokens[:, None]
+            return choice.tokens[:, None]
         known_indices = iter(range(len(indices), len(indices) + len(known)))
         order = [next(known_indices) if count else indices[row] for row, count in zip(rows, left, strict=True)]
-        return mx.concatenate([before.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
+        return mx.concatenate([choice.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
 
     def _choose(self, rows: Sequence[BatchRow], ends: Sequence[int], logits: mx.array, last: mx.array) -> Choice:
         """What follows the `ends` tokens that each row then has; made at once unless an answer keeps to a form."""

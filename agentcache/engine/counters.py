@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from agentcache.agents.caches import KeptCaches
 from agentcache.agents.persistence import Persistence
-from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.engine.device import Device, Step
 from agentcache.engine.requests import Requests
 from agentcache.engine.scheduler import Scheduler
@@ -37,7 +37,7 @@ class Counters:
 
 
 def cache_stats(
-    cache: PrefixCache,
+    caches: KeptCaches,
     device: Device,
     requests: Requests,
     scheduler: Scheduler,
@@ -46,15 +46,16 @@ def cache_stats(
     num_agents: int,
 ) -> CacheStats:
     """Everything that can be counted."""
-    counts, store = cache.count_blocks(), persistence.store
+    cache, store = caches.base.prefix, persistence.store
+    counts = [each.prefix.count_blocks() for each in caches]
     return CacheStats(
         ram_bytes=cache.allocator.capacity_bytes,
         disk_bytes=store.disk_bytes,
         ram_budget=cache.ledger.budget,
         disk_budget=store.disk_budget,
-        blocks_free=counts.free,
-        blocks_live=counts.live,
-        blocks_cached=counts.cached,
+        blocks_free=sum(each.free for each in counts),
+        blocks_live=sum(each.live for each in counts),
+        blocks_cached=sum(each.cached for each in counts),
         agents=num_agents,
         quarantined=store.quarantined,
         written_bytes=store.written_bytes,

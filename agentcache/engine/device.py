@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from agentcache.blocks.sequence import Copy
-from agentcache.engine.batch import Batch, BatchBuilder, BatchRow, Result
+from agentcache.engine.batch import Batch, BatchBuilder, BatchRow, LateToken, Result
 from agentcache.engine.generation import Generation
 from agentcache.engine.guard import MemoryGuard
 from agentcache.models.recurrent import RowState
@@ -32,6 +32,9 @@ class Step(Protocol):
     def seconds(self) -> float: ...
 
     @property
+    def started_at(self) -> float: ...
+
+    @property
     def is_chunk(self) -> bool: ...
 
     @property
@@ -39,7 +42,7 @@ class Step(Protocol):
 
     def start(self) -> None: ...
 
-    def choose(self) -> None: ...
+    def choose(self, seconds: float) -> Sequence[LateToken]: ...
 
     def wait(self) -> None: ...
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from agentcache.adapter_settings import Policy
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.caches import KeptCaches
 from agentcache.agents.operations import AgentOperations
@@ -12,6 +14,7 @@ from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
 from agentcache.engine.admission import Admission
+from agentcache.engine.batch import LateToken
 from agentcache.engine.counters import Counters, cache_stats
 from agentcache.engine.device import Device, Step
 from agentcache.engine.generation import LIVE, Generation, Outcome, State
@@ -48,10 +51,17 @@ from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, RequestCancelled
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.device_memory import Limits
+from agentcache.models.fused import counts as kernel_counts
 from agentcache.models.loader import LoadedModel
+from agentcache.models.sampler import TokenScore
 from agentcache.pressure import Level
-from agentcache.report import CacheStats, FinishReason, StepDown
+from agentcache.report import CacheStats, FinishReason, StepDown, Traffic
 from agentcache.request import ChatPrompt
+
+# What takes long to find of an answer's form is waited for within a step; not for all of it: how long a step takes is
+# measured on steps in which that was done, and would grow by itself.
+_OF_A_STEP = 0.8
+_NOTHING_ELSE = 0.05  # seconds to wait where there is nothing else to do, before messages are looked at again
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class Parts:
 
     Args:
         idle_seconds: see `Config.idle_seconds`.
+        traffic: what goes between the processes that compute the model together.
     """
 
     loaded: LoadedModel
@@ -78,6 +89,7 @@ class Parts:
     served: ServedModel
     limits: Limits
     idle_seconds: float
+    traffic: Callable[[], Traffic] = Traffic
 
 
 class Engine:
@@ -101,6 +113,7 @@ class Engine:
         self.counters = Counters()
         self._served = parts.served
         self._under_way: Step | None = None
+        self._late: list[LateToken] = []  # tokens of batches that are done, but for these
         self._admission = Admission(
             parts.requests,
             parts.scheduler,
@@ -110,12 +123,15 @@ class Engine:
             parts.trunk,
             self.end,
             self._step_down,
+            self._share,
+            self.residuals.cache_of,
         )
         self.relief = MemoryRelief(
             parts.caches, parts.device, parts.scheduler, parts.operations, parts.trunk, parts.loaded
         )
         self._limits = parts.limits
         self._idle_seconds = parts.idle_seconds
+        self._traffic = parts.traffic
 
     def close(self) -> None:
         """Write what is queued and let go of the cache folder.
@@ -212,6 +228,7 @@ class Engine:
             following=None if submitted.grammar is None else submitted.grammar.follow(),
             adapter=use,
             producer=None if use is None else use.producer,
+            stepped_down=StepDown.FAMILY if use is not None and use.stepped_from else None,
         )
 
     # -- the life of a request ----------------------------------------------------------------------------------------
@@ -226,9 +243,12 @@ class Engine:
             return
         self.device.prepare(generation)
         self.requests.move(generation, State.WAITING)
-        if generation.is_residual and (known := self.residuals.known_divergence(generation)) is not None:
-            generation.divergence = known
-            self._step_down(generation, StepDown.DIVERGENCE)
+        use = generation.adapter
+        if use is not None and use.is_residual:
+            known = self.residuals.known_divergence(generation, use)
+            if known is not None:
+                generation.divergence = known
+                self._step_down(generation, StepDown.DIVERGENCE)
 
     def end(self, generation: Generation, outcome: Outcome) -> None:
         """The one way out, for whatever reason. What is being saved, or has ended, stays as it is.
@@ -267,6 +287,13 @@ class Engine:
         if generation.state is not State.WAITING:
             self.requests.move(generation, State.WAITING)
 
+    def _share(self, generation: Generation) -> None:
+        """A request that waits, and may be residual, is, unless it is known that it would have to step down."""
+        assert generation.adapter is not None  # of base there is nothing to share
+        use = generation.adapter.settled(Policy.RESIDUAL)
+        if self.residuals.known_divergence(generation, use) is None:
+            self.turns.use(generation, use)
+
     def drop_all(self, error: AgentCacheError) -> None:
         """End every request that is not complete; it leaves no trace."""
         for generation in list(self.requests):
@@ -280,7 +307,7 @@ class Engine:
     @property
     def is_writing(self) -> bool:
         """Whether something is still on its way to the disk: who waits for its turn to be safe is told when it is."""
-        return self.persistence.is_writing
+        return self.persistence.jobs.is_writing
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -292,10 +319,11 @@ class Engine:
         """Build the next batch while the device computes the last one; start it; hand out what the last one gave.
 
         Where the form of an answer says what may follow the last one's token, the next one is chosen now that it is
-        known; the device is at work on its logits.
+        known; the device is at work on its logits. Whom that takes longer sits steps out until it is known.
         """
         self.trunk.sweep()
         self._admission.admit()
+        late = self._choose_late()
         following = self._build(self.scheduler.schedule())
         done, self._under_way = self._under_way, following
         if done is not None:
@@ -305,8 +333,12 @@ class Engine:
         if done is not None:
             self._note_time(done)
             self._settle(done)
+        for token in late:
+            self._settle_late(token)
         if following is not None and following.awaits_choice:
-            following.choose()
+            self._late += following.choose(self._patience(following))
+        if done is None and following is None and not late and self._late:
+            self._late[0].wait(_NOTHING_ELSE)
 
     def _build(self, plan: dict[Generation, int]) -> Step | None:
         fitting = self.device.limit(plan)
@@ -343,18 +375,53 @@ class Engine:
                 self._advance(generation, result.row.work, token_ids)
             else:
                 self.residuals.advance(generation, overlay, token_ids)
-                if result.token is not None and not generation.num_generated and self.residuals.is_too_far(generation):
-                    self._step_down(generation, StepDown.DIVERGENCE)
+                if result.token is not None and self._is_too_far(generation):
                     continue
             if result.state is not None:
                 generation.settle_state(result.state)
                 self._keep_state(generation)
             if result.token is not None:
-                before = generation.num_generated
-                reason = self.turns.take(generation, result.token, result.score)
-                self.counters.generated_tokens += generation.num_generated - before
-                if reason is not None:
-                    self.end(generation, reason)
+                self._take(generation, result.token, result.score)
+
+    def _is_too_far(self, generation: Generation) -> bool:
+        """Whether an answer would be too far from its adapter's own, and is computed exactly before any of it shows."""
+        if generation.num_generated or not self.residuals.is_too_far(generation):
+            return False
+        self._step_down(generation, StepDown.DIVERGENCE)
+        return True
+
+    def _take(self, generation: Generation, token: int, score: TokenScore | None) -> None:
+        before = generation.num_generated
+        reason = self.turns.take(generation, token, score)
+        self.counters.generated_tokens += generation.num_generated - before
+        if reason is not None:
+            self.end(generation, reason)
+
+    # -- answers of a form, of which it takes long to know what may follow --------------------------------------------
+
+    def _patience(self, batch: Step) -> float:
+        """Seconds to wait for what the tokens of a batch may be: nobody is delayed before its logits are there."""
+        if len(self.scheduler.running) == 1:
+            return _NOTHING_ELSE
+        return max(0.0, batch.started_at + _OF_A_STEP * self.scheduler.pace.step_seconds - time.perf_counter())
+
+    def _choose_late(self) -> list[LateToken]:
+        """Have the device choose the tokens that were late, as far as it is known now which they may be."""
+        self._late = [token for token in self._late if not token.row.is_void]
+        ready = [token for token in self._late if not token.row.generation.in_flight and token.is_ready]
+        for token in ready:
+            self._late.remove(token)
+            token.start()
+        return ready
+
+    def _settle_late(self, late: LateToken) -> None:
+        if late.row.is_void:
+            return
+        generation, result = late.row.generation, late.result()
+        generation.is_late = False
+        assert result.token is not None  # that is what was waited for
+        if generation.overlay is None or not self._is_too_far(generation):
+            self._take(generation, result.token, result.score)
 
     def _advance(self, generation: Generation, work: Pass, token_ids: list[int]) -> None:
         sequence = work.writes
@@ -413,13 +480,20 @@ class Engine:
 
     def stats(self) -> CacheStats:
         stats = cache_stats(
-            self.cache, self.device, self.requests, self.scheduler, self.persistence, self.counters, len(self.agents)
+            self.caches, self.device, self.requests, self.scheduler, self.persistence, self.counters, len(self.agents)
         )
+        traffic = self._traffic()
         return replace(
             stats,
+            ranks=traffic.ranks,
+            rank_messages=traffic.messages,
+            rank_sent_bytes=traffic.sent_bytes,
             adapter_ram_bytes=self.adapters.nbytes,
             trunk_ram_bytes=self.loaded.trunk.blocks.nbytes,
             computed_layer_tokens=self.loaded.trunk.layer_tokens,
+            saturated_residuals=self.residuals.saturated,
+            kernel_checks=kernel_counts.checked,
+            kernel_differences=kernel_counts.different,
             memory_limit=self._served.plan.limit,
             memory_pressure=self.relief.level,
             pressure_evicted_blocks=self.relief.evicted_blocks,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.saved import Saved
-from agentcache.blocks.keys import Producer, residual_cache
+from agentcache.blocks.keys import Producer
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import SnapshotPlan
@@ -71,7 +71,7 @@ class Generation:
         token_ids: prompt, then what was generated.
         sequence: what it holds of the cache; None while waiting. Of a residual request, that in base's.
         overlay: what a residual request writes on top of it.
-        stepped_down: why a request that was to be residual is computed exactly; None where it is not so.
+        stepped_down: why a request that was to be residual is not as it was to be; None where it is.
         divergence: of what the adapter has read of its prompt from what it would have computed, where it was measured.
         saved_residuals: as `saved_early`, of residuals.
         in_flight: tokens of it that the device is at work on.
@@ -96,6 +96,7 @@ class Generation:
         shown_state: the last one, and its number of tokens, with all text before it shown: none of that is taken back.
         shown_tokens: as many tokens have all their text shown.
         following: what may come next in an answer of a certain form; None for any.
+        is_late: the token behind what is computed is not chosen yet, for it is not known yet which it may be.
     """
 
     request: Request
@@ -142,6 +143,7 @@ class Generation:
     shown_state: tuple[int, RowState] | None = None
     shown_tokens: int = 0
     following: Following | None = None
+    is_late: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.match.transcript.ids)
@@ -159,6 +161,12 @@ class Generation:
     def current(self) -> Pass:
         """The pass at work; what is under way is not done."""
         return self.passes[0]
+
+    @property
+    def last_for_adapter(self) -> int:
+        """The known token from which on an adapter has to compute that others need not, for its logits: the last one,
+        or the first where all of the prompt's are wanted."""
+        return 0 if self.wants_prompt_logprobs else len(self.token_ids) - 1
 
     @property
     def num_computed(self) -> int:
@@ -193,7 +201,7 @@ class Generation:
         """
         if not self.in_flight:
             return self.num_to_launch == 1
-        if self.num_to_launch or not 0 < self.num_generated < self.max_tokens - 1:
+        if self.is_late or self.num_to_launch or not 0 < self.num_generated < self.max_tokens - 1:
             return False
         return self.passes[0].end is None  # else no token is about to be chosen
 
@@ -211,7 +219,7 @@ class Generation:
             overlay: a residual request's.
         """
         self.sequence, self.overlay = sequence, overlay
-        self.passes = plan_passes(self.adapter, sequence, ahead, overlay)
+        self.passes = plan_passes(self.adapter, sequence, ahead, overlay, self.last_for_adapter)
         self.drop_passes()
 
     def drop_passes(self) -> None:
@@ -233,6 +241,7 @@ class Generation:
         """Its sequence has been given up; what the device computes for it has no meaning any more."""
         self.sequence = self.overlay = None
         self.in_flight = 0
+        self.is_late = False
         self.passes = []
         self.snapshots = self.row_state = self.launched_state = self.shown_state = None
 
@@ -241,11 +250,12 @@ class Generation:
         return self.adapter is not None and self.adapter.is_residual
 
     @property
-    def had_residuals(self) -> bool:
-        """Whether the conversation that it goes on has some of its adapter."""
+    def saved_residual_tokens(self) -> int:
+        """Of how many tokens the conversation that it goes on has residuals of its adapter."""
         if self.found is None or self.adapter is None:
-            return False
-        return self.found.residual_of(residual_cache(self.adapter.digest)) is not None
+            return 0
+        residual = self.found.residual_of(self.adapter.residual_cache)
+        return 0 if residual is None else residual.num_saved
 
     @property
     def is_chat(self) -> bool:
@@ -268,7 +278,7 @@ class Generation:
     @property
     def scores_prompt(self) -> bool:
         """Whether they are to be had of the current pass. Of a residual request's, the adapter's give them."""
-        return self.wants_prompt_logprobs and (self.overlay is None or self.current.overlay is not None)
+        return self.wants_prompt_logprobs and (self.overlay is None or self.current.computes is not None)
 
     def note_written(self, num_bytes: int) -> None:
         """Blocks written before the turn's end count for it too."""
@@ -297,7 +307,7 @@ def make_report(generation: Generation, saved: Saved | None) -> Report:
         saved=None if saved is None else saved.error is None,
         save_error=None if saved is None else saved.error,
         policy=policy,
-        requested_policy=policy if generation.stepped_down is None else Policy.RESIDUAL,
+        requested_policy=policy if adapter is None else adapter.requested_policy,
         stepped_down=generation.stepped_down,
         divergence=generation.divergence,
         base_computed_tokens=generation.computed_base_tokens,

@@ -72,8 +72,8 @@ class MemoryGuard:
 
     def _bytes_with_residuals(self, plan: dict[Generation, int], num_tokens: int, *, all_logits: bool) -> int:
         """The same where rows may have residuals, and some of them base's row beside them."""
-        residual = [each for each in plan if each.current.overlay is not None]
-        plain = [each for each in plan if each.current.overlay is None]
+        residual = [each for each in plan if each.current.overlay is not None and each.current.computes is not None]
+        plain = [each for each in plan if each not in residual]
         paired = [each for each in residual if each.overlay and each.overlay.is_paired(each.num_launched)]
         return self._footprint.step_bytes(
             [each.num_launched for each in (*plain, *paired)],

@@ -34,16 +34,17 @@ from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, RankLost
+from agentcache.kv.precision import AUTO
 from agentcache.kv.spec import CacheSpec
 from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
 from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.device_memory import Limits, device_memory, wanted_limits
 from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
-from agentcache.models.loader import LoadedModel, load
-from agentcache.models.runner import ModelRunner
+from agentcache.models.loader import LoadedModel
 from agentcache.models.text.replies.history import first_thought
-from agentcache.store.store import Store
+from agentcache.ranks.world import World, join
+from agentcache.store.precision_file import read_precision, write_precision
 
 # Of a small model a lot of slots, of a large one those of a first turn: the kernel takes longer to clear pages that a
 # restore needs than its files take to be read.
@@ -54,7 +55,12 @@ _CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS = 50e9, 2e12, 50e12
 
 
 def open_engine(
-    config: Config, model_path: str, post: Callable[[Callable[[], None]], None], *, warm: bool = False
+    config: Config,
+    model_path: str,
+    post: Callable[[Callable[[], None]], None],
+    *,
+    warm: bool = False,
+    give_up: Callable[[RankLost], None] = lambda lost: None,
 ) -> Engine:
     """Load the model and open the cache folder, on the thread that is to run the engine.
 
@@ -63,25 +69,29 @@ def open_engine(
         model_path: folder or hub id.
         post: runs a function on this thread soon; callable from any thread.
         warm: whether the first request is to find a process that has computed something before.
+        give_up: called on some thread when this one waits for another rank for good.
 
     Raises:
-        UnsupportedModel, CacheFolderInUse, ConfigError, StoreError: it cannot start.
+        UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost: it cannot start.
     """
     keep_freed_memory()
     memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
+    world = join(config, post, give_up)
+    config = world.settings(config)
     wishes = wishes_of(config)
-    loaded = load(
+    loaded = world.load(
         model_path,
         memo=memo,
         max_context=config.max_context,
         check_weights=partial(check_weights, wishes),
-        kv_bits=config.kv,
+        kv=config.kv,
+        kept=partial(read_precision, config.cache_dir),
     )
     footprint = Footprint.of(loaded.spec, loaded.config)
     plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
     limits = Limits(wanted_limits(plan))
     try:
-        return _put_together(config, loaded, footprint, plan, limits, post, warm=warm)
+        return _put_together(config, world, loaded, footprint, plan, limits, post, warm=warm)
     except BaseException:
         limits.restore()
         raise
@@ -89,6 +99,7 @@ def open_engine(
 
 def _put_together(
     config: Config,
+    world: World,
     loaded: LoadedModel,
     footprint: Footprint,
     plan: MemoryPlan,
@@ -113,8 +124,10 @@ def _put_together(
     if plan.ram_budget < ledger.floors:
         raise ConfigError(f"ram_budget must be at least {ledger.floors} bytes for this model")
     cache.allocator.headroom = guard.headroom
-    runner = ModelRunner(loaded, cache.slots.pools, cache.snapshots, measures=config.max_divergence > 0)
-    store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
+    runner = world.runner(loaded, cache.slots.pools, cache.snapshots, measures=config.max_divergence > 0)
+    store = world.store(config, loaded)
+    if config.kv == AUTO:
+        write_precision(config.cache_dir, loaded.fingerprint, loaded.precision)
     in_use = InUse()
     agents = AgentTable(loaded.fingerprint, store.load_agents(), in_use)
     caches = KeptCaches(KeptCache(BASE_CACHE, loaded.spec, cache, runner), loaded.namespace)
@@ -128,7 +141,8 @@ def _put_together(
         config.max_lineages,
         partial(first_thought, form=loaded.tokenizer.reply_format),
     )
-    restorer = Restorer(caches, store, post)
+    requests = Requests()
+    restorer = Restorer(caches, store, post, lambda: not requests.running)
     persistence.index()
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
     runner.fit()
@@ -141,7 +155,6 @@ def _put_together(
     # A look at the model that a server without lossy policies has no need of.
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
     guard.has_residuals = support is not None
-    requests = Requests()
     device = MlxDevice(runner, BatchBuilder(runner, adapters, trunk, loaded.tokenizer.eos_ids), guard)
     turns = Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests, device)
     return Engine(
@@ -163,15 +176,18 @@ def _put_together(
                 path=loaded.path,
                 fingerprint=loaded.fingerprint,
                 spec=loaded.spec,
+                precision=loaded.precision,
                 tokenizer=loaded.tokenizer,
                 max_context=loaded.max_context,
                 modules=loaded.adapters.modules,
                 adapter_budget=adapters.budget,
                 plan=plan,
                 residuals=support,
+                ranks=loaded.ranks,
             ),
             limits=limits,
             idle_seconds=config.idle_seconds,
+            traffic=world.traffic,
         )
     )
 

@@ -73,6 +73,11 @@ class Pace:
         self._owed = 0.0  # seconds of decoding; below zero it has had more than its share
 
     @property
+    def step_seconds(self) -> float:
+        """What a decode step takes, of late; 0.0 before any has been measured."""
+        return self._step_seconds
+
+    @property
     def decoding_is_due(self) -> bool:
         """Whether decoding will not have had its share when the step under way is done."""
         return self._owed > self._step_seconds

@@ -4,6 +4,9 @@ Scheduler, builder and pace read the current one. A residual request (ForkKV, ar
 base computes the tokens into its own sequence, as it does for anybody; the adapter computes them again, reads base's
 keys and values, and writes what it adds to them into a sequence of its own. From the first token that is generated on
 both compute a token at a time in the same step: base's row is the adapter's companion.
+
+Where adapters have the same As (LRAgent, arXiv 2602.01053), what they add is made of base's x, by base's rows: an
+adapter computes no token of a prompt but the last one.
 """
 
 from __future__ import annotations
@@ -34,8 +37,10 @@ class Overlay:
         arenas: where its blocks lie.
         residuals: its sequence there.
         base: the sequence that it is read with.
-        paired_from: the tokens from here on base computes in the adapter's steps, and those before in passes of its
-            own.
+        paired_from: the tokens from here on base computes in the same steps, and those before in others, or never: it
+            has them.
+        is_family: the residuals are those of the adapter's family. Base's rows make them, of base's x; the adapter
+            reads them only.
     """
 
     cache: KeptCache
@@ -43,9 +48,10 @@ class Overlay:
     residuals: CacheSequence
     base: CacheSequence
     paired_from: int
+    is_family: bool = False
 
     def is_paired(self, position: int) -> bool:
-        """Whether base computes the token at that position in the adapter's step."""
+        """Whether the step that writes the token's residuals writes base's keys and values of it too."""
         return position >= self.paired_from
 
 
@@ -82,16 +88,21 @@ class Pass:
 
 
 def plan_passes(
-    use: AdapterUse | None, sequence: CacheSequence, ahead: TrunkMatch | None, overlay: Overlay | None = None
+    use: AdapterUse | None,
+    sequence: CacheSequence,
+    ahead: TrunkMatch | None,
+    overlay: Overlay | None = None,
+    last: int = 0,
 ) -> list[Pass]:
     """The passes of a request that uses an adapter so, or None, and has its sequence.
 
     Args:
         ahead: what the trunk has for it.
         overlay: what a residual request writes on top of `sequence`.
+        last: the token behind which the adapter is to choose the next one; 0 where it is to compute all.
     """
     if overlay is not None:
-        return list(_residual_passes(use, overlay))
+        return list(_family_passes(use, overlay, last) if overlay.is_family else _residual_passes(use, overlay))
     acts = None if use is None or use.start is None else use
     passes = []
     if ahead is not None:
@@ -109,4 +120,12 @@ def _residual_passes(use: AdapterUse | None, overlay: Overlay) -> Iterator[Pass]
             yield Pass(None, end, overlay.base)
             yield Pass(use, end, overlay.residuals, overlay=overlay)
     yield Pass(None, overlay.paired_from, overlay.base)
+    yield Pass(use, None, overlay.residuals, overlay=overlay)
+
+
+def _family_passes(use: AdapterUse | None, overlay: Overlay, last: int) -> Iterator[Pass]:
+    """Base over the tokens whose residuals the family lacks, those first whose keys and values it has; and the member
+    from the last one on."""
+    yield Pass(None, min(overlay.base.num_tokens, last), overlay.residuals, overlay=overlay)
+    yield Pass(None, last, overlay.residuals, overlay=overlay)
     yield Pass(use, None, overlay.residuals, overlay=overlay)

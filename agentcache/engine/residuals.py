@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.persistence import Persistence
 from agentcache.blocks.keys import BLOCK_SIZE, pack_token_ids, residual_cache
@@ -16,7 +17,7 @@ from agentcache.engine.passes import Overlay
 from agentcache.engine.turns import Turns
 from agentcache.errors import UnsupportedPolicy
 from agentcache.kv.residual_arenas import ResidualArenas
-from agentcache.kv.residual_spec import residual_spec
+from agentcache.kv.residual_spec import ResidualShape, residual_spec
 from agentcache.models.adapters import Adapter
 from agentcache.models.divergence import Divergence
 from agentcache.models.residual_forms import ResidualSupport
@@ -50,42 +51,78 @@ class Residuals:
         self._ledger = ledger
         self._support = support
         self._max_divergence = max_divergence
-        # Beginnings of prompts whose residuals lay too far from base, by adapter and salt; the last used last.
-        self._too_far: OrderedDict[tuple[str, str, bytes], float] = OrderedDict()
+        # Adapters on the device, by their family.
+        self._members: dict[str, dict[str, Adapter]] = {}
+        # Beginnings of prompts whose residuals lay too far from base, by adapter, cache and salt; the last used last.
+        self._too_far: OrderedDict[tuple[str, str, str, bytes], float] = OrderedDict()
 
     # -- caches -------------------------------------------------------------------------------------------------------
 
     def open_for(self, adapter: Adapter) -> None:
-        """The adapter's weights are on the device: so there is a cache for its residuals, if it can have any."""
-        name = residual_cache(adapter.digest)
-        if self._support is None or self._caches.is_open(name):
+        """The adapter's weights are on the device: so there is a cache for its residuals, if it can have any; and one
+        for its family's when another member comes.
+        """
+        if self._support is None:
             return
         try:
-            shape = self._support.shape_of(adapter)
+            self._open(residual_cache(adapter.digest), self._support.shape_of(adapter))
         except UnsupportedPolicy:
             return  # its requests are refused before they come here
+        members = self._members.setdefault(adapter.family, {})
+        members[adapter.digest] = adapter
+        if len(members) > 1:
+            self._open_family(adapter)
+
+    def cache_of(self, use: AdapterUse) -> KeptCache:
+        """The cache of what the adapter adds, its own or its family's. The adapter's weights are on the device."""
+        if use.is_family:  # its other members may have no room on the device
+            self._open_family(self._members[use.family][use.digest])
+        return self._caches.get(use.residual_cache)
+
+    def _open_family(self, member: Adapter) -> None:
+        assert self._support is not None  # who has a family has residuals
+        self._open(residual_cache(member.family), self._support.shape_of(member, is_family=True))
+
+    def _open(self, name: str, shape: ResidualShape) -> None:
+        if self._caches.is_open(name):
+            return
         base = self._caches.base
         spec = residual_spec(base.spec, shape)
         prefix = PrefixCache(spec.groups, self._ledger, name=name)
         prefix.allocator.headroom = base.prefix.allocator.headroom
         prefix.allocator.is_sparing = base.prefix.allocator.is_sparing
-        arenas = self._runner.open_residual(spec, prefix.slots.pools)
+        arenas = self._runner.open_residual(spec, prefix.slots.pools, is_family=shape.is_family)
         self._persistence.open_cache(KeptCache(name, spec, prefix, arenas))
 
     def close_for(self, digest: str) -> None:
-        """The adapter's weights are gone, and nobody uses them: so is its cache, in RAM."""
-        cache = self._caches.find(residual_cache(digest))
+        """The adapter's weights are gone, and nobody uses them: so is its cache, in RAM, and with the last member the
+        family's."""
+        self._close(residual_cache(digest))
+        family = next((family for family, members in self._members.items() if digest in members), None)
+        if family is not None:
+            del self._members[family][digest]
+            if not self._members[family]:
+                del self._members[family]
+                self._close(residual_cache(family))
+
+    def _close(self, name: str) -> None:
+        cache = self._caches.find(name)
         if cache is None:
             return
-        self._persistence.close_cache(cache.name)
+        self._persistence.close_cache(name)
         cache.prefix.allocator.close()
-        assert isinstance(cache.arenas, ResidualArenas)  # they came from `open_for`
+        assert isinstance(cache.arenas, ResidualArenas)  # they came from `_open`
         self._runner.close_residual(cache.arenas)
+
+    @property
+    def saturated(self) -> int:
+        """How many values of residuals were too large for float16 since start, or were no numbers."""
+        return self._runner.saturated_residuals
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def advance(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> None:
-        """An adapter has computed these tokens on top of base, and base beside it those that are paired."""
+        """These tokens' residuals have been computed, and of those that are paired base's keys and values too."""
         residuals, base = overlay.residuals, self._caches.base.prefix
         written: list[tuple[KeptCache, CacheSequence]] = [(overlay.cache, residuals)]
         if overlay.is_paired(residuals.num_tokens):
@@ -99,34 +136,33 @@ class Residuals:
 
     # -- the guard ----------------------------------------------------------------------------------------------------
 
-    def known_divergence(self, generation: Generation) -> float | None:
+    def known_divergence(self, generation: Generation, use: AdapterUse) -> float | None:
         """How far off a prompt with this beginning has been with this adapter, if that was too far; else None."""
-        digest, salt = _adapter_and_salt(generation)
+        cached_as = _cached_as(generation, use)
         packed = pack_token_ids(generation.token_ids[:BLOCK_SIZE])
         for key in self._too_far:
-            if key[:2] == (digest, salt) and packed.startswith(key[2]):
+            if key[:3] == cached_as and packed.startswith(key[3]):
                 self._too_far.move_to_end(key)
                 return self._too_far[key]
         return None
 
     def is_too_far(self, generation: Generation) -> bool:
         """Measure a prompt that has been computed, and remember its beginning if it lies too far from base."""
-        overlay = generation.overlay
-        assert overlay is not None  # it is residual, and admitted
+        overlay, use = generation.overlay, generation.adapter
+        assert overlay is not None and use is not None  # it is residual, and admitted
         measured = Divergence.of(*overlay.arenas.measured_of(overlay.residuals.tables, generation.num_prompt_tokens))
         generation.divergence = None if measured is None else measured.value
         if generation.divergence is None or generation.divergence <= self._max_divergence:
             return False
-        key = (*_adapter_and_salt(generation), pack_token_ids(_beginning(generation)))
+        key = (*_cached_as(generation, use), pack_token_ids(_beginning(generation)))
         self._too_far[key] = generation.divergence
         if len(self._too_far) > _MOST_REMEMBERED:
             self._too_far.popitem(last=False)
         return True
 
 
-def _adapter_and_salt(generation: Generation) -> tuple[str, str]:
-    assert generation.adapter is not None  # it is residual
-    return generation.adapter.digest, generation.request.salt
+def _cached_as(generation: Generation, use: AdapterUse) -> tuple[str, str, str]:
+    return use.digest, use.residual_cache, generation.request.salt
 
 
 def _beginning(generation: Generation) -> Sequence[int]:

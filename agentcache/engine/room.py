@@ -20,12 +20,38 @@ class Growth:
     num_tokens: int
 
 
-def has_room(allocator: BlockAllocator, running: Sequence[Growth], prefix: CachedPrefix, num_tokens: int) -> bool:
+def has_room(
+    allocator: BlockAllocator,
+    running: Sequence[Growth],
+    prefix: CachedPrefix,
+    num_tokens: int,
+    *,
+    evicts: bool = True,
+) -> bool:
     """Whether all of `running` and a request of `num_tokens` tokens that starts with `prefix` fit side by side.
 
-    Slots that only caches hold count as room, and so does what the budget still lets the pools grow by.
+    What the budget still lets the pools grow by counts as room.
+
+    Args:
+        evicts: slots that only caches hold count as room too.
     """
-    return all(_fits(allocator, index, running, prefix, num_tokens) for index in range(len(allocator.slots.groups)))
+    fits = _fits if evicts else _fits_beside_the_cached
+    return all(fits(allocator, index, running, prefix, num_tokens) for index in range(len(allocator.slots.groups)))
+
+
+def _fits_beside_the_cached(
+    allocator: BlockAllocator, index: int, running: Sequence[Growth], prefix: CachedPrefix, num_tokens: int
+) -> bool:
+    group = allocator.slots.groups[index]
+    # A block that is partly filled is copied, for others may go on from it too.
+    there = sum(node.is_full and index in node.block_ids for node in prefix.lane(index).nodes)
+    needed = max(0, _most_blocks(group, num_tokens) - there)
+    room = allocator.slots.pools[index].num_free + allocator.affordable_growth(index)
+    return _promised(group, index, running) + needed <= room
+
+
+def _promised(group: Group, index: int, running: Sequence[Growth]) -> int:
+    return sum(max(0, _most_blocks(group, g.num_tokens) - len(g.tables[index].block_ids)) for g in running)
 
 
 def _fits(
@@ -33,12 +59,11 @@ def _fits(
 ) -> bool:
     slots = allocator.slots
     group, read = slots.groups[index], {slot for growth in running for slot in growth.tables[index].block_ids}
-    promised = sum(max(0, _most_blocks(group, g.num_tokens) - len(g.tables[index].block_ids)) for g in running)
     # What others read already costs the newcomer nothing.
     shared = sum(node.block_ids.get(index) in read for node in prefix.lane(index).nodes)
     needed = max(0, _most_blocks(group, num_tokens) - shared)
     room = slots.pools[index].capacity - len(read) + allocator.affordable_growth(index)
-    return promised + needed <= room
+    return _promised(group, index, running) + needed <= room
 
 
 def _most_blocks(group: Group, num_tokens: int) -> int:

@@ -6,12 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.in_use import InUse
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.residuals import ResidualTurn
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.keys import BASE_CACHE, residual_cache
+from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.lanes import agreed_tokens
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import len_common_prefix
@@ -73,14 +74,18 @@ class Turns:
         """A turn that was to be residual, and holds nothing of the cache, is computed exactly from now on."""
         assert generation.adapter is not None  # it is residual
         self._release_residuals(generation)
-        generation.adapter = generation.adapter.stepped_down()
-        generation.producer, generation.stepped_down = generation.adapter.producer, why
+        generation.stepped_down = why
+        self.use(generation, generation.adapter.stepped_down())
+
+    def use(self, generation: Generation, adapter: AdapterUse) -> None:
+        """A turn that holds nothing of the cache uses its adapter so from now on."""
+        generation.adapter, generation.producer = adapter, adapter.producer
         self._note_own(generation)
 
     def _release_residuals(self, generation: Generation) -> None:
         if generation.saved_residuals:
             assert generation.adapter is not None  # they are its
-            self._persistence.release(generation.saved_residuals, residual_cache(generation.adapter.digest))
+            self._persistence.release(generation.saved_residuals, generation.adapter.residual_cache)
             generation.saved_residuals = []
 
     def _extended(self, generation: Generation) -> AgentRecord | None:

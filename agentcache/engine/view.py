@@ -7,6 +7,7 @@ from pathlib import Path
 
 from agentcache.agents.table import Agents
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
+from agentcache.kv.precision import Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.memory_plan import MemoryPlan
 from agentcache.models.adapters import TargetModules
@@ -20,22 +21,26 @@ class ServedModel:
     """What stays as it is as long as the engine lives.
 
     Args:
+        precision: of cached keys and values.
         max_context: tokens that the model was made for.
         modules: what of it adapters can act on.
         adapter_budget: bytes that all adapters' weights together may take.
         plan: how memory is shared out.
         residuals: which adapters can share base's cache and keep what they add to it; None where no request may.
+        ranks: processes that compute it together.
     """
 
     path: Path
     fingerprint: str
     spec: CacheSpec
+    precision: Precision
     tokenizer: Tokenizer
     max_context: int
     modules: TargetModules
     adapter_budget: int
     plan: MemoryPlan
     residuals: ResidualSupport | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True)

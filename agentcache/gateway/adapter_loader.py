@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from agentcache.adapter_settings import RESIDUAL_IS_OFF, AdapterFolder
+from agentcache.adapter_settings import RESIDUAL_IS_OFF, AdapterFolder, Policy
 from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, settle_policy
 from agentcache.engine.messages import DropAdapter, PutAdapter
 from agentcache.errors import InvalidRequest, OutOfBlocks, Overloaded, UnsupportedAdapter, UnsupportedPolicy
@@ -98,11 +98,14 @@ class AdapterLoader:
         if self._model.spec.recurrent and isinstance(source, Decoder):
             message = f"decoders do not go with {self._model.spec.model_type}, whose layers keep recurrent state"
             raise UnsupportedAdapter(f"{message}: they are trained to read base's keys and values", param="path")
+        if self._model.ranks > 1 and isinstance(source, Decoder):
+            raise UnsupportedAdapter("decoders are not spread over ranks", param="path")
         refusal = self._residual_refusal(source)
         policy = settle_policy(folder.policy, source, refusal)
         groups = range(len(self._model.spec.groups))
         changed = groups if isinstance(source, Decoder) else producer_groups(source, self._model.spec)
-        return ServedAdapter(name, source, policy, frozenset(changed), refusal)
+        may_share = folder.policy is Policy.AUTO and not refusal
+        return ServedAdapter(name, source, policy, frozenset(changed), refusal, may_share)
 
     def _residual_refusal(self, source: AdapterSource) -> str:
         """Why its requests cannot be `residual`; empty where they can."""
@@ -145,7 +148,7 @@ class AdapterLoader:
         self._table.claim(adapter)
         try:
             await self._ensure(adapter)
-            yield adapter
+            yield self._table.with_family(adapter)
         finally:
             self._table.release(adapter)
             self._drop_orphans()

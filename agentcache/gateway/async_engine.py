@@ -1,26 +1,17 @@
-"""The engine as asyncio sees it.
-
-Prompts are rendered, matched and tokenised on worker threads, so that neither the engine nor the event loop waits.
-"""
+"""The engine as asyncio sees it."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
 from agentcache.adapter_settings import AdapterFolder, Policy
-from agentcache.agents.lineages import PlainPrompt
 from agentcache.agents.saved import Saved
-from agentcache.agents.table import Agents
 from agentcache.config import Config
 from agentcache.engine.messages import (
-    Cancel,
     CheckIntegrity,
     ClearCache,
     CreateAgent,
@@ -35,42 +26,28 @@ from agentcache.engine.messages import (
     RestoreAgent,
     SaveAgent,
     ShowAgent,
-    Submit,
 )
 from agentcache.engine.open import open_engine
-from agentcache.errors import Conflict, EngineStopped, Overloaded, StoreError
+from agentcache.errors import Conflict, EngineStopped, InvalidRequest, StoreError
 from agentcache.gateway.adapter_loader import AdapterLoader
-from agentcache.gateway.agent_turns import AgentTurns, Claim, Turn
-from agentcache.gateway.conversation import read_conversation
+from agentcache.gateway.agent_turns import AgentTurns, Turn
+from agentcache.gateway.completions import Completions
 from agentcache.gateway.describe_model import describe_model
 from agentcache.gateway.engine_thread import EngineThread, shutting_down
 from agentcache.gateway.prepare import (
-    Prepared,
     agent_policy,
-    choose_adapter,
-    choose_lineage,
-    held_by,
-    match,
-    prepare_request,
-    rough_size,
-    system_of,
 )
 from agentcache.gateway.pressure_watch import watch_pressure
-from agentcache.gateway.prompt_workers import HasEnded, PromptWorkers
-from agentcache.gateway.receiver import Receiver
+from agentcache.gateway.prompt_workers import PromptWorkers
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.models.text.work_limit import WorkLimit
 from agentcache.pressure import Level
-from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update, Volatile
-from agentcache.request import Request, TokenPrompt
+from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
+from agentcache.request import Request
 from agentcache.store.archived_agent import read_archive
 from agentcache.system_memory import SystemMemory
 
 T = TypeVar("T")
-
-# A prompt that is only counted may be so many times as long as one that is to run.
-_COUNTED = 4
 
 
 class AsyncEngine:
@@ -87,14 +64,16 @@ class AsyncEngine:
         self._watch: asyncio.Task[None] | None = None
         self._warm_up = warm_up
         path = config.model or str(embedded_model_path(Path(config.cache_dir).parent))
-        self._thread = EngineThread(lambda post: open_engine(config, path, post, warm=warm_up))
+        self._thread = EngineThread(
+            lambda post: open_engine(config, path, post, warm=warm_up, give_up=self._thread.give_up)
+        )
         self._workers = PromptWorkers()
         self._turns = AgentTurns()
-        self._active = 0
         self._is_open = False
         self._tokenizer: Tokenizer | None = None
         self._model: ModelInfo | None = None
         self._adapters: AdapterLoader | None = None
+        self._completions: Completions | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -106,6 +85,7 @@ class AsyncEngine:
         served = self._thread.view.model
         self._tokenizer, self._model = served.tokenizer, describe_model(served, self.config)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
+        self._completions = Completions(self.config, self._thread, self._workers, self._turns, self._adapters)
         try:
             for folder in self.config.adapters:
                 await self.load_adapter(folder)
@@ -157,16 +137,12 @@ class AsyncEngine:
             raise EngineStopped("the model is not loaded yet")
         return self._adapters
 
-    async def _in_background(self, request: Request, work: Callable[[WorkLimit], T], *, times: int = 1) -> T:
-        """Run `work` on the request's prompt on a worker thread, with a limit of `times` the tokens that may run."""
-        view = self._thread.view
-        refuse = partial(view.check, param=request.prompt_param, counted=isinstance(request.prompt, TokenPrompt))
-        limit = WorkLimit(times * view.max_prompt_tokens, refuse)
-
-        def read(has_ended: HasEnded) -> T:
-            return work(replace(limit, has_ended=has_ended))
-
-        return await self._workers.run(rough_size(request.prompt), read)
+    @property
+    def _running(self) -> Completions:
+        if self._completions is None:
+            why = "the model is not loaded yet" if self.failure is None else f"the engine failed: {self.failure}"
+            raise EngineStopped(why)
+        return self._completions
 
     # -- completions ------------------------------------------------------------------------------------------------
 
@@ -181,115 +157,11 @@ class AsyncEngine:
             Overloaded: too many requests wait, or the engine was closed before the request was done.
             EngineStopped: the engine failed before the request was done.
         """
-        submitted_at = time.perf_counter()
-        if self._active >= self.config.max_waiting_requests:
-            raise Overloaded("too many requests are waiting; try again later")
-        self._active += 1
-        try:
-            async with self._turns.arrive(request.agent) as turn:
-                await self._run(request, turn, take, submitted_at)
-        finally:
-            self._active -= 1
+        await self._running.generate(request, take)
 
     async def count_tokens(self, request: Request) -> int:
         """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
-        agents, tokenizer = self._thread.view.agents, self._thread.view.model.tokenizer
-        read = self._reading(request, system_of(request, agents), agents, tokenizer)
-        prompt = await self._in_background(request, read, times=_COUNTED)
-        held = held_by(request, choose_lineage(request, prompt, agents))
-        matched = await self._in_background(request, partial(match, prompt, held, tokenizer), times=_COUNTED)
-        return len(matched.transcript.ids)
-
-    async def _run(self, request: Request, turn: Turn, take: Callable[[Update], None], submitted_at: float) -> None:
-        """Have the engine work on the request, once nobody else is at work on the lineage that it goes on from and its
-        adapter is there, until its end or a cancellation.
-        """
-        prompt, claim = await self._take_turn(request, turn)
-        if prompt.volatile is not None:
-            take = partial(_take_volatile, take, prompt.volatile)
-        receiver = Receiver(take)
-        turn.lasts_until(receiver.settled)
-        submitted: Submit | None = None
-        try:
-            view = self._thread.view
-            choice = choose_adapter(view.agents, request)
-            self._thread.tell_of_the_end(receiver, until=receiver.settled)
-            async with self.adapters.lease(choice.name) as adapter:
-                known = (claim.found, view.model.tokenizer)
-                work = partial(prepare_request, request, prompt, *known, adapter, choice.policy)
-                prepared = await self._in_background(request, work)
-                submitted = self._submitted(request, prepared, claim, submitted_at)
-                async with self._at_work(submitted, receiver):
-                    if request.n > 1:
-                        await receiver.prompt_known()
-                        await self._run_forks(submitted, receiver, take)
-                    await receiver.ended
-        finally:
-            if submitted is None:
-                receiver.settle()
-
-    @asynccontextmanager
-    async def _at_work(self, submitted: Submit, receiver: Receiver) -> AsyncIterator[None]:
-        """The engine has it; what is not being saved by the end is over then, and says so."""
-        self._thread.tell(submitted, receiver)
-        try:
-            yield
-        finally:
-            receiver.leave()
-            if not receiver.settled.done():
-                self._thread.tell(Cancel(submitted), _ignore)
-
-    async def _run_forks(self, first: Submit, receiver: Receiver, take: Callable[[Update], None]) -> None:
-        """The further answers to a prompt that is computed, until all end, the first one included."""
-        async with AsyncExitStack() as stack:
-            ended = [receiver.ended]
-            for index in range(1, first.request.n):
-                fork = Receiver(partial(_take_choice, take, index))
-                self._thread.tell_of_the_end(fork, until=fork.settled)
-                submitted = replace(first, request=first.request.fork(index), found=None, goes_on=False)
-                await stack.enter_async_context(self._at_work(submitted, fork))
-                ended.append(fork.ended)
-            await asyncio.gather(*ended)
-
-    async def _take_turn(self, request: Request, turn: Turn) -> tuple[PlainPrompt, Claim]:
-        """The prompt, and what it goes on from when its turn has come."""
-        while True:
-            view = self._thread.view
-            system = system_of(request, view.agents)
-            read = self._reading(request, system, view.agents, view.model.tokenizer)
-            prompt = await self._in_background(request, read)
-            claim = await turn.wait(partial(self._claim, request, prompt))
-            # The agent may have been made, or deleted, by those who were before.
-            if system_of(request, self._thread.view.agents) == system:
-                return prompt, claim
-
-    def _reading(
-        self, request: Request, system: str | None, agents: Agents, tokenizer: Tokenizer
-    ) -> Callable[[WorkLimit], PlainPrompt]:
-        stable = self.config.stable_prefix
-        return lambda limit: read_conversation(request, system, agents, tokenizer, limit, stable_prefix=stable)
-
-    def _claim(self, request: Request, prompt: PlainPrompt) -> Claim:
-        """What the request needs for itself. One that changes what a lineage has said leaves that lineage alone."""
-        found = choose_lineage(request, prompt, self._thread.view.agents)
-        goes_on = found is not None and prompt.goes_on_from(found.transcript)
-        return Claim(found.name if found is not None and goes_on else None, prompt, found=found)
-
-    def _submitted(self, request: Request, prepared: Prepared, claim: Claim, submitted_at: float) -> Submit:
-        view, num_prompt_tokens = self._thread.view, len(prepared.match.transcript.ids)
-        view.check(num_prompt_tokens, request.prompt_param)
-        room, wanted = view.max_prompt_tokens + 1 - num_prompt_tokens, request.sampling.max_tokens
-        return Submit(
-            request=request,
-            match=prepared.match,
-            max_tokens=room if wanted is None else min(wanted, room),
-            submitted_at=submitted_at,
-            found=claim.found,
-            goes_on=claim.lineage is not None,
-            adapter=prepared.adapter,
-            system_tokens=prepared.system_tokens,
-            grammar=prepared.grammar,
-        )
+        return await self._running.count_tokens(request)
 
     # -- agents -----------------------------------------------------------------------------------------------------
 
@@ -325,6 +197,8 @@ class AsyncEngine:
             StoreError: it could not be written, or the disk budget cannot hold it; nothing has changed.
         """
         served = self._thread.view.model
+        if served.ranks > 1:
+            raise InvalidRequest("an agent cannot be imported where several ranks share the model")
         archive = await asyncio.to_thread(read_archive, Path(path), served.spec, served.fingerprint, agent_id)
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], ImportAgent(archive))
@@ -425,14 +299,6 @@ async def _result(turns: Iterable[Turn], work: asyncio.Future[T]) -> T:
         turn.lasts_until(work)
     await asyncio.wait({work})
     return work.result()
-
-
-def _take_choice(take: Callable[[Update], None], index: int, update: Update) -> None:
-    take(replace(update, choice=index))
-
-
-def _take_volatile(take: Callable[[Update], None], volatile: Volatile, update: Update) -> None:
-    take(update if update.report is None else replace(update, report=replace(update.report, volatile=volatile)))
 
 
 def _ignore(reply: object) -> None:

@@ -29,5 +29,8 @@ def describe_model(served: ServedModel | LoadedModel, config: Config) -> ModelIn
         has_chat_template=served.tokenizer.has_chat_template,
         reply_format=served.tokenizer.reply_format,
         kv_bits=served.spec.bits,
+        ranks=served.ranks,
+        kv_precision=str(served.precision),
+        kv_divergence=served.precision.divergence,
         cache_groups=tuple(describe_group(group) for group in served.spec.all_groups),
     )

@@ -43,6 +43,7 @@ class EngineThread:
         self._view: EngineView | None = None
         self._waiters: set[Callable[[BaseException], None]] = set()
         self._stopping = False
+        self._is_stuck = False
         self._thread: threading.Thread | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ class EngineThread:
 
     async def close(self) -> None:
         """Cancel what runs, write what is due, give the cache folder back."""
-        if self._thread is None:
+        if self._thread is None or self._is_stuck:
             return
         self._stopping = True
         self.post(lambda: None)
@@ -72,6 +73,8 @@ class EngineThread:
             EngineStopped: there is no engine, or it has failed.
             Overloaded: it is about to stop.
         """
+        if isinstance(self.failure, EngineStopped):
+            raise self.failure
         if self.failure is not None:
             raise EngineStopped(f"the engine has failed: {self.failure}")
         if self._stopping:
@@ -102,7 +105,7 @@ class EngineThread:
         except BaseException as error:
             log.exception("the engine has failed")
             self.failure = error
-            end = EngineStopped(f"the engine has failed: {error}")
+            end = error if isinstance(error, EngineStopped) else EngineStopped(f"the engine has failed: {error}")
             engine.fail_all(end)
         try:
             self._close(engine)
@@ -131,13 +134,19 @@ class EngineThread:
         """Have turns that are being saved become safe, and what nobody names deleted; then give the folder back."""
         try:
             self._hand_over(engine)
-            while engine.is_writing:
+            engine.restorer.cease()
+            while engine.is_writing or engine.restorer.is_reading:
                 self._inbox.get()()
                 self._hand_over(engine)
         finally:
             engine.close()
             while not self._inbox.empty():
                 self._inbox.get()()
+
+    def give_up(self, failure: BaseException) -> None:
+        """The thread waits for something that never comes: there is no engine any more. From any thread."""
+        self.failure, self._is_stuck = failure, True
+        self._loop.call_soon_threadsafe(self._tell_waiters, failure)
 
     # -- to the thread ------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from agentcache.memory_plan import MemoryPlan
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import load
 from agentcache.report import ModelInfo
+from agentcache.store.precision_file import read_precision
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,11 @@ def inspect_model(config: Config, model_path: str) -> InspectedModel:
     """
     wishes = wishes_of(config)
     loaded = load(
-        model_path, max_context=config.max_context, check_weights=partial(check_weights, wishes), kv_bits=config.kv
+        model_path,
+        max_context=config.max_context,
+        check_weights=partial(check_weights, wishes),
+        kv=config.kv,
+        kept=partial(read_precision, config.cache_dir),
     )
     plan = plan_for(wishes, loaded, Footprint.of(loaded.spec, loaded.config), config.prefill_chunk)
     return InspectedModel(describe_model(loaded, config), plan)

@@ -203,7 +203,7 @@ def prepare_request(
         refuse_without_adapter(request)
         use = None
     else:
-        use = use_adapter(adapter, policy or adapter.policy, request, matched.transcript.ids)
+        use = use_adapter(adapter, policy, request, matched.transcript.ids)
     grammar = None if request.form is None else make_grammar(request, matched.transcript, tokenizer, limit)
     return Prepared(matched, use, system_tokens, grammar)
 

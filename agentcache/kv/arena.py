@@ -1,70 +1,94 @@
 """Arenas: the RAM in which all cached blocks lie, one array for each tensor of a group's blocks.
 
 Of keys and values, per layer and side: `data` uint32 [num_blocks, H_kv, 256, D*bits/32], `scales` and `biases` float16
-[num_blocks, H_kv, 256, D/group_size], as `mx.quantize` packs them: value = q * scale + bias, low nibble first.
+[num_blocks, H_kv, 256, D/group_size], as `mx.quantize` packs them: value = q * scale + bias, low nibble first. What is
+not quantised has `data` only: 16-bit floats [num_blocks, H_kv, 256, D].
 Slice and scatter assignments run in place as long as nothing else holds the arrays, so nothing here hands them out
-except inside one step's graph. Blocks from files are copied to where an array lies, while no step is under way, where
-the device computes in the memory that this process sees (a CPU, unified memory); elsewhere they are uploaded.
+except inside one step's graph. Where the device computes in the memory that this process sees (a CPU, unified memory),
+blocks are read from files to where an array lies, or copied to there, while no step is under way; elsewhere they are
+uploaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.block_layout import Array, block_tensors
+from agentcache.kv.block_layout import Array, Place, block_tensors, first_float
 from agentcache.kv.spec import (
     PARTS,
     CacheSpec,
     GroupSpec,
+    LayerPacking,
     LayerSpec,
-    Quantisation,
+    Packing,
+    Plain,
     TensorSpec,
-    packed_tensor,
+    packed_tensors,
     sides,
-    tensor_name,
 )
 
 _ALL = slice(None)
-_DTYPES = {"F32": mx.float32, "U32": mx.uint32, "I32": mx.int32, "F16": mx.float16, "U8": mx.uint8}
+_DTYPES = {
+    "F32": mx.float32,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "F16": mx.float16,
+    "BF16": mx.uint16,  # its bits: the buffer protocol, by which bytes come and go, knows no bfloat16
+    "U8": mx.uint8,
+}
+_PLAIN_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 # Quantised values within this limit can be unpacked in float16: q * scale is at most 15/7 of the largest value.
-_LARGEST_VALUE = 30000.0
+LARGEST_VALUE = 30000.0
 
 
-@dataclass
-class Packed:
-    """Quantised values: `data` uint32 [..., D*bits/32], `scales` and `biases` float16 [..., D/group_size]."""
+class Packed(NamedTuple):
+    """Values as they are kept.
+
+    Quantised: `data` uint32 [..., D*bits/32], `scales` and `biases` float16 [..., D/group_size]. Else `data` alone
+    [..., D]: float16, or the bits of bfloat16 as uint16.
+    """
 
     data: mx.array
-    scales: mx.array
-    biases: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
 
-    def __iter__(self) -> Iterator[mx.array]:
-        return iter((self.data, self.scales, self.biases))
-
-
-# Quantises [..., D] along the last axis.
-Pack = Callable[[mx.array, Quantisation], Packed]
+    @property
+    def parts(self) -> tuple[mx.array, ...]:
+        """Those that there are."""
+        return tuple(part for part in self if part is not None)
 
 
-def quantise(x: mx.array, quantisation: Quantisation) -> Packed:
+# Packs [..., D] along the last axis.
+Pack = Callable[[mx.array, Packing], Packed]
+
+
+def quantise(x: mx.array, quantisation: Packing) -> Packed:
     """Quantise [..., D] of any float dtype along the last axis, in float32, keeping scales and biases in float16.
 
     NaN becomes 0 and values saturate: a slot is also read, masked, by rows it does not belong to, so nothing in it may
     turn into NaN or infinity there.
     """
-    finite = mx.nan_to_num(x.astype(mx.float32), nan=0.0, posinf=_LARGEST_VALUE, neginf=-_LARGEST_VALUE)
-    limited = mx.clip(finite, -_LARGEST_VALUE, _LARGEST_VALUE)
+    x = x.astype(mx.float32)
+    limited = mx.clip(mx.where(mx.isnan(x), 0.0, x), -LARGEST_VALUE, LARGEST_VALUE)
+    if isinstance(quantisation, Plain):
+        rounded = limited.astype(_PLAIN_DTYPES[quantisation.dtype])
+        return Packed(rounded.view(_DTYPES[quantisation.dtype]))
     data, scales, biases = mx.quantize(limited, group_size=quantisation.group_size, bits=quantisation.bits)
     return Packed(data, scales.astype(mx.float16), biases.astype(mx.float16))
 
 
-def dequantise(packed: Packed, quantisation: Quantisation, dtype: mx.Dtype) -> mx.array:
+def dequantise(packed: Packed, quantisation: Packing, dtype: mx.Dtype) -> mx.array:
     """The values [..., D] that attention sees, computed in float32."""
+    if isinstance(quantisation, Plain):
+        return packed.data.view(_PLAIN_DTYPES[quantisation.dtype]).astype(dtype)
+    assert packed.scales is not None and packed.biases is not None
     values = mx.dequantize(
         packed.data,
         packed.scales.astype(mx.float32),
@@ -142,15 +166,16 @@ class SideArena:
     """Keys or values of one layer.
 
     Args:
-        parts: their tensors by `PARTS`.
+        parts: their tensors, those of `PARTS` that there are.
     """
 
-    def __init__(self, num_heads: int, dim: int, quantisation: Quantisation, parts: Mapping[str, TensorArena]) -> None:
+    def __init__(self, num_heads: int, dim: int, quantisation: Packing, parts: Mapping[str, TensorArena]) -> None:
         self.num_heads = num_heads
         self.dim = dim
         self.quantisation = quantisation
         self.parts = parts
-        self._arenas = tuple(parts[part] for part in PARTS)
+        self._arenas = tuple(parts[part] for part in PARTS if part in parts)
+        self.written: mx.array | None = None  # what the last launch gave that wrote into the arrays by itself
 
     @property
     def capacity(self) -> int:
@@ -161,21 +186,35 @@ class SideArena:
         for part in self._arenas:
             part.grow(capacity)
 
-    def write_slots(self, packed: Packed, slots: Sequence[Slot]) -> None:
-        """Write one row's tokens, [1, H, n, ·], run by run (slice assignment: the fastest way for long runs)."""
-        for part, new in zip(self._arenas, packed, strict=True):
+    def write_slots(self, packed: Packed, slots: Sequence[Slot], head: int = 0) -> None:
+        """Write one row's tokens run by run (slice assignment: the fastest way for long runs).
+
+        Args:
+            packed: [1, at least `head` + H, n, ·].
+            head: the first of this side's heads in it.
+        """
+        heads = slice(head, head + self.num_heads)
+        for part, new in zip(self._arenas, packed.parts, strict=True):
             for slot in slots:
                 end = slot.offset + slot.stop - slot.start
-                part.array[slot.block_id, :, slot.offset : end] = new[0, :, slot.start : slot.stop]
+                part.array[slot.block_id, :, slot.offset : end] = new[0, heads, slot.start : slot.stop]
 
-    def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array) -> None:
-        """Write tokens [B, H, n, ·] to slots `block_ids`, positions `offsets` in them, both [B*n]."""
-        for part, new in zip(self._arenas, packed, strict=True):
-            part.array[block_ids, :, offsets] = new.swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
+    def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array, head: int = 0) -> None:
+        """Write tokens of `packed` [B, at least `head` + H, n, ·] to slots `block_ids`, positions `offsets` in them.
+
+        Args:
+            block_ids, offsets: [B*n].
+            head: the first of this side's heads in `packed`.
+        """
+        heads = slice(head, head + self.num_heads)
+        for part, new in zip(self._arenas, packed.parts, strict=True):
+            part.array[block_ids, :, offsets] = new[:, heads].swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
 
     def gather(self, block_ids: mx.array) -> Packed:
         """The blocks [..., H, 256, ·] for `block_ids` [...]."""
-        return Packed(*(part.array[block_ids] for part in self._arenas))
+        if self.written is not None:
+            block_ids = block_ids + self.written  # a zero, which has the device read after it has written
+        return Packed(*[part.array[block_ids] for part in self._arenas])
 
     def copy(self, source: int, target: int) -> None:
         """Copy a block. Lazy."""
@@ -191,24 +230,27 @@ class LayerArena:
     """Keys and, except for MLA, values of one layer.
 
     Args:
+        packing: of keys and values, or of both.
         tensors: of the layer's group, by name; without them the layer stands alone and has its own.
     """
 
     def __init__(
-        self, layer: LayerSpec, quantisation: Quantisation, tensors: Mapping[str, TensorArena] | None = None
+        self, layer: LayerSpec, packing: Packing | LayerPacking, tensors: Mapping[str, TensorArena] | None = None
     ) -> None:
         self.layer = layer
-        self.quantisation = quantisation
-        made = {
-            side: SideArena(layer.num_kv_heads, dim, quantisation, self._parts(side, dim, tensors))
-            for side, dim in sides(layer)
-        }
+        made = {}
+        for side, dim in sides(layer):
+            own = packing.side(side) if isinstance(packing, LayerPacking) else packing
+            specs = packed_tensors(layer, side, dim, own)
+            parts = {part: TensorArena(spec) if tensors is None else tensors[spec.name] for part, spec in specs.items()}
+            made[side] = SideArena(layer.num_kv_heads, dim, own, parts)
         self.keys, self.values = made["key_cache"], made.get("value_cache")
 
-    def _parts(self, side: str, dim: int, tensors: Mapping[str, TensorArena] | None) -> dict[str, TensorArena]:
-        if tensors is None:
-            return {part: TensorArena(packed_tensor(self.layer, side, part, dim, self.quantisation)) for part in PARTS}
-        return {part: tensors[tensor_name(self.layer, side, part)] for part in PARTS}
+    @cached_property
+    def is_alike(self) -> bool:
+        """Whether it has keys and values of one size, packed in one way."""
+        keys, values = self.keys, self.values
+        return values is not None and (keys.dim, keys.quantisation) == (values.dim, values.quantisation)
 
     @property
     def sides(self) -> list[tuple[str, SideArena]]:
@@ -225,11 +267,15 @@ class LayerArena:
         """Data, scales and biases of keys, then of values. As `SideArena.arrays`: do not keep them."""
         return [array for _, side in self.sides for array in side.arrays()]
 
-    def replace(self, arrays: Sequence[mx.array]) -> None:
-        """Have these in place of `arrays`, which they were made from."""
-        parts = [part for _, side in self.sides for part in side.parts.values()]
-        for part, array in zip(parts, arrays, strict=True):
-            part.array = array
+    def was_written(self, written: mx.array) -> None:
+        """A launch writes into the arrays by itself, which MLX knows nothing of.
+
+        So it is due when the arrays are (`GroupArena.arrays`), and who reads them in its graph is given the zero that
+        it gives.
+        """
+        self.keys.written = written
+        if self.values is not None:
+            self.values.written = written
 
 
 class GroupArena:
@@ -242,10 +288,8 @@ class GroupArena:
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
         self._tensors = {tensor.name: TensorArena(tensor) for tensor in spec.tensors}
-        quantisation = spec.quantisation
-        self.layers = (
-            [] if quantisation is None else [LayerArena(layer, quantisation, self._tensors) for layer in spec.layers]
-        )
+        packing = spec.packing
+        self.layers = [] if packing is None else [LayerArena(layer, packing, self._tensors) for layer in spec.layers]
 
     @property
     def capacity(self) -> int:
@@ -293,6 +337,23 @@ class GroupArena:
         for tensor, array in zip(tensors, lazy, strict=True):
             tensor.view(block)[...] = np.array(array)
 
+    def places(self, block_ids: Sequence[int]) -> list[Place]:
+        """Where full blocks belong, to read files straight to there. While no step is under way.
+
+        None at all where the device's memory is not ours, and where blocks are floats for the most part. Let go of all
+        before anything else is done with the arena.
+        """
+        first = first_float(self.spec, BLOCK_SIZE)
+        if not shares_memory() or 2 * first < self.spec.bytes_per_block:
+            return []
+        memories = [(tensor.memory(), tensor.spec.slot_bytes) for tensor in self._tensors.values()]
+        num_integers = sum(tensor.end <= first for tensor in block_tensors(self.spec, BLOCK_SIZE))
+        places = []
+        for block_id in block_ids:
+            runs = [memory[block_id * size : (block_id + 1) * size] for memory, size in memories]
+            places.append(Place(runs[:num_integers], runs[num_integers:]))
+        return places
+
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks into slots `block_ids`. While no step is under way.
 
@@ -336,8 +397,9 @@ class GroupArena:
         return self._tensors.values()
 
     def arrays(self) -> list[mx.array]:
-        """All arrays, to evaluate pending writes."""
-        return [tensor.array for tensor in self._tensors.values()]
+        """All arrays, and what launches give that write into them by themselves, to evaluate pending writes."""
+        due = [layer.keys.written for layer in self.layers if layer.keys.written is not None]
+        return [*due, *(tensor.array for tensor in self._tensors.values())]
 
 
 def shares_memory() -> bool:

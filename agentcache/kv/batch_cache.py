@@ -16,6 +16,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena, Packed
+from agentcache.kv.spec import Quantisation
 from agentcache.kv.step_cache import PagedKV, check_window
 from agentcache.kv.step_plan import Reads, Writes
 
@@ -94,7 +95,7 @@ class BatchQuantizedKVCache:
         return self._gather(self.update(keys, values).reads)
 
     def _gather(self, reads: Reads) -> tuple[tuple[mx.array, ...], ...]:
-        return tuple(tuple(_rows(part) for part in side.gather(reads.block_ids)) for _, side in self.arena.sides)
+        return tuple(tuple(_rows(part) for part in side.gather(reads.block_ids).parts) for _, side in self.arena.sides)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """mlx-lm's contract: the mask for the next `N` tokens, bool [B, 1, N, T]."""
@@ -109,11 +110,19 @@ class BatchQuantizedKVCache:
 
     @property
     def bits(self) -> int:
-        return self.arena.quantisation.bits
+        return self._quantisation.bits
 
     @property
     def group_size(self) -> int:
-        return self.arena.quantisation.group_size
+        return self._quantisation.group_size
+
+    @property
+    def _quantisation(self) -> Quantisation:
+        """mlx-lm's functions know one for keys and values."""
+        made = self.arena.keys.quantisation
+        if not isinstance(made, Quantisation) or {side.quantisation for _, side in self.arena.sides} != {made}:
+            raise BrokenInvariant("mlx-lm reads keys and values that are quantised in one way")
+        return made
 
     # -- rows join and leave ----------------------------------------------------------------------------------------
 
@@ -177,7 +186,7 @@ class BatchQuantizedKVCache:
         """Exact contents of a row, [H_kv, length, ·] per side; with a window, from the first block it still needs."""
         reads = Reads([self.tables[index]], [self.lengths[index]], 0, self.window)
         sides = [(name, side.gather(reads.block_ids)) for name, side in self.arena.sides]
-        return {name: Packed(*(_rows(part)[0, :, : reads.num_keys] for part in parts)) for name, parts in sides}
+        return {name: Packed(*(_rows(part)[0, :, : reads.num_keys] for part in packed.parts)) for name, packed in sides}
 
     def is_trimmable(self) -> bool:
         return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -47,6 +48,35 @@ class BlockTensor(NamedTuple):
             there, own = there + stride, own + length
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the bytes of a full block belong in RAM, in their order, as runs.
+
+    Args:
+        integers: what is in front of its first float. They may hold anything as long as nobody reads the block.
+        rest: what comes behind. No other float than finite ones may come here: a masked read would make NaN of it.
+    """
+
+    integers: Sequence[memoryview]
+    rest: Sequence[memoryview]
+
+    @property
+    def rest_bytes(self) -> int:
+        return sum(map(len, self.rest))
+
+    def put_rest(self, data: Array) -> None:
+        """Copy the rest, uint8 [rest_bytes], to where it belongs."""
+        source, begin = data.data, 0
+        for run in self.rest:
+            run[:] = source[begin : begin + len(run)]
+            begin += len(run)
+
+    def let_go(self) -> None:
+        """Nobody may write there any more: what is computed next may move the array."""
+        for run in (*self.integers, *self.rest):
+            run.release()
+
+
 @lru_cache(maxsize=256)
 def block_tensors(group: GroupSpec, num_tokens: int) -> tuple[BlockTensor, ...]:
     """All tensors of a block of so many tokens of the group, in the order of its bytes."""
@@ -69,6 +99,12 @@ def float_ranges(group: GroupSpec, num_tokens: int) -> tuple[tuple[int, int, np.
                 begin = ranges.pop()[0]
             ranges.append((begin, end, dtype))
     return tuple(ranges)
+
+
+def first_float(group: GroupSpec, num_tokens: int) -> int:
+    """Bytes of a block in front of its first float: of integers, which are sound whatever their bits are."""
+    ranges = float_ranges(group, num_tokens)
+    return ranges[0][0] if ranges else group.bytes_of(num_tokens)
 
 
 def header_entries(group: GroupSpec, position: int, num_tokens: int) -> str:

@@ -63,12 +63,14 @@ class TokenMeasures:
         each = np.full(self._width, np.nan, np.float32) if total is None else total / np.float32(num_tokens)
         self.tokens.array[block_id, :num_tokens] = mx.array(each)
 
-    def sums(self, table: BlockTable, num_tokens: int) -> tuple[np.ndarray, int]:
-        """Sum over those of a sequence's first tokens that are in `table` and known, and how many these are."""
-        count = num_tokens - table.first_block * BLOCK_SIZE
-        ids: Sequence[int] = table.block_ids[: -(-count // BLOCK_SIZE)]
+    def sums(self, table: BlockTable, num_tokens: int, begin: int = 0) -> tuple[np.ndarray, int]:
+        """Sum over a sequence's first tokens from `begin` on that are in `table` and known, and how many these are."""
+        first = max(begin // BLOCK_SIZE, table.first_block)
+        count = num_tokens - first * BLOCK_SIZE
+        ids: Sequence[int] = table.block_ids[first - table.first_block :][: -(-count // BLOCK_SIZE)]
         if not ids:
             return np.zeros(self._width), 0
         tokens = np.array(self.tokens.array[mx.array(ids)].reshape(-1, self._width)[:count], np.float64)
+        tokens = tokens[max(0, begin - first * BLOCK_SIZE) :]
         known = np.isfinite(tokens).all(axis=1)
         return tokens[known].sum(axis=0), int(known.sum())

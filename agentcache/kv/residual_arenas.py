@@ -1,6 +1,6 @@
-"""The RAM in which one adapter's residuals lie, beside the model's own cache.
+"""The RAM in which the residuals of one adapter, or of one family of adapters, lie beside the model's own cache.
 
-It answers whoever reads, writes or saves blocks as `ModelRunner` does for base. One object an adapter: ranks differ.
+It answers whoever reads, writes or saves blocks as `ModelRunner` does for base. One object each: ranks differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
 from agentcache.kv.arena import GroupArena, TensorArena, make_arenas
-from agentcache.kv.block_layout import Array
+from agentcache.kv.block_layout import Array, Place
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.spec import CacheSpec
 
@@ -29,6 +29,8 @@ class ResidualArenas:
         wait: returns when the device has done what was started last.
         evaluate: finishes every write that is due, these among them.
         measures: whether it is kept how far each token's own keys and values were from base's.
+        is_family: the residuals are those of a family of adapters. What is measured then is of whoever reads them, so
+            it does not go with their files.
 
     Attributes:
         measures: those, of the group `measured`; None where they are not kept.
@@ -43,8 +45,10 @@ class ResidualArenas:
         evaluate: Callable[[], None],
         *,
         measures: bool = False,
+        is_family: bool = False,
     ) -> None:
         self.spec = spec
+        self.is_family = is_family
         self.evaluate = evaluate
         self.saturated = mx.array(0, mx.int32)
         # One group stands for all: what is measured is summed over the whole model. Of a window's blocks few are left.
@@ -68,8 +72,7 @@ class ResidualArenas:
     def saturate(self, x: mx.array) -> mx.array:
         """Float32 `x` as float16: a NaN becomes 0 and what is too large the largest there is; both are counted."""
         self.saturated = self.saturated + mx.logical_not(mx.abs(x) <= LARGEST_FLOAT16).sum()
-        finite = mx.nan_to_num(x, nan=0.0, posinf=LARGEST_FLOAT16, neginf=-LARGEST_FLOAT16)
-        return mx.clip(finite, -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(mx.float16)
+        return mx.clip(mx.where(mx.isnan(x), 0, x), -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(mx.float16)
 
     def fit(self) -> None:
         """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""
@@ -102,6 +105,12 @@ class ResidualArenas:
         self._wait()  # the step under way may still write to slots whose owner is gone
         self._arenas[group].put(block_ids, blocks)
 
+    def places(self, group: int, block_ids: Sequence[int]) -> list[Place]:
+        """Where full blocks belong, to read files to there (`GroupArena.places`); nothing may be computed meanwhile."""
+        self.fit()
+        self._wait()
+        return self._arenas[group].places(block_ids)
+
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
         """A copy of a block's bytes, for the writer: uint8 [n]."""
         self._wait()
@@ -109,22 +118,25 @@ class ResidualArenas:
 
     def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras:
         """What is known of a block beside its bytes, to go with its file."""
-        if self.measures is None or group != self.measured:
+        if self.measures is None or group != self.measured or self.is_family:
             return {}
         self._wait()
         return self.measures.extras(block_id, num_tokens)
 
     def put_extras(self, group: int, block_id: int, num_tokens: int, extras: Extras) -> None:
         """Take over what came with a block's file."""
-        if self.measures is not None and group == self.measured:
+        if self.measures is not None and group == self.measured and not self.is_family:
             self.measures.put(block_id, num_tokens, extras)
 
     def measured_of(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[np.ndarray, int]:
-        """Sums over a sequence's first tokens, float64 [4], as far as they are known, and of how many tokens."""
+        """Sums over a prompt of so many tokens, float64 [4], as far as they are known, and of how many tokens.
+
+        Of a family's residuals, whoever reads them has computed the last token only.
+        """
         if self.measures is None:
             return np.zeros(4), 0
         self.evaluate()
-        return self.measures.sums(tables[self.measured], num_tokens)
+        return self.measures.sums(tables[self.measured], num_tokens, num_tokens - 1 if self.is_family else 0)
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to evaluate pending writes."""

@@ -1,4 +1,5 @@
-"""The cache of one adapter's residuals (ForkKV, arXiv 2604.06370): what an adapter adds to the keys and values of base.
+"""The cache of one adapter's residuals (ForkKV, arXiv 2604.06370): what an adapter adds to the keys and values of base;
+or of those of a family of adapters with the same As (LRAgent, arXiv 2602.01053).
 
 Of a token, layer and side it keeps x·A, the low-rank half of x·A·B: float16, one copy for all heads, without rope.
 Where the model norms each head's keys, it also keeps the factors of that norm, of the key without and with the adapter.
@@ -36,10 +37,12 @@ class ResidualShape:
     Args:
         layers: those whose keys or values it touches, in order of depth; at least one.
         dtype: that the model computes in, as MLX names it.
+        is_family: it is kept once for all adapters that have these As, and x is base's, so that it is nobody's own.
     """
 
     layers: tuple[ResidualLayer, ...]
     dtype: str
+    is_family: bool = False
 
 
 def key_a_name(layer: int) -> str:
@@ -53,14 +56,17 @@ def value_a_name(layer: int) -> str:
 
 
 def key_norms_name(layer: int) -> str:
-    """1 / rms of a layer's keys before their norm, without and with the adapter: float16 [tokens, H_kv, 2]."""
+    """1 / rms of a layer's keys before their norm, without and with the adapter: float16 [tokens, H_kv, 2].
+
+    A family's: [tokens, H_kv, 1], without an adapter; with one, each member works it out when it reads.
+    """
     return f"residual.layers.{layer}.key_norms.{POSITION}"
 
 
 def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
     """The spec of the cache that is kept beside `base`: groups named and windowed as base's, those with tensors only.
 
-    Its digest covers base's spec and the dtype that x was computed in.
+    Its digest covers base's spec, the dtype that x was computed in, and whose x it is.
     """
     touched = {layer.index: layer for layer in shape.layers}
     groups = []
@@ -69,7 +75,7 @@ def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
             tensor
             for layer in group.layers
             if layer.index in touched
-            for tensor in _tensors(touched[layer.index], layer.num_kv_heads)
+            for tensor in _tensors(touched[layer.index], layer.num_kv_heads, 1 if shape.is_family else 2)
         ]
         if tensors:
             groups.append(GroupSpec(group.name, tuple(tensors), group.window))
@@ -78,16 +84,16 @@ def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
         base.num_attention_heads,
         tuple(groups),
         base.rope,
-        beside=f"{base.digest} {shape.dtype}",
+        beside=f"{base.digest} {shape.dtype}" + (" x of base" if shape.is_family else ""),
     )
 
 
-def _tensors(layer: ResidualLayer, num_kv_heads: int) -> list[TensorSpec]:
+def _tensors(layer: ResidualLayer, num_kv_heads: int, num_norms: int) -> list[TensorSpec]:
     tensors = []
     if layer.key_rank:
         tensors.append(TensorSpec(key_a_name(layer.index), DTYPE, (layer.key_rank,)))
         if layer.normed:
-            tensors.append(TensorSpec(key_norms_name(layer.index), DTYPE, (num_kv_heads, 2)))
+            tensors.append(TensorSpec(key_norms_name(layer.index), DTYPE, (num_kv_heads, num_norms)))
     if layer.value_rank:
         tensors.append(TensorSpec(value_a_name(layer.index), DTYPE, (layer.value_rank,)))
     return tensors

@@ -20,6 +20,7 @@ import numpy as np
 from agentcache.blocks.allocator import window_blocks
 from agentcache.blocks.keys import BLOCK_SIZE, STATE_GROUP
 from agentcache.errors import BrokenInvariant, UnsupportedModel
+from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits
 
 POSITION = "@"
 # As safetensors names them.
@@ -41,7 +42,7 @@ STATE_DTYPES = {
     "uint32": "U32",
     "int64": "I64",
 }
-PARTS = {"data": "U32", "scales": "F16", "biases": "F16"}  # of what `mx.quantize` packs; whatever the model's dtype
+PARTS = ("data", "scales", "biases")  # of what `mx.quantize` packs, in the order of a block's bytes
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,51 @@ class Quantisation:
 
     def __str__(self) -> str:
         return f"affine-{self.bits}bit-g{self.group_size}"
+
+    def parts(self, dim: int) -> dict[str, tuple[str, int]]:
+        """Dtype and width of each part of a head's `dim` values, whatever the model's dtype."""
+        groups = dim // self.group_size
+        return {"data": ("U32", dim * self.bits // 32), "scales": ("F16", groups), "biases": ("F16", groups)}
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Values as they are, in 16 bits: bfloat16 where the model computes in that, else float16."""
+
+    dtype: str
+
+    @property
+    def bits(self) -> int:
+        return UNQUANTISED_BITS
+
+    def __str__(self) -> str:
+        return {"F16": "float16", "BF16": "bfloat16"}[self.dtype]
+
+    def parts(self, dim: int) -> dict[str, tuple[str, int]]:
+        """As `Quantisation.parts`."""
+        return {"data": (self.dtype, dim)}
+
+
+Packing = Quantisation | Plain
+
+
+@dataclass(frozen=True)
+class LayerPacking:
+    """How a layer's keys and values are kept."""
+
+    keys: Packing
+    values: Packing
+
+    def side(self, name: str) -> Packing:
+        """Of one of `sides`."""
+        return self.keys if name == "key_cache" else self.values
+
+    @property
+    def bits(self) -> LayerBits:
+        return LayerBits(self.keys.bits, self.values.bits)
+
+    def __str__(self) -> str:
+        return str(self.keys) if self.keys == self.values else f"{self.keys}, values {self.values}"
 
 
 def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
@@ -167,14 +213,16 @@ class GroupSpec:
         tensors: of a block, in the order of its bytes; wide dtypes first, so that all are aligned.
         window: number of most recent tokens that are read; None for all.
         layers: the attention layers whose keys and values these are; none in a group of other tensors.
-        quantisation: how keys and values are packed; None in a group of other tensors.
+        quantisation: how keys are kept, and values where it is not said of them; None in a group of other tensors.
+        value_quantisation: how values are kept where that is another way.
     """
 
     name: str
     tensors: tuple[TensorSpec, ...]
     window: int | None = None
     layers: tuple[LayerSpec, ...] = ()
-    quantisation: Quantisation | None = None
+    quantisation: Packing | None = None
+    value_quantisation: Packing | None = None
 
     def __post_init__(self) -> None:
         sizes = [tensor.numpy_dtype.itemsize for tensor in self.tensors]
@@ -190,6 +238,13 @@ class GroupSpec:
     def _hash(self) -> int:
         """Once: what is known of blocks is looked up by their group, for every file."""
         return hash((self.name, self.tensors))
+
+    @cached_property
+    def packing(self) -> LayerPacking | None:
+        """How its layers' keys and values are kept; None in a group of other tensors."""
+        if self.quantisation is None:
+            return None
+        return LayerPacking(self.quantisation, self.value_quantisation or self.quantisation)
 
     @property
     def is_state(self) -> bool:
@@ -236,6 +291,7 @@ class CacheSpec:
         rope: a text that changes whenever rope would rotate differently.
         recurrent: one per layer that keeps a state instead, or besides, in order of depth.
         beside: of a cache that is kept beside the model's own, what it goes with: that one's digest among it.
+        rank: of a cache that holds the heads of one of several processes, which of how many; empty alone.
     """
 
     model_type: str
@@ -245,6 +301,7 @@ class CacheSpec:
     block_size: int = field(default=BLOCK_SIZE)
     recurrent: tuple[RecurrentSpec, ...] = ()
     beside: str = ""
+    rank: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -279,10 +336,20 @@ class CacheSpec:
     def bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.groups)
 
-    @property
-    def bits(self) -> int | None:
-        """Of a key or value; None where none are kept."""
-        return next((group.quantisation.bits for group in self.groups if group.quantisation is not None), None)
+    @cached_property
+    def bits(self) -> float | None:
+        """Of a key or value, the mean where they differ; None where none are kept."""
+        kept = [
+            (layer.num_kv_heads * dim, group.packing.side(side).bits)
+            for group in self.groups
+            if group.packing is not None
+            for layer in group.layers
+            for side, dim in sides(layer)
+        ]
+        if not kept:
+            return None
+        mean = sum(size * bits for size, bits in kept) / sum(size for size, _ in kept)
+        return int(mean) if mean.is_integer() else round(mean, 2)
 
     def group(self, name: str) -> GroupSpec:
         """The group of that name; KeyError if there is none."""
@@ -312,6 +379,7 @@ class CacheGroupInfo:
         bytes_per_token: that each token adds.
         bytes_per_snapshot: that a block has once, however many tokens it is for: recurrent state; 0 for none.
         bytes_per_block: of a full block.
+        packing: how keys and values are kept; empty where none are.
     """
 
     name: str
@@ -321,6 +389,7 @@ class CacheGroupInfo:
     bytes_per_token: int
     bytes_per_snapshot: int
     bytes_per_block: int
+    packing: str = ""
 
     def bytes_for(self, num_tokens: int) -> int:
         """What a sequence of so many tokens takes: whole blocks, and of a state one snapshot."""
@@ -349,6 +418,7 @@ def describe_group(group: GroupSpec) -> CacheGroupInfo:
         bytes_per_token=group.bytes_per_token,
         bytes_per_snapshot=group.bytes_of(0),
         bytes_per_block=group.bytes_per_block,
+        packing=str(group.packing or ""),
     )
 
 
@@ -361,7 +431,13 @@ def _kind_of(group: GroupSpec) -> GroupKind:
     return GroupKind.LATENT if is_latent else GroupKind.FULL
 
 
-_NEW_DEFAULTS: tuple[tuple[str, Any], ...] = (("nth", 0), ("recurrent", ()), ("beside", ""))
+_NEW_DEFAULTS: tuple[tuple[str, Any], ...] = (
+    ("nth", 0),
+    ("recurrent", ()),
+    ("beside", ""),
+    ("value_quantisation", None),
+    ("rank", ""),
+)
 
 
 def _without_new_defaults(entries: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -387,30 +463,44 @@ def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:
         yield "value_cache", layer.value_dim
 
 
-def packed_tensor(layer: LayerSpec, side: str, part: str, dim: int, quantisation: Quantisation) -> TensorSpec:
-    """In blocks of k tokens: data uint32 [H_kv, k, D * bits / 32], scales, biases float16 [H_kv, k, D / group_size]."""
-    width = dim * quantisation.bits // 32 if part == "data" else dim // quantisation.group_size
-    name = tensor_name(layer, side, part)
-    return TensorSpec(name, PARTS[part], (layer.num_kv_heads, width), token_axis=1)
+def packed_tensors(layer: LayerSpec, side: str, dim: int, packing: Packing) -> dict[str, TensorSpec]:
+    """By part, in blocks of k tokens.
+
+    Quantised: data uint32 [H_kv, k, D * bits / 32], scales, biases float16 [H_kv, k, D / group_size]; else data
+    [H_kv, k, D] in 16 bits.
+    """
+    return {
+        part: TensorSpec(tensor_name(layer, side, part), dtype, (layer.num_kv_heads, width), token_axis=1)
+        for part, (dtype, width) in packing.parts(dim).items()
+    }
 
 
-def attention_group(name: str, layers: Sequence[LayerSpec], quantisation: Quantisation) -> GroupSpec:
-    """The group of these layers' quantised keys and values."""
-    tensors = tuple(
-        packed_tensor(layer, side, part, dim, quantisation)
-        for part in PARTS
-        for layer in layers
-        for side, dim in sides(layer)
-    )
-    return GroupSpec(name, tensors, layers[0].window, tuple(layers), quantisation)
+def attention_group(name: str, layers: Sequence[LayerSpec], keys: Packing, values: Packing | None = None) -> GroupSpec:
+    """The group of these layers' keys and values; values are kept as keys are, unless it is said."""
+    packing = LayerPacking(keys, values or keys)
+    made = [packed_tensors(layer, side, dim, packing.side(side)) for layer in layers for side, dim in sides(layer)]
+    tensors = tuple(side[part] for part in PARTS for side in made if part in side)
+    # The widest dtypes first, so that all are aligned.
+    tensors = tuple(sorted(tensors, key=lambda tensor: -tensor.numpy_dtype.itemsize))
+    return GroupSpec(name, tensors, layers[0].window, tuple(layers), keys, None if packing.values == keys else values)
 
 
-def make_groups(layers: list[LayerSpec], quantisation: Quantisation) -> tuple[GroupSpec, ...]:
-    """Cut `layers` into spans of depth (quarters; halves under 8 layers) and each span by attention window."""
+def make_groups(layers: Sequence[LayerSpec], packings: Packing | Sequence[LayerPacking]) -> tuple[GroupSpec, ...]:
+    """Cut `layers` into spans of depth (quarters; halves under 8 layers), each by attention window and by packing.
+
+    Args:
+        packings: of all layers' keys and values, or each layer's.
+    """
+    if isinstance(packings, Packing):
+        packings = [LayerPacking(packings, packings)] * len(layers)
     num_spans = 2 if len(layers) < 8 else 4
-    groups: dict[str, list[LayerSpec]] = {}
-    for position, layer in enumerate(layers):
+    usual = max(packings, key=packings.count, default=None)
+    groups: dict[tuple[str, LayerPacking], list[LayerSpec]] = {}
+    for position, (layer, packing) in enumerate(zip(layers, packings, strict=True)):
         kind = "full" if layer.window is None else f"window{layer.window}"
         span = position * num_spans // len(layers)
-        groups.setdefault(f"{kind}.{span}", []).append(layer)
-    return tuple(attention_group(name, members, quantisation) for name, members in groups.items())
+        name = f"{kind}.{span}" if packing == usual else f"{kind}.{span}.{packing.bits}"
+        groups.setdefault((name, packing), []).append(layer)
+    return tuple(
+        attention_group(name, members, packing.keys, packing.values) for (name, packing), members in groups.items()
+    )

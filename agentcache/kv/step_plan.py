@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena, Pack, Slot, TensorArena, quantise
+from agentcache.kv.arena import LayerArena, Pack, Packed, SideArena, Slot, TensorArena, quantise
 
 _MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assignments
 
@@ -95,6 +96,7 @@ class Reads:
     ) -> None:
         self.num_tokens = num_tokens
         self.window = window
+        self.prepared: dict[Any, Any] = {}  # what kernels have made of it, for all layers
         self._lengths = lengths
         # In lists of plain arithmetic: this is done anew for every row of every step.
         firsts = [table.first_block for table in tables]
@@ -111,7 +113,7 @@ class Reads:
     def of_rows(self, rows: Sequence[int]) -> Reads:
         """The same for some of the rows."""
         part = Reads.__new__(Reads)
-        part.num_tokens, part.window = self.num_tokens, self.window
+        part.num_tokens, part.window, part.prepared = self.num_tokens, self.window, {}
         part._lengths = [self._lengths[row] for row in rows]
         part._firsts = [self._firsts[row] for row in rows]
         part._ids = [self._ids[row] for row in rows]
@@ -154,6 +156,11 @@ class Reads:
         allowed = keys <= queries
         return allowed if self.window is None else allowed & (keys > queries - self.window)
 
+    @cached_property
+    def block_bias(self) -> mx.array:
+        """`block_mask` to be added to scores, float32 [num_blocks, 1, 1, num_tokens, 256]: 0, or -inf."""
+        return mx.where(self.block_mask, 0.0, -mx.inf)[:, None, None]
+
     @property
     def key_start(self) -> int:
         """Position of the first key read; for one row only."""
@@ -188,6 +195,7 @@ class Writes:
 
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int) -> None:
         self.num_tokens = num_tokens
+        self.prepared: dict[Any, Any] = {}  # what kernels have made of it, for all layers
         self._by_runs = len(lengths) == 1 and num_tokens <= _MAX_SLICES * BLOCK_SIZE
         self._offsets = [length % BLOCK_SIZE for length in lengths]  # of each row's first token in its first slot
         firsts = [length // BLOCK_SIZE for length in lengths]
@@ -199,6 +207,11 @@ class Writes:
         for ids, offset in zip(self._ids, self._offsets, strict=True):
             if len(ids) * BLOCK_SIZE < offset + num_tokens:
                 raise BrokenInvariant("a step was run without reserving its blocks")
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The slots that each row writes to."""
+        return self._ids
 
     @cached_property
     def runs(self) -> list[Slot]:
@@ -221,14 +234,37 @@ class Writes:
             [position % BLOCK_SIZE for _, positions in ends for position in positions], mx.int32
         )
 
+    @cached_property
+    def places(self) -> mx.array:
+        """slot * 256 + offset of every token, int32 [B * num_tokens], one row after the other."""
+        if self.num_tokens == 1:  # in every step that decodes
+            rows = zip(self._ids, self._offsets, strict=True)
+            return mx.array([ids[0] * BLOCK_SIZE + offset for ids, offset in rows], mx.int32)
+        block_ids, offsets = self.slots_and_offsets
+        return block_ids * BLOCK_SIZE + offsets
+
+    @cached_property
+    def counts(self) -> mx.array:
+        """Tokens of all rows, and of each: int32 [2]."""
+        return mx.array([len(self._ids) * self.num_tokens, self.num_tokens], mx.int32)
+
     def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None, pack: Pack = quantise) -> None:
         """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy."""
-        for (_, side), new in zip(arena.sides, (keys, values), strict=False):
-            packed = pack(new, arena.quantisation)
-            if self._by_runs:
-                side.write_slots(packed, self.runs)
-            else:
-                side.write_scattered(packed, *self.slots_and_offsets)
+        (_, first), *rest = arena.sides
+        if values is not None and values.shape == keys.shape and arena.is_alike:  # in one go: half as many operations
+            packed = pack(mx.concatenate([keys, values], axis=1), first.quantisation)
+            self._write(first, packed)
+            self._write(rest[0][1], packed, first.num_heads)
+            return
+        self._write(first, pack(keys, first.quantisation))
+        for _, side in rest:
+            self._write(side, pack(values, side.quantisation))
+
+    def _write(self, side: SideArena, packed: Packed, head: int = 0) -> None:
+        if self._by_runs:
+            side.write_slots(packed, self.runs, head)
+        else:
+            side.write_scattered(packed, *self.slots_and_offsets, head)
 
     def put_tokens(self, tensor: TensorArena, new: mx.array) -> None:
         """Write what a tensor of another kind keeps of each token, [B, n, ...]. Lazy."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 import numpy as np
@@ -151,6 +152,7 @@ class Adapter:
         invocation_tokens: activated LoRA (arXiv 2504.12397): it acts from their last occurrence in the prompt on.
         activation_shift: added to that position.
         sides: what of it acts on keys and on values.
+        family: digest of all its A matrices, value by value: adapters of a family differ in their Bs only.
     """
 
     digest: str
@@ -163,6 +165,7 @@ class Adapter:
     invocation_tokens: tuple[int, ...] | None
     activation_shift: int
     sides: AdapterSides = AdapterSides()
+    family: str = ""
 
 
 @dataclass(frozen=True)
@@ -204,8 +207,9 @@ def _read_adapter(path: Path, modules: TargetModules, max_bytes: int) -> Adapter
     folder = read_folder(path, max_bytes)
     targets = {name: modules.target(name) for name in folder.matrices}
     matrices = _fit(folder.matrices, targets, modules)
+    sides = _sides(matrices, targets, modules)
     adapter = Adapter(
-        digest=_digest(matrices),
+        digest=_digest(b"agentcache.lora", _fields(matrices)),
         path=path,
         format=folder.format,
         ranks={name: pair.rank for name, pair in matrices.items()},
@@ -214,7 +218,8 @@ def _read_adapter(path: Path, modules: TargetModules, max_bytes: int) -> Adapter
         nbytes=sum(pair.rank * modules.linears[name].bytes_a_rank for name, pair in matrices.items()),
         invocation_tokens=folder.config.invocation_tokens,
         activation_shift=folder.config.activation_shift,
-        sides=_sides(matrices, targets, modules),
+        sides=sides,
+        family=_digest(b"agentcache.as", _family_fields(matrices, sides)),
     )
     return AdapterContent(adapter, matrices)
 
@@ -263,21 +268,35 @@ def _join(parts: Sequence[tuple[Target, LowRank]], out_dim: int) -> LowRank:
     return LowRank(np.concatenate([pair.a for _, pair in parts], axis=1), b)
 
 
-def _digest(matrices: Mapping[ModuleName, LowRank]) -> str:
-    """Of names, shapes and float32 values in one order and layout, each preceded by its length."""
-    state = hashlib.blake2b(digest_size=20, person=b"agentcache.lora")
-    for field in _fields(matrices):
+def _digest(tag: bytes, fields: Iterable[bytes]) -> str:
+    """Of fields in their order, each preceded by its length; 40 hex digits."""
+    state = hashlib.blake2b(digest_size=20, person=tag)
+    for field in fields:
         state.update(len(field).to_bytes(8, "little"))
         state.update(field)
     return state.hexdigest()
 
 
 def _fields(matrices: Mapping[ModuleName, LowRank]) -> Iterator[bytes]:
+    """Names, shapes and float32 values in one order and layout."""
     for name, pair in sorted(matrices.items()):
         yield str(name).encode()
-        for matrix in (pair.a, pair.b):
-            yield repr(matrix.shape).encode()
-            yield np.ascontiguousarray(matrix, "<f4").tobytes()
+        yield from _matrix_fields(pair.a)
+        yield from _matrix_fields(pair.b)
+
+
+def _family_fields(matrices: Mapping[ModuleName, LowRank], sides: AdapterSides) -> Iterator[bytes]:
+    """The same of As only; and which of their columns keys and values take, which a fused module's B decides."""
+    for name, pair in sorted(matrices.items()):
+        yield str(name).encode()
+        yield from _matrix_fields(pair.a)
+    for side in (sides.keys, sides.values):
+        yield repr([(layer, each.components) for layer, each in sorted(side.items())]).encode()
+
+
+def _matrix_fields(matrix: Any) -> Iterator[bytes]:
+    yield repr(matrix.shape).encode()
+    yield np.ascontiguousarray(matrix, "<f4").tobytes()
 
 
 def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.arena import Packed, SideArena, dequantise
+from agentcache.kv.arena import LayerArena, Packed, SideArena, dequantise
 from agentcache.kv.step_cache import PagedKV
 from agentcache.kv.step_plan import Reads
 from agentcache.models import fused
@@ -67,7 +67,7 @@ def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOp
     assert values is not None  # MLA reads its latent itself
     if reads_packed(queries.shape[2], reads.batch_size, options.softcap):
         ids = reads.blocks.ids
-        return packed_attention(queries, keys.gather(ids), values.gather(ids), reads, options, keys)
+        return packed_attention(queries, keys.gather(ids), values.gather(ids), reads, options, kv.arena)
     k = unpack_for(queries, keys, reads)
     v = unpack_for(queries, values, reads)
     return flash_attention(queries, k, v, reads, options)
@@ -99,7 +99,7 @@ def unpack_row(side: SideArena, reads: Reads, dtype: mx.Dtype) -> mx.array:
 
 
 def packed_attention(
-    queries: mx.array, keys: Packed, values: Packed, reads: Reads, options: AttentionOptions, side: SideArena
+    queries: mx.array, keys: Packed, values: Packed, reads: Reads, options: AttentionOptions, arena: LayerArena
 ) -> mx.array:
     """Attention straight on the packed blocks of `reads.blocks`; returns [B, H_q, n, D_v] in the queries' type.
 
@@ -111,35 +111,39 @@ def packed_attention(
     Args:
         queries: [B, H_q, n, D_k].
         keys, values: [num_blocks, H_kv, 256, ·].
-        side: whose quantisation they are packed in.
+        arena: whose way of packing they are in; without values of its own, both are in that of its keys.
     """
     batch, num_heads, num_tokens, _ = queries.shape
     kv_heads = keys.data.shape[1]
     grouped = (kv_heads, num_heads // kv_heads, num_tokens)
     merged = (kv_heads, grouped[1] * num_tokens)
-    blocks, quantisation = reads.blocks, side.quantisation
+    blocks, of_keys = reads.blocks, arena.keys.quantisation
+    of_values = of_keys if arena.values is None else arena.values.quantisation
 
     q = blocks.spread((queries.astype(mx.float32) * options.scale).reshape(batch, *merged, -1))
-    scores = packed_product(q, keys, quantisation, transpose=True).reshape(-1, *grouped, BLOCK_SIZE)
+    scores = packed_product(q, keys, of_keys, transpose=True).reshape(-1, *grouped, BLOCK_SIZE)
     weights, total = _softmax(scores, reads, options)
-    out = packed_product(weights.reshape(-1, *merged, BLOCK_SIZE), values, quantisation, transpose=False)
-    out = blocks.sum(out).reshape(batch, *grouped, -1) / total[..., None]
+    out = packed_product(weights.reshape(-1, *merged, BLOCK_SIZE), values, of_values, transpose=False)
+    out = blocks.sum(out).reshape(batch, *grouped, -1) / total
     return out.reshape(batch, num_heads, num_tokens, -1).astype(queries.dtype)
 
 
 def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple[mx.array, mx.array]:
-    """Weights [num_blocks, H_kv, repeats, n, 256] of float32 scores, and what each row's are to be divided by."""
+    """Weights [num_blocks, H_kv, repeats, n, 256] of float32 scores, and what each row's are to be divided by.
+
+    The latter is [B, H_kv, repeats, n, 1].
+    """
     if options.softcap is not None:
         scores = options.softcap * mx.tanh(scores / options.softcap)
-    scores = mx.where(reads.block_mask[:, None, None], scores, -mx.inf)
-    peak = reads.blocks.max(scores.max(axis=-1))
+    scores = scores + reads.block_bias
+    peak = reads.blocks.max(scores.max(axis=-1, keepdims=True))
     if options.sinks is None:
-        weights = mx.exp(scores - reads.blocks.spread(peak)[..., None])
-        return weights, reads.blocks.sum(weights.sum(axis=-1))
-    sinks = options.sinks.astype(mx.float32).reshape(1, *scores.shape[1:3], 1)
+        weights = mx.exp(scores - reads.blocks.spread(peak))
+        return weights, reads.blocks.sum(weights.sum(axis=-1, keepdims=True))
+    sinks = options.sinks.astype(mx.float32).reshape(1, *scores.shape[1:3], 1, 1)
     peak = mx.maximum(peak, sinks)
-    weights = mx.exp(scores - reads.blocks.spread(peak)[..., None])
-    return weights, reads.blocks.sum(weights.sum(axis=-1)) + mx.exp(sinks - peak)
+    weights = mx.exp(scores - reads.blocks.spread(peak))
+    return weights, reads.blocks.sum(weights.sum(axis=-1, keepdims=True)) + mx.exp(sinks - peak)
 
 
 def activation_dtype(linear: nn.Module) -> mx.Dtype:

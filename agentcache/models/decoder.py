@@ -43,6 +43,7 @@ class Decoder:
     first_layer: int = 0
     invocation_tokens: tuple[int, ...] | None = None
     activation_shift: int = 0
+    family: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +143,8 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
         for part in (*model.layers, model):
             mx.eval(part.parameters())
             yield None
-        for hosted in host_in_pieces(model, config["model_type"], config, kv_bits=base.survey.kv_bits):  # noqa: B007
+        pieces = host_in_pieces(model, config["model_type"], config, choose=lambda model, survey: base.survey.precision)
+        for hosted in pieces:  # noqa: B007
             yield None
         assert hosted is not None  # it comes last
         install_wanted_positions(hosted.survey, base.current)

@@ -58,47 +58,52 @@ class StepMeasures:
     def __init__(self, energies: Sequence[TokenMeasures]) -> None:
         self._energies = energies
         self._rounding: dict[int, list[mx.array]] = defaultdict(list)  # by group, [W, n, 2] a layer
-        self._own: dict[tuple[int, int], list[mx.array]] = defaultdict(list)  # by row and group, [n, 4] a layer
-        self._places: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
+        self._own: dict[int, list[mx.array]] = defaultdict(list)  # by group, [R, n, 6] a layer
+        self._places: dict[int, tuple[mx.array, mx.array]] = {}
 
     def note_written(self, group: int, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
         """Base's keys [W, H_kv, n, D_k] and values that are being written in a layer."""
         sides = zip(arena.sides, (keys, values), strict=False)
-        errors = [_energy(_rounded(side, new) - new.astype(mx.float32)) for (_, side), new in sides if new is not None]
+        errors = [_rounding(side, new) for (_, side), new in sides if new is not None]
         self._rounding[group].append(mx.stack([errors[0], errors[-1] if len(errors) > 1 else 0 * errors[0]], axis=-1))
 
-    def note_own(self, row: int, group: int, arena: LayerArena, reads: Reads, keys: mx.array, values: mx.array) -> None:
-        """What base's weights make of a residual row's input in a layer: keys [1, H_kv, n, D_k], and values.
+    def note_own(self, group: int, arena: LayerArena, reads: Sequence[Reads], keys: mx.array, values: mx.array) -> None:
+        """What base's weights make of residual rows' input in a layer: keys [R, H_kv, n, D_k], and values.
 
         Args:
-            reads: the row's, of base's blocks, to which base's own have been written.
+            reads: each row's, of base's blocks, to which base's own have been written.
         """
-        if (row, group) not in self._places:
-            self._places[row, group] = _places(reads)
-        ids, offsets = self._places[row, group]
+        if group not in self._places:
+            self._places[group] = _places(reads)
+        ids, offsets = self._places[group]
         numbers = []
         for (_, side), own in zip(arena.sides, (keys, values), strict=True):
             cached = Packed(*(part.array[ids, :, offsets] for part in side.parts.values()))
-            there = dequantise(cached, side.quantisation, mx.float32).swapaxes(0, 1)[None]
+            there = dequantise(cached, side.quantisation, mx.float32)
+            there = there.reshape(own.shape[0], own.shape[2], own.shape[1], -1).swapaxes(1, 2)
             own = own.astype(mx.float32)
-            numbers += [_energy(own - there)[0], _energy(own)[0]]
-        self._own[row, group].append(mx.stack(numbers, axis=-1))
+            numbers += [_energy(own - there), _energy(own), _rounding(side, own)]
+        self._own[group].append(mx.stack(numbers, axis=-1))
 
-    def finish(self, writes: Sequence[Writes | None]) -> dict[int, mx.array]:
-        """Write base's energies; returns each residual row's measures, float32 [n, 4] as `Divergence.of` has them."""
+    def finish(self, writes: Sequence[Writes | None]) -> mx.array | None:
+        """Write base's energies; returns residual rows' measures, float32 [R, n, 4] as `Divergence.of` has them."""
         for group, errors in self._rounding.items():
             target = writes[group]
             if target is not None:
                 target.put_tokens(self._energies[group].tokens, sum(errors[1:], errors[0]))
-        rows: dict[int, mx.array] = {}
-        for (row, group), numbers in self._own.items():
-            ids, offsets = self._places[row, group]
-            rounding = self._energies[group].tokens.array[ids, offsets]
-            keys, values = rounding[:, 0], rounding[:, 1]
-            zero = mx.zeros_like(keys)
-            total = sum(numbers[1:], numbers[0]) - mx.stack([keys, zero, values, zero], axis=-1)
-            rows[row] = rows[row] + total if row in rows else total
-        return rows
+        measures: mx.array | None = None
+        for group, layers in self._own.items():
+            numbers, (ids, offsets) = sum(layers[1:], layers[0]), self._places[group]
+            rounding = self._energies[group].tokens.array[ids, offsets].reshape(*numbers.shape[:2], 2)
+            # Base's blocks may be older than these measures. Then the rounding of the row's own stands for it: the
+            # same where the two do not differ, and nearly so where they do.
+            rounding = mx.where(mx.isnan(rounding), numbers[..., 2::3], rounding)
+            keys, values = rounding[..., 0], rounding[..., 1]
+            of_group = mx.stack(
+                [numbers[..., 0] - keys, numbers[..., 1], numbers[..., 3] - values, numbers[..., 4]], axis=-1
+            )
+            measures = of_group if measures is None else measures + of_group
+        return measures
 
 
 def _energy(x: mx.array) -> mx.array:
@@ -106,14 +111,19 @@ def _energy(x: mx.array) -> mx.array:
     return mx.square(x).sum(axis=(1, 3))
 
 
-def _rounded(side: SideArena, x: mx.array) -> mx.array:
-    return dequantise(quantise(x, side.quantisation), side.quantisation, mx.float32)
+def _rounding(side: SideArena, x: mx.array) -> mx.array:
+    """Energy of what rounding takes off x [B, H, n, D], [B, n]."""
+    rounded = dequantise(quantise(x, side.quantisation), side.quantisation, mx.float32)
+    return _energy(rounded - x.astype(mx.float32))
 
 
-def _places(reads: Reads) -> tuple[mx.array, mx.array]:
-    """Slots of one row's tokens in the step, and their places there."""
-    (row,) = reads.rows
-    begin = row.length - row.base
-    tokens = range(begin, begin + reads.num_tokens)
-    ids = [row.block_ids[token // BLOCK_SIZE] for token in tokens]
-    return mx.array(ids, mx.int32), mx.array([token % BLOCK_SIZE for token in tokens], mx.int32)
+def _places(reads: Sequence[Reads]) -> tuple[mx.array, mx.array]:
+    """Slots of rows' tokens in the step, and their places there, one row after the other."""
+    ids, offsets = list[int](), list[int]()
+    for each in reads:
+        (row,) = each.rows
+        begin = row.length - row.base
+        tokens = range(begin, begin + each.num_tokens)
+        ids += [row.block_ids[token // BLOCK_SIZE] for token in tokens]
+        offsets += [token % BLOCK_SIZE for token in tokens]
+    return mx.array(ids, mx.int32), mx.array(offsets, mx.int32)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.utils import MODEL_REMAPPING
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.spec import DTYPES, PARTS, CacheSpec, LayerSpec, Quantisation, RecurrentSpec
+from agentcache.kv.spec import DTYPES, CacheSpec, LayerPacking, LayerSpec, Packing, Quantisation, RecurrentSpec
 from agentcache.models.attention import reads_packed
 from agentcache.models.device_memory import device_memory
 from agentcache.models.overlay import piece_blocks
@@ -141,9 +141,9 @@ class Footprint:
     def _kinds(self) -> set[_LayerKind]:
         """The layers, those that differ in nothing but their depth taken as one."""
         return {
-            _LayerKind.of(layer, group.quantisation)
+            _LayerKind.of(layer, group.packing)
             for group in self.spec.groups
-            if group.quantisation is not None
+            if group.packing is not None
             for layer in group.layers
         }
 
@@ -156,9 +156,10 @@ class Footprint:
         scores = num_blocks * BLOCK_SIZE * queries
         # Each block has its row's queries, and sums of its own; those of a row are put in order to be added up.
         sums = queries * (num_blocks * (kind.key_dim + kind.value_dim) + 2 * padded * kind.value_dim)
+        mask = num_blocks * BLOCK_SIZE * num_tokens * (1 + _FLOAT)  # and what is added to scores for it
         # A GPU gives back what a command buffer held when that is done, and several are under way. Not measured.
         ahead = 2 * (keys + values) if self.fused else keys
-        return keys + values + max(ahead + 2 * scores, 3 * scores + sums)
+        return keys + values + mask + max(ahead + 2 * scores, 3 * scores + sums)
 
     def _rebuilt_bytes(self, kind: _LayerKind, context: int, num_tokens: int) -> int:
         """Attention of one row with residuals, a piece of its blocks at a time; rows come one after the other."""
@@ -207,12 +208,10 @@ class _LayerKind:
     cached_dim: int
 
     @classmethod
-    def of(cls, layer: LayerSpec, quantisation: Quantisation) -> _LayerKind:
+    def of(cls, layer: LayerSpec, packing: LayerPacking) -> _LayerKind:
         per_block = BLOCK_SIZE * layer.num_kv_heads
-        keys = int(per_block * _packed_size(layer.key_dim, quantisation, transpose=True))
-        values = (
-            int(per_block * _packed_size(layer.value_dim, quantisation, transpose=False)) if layer.value_dim else keys
-        )
+        keys = per_block * _packed_size(layer.key_dim, packing.keys, transpose=True)
+        values = per_block * _packed_size(layer.value_dim, packing.values, transpose=False) if layer.value_dim else keys
         cached = layer.num_kv_heads * (layer.key_dim + layer.value_dim)
         return cls(layer.window, keys, values, layer.key_dim, layer.value_dim or layer.key_dim, cached)
 
@@ -250,12 +249,12 @@ class _Scan:
         return cls(width, heads, sum(math.prod(shape) for shape in states) * _FLOAT)
 
 
-def _packed_size(dim: int, quantisation: Quantisation, *, transpose: bool) -> float:
-    """Bytes of a head's `dim` values in a gathered block, and unpacked too where MLX's kernel is wrong."""
-    per_group = sum(DTYPES[PARTS[part]].itemsize for part in ("scales", "biases"))
-    packed = dim * (quantisation.bits / 8 + per_group / quantisation.group_size)
-    right = kernel_is_right(dim, quantisation, transpose, mx.default_device().type)
-    return packed if right else packed + dim * _FLOAT
+def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
+    """Bytes of a head's `dim` values in a gathered block, and unpacked too where no kernel of MLX multiplies them."""
+    packed = sum(width * DTYPES[dtype].itemsize for dtype, width in packing.parts(dim).values())
+    if isinstance(packing, Quantisation) and kernel_is_right(dim, packing, transpose, mx.default_device().type):
+        return packed
+    return packed + dim * _FLOAT
 
 
 def free_memory(limit: int | None = None) -> int:

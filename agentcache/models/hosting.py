@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
 
+from agentcache.kv.precision import LayerBits, Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.models import mla, softcap
 from agentcache.models.interception import intercept
@@ -23,31 +24,61 @@ class Hosted:
     spec: CacheSpec
 
 
-def host(model: nn.Module, model_type: str, config: dict[str, Any], *, check: bool = True, kv_bits: int = 4) -> Hosted:
+ChoosePrecision = Callable[[nn.Module, Survey], Precision]
+"""Says in how many bits the keys and values of a model are kept that runs on the paged cache."""
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    """The same bits in all layers."""
+
+    bits: LayerBits = LayerBits()
+
+    def __call__(self, model: nn.Module, survey: Survey) -> Precision:
+        return Precision((self.bits,) * len(survey.layers))
+
+
+IN_FOUR_BITS = Everywhere()
+
+
+def host(
+    model: nn.Module,
+    model_type: str,
+    config: dict[str, Any],
+    *,
+    check: bool = True,
+    choose: ChoosePrecision = IN_FOUR_BITS,
+) -> Hosted:
     """Have a model of mlx-lm run on step caches.
 
     Args:
         check: whether to prove that it gives mlx-lm's own numbers.
-        kv_bits: that a key or a value is kept in.
+        choose: in how many bits keys and values are kept.
 
     Raises:
         UnsupportedModel: a layer keeps something that is not understood, or gives other numbers than mlx-lm's own.
     """
-    *_, hosted = host_in_pieces(model, model_type, config, check=check, kv_bits=kv_bits)
+    *_, hosted = host_in_pieces(model, model_type, config, check=check, choose=choose)
     assert hosted is not None  # it comes last
     return hosted
 
 
 def host_in_pieces(
-    model: nn.Module, model_type: str, config: dict[str, Any], *, check: bool = True, kv_bits: int = 4
+    model: nn.Module,
+    model_type: str,
+    config: dict[str, Any],
+    *,
+    check: bool = True,
+    choose: ChoosePrecision = IN_FOUR_BITS,
 ) -> Iterator[Hosted | None]:
     """`host`, for a thread that has other things to do between two pieces: None for each, the result at last."""
-    seen = survey(model, kv_bits)
-    spec = seen.spec(model_type, config)
+    seen = survey(model)
     for layer in model.layers:
         mla.adapt(layer)
         softcap.adapt(layer)
     intercept(model)
+    seen = seen.kept_in(choose(model, seen))
+    spec = seen.spec(model_type, config)
     if check:
         for _ in Proof(model, seen).pieces():
             yield None

@@ -1,7 +1,7 @@
-"""Kernel or reference, for each kind of attention layer of a model, and why, for the doctor.
+"""Kernel or reference, for each kind of layer of a model, and why, for the doctor.
 
-From the model's config.json alone, in a process of its own: weights are not read, and a broken back end ends nothing
-else.
+The model is looked at as when it is loaded, and nothing of it is evaluated: its weights are not read. In a process of
+its own: a broken back end ends nothing else.
 """
 
 from __future__ import annotations
@@ -9,71 +9,88 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
-from agentcache.kv.spec import quantisation_for
-from agentcache.metal_kernels.tiling import HeadShape
-from agentcache.models.fused import usable
+from agentcache.kv.precision import BITS, Precision
+from agentcache.kv.spec import GroupKind, describe_group
+from agentcache.metal_kernels.self_test import Verdict
+from agentcache.models.fused import layer_verdict
+from agentcache.models.loader import read_model
+from agentcache.models.survey import Survey, survey
 
 _SECONDS = 240
-_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_OWN_CODE = Verdict(False, "a state is computed by mlx-lm's own operations")
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How one kind of attention layer is computed.
+    """How the layers of one kind are computed.
 
     Args:
-        kind: "attention", or "latent" (MLA).
+        kind: of what they cache, as in `CacheGroupInfo`.
+        window: tokens that are read; None for all.
+        heads: query heads and cached ones, and values of a key: `8/2 x 64`; empty for a state.
+        layers: how many.
         by: "kernel" or "reference".
         why: the reason for the reference.
     """
 
-    kind: str
+    kind: GroupKind
+    window: int | None
+    heads: str
+    layers: int
     by: str
     why: str = ""
 
+    @property
+    def phrase(self) -> str:
+        name = self.kind.value if self.window is None else f"{self.kind.value} of {self.window:,}"
+        return f"{name}: {self.by}{f' ({self.why})' if self.why else ''}"
 
-def layer_kinds(config: dict[str, Any], kv_bits: int = 4) -> list[LayerKind]:
-    """Of a model's config.json, whose keys and values are kept in so many bits.
+
+def layer_kinds(folder: Path, kv: str = "4") -> list[LayerKind]:
+    """Of the model in a folder, whose keys and values are kept in bits of that name (`kv.precision.BITS`).
 
     Raises:
-        LookupError, TypeError, ValueError: an entry is missing or makes no sense.
-        UnsupportedModel: heads that have no quantisation groups.
+        UnsupportedModel: it cannot be served.
     """
-    sizes = config | (config.get("text_config") or {})
-    if sizes.get("kv_lora_rank"):
-        return [LayerKind("latent", "reference", "no kernel for latents yet")]
-    verdict = usable(head_shape(sizes, kv_bits))
-    return [LayerKind("attention", "kernel" if verdict.right else "reference", verdict.reason)]
+    read = read_model(str(folder))
+    seen = survey(read.model)
+    seen = seen.kept_in(Precision((BITS[kv],) * len(seen.layers)))
+    counted = Counter(_layers(seen, read.config))
+    return [
+        LayerKind(kind, window, heads, layers, "kernel" if verdict.right else "reference", verdict.reason)
+        for (kind, window, heads, verdict), layers in counted.items()
+    ]
 
 
-def head_shape(sizes: dict[str, Any], kv_bits: int = 4) -> HeadShape:
-    """The heads of a model with grouped-query attention."""
-    heads = int(sizes["num_attention_heads"])
-    kv_heads = int(sizes.get("num_key_value_heads") or heads)
-    dim = int(sizes.get("head_dim") or int(sizes["hidden_size"]) // heads)
-    dtype = _DTYPES[str(sizes.get("dtype") or sizes.get("torch_dtype") or "bfloat16")]
-    return HeadShape(dim, kv_heads, heads // kv_heads, quantisation_for(dim).group_size, dtype, kv_bits)
+def _layers(seen: Survey, config: dict[str, Any]) -> Iterator[tuple[GroupKind, int | None, str, Verdict]]:
+    """Kind, window, heads and verdict of each layer that caches something."""
+    spec = seen.spec(config["model_type"], config)
+    kinds = {layer: describe_group(group).kind for group in spec.groups for layer in group.layers}
+    for layer, dtype, packing in zip(seen.layers, seen.dtypes, seen.packings, strict=True):
+        heads = f"{seen.num_heads}/{layer.num_kv_heads} x {layer.key_dim}"
+        yield kinds[layer], layer.window, heads, layer_verdict(layer, seen.num_heads, packing, dtype)
+    for _ in seen.recurrent:
+        yield GroupKind.STATE, None, "", _OWN_CODE
 
 
-def in_child(folder: Path, kv_bits: int) -> list[LayerKind]:
+def in_child(folder: Path, kv: str) -> list[LayerKind]:
     """`layer_kinds` of a model folder, found out by a process of its own; empty if it could not."""
-    command = [sys.executable, "-m", "agentcache.models.kernel_report", str(folder), str(kv_bits)]
+    command = [sys.executable, "-m", "agentcache.models.kernel_report", str(folder), kv]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
-        return [LayerKind(**kind) for kind in json.loads(done.stdout)]
-    except (OSError, subprocess.SubprocessError, ValueError, TypeError):
+        return [LayerKind(**each | {"kind": GroupKind(each["kind"])}) for each in json.loads(done.stdout)]
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError, LookupError):
         return []
 
 
 def main() -> None:
-    config = json.loads((Path(sys.argv[1]) / "config.json").read_text())
-    print(json.dumps([asdict(kind) for kind in layer_kinds(config, int(sys.argv[2]))]))
+    print(json.dumps([asdict(kind) for kind in layer_kinds(Path(sys.argv[1]), sys.argv[2])]))
 
 
 if __name__ == "__main__":

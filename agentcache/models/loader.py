@@ -13,11 +13,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, get_total_parameters, load_model
 
 from agentcache.blocks.keys import Namespace
-from agentcache.errors import UnsupportedModel
+from agentcache.errors import InvalidRequest, UnsupportedModel
+from agentcache.kv.precision import AUTO, BITS, Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.fingerprint import model_fingerprint
-from agentcache.models.hosting import host
+from agentcache.models.hosting import Everywhere, host
 from agentcache.models.lora import ModelAdapters
+from agentcache.models.precision import Measured
+from agentcache.models.sample_text import SAMPLE
 from agentcache.models.step import CurrentStep
 from agentcache.models.survey import Survey, text_config
 from agentcache.models.text.tokenizer import Tokenizer
@@ -43,6 +46,7 @@ class LoadedModel:
         spec: what it caches.
         fingerprint: digest of weights, config and tokenizer.
         max_context: tokens the model was made for.
+        ranks: processes that have a part of it each, this one's being `model`; 1 for a model that is whole.
     """
 
     model: nn.Module
@@ -56,10 +60,16 @@ class LoadedModel:
     path: Path
     config: dict[str, Any]
     max_context: int
+    ranks: int = 1
 
     def namespace(self, salt: str) -> Namespace:
         """Where the blocks of this model and `salt` have their names."""
         return Namespace(self.fingerprint, self.spec.digest, salt)
+
+    @property
+    def precision(self) -> Precision:
+        """Of cached keys and values."""
+        return self.survey.precision
 
     @property
     def weight_bytes(self) -> int:
@@ -109,7 +119,8 @@ def load(
     memo: Path | None = None,
     max_context: int | None = None,
     check_weights: Callable[[int], None] = lambda num_bytes: None,
-    kv_bits: int = 4,
+    kv: str = "4",
+    kept: Callable[[str], Precision | None] = lambda fingerprint: None,
 ) -> LoadedModel:
     """Load a model on the calling thread, which must be the one that runs it.
 
@@ -118,17 +129,39 @@ def load(
         memo: where digests of weight files are remembered.
         max_context: an upper bound on the model's own context length.
         check_weights: called with the bytes that the weights will take, before they are read; raises what it likes.
-        kv_bits: that a key or a value is kept in.
+        kv: in how many bits keys and values are kept, one of `BITS` or `auto`.
+        kept: with `auto`, gives what was chosen for the model of a fingerprint before.
 
     Raises:
         UnsupportedModel: the folder is no model, or its architecture cannot be served exactly.
     """
-    read = read_model(path_or_hub_id)
+    return put_on_cache(
+        read_model(path_or_hub_id),
+        memo=memo,
+        max_context=max_context,
+        check_weights=check_weights,
+        kv=kv,
+        kept=kept,
+    )
+
+
+def put_on_cache(
+    read: ReadModel,
+    *,
+    memo: Path | None = None,
+    max_context: int | None = None,
+    check_weights: Callable[[int], None] = lambda num_bytes: None,
+    kv: str = "4",
+    kept: Callable[[str], Precision | None] = lambda fingerprint: None,
+) -> LoadedModel:
+    """The second half of `load`, of what `read_model` gives; raises the same."""
     model, config, tokenizer = read.model, read.config, read.tokenizer
     check_weights(weight_bytes(model))
     read.evaluate()
     current = CurrentStep()
-    hosted = host(model, config["model_type"], config, kv_bits=kv_bits)
+    fingerprint = model_fingerprint(read.path, tokenizer.fingerprint, memo)
+    choose = Measured(sample_ids(tokenizer), kept(fingerprint)) if kv == AUTO else Everywhere(BITS[kv])
+    hosted = host(model, config["model_type"], config, choose=choose)
     install_wanted_positions(hosted.survey, current)
     return LoadedModel(
         model=model,
@@ -138,11 +171,20 @@ def load(
         tokenizer=tokenizer,
         survey=hosted.survey,
         spec=hosted.spec,
-        fingerprint=model_fingerprint(read.path, tokenizer.fingerprint, memo),
+        fingerprint=fingerprint,
         path=read.path,
         config=config,
         max_context=min(_context_length(config), max_context or 2**62),
     )
+
+
+def sample_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The text that precision is measured on, as the model's own chats look, where its template takes it."""
+    try:
+        text = tokenizer.render_chat(SAMPLE, add_generation_prompt=False)
+    except InvalidRequest:
+        text = tokenizer.raw_prompt("".join(f"{each['role']}: {each['content']}\n" for each in SAMPLE))
+    return tuple(tokenizer.encode(text).ids)
 
 
 def read_model(path_or_hub_id: str) -> ReadModel:

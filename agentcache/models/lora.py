@@ -41,6 +41,14 @@ class Stack:
         return cls({weights: index for index, weights in enumerate(pairs)}, mx.stack(a), mx.stack(b))
 
 
+def can_stack(adapters: Collection[AdapterWeights]) -> bool:
+    """Whether the device computes with stacks of these: MLX's CPU back end gathers matrices of float32 only."""
+    if mx.default_device() != mx.cpu:
+        return True
+    pairs = (pair for weights in adapters for pair in weights.matrices.values())
+    return all(pair.a.dtype == mx.float32 for pair in pairs)
+
+
 def stacked_bytes(adapters: Collection[AdapterWeights]) -> int:
     """What stacks of these take, of all modules that several of them act on."""
     counts = Counter(name for weights in adapters for name in weights.matrices)
@@ -139,8 +147,12 @@ class ModelAdapters:
     def _adapt(self, name: ModuleName, x: mx.array, y: mx.array) -> mx.array:
         """The original's output `y` [B, n, out], changed where an adapter acts on its input `x` [B, n, in]."""
         step = self._current.step
-        if step is None or (rows := step.adapter_rows) is None:
+        if step is None:
             return y
+        adapted = y if step.adapter_rows is None else self._adapted(step.adapter_rows, name, x, y)
+        return adapted if step.residual is None else step.residual.take(name, x, y, adapted)
+
+    def _adapted(self, rows: AdapterRows, name: ModuleName, x: mx.array, y: mx.array) -> mx.array:
         pairs = [weights.matrices.get(name) for weights in rows.adapters]
         present = tuple(pair is not None for pair in pairs)
         if not any(present):
@@ -149,9 +161,7 @@ class ModelAdapters:
             raise BrokenInvariant(f"{name} was called with {x.shape}, not with the step's tokens {rows.shape}")
         mask = rows.mask(present)
         adapted = y + self._delta(rows, name, x, pairs).astype(y.dtype)
-        if mask is not None:
-            adapted = mx.where(mask, adapted, y)
-        return adapted if step.residual is None else step.residual.take(name, x, y, adapted)
+        return adapted if mask is None else mx.where(mask, adapted, y)
 
     def _delta(self, rows: AdapterRows, name: ModuleName, x: mx.array, pairs: Sequence[LowRank | None]) -> mx.array:
         """x @ a @ b [B, n, out] with each row's own matrices; MLX adds up in float32 whatever the dtype."""

@@ -9,7 +9,7 @@ attention modules stay as they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -135,14 +135,13 @@ def _packed(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, scale: float) -> 
     side = kv.arena.keys
     packed = side.gather(kv.reads.blocks.ids)
     latent = _leading(packed, q_latent.shape[-1], kv)
-    return packed_attention(queries, packed, latent, kv.reads, AttentionOptions(scale), side)
+    return packed_attention(queries, packed, latent, kv.reads, AttentionOptions(scale), kv.arena)
 
 
 def _leading(packed: Packed, rank: int, kv: PagedKV) -> Packed:
     """The latent part of packed keys; whole quantisation groups, as the rank is a multiple of their size."""
-    quantisation = kv.arena.quantisation
-    words, groups = rank * quantisation.bits // 32, rank // quantisation.group_size
-    return Packed(packed.data[..., :words], packed.scales[..., :groups], packed.biases[..., :groups])
+    parts = kv.arena.keys.quantisation.parts(rank).values()
+    return Packed(*(part[..., :width] for part, (_, width) in zip(packed.parts, parts, strict=True)))
 
 
 # -- the form of mlx_lm/models/mla.py ----------------------------------------------------------------------------------
@@ -292,11 +291,12 @@ def _adapt_expanded(module: nn.Module) -> None:
 
 
 @contextmanager
-def rounded_latents(model: nn.Module, round_trip: Callable[[mx.array], mx.array]) -> Iterator[None]:
-    """Inside, modules of DeepSeek-V2's form expand what `round_trip` makes of their latents."""
-    noted = [(module, module.kv_a_layernorm) for module in model.modules() if is_expanded(module)]
+def rounded_latents(model: nn.Module, round_trips: Sequence[Callable[[mx.array], mx.array]]) -> Iterator[None]:
+    """Inside, modules of DeepSeek-V2's form expand what `round_trips`, one each, make of their latents."""
+    modules = [module for layer in model.layers for module in layer.modules() if is_expanded(module)]
+    noted = [(module, module.kv_a_layernorm) for module in modules]
     try:
-        for module, norm in noted:
+        for (module, norm), round_trip in zip(noted, round_trips, strict=True):
             module.kv_a_layernorm = _Rounded(norm, round_trip)
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -13,16 +14,17 @@ from agentcache.kv.step_plan import Reads
 
 Rope = Callable[..., mx.array]
 
-
-_MOST_SCORES, _MOST_BLOCKS = 1 << 24, 16  # of a piece
+SMALLEST_FACTOR = 6e-8  # above 0, in float16
+_MOST_SCORES, _LEAST_BLOCKS, _MOST_BLOCKS = 1 << 24, 2, 16  # of a piece
 # A row is read in so many: several copies of a piece's keys and values are alive while it is put together, and all of
 # them are to take less than the keys of the whole row.
-_PIECES = 8
+_PIECES = 4
 
 
 def piece_blocks(num_blocks: int, num_queries: int) -> int:
     """Blocks that a residual row reads at a time, of `num_blocks`, for so many queries over all heads."""
-    return max(1, min(_MOST_BLOCKS, num_blocks // _PIECES, _MOST_SCORES // (num_queries * BLOCK_SIZE)))
+    part = min(_MOST_BLOCKS, max(_LEAST_BLOCKS, num_blocks // _PIECES))
+    return max(1, min(part, _MOST_SCORES // (num_queries * BLOCK_SIZE)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,36 @@ class KeyForm:
         rotated: mx.array = self.rope(delta.swapaxes(1, 2), offset=starts)
         return rotated
 
+    def agent_factor(self, base: mx.array, without: mx.array, delta: mx.array, starts: mx.array) -> mx.array:
+        """ρ of keys with an adapter, [N, n, H_kv], from what is known of the keys without: where x is base's, nobody
+        has computed it.
+
+        With k a key without the adapter and d what it adds, 1/ρ² = mean(k²) + 2 mean(k·d) + mean(d²) + eps, of which
+        ρ without it holds the first and the last. k·d is read off the cached key, ρ_base * R(γ k): R is a rotation but
+        for its gain, so R(γ k) · R(d / (γ gain²)) = k · d.
+
+        Args:
+            base: cached keys, float32 [N, H_kv, n, D].
+            without: ρ of these, [N, n, H_kv].
+            delta, starts: as in `rotated`.
+        """
+        assert self.norm is not None  # else there is no ρ
+        rotated = self.rope((delta * self._inverse).swapaxes(1, 2), offset=starts)
+        without = mx.maximum(without, SMALLEST_FACTOR)
+        cross = (base * rotated).mean(axis=-1).swapaxes(1, 2) / without
+        energy: mx.array = 1 / mx.square(without) + 2 * cross + mx.square(delta).mean(axis=-1)
+        return mx.rsqrt(mx.maximum(energy, self.norm.eps))
+
+    @cached_property
+    def _inverse(self) -> mx.array:
+        """1 / (γ gain²), float32 [D]; 0 where γ is, whose part of k no cache has."""
+        assert self.norm is not None  # who asks has seen it
+        weight = self.norm.weight
+        unit = mx.eye(weight.shape[0])[None, :, None]  # one value a head
+        gain = mx.square(self.rope(unit, offset=mx.array([0], mx.int32))).sum(axis=(0, 2, 3))
+        known = mx.abs(weight) > SMALLEST_FACTOR
+        return mx.where(known, 1 / (mx.where(known, weight, 1) * gain), 0)
+
 
 @dataclass(frozen=True, eq=False)
 class LayerMatrices:
@@ -93,7 +125,8 @@ class RowOverlay:
         residual_ids: slots of the residuals of the same tokens, int32 [num_blocks].
         form: how the layer makes its keys.
         matrices: the adapter's.
-        key_a, key_norms, value_a: where the residuals lie; None where there are none.
+        key_a, key_norms, value_a: where the residuals lie; None where there are none. Of a family's norms there is one
+            a head, without an adapter (`KeyForm.agent_factor`).
     """
 
     row: int

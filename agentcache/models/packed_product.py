@@ -15,18 +15,18 @@ import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import Packed, dequantise, quantise
-from agentcache.kv.spec import Quantisation
+from agentcache.kv.spec import Packing, Plain, Quantisation
 
 log = logging.getLogger("agentcache.models")
 
-Product = Callable[[mx.array, Packed, Quantisation, bool], mx.array]
+Product = Callable[[mx.array, Packed, Packing, bool], mx.array]
 
 _CHECKED_ROWS = (1, 2, 6, 16, 64)  # back ends choose their kernels by the number of rows
 _TOLERANCE = 1e-3  # of the largest result; some back ends multiply in tf32
 _BLOCKS, _HEADS = 3, 2
 
 
-def packed_product(x: mx.array, packed: Packed, quantisation: Quantisation, *, transpose: bool) -> mx.array:
+def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transpose: bool) -> mx.array:
     """float32 `x` times packed blocks [num_blocks, H, 256, D].
 
     Args:
@@ -35,18 +35,21 @@ def packed_product(x: mx.array, packed: Packed, quantisation: Quantisation, *, t
     Returns:
         [num_blocks, H, n, 256] with `transpose`, else [num_blocks, H, n, D].
     """
+    if isinstance(quantisation, Plain):
+        return by_definition(x, packed, quantisation, transpose)
     dim = packed.data.shape[-1] * 32 // quantisation.bits
     right = kernel_is_right(dim, quantisation, transpose, mx.default_device().type)
     return (by_kernel if right else by_definition)(x, packed, quantisation, transpose)
 
 
-def by_kernel(x: mx.array, packed: Packed, quantisation: Quantisation, transpose: bool) -> mx.array:
+def by_kernel(x: mx.array, packed: Packed, quantisation: Packing, transpose: bool) -> mx.array:
     """The product straight from the packed data."""
+    assert isinstance(quantisation, Quantisation)
     packing = {"group_size": quantisation.group_size, "bits": quantisation.bits}
     return mx.quantized_matmul(x, *packed, transpose=transpose, **packing)
 
 
-def by_definition(x: mx.array, packed: Packed, quantisation: Quantisation, transpose: bool) -> mx.array:
+def by_definition(x: mx.array, packed: Packed, quantisation: Packing, transpose: bool) -> mx.array:
     """The product with unpacked values."""
     values = dequantise(packed, quantisation, mx.float32)
     return x @ (values.swapaxes(-1, -2) if transpose else values)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ from mlx_lm.models.base import create_causal_mask
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.arena import LayerArena, dequantise, quantise
-from agentcache.kv.spec import LayerSpec, Quantisation
+from agentcache.kv.spec import LayerPacking, LayerSpec, Packing
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.layers import LayerCall, hooked
@@ -114,26 +115,23 @@ class _RoundTripCache:
             where keys and values are cached themselves.
     """
 
-    def __init__(self, layer: LayerSpec, window: int | None, nope: int | None, quantisation: Quantisation) -> None:
+    def __init__(self, layer: LayerSpec, window: int | None, nope: int | None, packing: LayerPacking) -> None:
         self.offset = 0
         self._layer = layer
         self._window = window
         self._nope = nope
-        self._quantisation = quantisation
+        self._packing = packing
         self._held: list[mx.array] = []
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self._nope is None:
-            new = [self.round_trip(keys), self.round_trip(values)]
+            new = [round_trip(keys, self._packing.keys), round_trip(values, self._packing.values)]
         else:
             from_latent, roped = mx.split(keys, [self._nope], axis=-1)
-            new = [mx.concatenate([from_latent, self.round_trip(roped)], axis=-1), values]
+            new = [mx.concatenate([from_latent, round_trip(roped, self._packing.keys)], axis=-1), values]
         self._held = [mx.concatenate(pair, axis=2) for pair in zip(self._held, new, strict=True)] if self._held else new
         self.offset += keys.shape[2]
         return self.keys_and_values()
-
-    def round_trip(self, x: mx.array) -> mx.array:
-        return dequantise(quantise(x, self._quantisation), self._quantisation, x.dtype)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return self._held[0], self._held[1]
@@ -144,6 +142,11 @@ class _RoundTripCache:
         if self._layer.window is None and not return_array:
             return None if N == 1 else "causal"
         return create_causal_mask(N, self.offset, window_size=self._layer.window)
+
+
+def round_trip(x: mx.array, packing: Packing) -> mx.array:
+    """What attention reads of `x`."""
+    return dequantise(quantise(x, packing), packing, x.dtype)
 
 
 class _ShortCache(StepCache):
@@ -168,9 +171,8 @@ class Proof:
     def __init__(self, model: nn.Module, survey: Survey) -> None:
         self._model = model
         self._survey = survey
-        self._quantisation = survey.quantisation
         self._specs = [replace(layer, window=layer.window and min(layer.window, _WINDOW)) for layer in survey.layers]
-        self._arenas = [LayerArena(spec, self._quantisation) for spec in self._specs]
+        self._arenas = [LayerArena(spec, packing) for spec, packing in zip(self._specs, survey.packings, strict=True)]
         for arena in self._arenas:
             arena.grow(_NUM_ROWS)
         self._ours: list[RowState | None] = [None] * _NUM_ROWS
@@ -225,18 +227,18 @@ class Proof:
     def _reference_caches(self) -> list[Any]:
         nopes = [None if latent is None else latent.nope for latent in self._survey.latents]
         paged = [
-            _RoundTripCache(spec, layer.window, nope, self._quantisation)
-            for spec, layer, nope in zip(self._specs, self._survey.layers, nopes, strict=True)
+            _RoundTripCache(spec, layer.window, nope, packing)
+            for spec, layer, nope, packing in zip(
+                self._specs, self._survey.layers, nopes, self._survey.packings, strict=True
+            )
         ]
         return self._survey.caches(paged, make_caches(None, self._survey.recurrent))
 
     def _reference(self, row: int, ids: mx.array) -> _Trace:
         trace = _Trace()
-
-        def round_trip(x: mx.array) -> mx.array:
-            return dequantise(quantise(x, self._quantisation), self._quantisation, x.dtype)
-
-        with rounded_latents(self._model, round_trip):
+        layers = zip(self._survey.latents, self._survey.packings, strict=True)
+        expanded = [packing.keys for latent, packing in layers if latent is not None and latent.nope is not None]
+        with rounded_latents(self._model, [partial(round_trip, packing=packing) for packing in expanded]):
             self._run(trace, ids, self._theirs[row])
         return trace
 

@@ -1,8 +1,9 @@
 """Attention of residual rows (ForkKV, arXiv 2604.06370), in MLX's operations: the specification of every kernel.
 
-Keys are put together when they are read: what base has cached, and what x·A·B adds to it, brought to its position by
-the layer's own rope (`residual_forms`). One softmax runs over the sums. Of values, base's and the low-rank ones are
-added up apart and meet at the end, so that B is multiplied once: out = P·V + (P·x·A)·B.
+A key is what base has cached, and what x·A·B adds to it, brought to its position by the layer's own rope
+(`residual_forms`). Queries are multiplied with the two apart, so that only the second is put together; one softmax runs
+over the sums. Of values, base's and the low-rank ones are added up apart and meet at the end, so that B is multiplied
+once: out = P·V + (P·x·A)·B.
 
 Row by row and a few blocks at a time, so that one piece of one layer's keys is in memory at a time. The softmax is put
 together on the way (Milakov and Gimelshein, arXiv 1805.02867).
@@ -14,12 +15,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from agentcache.kv.arena import LayerArena, dequantise
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv.arena import LayerArena, SideArena, dequantise
 from agentcache.kv.step_cache import PagedKV
-from agentcache.models.attention import AttentionOptions, paged_attention
-from agentcache.models.overlay import LayerOverlay, RowOverlay, piece_blocks
+from agentcache.models.attention import MAX_PACKED_QUERIES, AttentionOptions, paged_attention
+from agentcache.models.overlay import SMALLEST_FACTOR, LayerOverlay, RowOverlay, piece_blocks
+from agentcache.models.packed_product import by_definition, packed_product
 
-_SMALLEST = 6e-8  # above 0, in float16
 _MASKED = -1e30  # finite: a piece may be masked as a whole
 
 
@@ -101,43 +103,56 @@ def _read(
     """The sums with the keys and values of some of the row's blocks."""
     assert arena.values is not None
     residual_ids = row.residual_ids[piece]
-    scores = grouped @ _in_order(_keys(arena, row, ids, residual_ids, piece))[:, None].swapaxes(-1, -2)
+    scores = _scores(grouped, arena, row, ids, residual_ids, piece)
     if options.softcap is not None:
         scores = options.softcap * mx.tanh(scores / options.softcap)
-    mask = row.reads.block_mask[piece].swapaxes(0, 1).reshape(scores.shape[2], -1)
-    scores = mx.where(mask, scores, _MASKED)
-    peak = mx.maximum(sums.peak, scores.max(axis=-1, keepdims=True))
+    scores = mx.where(row.reads.block_mask[piece, None, None], scores, _MASKED)
+    peak = mx.maximum(sums.peak, scores.max(axis=(0, -1))[..., None])
     weights, fading = mx.exp(scores - peak), mx.exp(sums.peak - peak)
-    values = _in_order(dequantise(arena.values.gather(ids), arena.quantisation, mx.float32))
+    merged = weights.reshape(*weights.shape[:2], -1, BLOCK_SIZE)
+    values = _product(merged, arena.values, ids, grouped.shape[2], transpose=False).sum(axis=0)
     residuals = None
     if sums.residuals is not None and row.value_a is not None:
-        low_rank = row.value_a.array[residual_ids].astype(mx.float32).reshape(-1, sums.residuals.shape[-1])
-        residuals = sums.residuals * fading + weights @ low_rank
+        low_rank = row.value_a.array[residual_ids].astype(mx.float32)[:, None]
+        residuals = sums.residuals * fading + (merged @ low_rank).sum(axis=0).reshape(sums.residuals.shape)
     return _Sums(
         peak,
-        sums.total * fading + weights.sum(axis=-1, keepdims=True),
-        sums.values * fading + weights @ values[:, None],
+        sums.total * fading + weights.sum(axis=(0, -1))[..., None],
+        sums.values * fading + values.reshape(sums.values.shape),
         residuals,
     )
 
 
-def _keys(arena: LayerArena, row: RowOverlay, ids: mx.array, residual_ids: mx.array, piece: slice) -> mx.array:
-    """Float32 keys [blocks, H_kv, 256, D_k]: base's, and what the adapter adds."""
-    base = dequantise(arena.keys.gather(ids), arena.quantisation, mx.float32)
-    if row.key_a is None or row.matrices.key_b is None:
-        return base
-    low_rank = row.key_a.array[residual_ids].astype(mx.float32)
-    delta = (low_rank @ row.matrices.key_b).reshape(*low_rank.shape[:2], arena.keys.num_heads, -1)
-    starts = mx.array(row.reads.blocks.starts[piece], mx.int32)
-    if row.key_norms is None:
-        return base + row.form.rotated(delta, None, starts)
-    norms = row.key_norms.array[residual_ids].astype(mx.float32)
-    without, agent = norms[..., 0], norms[..., 1]
-    # A place that has never been written holds zeros; it is masked, and must not become infinite.
-    ratio = mx.where(without > 0, agent / mx.maximum(without, _SMALLEST), 0).swapaxes(1, 2)[..., None]
-    return base * ratio + row.form.rotated(delta, agent, starts)
+def _scores(
+    grouped: mx.array, arena: LayerArena, row: RowOverlay, ids: mx.array, residual_ids: mx.array, piece: slice
+) -> mx.array:
+    """Float32 [blocks, H_kv, g, n, 256]: of base's keys, and of what the adapter adds to them."""
+    heads, shared_by, num_tokens, dim = grouped.shape
+    queries = mx.broadcast_to(grouped.reshape(heads, -1, dim), (ids.shape[0], heads, shared_by * num_tokens, dim))
+    scores = _product(queries, arena.keys, ids, num_tokens, transpose=True)
+    if row.key_a is not None and row.matrices.key_b is not None:
+        low_rank = row.key_a.array[residual_ids].astype(mx.float32)
+        delta = (low_rank @ row.matrices.key_b).reshape(*low_rank.shape[:2], heads, dim)
+        starts, agent = mx.array(row.reads.blocks.starts[piece], mx.int32), None
+        if row.key_norms is not None:
+            norms = row.key_norms.array[residual_ids].astype(mx.float32)
+            without = norms[..., 0]
+            agent = norms[..., 1] if norms.shape[-1] == 2 else _factor(arena.keys, row, ids, without, delta, starts)
+            # A place that has never been written holds zeros; it is masked, and must not become infinite.
+            ratio = mx.where(without > 0, agent / mx.maximum(without, SMALLEST_FACTOR), 0).swapaxes(1, 2)
+            scores = scores * ratio[:, :, None]
+        scores = scores + queries @ row.form.rotated(delta, agent, starts).swapaxes(-1, -2)
+    return scores.reshape(ids.shape[0], *grouped.shape[:3], BLOCK_SIZE)
 
 
-def _in_order(blocks: mx.array) -> mx.array:
-    """[blocks, H, 256, D] to [H, blocks * 256, D]."""
-    return blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])
+def _factor(
+    side: SideArena, row: RowOverlay, ids: mx.array, without: mx.array, delta: mx.array, starts: mx.array
+) -> mx.array:
+    """Of a family, whose members' own norms nobody has kept."""
+    return row.form.agent_factor(dequantise(side.gather(ids), side.quantisation, mx.float32), without, delta, starts)
+
+
+def _product(x: mx.array, side: SideArena, ids: mx.array, num_tokens: int, *, transpose: bool) -> mx.array:
+    """x [blocks, H_kv, m, ·] of so many query tokens times base's blocks, as `packed_product` has it."""
+    product = packed_product if num_tokens <= MAX_PACKED_QUERIES else by_definition
+    return product(x, side.gather(ids), side.quantisation, transpose=transpose)

@@ -69,8 +69,8 @@ class ResidualSupport:
     normed: frozenset[int] = frozenset()
     dtype: str = ""
 
-    def shape_of(self, adapter: Adapter) -> ResidualShape:
-        """What the adapter adds to the model's cache.
+    def shape_of(self, adapter: Adapter, *, is_family: bool = False) -> ResidualShape:
+        """What the adapter, or each adapter of its family, adds to the model's cache.
 
         Raises:
             UnsupportedPolicy: its cache cannot be kept beside base's; says why.
@@ -91,6 +91,7 @@ class ResidualSupport:
                 for index in sorted({*keys, *values})
             ),
             self.dtype,
+            is_family,
         )
 
 

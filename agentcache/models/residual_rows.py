@@ -1,12 +1,14 @@
 """Residual rows of a step: they read base's keys and values and add what their adapter's residuals make of them.
 
 A residual row writes no keys and values of its own. Of its tokens the modules that make keys and values give what
-base's weights make of the row's input; what the adapter's matrices would add is kept apart, as x·A.
+base's weights make of the row's input; what the adapter's matrices would add is kept apart, as x·A. The residuals of a
+family of adapters with the same As are made of base's x instead: by base's own rows, whether a member reads them or
+not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,14 +32,18 @@ from agentcache.models.residual_sides import Side
 
 @dataclass(frozen=True, eq=False)
 class ResidualRow:
-    """A row of a step whose keys and values are base's with its adapter's residuals.
+    """A row of a step whose keys and values are base's with its adapter's residuals; or a row of base of which only the
+    residuals are made.
 
     Args:
         row: its place in the step.
         weights: its adapter's.
-        arenas: where the adapter's residuals lie.
+        arenas: where the adapter's residuals lie, or those of its family.
         tables: the row's block table of each group of `arenas`; those of the step's tokens have been reserved.
         length: tokens it holds before the step.
+        source: place of the row whose x the residuals x·A are of; None for its own. A family's are of base's.
+        is_read: whether it reads them. One that does not is a row of base.
+        writes_base: whether it writes keys and values.
     """
 
     row: int
@@ -45,6 +51,13 @@ class ResidualRow:
     arenas: ResidualArenas
     tables: Sequence[BlockTable]
     length: int
+    source: int | None = None
+    is_read: bool = True
+    writes_base: bool = False
+
+    @property
+    def source_place(self) -> int:
+        return self.row if self.source is None else self.source
 
 
 def layer_matrices(weights: AdapterWeights, form: LayerForm) -> LayerMatrices:
@@ -70,7 +83,7 @@ def _pair(weights: AdapterWeights, side: Side | None) -> tuple[mx.array | None, 
 
 @dataclass
 class _Captured:
-    """x·A of one row's tokens in one layer, float16 [1, n, r], and its key norms, float16 [1, n, H_kv, 2]."""
+    """x·A of one row's tokens in one layer, float16 [1, n, r], and its key norms, float16 [1, n, H_kv, 1 or 2]."""
 
     key_a: mx.array | None = None
     key_norms: mx.array | None = None
@@ -87,7 +100,8 @@ class ResidualRows:
         num_tokens: tokens a row in the step.
 
     Attributes:
-        writers: places of the rows that write keys and values: all others.
+        writers: places of the rows that write keys and values.
+        readers: rows that read residuals.
     """
 
     def __init__(
@@ -97,8 +111,9 @@ class ResidualRows:
         batch_size: int,
         num_tokens: int,
     ) -> None:
-        places = {row.row for row in rows}
+        places = {row.row for row in rows if not row.writes_base}
         self.rows = rows
+        self.readers = [row for row in rows if row.is_read]
         self.writers = [place for place in range(batch_size) if place not in places]
         self._matrices: dict[tuple[AdapterWeights, int], LayerMatrices] = {}
         self._forms = forms
@@ -126,15 +141,17 @@ class ResidualRows:
         for place, row in enumerate(self.rows):
             own = self._of(row.weights, form)
             captured = self._captured.setdefault((place, name.layer), _Captured())
-            x_row = x[row.row : row.row + 1].astype(mx.float32)
+            source = slice(row.source_place, row.source_place + 1)
+            x_row = x[source].astype(mx.float32)
             if name == form.keys.module and own.key_a is not None and own.key_b is not None:
                 captured.key_a = row.arenas.saturate(x_row @ own.key_a)
                 if form.key_form.norm is not None:
-                    given = y[row.row : row.row + 1, :, form.keys.start : form.keys.stop].astype(mx.float32)
-                    captured.key_norms = self._norms(form, given, captured.key_a.astype(mx.float32) @ own.key_b)
+                    given = y[source, :, form.keys.start : form.keys.stop].astype(mx.float32)
+                    added = None if row.arenas.is_family else captured.key_a.astype(mx.float32) @ own.key_b
+                    captured.key_norms = self._norms(form, given, added)
             if name == form.values.module and own.value_a is not None:
                 captured.value_a = row.arenas.saturate(x_row @ own.value_a)
-        return mx.where(self._masked(name, form, y.shape[-1]), y, adapted)
+        return mx.where(self._masked(name, form, y.shape[-1]), y, adapted) if self.readers else adapted
 
     def _of(self, weights: AdapterWeights, form: LayerForm) -> LayerMatrices:
         key = weights, form.layer.index
@@ -142,11 +159,12 @@ class ResidualRows:
             self._matrices[key] = layer_matrices(weights, form)
         return self._matrices[key]
 
-    def _norms(self, form: LayerForm, given: mx.array, delta: mx.array) -> mx.array:
-        """ρ of keys [1, n, H_kv * D] without and with `delta`: float16 [1, n, H_kv, 2]."""
+    def _norms(self, form: LayerForm, given: mx.array, delta: mx.array | None) -> mx.array:
+        """ρ of keys [1, n, H_kv * D] without and, if there is one, with `delta`: float16 [1, n, H_kv, 1 or 2]."""
         assert form.key_form.norm is not None  # who asks has seen it
         heads = (1, self._num_tokens, form.layer.num_kv_heads, form.layer.key_dim)
-        factors = [form.key_form.norm.factor(keys.reshape(heads)) for keys in (given, given + delta)]
+        both = (given,) if delta is None else (given, given + delta)
+        factors = [form.key_form.norm.factor(keys.reshape(heads)) for keys in both]
         return mx.minimum(mx.stack(factors, axis=-1), LARGEST_FLOAT16).astype(mx.float16)
 
     def _masked(self, name: ModuleName, form: LayerForm, width: int) -> mx.array:
@@ -163,8 +181,13 @@ class ResidualRows:
         return mx.array(self.writers, mx.int32)
 
     @cached_property
+    def residual_places(self) -> mx.array:
+        """Of those that read residuals, in the step: int32 [R]."""
+        return mx.array([row.row for row in self.readers], mx.int32)
+
+    @cached_property
     def _is_residual(self) -> mx.array:
-        places = {row.row for row in self.rows}
+        places = {row.row for row in self.readers}
         return mx.array([place in places for place in range(self._batch_size)])
 
     # -- what is written and read in a layer ---------------------------------------------------------------------------
@@ -194,8 +217,8 @@ class ResidualRows:
         layer = arena.layer.index
         rows = [
             overlay
-            for place in range(len(self.rows))
-            if (overlay := self._overlay(place, layer, group, reads)) is not None
+            for place, row in enumerate(self.rows)
+            if row.is_read and (overlay := self._overlay(place, layer, group, reads)) is not None
         ]
         if not rows:
             return PagedKV(arena, reads)
@@ -220,12 +243,12 @@ class ResidualRows:
             self._row_reads[row.row, group] = reads.of_rows([row.row])
         return self._row_reads[row.row, group]
 
-    def keep_measures(self, measures: Mapping[int, mx.array]) -> None:
-        """Keep what has been measured of each row's tokens, float32 [n, 4] by the row's place. Lazy."""
-        for place, row in enumerate(self.rows):
-            if row.arenas.measures is not None and row.row in measures:
-                writes = self._places[place][row.arenas.measured]
-                writes.put_tokens(row.arenas.measures.tokens, measures[row.row][None])
+    def keep_measures(self, measures: mx.array) -> None:
+        """Keep what has been measured of the readers' tokens, float32 [R, n, 4]. Lazy."""
+        for index, row in enumerate(self.readers):
+            if row.arenas.measures is not None:
+                writes = self._places[self.rows.index(row)][row.arenas.measured]
+                writes.put_tokens(row.arenas.measures.tokens, measures[index : index + 1])
 
     def _residual_ids(self, place: int, group: int, reads: Reads) -> mx.array:
         """Slots of the residuals of the tokens in the base blocks that a row reads."""
@@ -291,11 +314,10 @@ class OverlaidStepCache(StepCache):
             if self._measures is not None:
                 self._measures.note_written(self._group, self.arena, *written)
         self._rows.write(self.arena.layer.index)
-        if self._measures is not None:
-            for row in self._rows.rows:
-                own = self._rows.reads_of(row, self._group, self._reads)
-                place = slice(row.row, row.row + 1)
-                self._measures.note_own(row.row, self._group, self.arena, own, keys[place], values[place])
+        if self._measures is not None and self._rows.readers:
+            own = [self._rows.reads_of(row, self._group, self._reads) for row in self._rows.readers]
+            places = self._rows.residual_places
+            self._measures.note_own(self._group, self.arena, own, keys[places], values[places])
         return self._rows.overlaid(self.arena, self._group, self._reads)
 
 

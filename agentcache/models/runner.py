@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -11,7 +12,7 @@ from agentcache.blocks.sequence import Copy
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import GroupArena, make_arenas
-from agentcache.kv.block_layout import Array
+from agentcache.kv.block_layout import Array, Place
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.spec import CacheSpec
@@ -27,6 +28,13 @@ from agentcache.models.residual_rows import ResidualRow, ResidualRows, make_step
 from agentcache.models.step import StepInputs, StepOutputs
 
 Tables = Sequence[Sequence[BlockTable]]  # per row one block table per group
+
+
+class Slots(Protocol):
+    """A cache group's slots, as far as arenas follow them: a `BlockPool`, where this process says who has which."""
+
+    @property
+    def capacity(self) -> int: ...
 
 
 class ModelRunner:
@@ -45,7 +53,7 @@ class ModelRunner:
     def __init__(
         self,
         loaded: LoadedModel,
-        pools: Sequence[BlockPool],
+        pools: Sequence[Slots],
         snapshots: Snapshots | None = None,
         *,
         measures: bool = False,
@@ -61,6 +69,7 @@ class ModelRunner:
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
         self.residuals: list[ResidualArenas] = []
+        self._saturated_before = 0
         self._energies = [TokenMeasures("energy", 2) for _ in self.arenas] if measures else []
         self._is_busy = False
         self.forward_tokens = 0
@@ -85,9 +94,11 @@ class ModelRunner:
             for index, end in enumerate(self._layer_ends)
         ]
 
-    def open_residual(self, spec: CacheSpec, pools: Sequence[BlockPool]) -> ResidualArenas:
-        """Arenas for one adapter's residuals (`residual_spec`), which follow these pools until `close_residual`."""
-        arenas = ResidualArenas(spec, pools, self.wait, self.evaluate, measures=bool(self._energies))
+    def open_residual(self, spec: CacheSpec, pools: Sequence[BlockPool], *, is_family: bool = False) -> ResidualArenas:
+        """Arenas for the residuals (`residual_spec`) of one adapter, or of a family of adapters, which follow these
+        pools until `close_residual`."""
+        measures = bool(self._energies)
+        arenas = ResidualArenas(spec, pools, self.wait, self.evaluate, measures=measures, is_family=is_family)
         self.residuals.append(arenas)
         return arenas
 
@@ -95,6 +106,12 @@ class ModelRunner:
         """Give their memory back. No step may read them any more."""
         self.wait()
         self.residuals.remove(arenas)
+        self._saturated_before += int(arenas.saturated.item())
+
+    @property
+    def saturated_residuals(self) -> int:
+        """How many values of residuals float16 could not hold as they were, of arenas that are closed too."""
+        return self._saturated_before + sum(int(arenas.saturated.item()) for arenas in self.residuals)
 
     def residual_rows(self, rows: Sequence[ResidualRow], batch_size: int, num_tokens: int) -> ResidualRows | None:
         """The residual rows of a step of `num_tokens` tokens a row, in the order of their places; None for none."""
@@ -119,7 +136,7 @@ class ModelRunner:
             logits = model(step.token_ids, cache=self._loaded.survey.caches(self._paged(step, measures), states))
         if measures is not None:
             own = measures.finish(step.writes)
-            if step.residual is not None:
+            if step.residual is not None and own is not None:
                 step.residual.keep_measures(own)
         after = state_of(states, len(step.lengths))
         self._states += [array for cache in after.arrays for array in cache if array is not None]
@@ -220,6 +237,14 @@ class ModelRunner:
         self.fit()
         self.wait()  # the step under way may still write to slots whose owner is gone
         self.arenas[group].put(block_ids, blocks)
+
+    def places(self, group: int, block_ids: Sequence[int]) -> list[Place]:
+        """Where full blocks belong, to read files to there (`GroupArena.places`); nothing may be computed meanwhile."""
+        if group == len(self.arenas):
+            return []
+        self.fit()
+        self.wait()
+        return self.arenas[group].places(block_ids)
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
         """A copy of a block's bytes, for the writer: uint8 [n]."""

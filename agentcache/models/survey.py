@@ -4,7 +4,7 @@ evaluated, so it costs the same for models of any size."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,10 +14,13 @@ from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from agentcache.errors import UnsupportedModel
+from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits, Precision
 from agentcache.kv.spec import (
     CacheSpec,
+    LayerPacking,
     LayerSpec,
-    Quantisation,
+    Packing,
+    Plain,
     RecurrentSpec,
     StateTensor,
     make_groups,
@@ -57,35 +60,49 @@ class Survey:
         layers: those of keys and values, in order of computation.
         recurrent: those of a state, in order of computation.
         latents: of each of `layers`, what is known of MLA's latent; None for other attention.
+        dtypes: of each of `layers`, what its keys are computed in.
         num_heads: query heads.
         hidden_bytes: of what goes from layer to layer, a token; 0 where layers cannot be passed by: they keep a state,
             are not computed once each and in order, or give more than hidden states.
         linears: of each linear module that is called token by token, by its layer's number and its path in the layer:
             whether the layer has written all that it caches before it is called, so that it has no part in that.
         final_norm: the module that owns the first norm behind the last layer, and its name there; None without one.
-        kv_bits: that a key or a value is to be kept in.
+        precision: that keys and values are to be kept in.
     """
 
     refs: tuple[CacheRef, ...]
     layers: tuple[LayerSpec, ...]
     recurrent: tuple[RecurrentSpec, ...]
     latents: tuple[Latent | None, ...]
+    dtypes: tuple[mx.Dtype, ...]
     num_heads: int
     hidden_bytes: int
     linears: Mapping[tuple[int, str], bool]
     final_norm: tuple[nn.Module, str] | None
-    kv_bits: int = 4
+    precision: Precision
+
+    def kept_in(self, precision: Precision) -> Survey:
+        """The same, with keys and values in other bits."""
+        return replace(self, precision=precision)
 
     @cached_property
-    def quantisation(self) -> Quantisation:
-        """Of keys and values; raises UnsupportedModel where heads have no groups."""
+    def packings(self) -> tuple[LayerPacking, ...]:
+        """Of each layer; raises UnsupportedModel where heads have no groups to be quantised in."""
+        layers = zip(self.precision.layers, self.dtypes, strict=True)
+        return tuple(
+            LayerPacking(self._packing(bits.keys, dtype), self._packing(bits.values, dtype)) for bits, dtype in layers
+        )
+
+    def _packing(self, bits: int, dtype: mx.Dtype) -> Packing:
+        if bits == UNQUANTISED_BITS:
+            return Plain("BF16" if dtype == mx.bfloat16 else "F16")
         dims = {dim for layer in self.layers for dim in (layer.key_dim, layer.value_dim) if dim}
         ranks = {latent.rank for latent in self.latents if latent is not None}
-        return quantisation_for(*sorted(dims | ranks), bits=self.kv_bits)
+        return quantisation_for(*sorted(dims | ranks), bits=bits)
 
     def spec(self, model_type: str, config: dict[str, Any]) -> CacheSpec:
         """Raises UnsupportedModel where heads cannot be quantised."""
-        groups = make_groups(list(self.layers), self.quantisation)
+        groups = make_groups(self.layers, self.packings)
         return CacheSpec(model_type, self.num_heads, groups, _rope_text(config), recurrent=self.recurrent)
 
     def caches(self, paged: Sequence[Any], states: Sequence[ArraysCache]) -> list[Any]:
@@ -102,11 +119,8 @@ def _cache_at(ref: CacheRef, paged: Sequence[Any], states: Sequence[ArraysCache]
     return None if ref is None else states[ref.cache]
 
 
-def survey(model: nn.Module, kv_bits: int = 4) -> Survey:
-    """Run the model once and say what it caches.
-
-    Args:
-        kv_bits: that a key or a value is to be kept in.
+def survey(model: nn.Module) -> Survey:
+    """Run the model once and say what it caches; keys and values in 4 bits, until it is said otherwise.
 
     Raises:
         UnsupportedModel: it keeps something that is not understood, or does not run.
@@ -123,11 +137,12 @@ def survey(model: nn.Module, kv_bits: int = 4) -> Survey:
         layers=tuple(_layer_spec(seen, paged) for seen in paged),
         recurrent=tuple(_recurrent_spec(seen) for seen in states),
         latents=tuple(seen.latent for seen in paged),
+        dtypes=tuple(seen.dtype for seen in paged),
         num_heads=_num_heads(model),
         hidden_bytes=0 if states else _hidden_bytes(model, run),
         linears=run.behind,
         final_norm=next(((owner, name) for owner, name, norm in run.norms if norm.depths == [run.depth]), None),
-        kv_bits=kv_bits,
+        precision=Precision((LayerBits(),) * len(paged)),
     )
 
 

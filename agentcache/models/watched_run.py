@@ -16,17 +16,27 @@ from agentcache.errors import UnsupportedModel
 from agentcache.models.layers import LayerCall, Stand, hooked, layer_lists
 from agentcache.models.mla import Latent, latent_of
 
+# Alone, or as the part of one of several ranks.
+LINEARS = (
+    nn.Linear,
+    nn.QuantizedLinear,
+    nn.AllToShardedLinear,
+    nn.QuantizedAllToShardedLinear,
+    nn.ShardedToAllLinear,
+    nn.QuantizedShardedToAllLinear,
+)
 _NUM_TOKENS = 8  # more than a short convolution looks back, so that its state has its full length
 
 
 @dataclass
 class Seen:
-    """What is seen of one cache: who it is first used by, and with what."""
+    """What is seen of one cache: who it is first used by, and with what: keys' and values' shapes, and keys' dtype."""
 
     cache: Any
     depth: int | None = None
     keys: tuple[int, ...] = ()
     values: tuple[int, ...] = ()
+    dtype: mx.Dtype = mx.float32
     latent: Latent | None = None
 
 
@@ -88,7 +98,7 @@ class Run:
 
         def watched(keys: mx.array, values: mx.array) -> Any:
             self.note(seen)
-            seen.keys, seen.values = keys.shape, values.shape
+            seen.keys, seen.values, seen.dtype = keys.shape, values.shape, keys.dtype
             seen.latent = None if self.layer is None else latent_of(self.layer, keys, values)
             return update_and_fetch(keys, values)
 
@@ -159,7 +169,7 @@ def _watched_linears(model: nn.Module, run: Run) -> Iterator[None]:
     try:
         for index, layer in enumerate(model.layers):
             for path, module in layer.named_modules():
-                if isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+                if isinstance(module, LINEARS):
                     linears.append((module, type(module)))
                     module._run, module._path = run, (index, path)
                     module.__class__ = _watched(linears[-1][1])

@@ -12,10 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentcache.errors import StoreError
-from agentcache.store.cache_files import CacheFiles, skip_bytes
+from agentcache.store.cache_files import MOST_PARTS, CacheFiles, skip_bytes
 
 TEMP_SUFFIX = ".tmp"
-_MOST_PARTS = 512  # a call writes at most IOV_MAX buffers, 1024 on Linux and on a Mac
 
 Fault = Callable[[str], None]
 """Called with the name of each step of the write path; tests let it raise or kill the process."""
@@ -35,7 +34,7 @@ def write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None
     os.lseek(fd, offset, os.SEEK_SET)
     views = [memoryview(part) for part in parts if len(part)]
     while views:
-        views = skip_bytes(views, os.writev(fd, views[:_MOST_PARTS]))
+        views = skip_bytes(views, os.writev(fd, views[:MOST_PARTS]))
 
 
 class Replacement:

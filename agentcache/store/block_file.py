@@ -30,7 +30,7 @@ from agentcache.blocks.keys import (
     pack_token_ids,
 )
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
-from agentcache.kv.block_layout import Array, block_tensors, float_ranges, header_entries
+from agentcache.kv.block_layout import Array, block_tensors, first_float, float_ranges, header_entries
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.block_extras import Extras, decode_extras, encode_extras
 
@@ -121,7 +121,8 @@ def encode_block(
     """
     if data.dtype != np.uint8 or data.shape != (data_bytes(spec, header),):
         raise StoreError(f"the block's data is {data.dtype} {data.shape}, not uint8 ({data_bytes(spec, header)},)")
-    if (name := _not_finite(spec, header, data)) is not None:
+    first = first_float(spec.group(header.group), len(header.token_ids))
+    if (name := _not_finite(spec, header, data[first:])) is not None:
         raise StoreError(f"{name} has values that are not finite")
     unsigned = _head(spec, header, _metadata(spec, header, _pack(header.token_ids), extras=encode_extras(extras)))
     begin, end = _checksum_span(unsigned)
@@ -136,7 +137,8 @@ def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryvie
     """
     head_size = find_data(spec, header, buffer[:HEAD_BEGIN], len(buffer))
     data = np.frombuffer(buffer, np.uint8, offset=head_size)
-    return StoredBlock(data, verify_block(spec, header, bytes(buffer[:head_size]), data))
+    first = first_float(spec.group(header.group), len(header.token_ids))
+    return StoredBlock(data, verify_block(spec, header, bytes(buffer[:head_size]), [data[:first].data], data[first:]))
 
 
 def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | memoryview, file_size: int) -> int:
@@ -154,10 +156,14 @@ def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | memoryview, f
     return head_size
 
 
-def verify_block(spec: CacheSpec, header: BlockHeader, head: bytes, data: Array) -> Extras:
-    """The extras of a file that is `head` and then `data`, uint8 [data_bytes].
+def verify_block(
+    spec: CacheSpec, header: BlockHeader, head: bytes, integers: Sequence[memoryview], rest: Array
+) -> Extras:
+    """The extras of a file that is `head`, `integers` and then `rest`; everything about it has been verified then.
 
-    Everything about the file has been verified then; `tensor_views` and `BlockTensor.view` find the tensors.
+    Args:
+        integers: the bytes in front of the block's first float, in any number of pieces.
+        rest: those from there on, uint8 [n].
 
     Raises:
         BlockRejected: it is anything but the block that `header` describes; the message says where they differ.
@@ -166,9 +172,9 @@ def verify_block(spec: CacheSpec, header: BlockHeader, head: bytes, data: Array)
     checksum, extras = _only_difference(unsigned, head), ""
     if checksum is None:
         unsigned, checksum, extras = _examine_head(spec, header, head)
-    if _checksum(unsigned, data.data) != checksum:
+    if _checksum(unsigned, *integers, rest.data) != checksum:
         raise BlockRejected("the checksum does not match the content")
-    if (name := _not_finite(spec, header, data)) is not None:
+    if (name := _not_finite(spec, header, rest)) is not None:
         raise BlockRejected(f"{name} has values that are not finite")
     return decode_extras(extras) if extras else NO_EXTRAS
 
@@ -218,12 +224,13 @@ def _metadata(
     metadata = {
         "format_version": str(FORMAT_VERSION),
         "model_type": spec.model_type,
+        **({"rank": spec.rank} if spec.rank else {}),
         "num_layers": str(spec.num_layers),
         "num_attention_heads": str(spec.num_attention_heads),
         **_attention_metadata(group),
         "total_tokens": str(header.total_tokens),
         "num_blocks": str(header.position + 1),
-        "quantization": str(group.quantisation or "none"),
+        "quantization": str(group.packing or "none"),
         "block_key": header.block_key,
         "parent": header.parent,
         "group": header.group,
@@ -303,9 +310,18 @@ def _check_token_ids(expected: Sequence[int], packed: str) -> None:
         raise BlockRejected("the token ids are not those of the block")
 
 
-def _not_finite(spec: CacheSpec, header: BlockHeader, data: Array) -> str | None:
-    """The name of a tensor with values that are infinite or NaN; None without any."""
-    ranges = float_ranges(spec.group(header.group), len(header.token_ids))
-    if all(_all_finite(data[begin:end].view(dtype)) for begin, end, dtype in ranges):
+def _not_finite(spec: CacheSpec, header: BlockHeader, rest: Array) -> str | None:
+    """The name of a tensor with values that are infinite or NaN; None without any.
+
+    Args:
+        rest: the block's bytes from its first float on.
+    """
+    group, num_tokens = spec.group(header.group), len(header.token_ids)
+    first = first_float(group, num_tokens)
+    ranges = float_ranges(group, num_tokens)
+    if all(_all_finite(rest[begin - first : end - first].view(dtype)) for begin, end, dtype in ranges):
         return None
-    return next(name for name, view in tensor_views(spec, header, data).items() if not _all_finite(view))
+    floats = [tensor for tensor in block_tensors(group, num_tokens) if tensor.begin >= first]
+    views = {each.name(header.position): rest[each.begin - first : each.end - first] for each in floats}
+    dtypes = {each.name(header.position): each.spec.numpy_dtype for each in floats}
+    return next(name for name, view in views.items() if not _all_finite(view.view(dtypes[name])))

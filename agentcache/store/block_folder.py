@@ -13,7 +13,7 @@ import numpy as np
 from agentcache.blocks.keys import STATE_GROUP, kind_of
 from agentcache.blocks.ledger import STATE
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant
-from agentcache.kv.block_layout import Array
+from agentcache.kv.block_layout import Array, first_float
 from agentcache.kv.spec import CacheSpec
 from agentcache.store.atomic import Fault, Replacement
 from agentcache.store.block_extras import Extras
@@ -87,6 +87,10 @@ class BlockFolder:
         """Bytes of the block's file; 0 where there is none."""
         return self._usage.size_of(self._name(key))
 
+    def keys(self) -> list[str]:
+        """Of all blocks that there are files for."""
+        return [path.stem for path in self._usage.paths(self._folder) if path.suffix == _SUFFIX]
+
     def classify(self, keys: Iterable[str], kind: str) -> None:
         """The files of these blocks, which may be there or not, count as of this kind."""
         for key in keys:
@@ -110,11 +114,23 @@ class BlockFolder:
             BlockMissing: there is no such file.
             BlockRejected: the file is not that block; it is in quarantine now. What `buffer` holds is of no use.
         """
-        path, size = self._path(header.block_key), data_bytes(self._spec_of(header), header)
+        spec = self._spec_of(header)
+        size = data_bytes(spec, header)
         data = np.empty(size, np.uint8) if buffer is None else buffer[:size]
+        first = first_float(spec.group(header.group), len(header.token_ids))
+        return StoredBlock(data, self.read_apart(header, [data[:first].data], data[first:]))
+
+    def read_apart(self, header: BlockHeader, integers: Sequence[memoryview], rest: Array) -> Extras:
+        """The same, to where its bytes are to lie; its extras.
+
+        Args:
+            integers: for the bytes in front of the block's first float, in any number of pieces.
+            rest: uint8 [n], for those from there on.
+        """
+        path = self._path(header.block_key)
         try:
             with self._files.open_regular(path, max_encoded_size(self._spec_of(header), header)) as file:
-                block = self._read_from(file, header, data)
+                extras = self._read_from(file, header, integers, rest)
         except FileNotFoundError:
             self._usage.forget(path)
             raise BlockMissing(f"there is no file for block {header.block_key}") from None
@@ -122,23 +138,25 @@ class BlockFolder:
             self._usage.quarantine(str(error), path)
             raise BlockRejected(f"block {header.block_key}: {error}") from error
         self._usage.record_read(file.size)
-        return block
+        return extras
 
-    def _read_from(self, file: RegularFile, header: BlockHeader, data: Array) -> StoredBlock:
+    def _read_from(self, file: RegularFile, header: BlockHeader, integers: Sequence[memoryview], rest: Array) -> Extras:
         begin = bytearray(HEAD_BEGIN)
         num_bytes = file.read_into([begin])
         head_size = find_data(self._spec_of(header), header, bytes(begin[:num_bytes]), file.size)
-        rest = bytearray(head_size - HEAD_BEGIN)
-        if num_bytes + file.read_into([rest, data.data]) < file.size:
+        head = bytearray(head_size - HEAD_BEGIN)
+        if num_bytes + file.read_into([head, *integers, rest.data]) < file.size:
             raise BlockRejected(f"the file ends before its {file.size} bytes")
-        return StoredBlock(data, verify_block(self._spec_of(header), header, bytes(begin + rest), data))
+        return verify_block(self._spec_of(header), header, bytes(begin + head), integers, rest)
 
     def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
         """What a read of a block of zeros into `buffer` would give; no file is touched."""
         data = buffer[: data_bytes(self._spec_of(header), header)]
         data[:] = 0
         spec = self._spec_of(header)
-        verify_block(spec, header, bytes(encode_block(spec, header, data)[0]), data)
+        head = bytes(encode_block(spec, header, data)[0])
+        first = first_float(spec.group(header.group), len(header.token_ids))
+        verify_block(spec, header, head, [data[:first].data], data[first:])
         return data
 
     def write(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:

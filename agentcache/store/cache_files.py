@@ -20,6 +20,7 @@ from agentcache.errors import BrokenInvariant
 
 # Descriptors are few: a process may have 256 on some systems.
 _MOST_KEPT = 16
+MOST_PARTS = 512  # a call reads or writes at most IOV_MAX buffers, 1024 on Linux and on a Mac
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -49,7 +50,7 @@ class RegularFile:
         """Fill one buffer after the other with what comes next; returns the bytes read, fewer where the file ends."""
         views = [memoryview(buffer) for buffer in buffers if len(buffer)]
         total = 0
-        while views and (count := os.readv(self.fd, views)):
+        while views and (count := os.readv(self.fd, views[:MOST_PARTS])):
             total += count
             views = skip_bytes(views, count)
         return total

@@ -21,12 +21,13 @@ from pathlib import Path
 
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
 from agentcache.blocks.ledger import STATE
-from agentcache.errors import BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
+from agentcache.errors import BlockMissing, BlockRejected, BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.names import is_name
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.atomic import Fault, as_store_error
+from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockCopy, BlockFolder, BlockWrite
 from agentcache.store.cache_files import CacheFiles
@@ -212,6 +213,36 @@ class Store:
             BlockRejected: the file is not that block; it is in quarantine now.
         """
         return self._blocks.read(header, buffer)
+
+    def read_blocks(
+        self, headers: Sequence[BlockHeader], buffers: Sequence[Array] | None = None
+    ) -> list[StoredBlock | None]:
+        """The blocks, verified; None for each that is missing or wrong, which has been logged and counted.
+
+        Args:
+            buffers: as in `read_block`, one each.
+        """
+        places = [None] * len(headers) if buffers is None else buffers
+        return [self._read_or_none(header, buffer) for header, buffer in zip(headers, places, strict=True)]
+
+    def _read_or_none(self, header: BlockHeader, buffer: Array | None) -> StoredBlock | None:
+        try:
+            return self.read_block(header, buffer)
+        except (BlockMissing, BlockRejected, StoreError):
+            return None
+
+    def block_keys(self) -> list[str]:
+        """Of all blocks that there are files for, of any model."""
+        return self._blocks.keys()
+
+    def read_block_apart(self, header: BlockHeader, integers: Sequence[memoryview], rest: Array) -> Extras:
+        """The same, to where its bytes are to lie; its extras. Nothing of what is there then may be used if it raises.
+
+        Args:
+            integers: for the bytes in front of the block's first float, in any number of pieces.
+            rest: uint8 [n], for those from there on.
+        """
+        return self._blocks.read_apart(header, integers, rest)
 
     def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
         """What a read of a block of zeros into `buffer` would give; no file is touched."""

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.spec import CacheSpec
+from agentcache.kv.spec import CacheSpec, Quantisation
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.fingerprint import model_fingerprint
 from agentcache.models.hosting import host
@@ -95,7 +95,7 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
 
 def _round(layer: Any, spec: CacheSpec) -> Rounding:
     quantisation = spec.groups[0].quantisation
-    assert quantisation is not None  # these are the model's keys and values
+    assert isinstance(quantisation, Quantisation)  # the model's keys and values are in 4 bits
     for module in layer.modules():
         if is_expanded(module):
             module.kv_a_layernorm = RoundedNorm(module.kv_a_layernorm.original, Rounding(quantisation))

@@ -2,7 +2,8 @@
 
 They leave in the middle of answers, set limits that cannot be kept, fork and delete agents that others talk to. What
 they get back has to be one of the answers that are allowed for what they did. A few are careful: each alone talks to an
-agent of its own, and remembers what the server has reported as saved.
+agent of its own, and remembers what the server has reported as saved. A few, where there are adapters, ask for answers
+that share base residually; nobody else may get one, and where the server does not allow it, nor may they.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ ENDLESS = 20_000  # tokens; who asks for so many leaves, and the server must not
 _BUSY = {(503, "overloaded"), (503, "out_of_memory"), (504, "request_timeout")}
 _GONE = {(404, "agent_not_found")}
 _TAKEN = {(409, "conflict")}
+_LOSSY = {(400, "policy_unsupported"), (400, "invalid_request_error")}  # the latter is what Anthropic has
 _FULL = {(507, "store_error")}  # all that could go to make room is in use
 _ANTHROPIC_CODES = {"overloaded_error": "overloaded", "timeout_error": "request_timeout"}
 
@@ -58,6 +60,19 @@ def words(rng: random.Random, count: int) -> str:
     return " ".join(rng.choices(WORDS.split(), k=count))
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """What there is to share residually.
+
+    Args:
+        adapters: names that the server knows.
+        allowed: whether it was started with `--max-divergence` above 0.
+    """
+
+    adapters: tuple[str, ...]
+    allowed: bool
+
+
 class Client:
     """One of many.
 
@@ -65,6 +80,7 @@ class Client:
         number: names it, and its agent if it is careful.
         http: shared by all.
         careful: talks to an agent of its own only.
+        sharing: it asks for residual answers; None for one that does not.
         killed: set from the moment the server may be gone; requests that fail then are nobody's fault.
     """
 
@@ -76,8 +92,10 @@ class Client:
         *,
         seed: int,
         careful: bool,
+        sharing: Sharing | None,
         killed: asyncio.Event,
     ) -> None:
+        self._sharing = sharing
         self._http = http
         self._observed = observed
         self._rng = random.Random(f"{seed}/{number}")
@@ -89,7 +107,8 @@ class Client:
     async def run(self, pause: float) -> None:
         """Act until cancelled, with random pauses of `pause` seconds on average."""
         while True:
-            action = self._careful_turn if self._careful else self._choose()
+            sharing = self._sharing is not None and self._rng.random() < 0.8
+            action = self._careful_turn if self._careful else self._residual if sharing else self._choose()
             try:
                 await action()
             except httpx.HTTPError as error:
@@ -142,6 +161,7 @@ class Client:
     async def _whole_turn(self, dialect: Dialect, body: dict[str, Any]) -> None:
         answer = await self._http.post(dialect.path, json=body)
         if self._allowed("turn", answer, {(200, "")} | _BUSY):
+            self._check_policy(answer.json())
             self._note(dialect, answer.json())
 
     async def _streamed_turn(self, dialect: Dialect, body: dict[str, Any]) -> None:
@@ -165,14 +185,50 @@ class Client:
         else:
             self._count("stream", 200, "", {(200, "")})
             for event in events:
+                self._check_policy(event)
                 self._note(dialect, event)
 
-    def _note(self, dialect: Dialect, answer: dict[str, Any]) -> None:
+    def _check_policy(self, answer: dict[str, Any]) -> None:
+        """Who has not asked for a lossy answer has none."""
+        report = answer.get("agentcache")
+        if report is not None and "residual" in (report["policy"], report["requested_policy"]):
+            self._observed.complain(f"nobody asked for this policy: {report}")
+
+    def _note(self, dialect: Dialect, answer: dict[str, Any], adapter: str | None = None) -> None:
         """Keep the answer to be checked, if it is (or carries) a whole one."""
         for part in (answer, *answer.get("choices", ())):
             if part.get("token_ids"):
-                sample = Sample(dialect.path, tuple(part["prompt_token_ids"]), tuple(part["token_ids"]))
+                sample = Sample(dialect.path, tuple(part["prompt_token_ids"]), tuple(part["token_ids"]), adapter)
                 self._observed.keep(sample, self._rng)
+
+    async def _residual(self) -> None:
+        """Asks for an answer that shares base residually, and leaves now and then before it is there."""
+        assert self._sharing is not None  # who asks this has looked
+        rng, adapter = self._rng, self._rng.choice(self._sharing.adapters)
+        dialect = rng.choice(DIALECTS)
+        body = self._request(dialect, rng.randint(1, 12)) | {"adapter": adapter}
+        body["agentcache"]["policy"] = "residual"
+        allowed = ({(200, "")} if self._sharing.allowed else _LOSSY) | _BUSY
+        if rng.random() < 0.2:
+            try:
+                async with asyncio.timeout(rng.uniform(0.0, 1.0)):
+                    answer = await self._http.post(dialect.path, json=body | {"max_tokens": ENDLESS})
+                self._allowed("residual, leaving", answer, allowed)
+            except TimeoutError:
+                self._observed.outcomes["residual: left"] += 1
+            return
+        if rng.random() < 0.1:
+            kind = {"kind": rng.choice(("base", "residual"))}
+            answer = await self._http.post(f"/v1/agents/{self._agent()}/evict", json=kind)
+            self._allowed("evict of a kind", answer, {(200, "")} | _GONE | _BUSY)
+        answer = await self._http.post(dialect.path, json=body)
+        if not self._allowed("residual", answer, allowed) or not answer.is_success:
+            return
+        report = answer.json()["agentcache"]
+        if report["policy"] == "residual" and report["divergence"] is not None:
+            self._note(dialect, answer.json(), adapter)
+        elif report["stepped_down"] != "memory":
+            self._observed.complain(f"neither residual nor stepped down: {report}")
 
     async def _careful_turn(self) -> None:
         """The next turn of a conversation that nobody else knows; now and then a new one begins."""
@@ -214,6 +270,7 @@ class Client:
         if not self._allowed(what, answer, {(200, "")} | _BUSY):
             return None
         said: dict[str, Any] = answer.json()
+        self._check_policy(said)
         self._note(DIALECTS[0], said)
         return said
 

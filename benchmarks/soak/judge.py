@@ -70,7 +70,7 @@ class Judge:
     def _in_one_piece(self, sample: Sample) -> tuple[float, Sequence[str]]:
         """The gap, and the text of each token of the answer."""
         body = {"prompt": [*sample.prompt_token_ids, *sample.token_ids], "max_tokens": 0, "echo": True, "logprobs": 1}
-        logprobs = _logprobs(self._ask(body))
+        logprobs = _logprobs(self._ask(body | sample.asked))
         first = len(sample.prompt_token_ids)
         texts, chosen = logprobs["tokens"][first:], logprobs["token_logprobs"][first:]
         tops = logprobs["top_logprobs"][first:]
@@ -79,7 +79,8 @@ class Judge:
     def _in_pieces(self, sample: Sample, texts: Sequence[str], limit: float) -> float:
         """The gap behind a random cut, the answer's tokens one by one; `limit` or more as soon as it cannot be less."""
         self._num_salts += 1
-        cache = {"agentcache": {"salt": f"cut {self._num_salts}"}}  # shares nothing with what was computed before
+        # It shares nothing with what was computed before.
+        cache = {"agentcache": {"salt": f"cut {self._num_salts}"}, **sample.asked}
         ids = [*sample.prompt_token_ids, *sample.token_ids]
         for cut in self._cuts(len(sample.prompt_token_ids)):
             self._ask({"prompt": ids[:cut], "max_tokens": 0, **cache})

@@ -18,8 +18,8 @@ from safetensors.numpy import load_file
 
 from agentcache.client import Client
 from agentcache.kv.arena import Packed, dequantise
-from agentcache.kv.spec import Quantisation
-from agentcache.store.manifest import Manifest, decode_manifest
+from agentcache.kv.spec import PARTS, Quantisation
+from agentcache.store.manifest import Manifest, SavedCache, decode_manifest
 from agentcache.store.transcript_log import parse_log
 
 ALIKE = 0.5  # of a vector's length; see above
@@ -27,21 +27,29 @@ _VALUES_A_WORD = 8  # of 4 bits in 32
 
 
 def recompute(cache_dir: Path, quiet: Client) -> int:
-    """Have a quiet server compute and save the tokens of every lineage in a cache folder; returns how many."""
-    count = 0
+    """Have a quiet server compute and save the tokens of every lineage in a cache folder; returns how many.
+
+    Residuals too, where the server has their adapters and answers so by itself.
+    """
+    count, adapters = 0, {each["digest"]: each["name"] for each in quiet.request("GET", "/v1/adapters")["data"]}
     for path in sorted((cache_dir / "agents").glob("*/*.json")):
         manifest = decode_manifest(path.read_bytes())
         if manifest.base.num_saved:
             # An agent each: none of them may be given up there.
-            quiet.cache_prompt(_saved_tokens(path, manifest), agent=path.stem.replace("~", "."))
+            agent = path.stem.replace("~", ".")
+            quiet.cache_prompt(_saved_tokens(path, manifest, manifest.base), agent=agent)
             count += 1
+            for number, residual in enumerate(manifest.caches[1:]):
+                own = {"agent": f"{agent}.{number}", "adapter": adapters[residual.name.partition(".")[2]]}
+                prompt = _saved_tokens(path, manifest, residual)
+                quiet.request("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 0, **own})
     return count
 
 
-def _saved_tokens(path: Path, manifest: Manifest) -> list[int]:
+def _saved_tokens(path: Path, manifest: Manifest, cache: SavedCache) -> list[int]:
     log = path.with_name(f"{manifest.name}.{manifest.log.generation}.log").read_bytes()
     content = parse_log(log, manifest.name, manifest.model, manifest.log)
-    return list(content.transcript.ids[: manifest.base.num_saved])
+    return list(content.transcript.ids[: cache.num_saved])
 
 
 def differences(cache_dir: Path, quiet_dir: Path) -> dict[str, float]:
@@ -58,6 +66,9 @@ def _difference(path: Path, other: Path) -> float:
     if not other.is_file():
         return float("inf")
     vectors, others = load_file(path), load_file(other)
+    residual = sorted(name for name in vectors if name.startswith("residual."))
+    if residual:  # of a few numbers: each against the usual length of those beside it
+        return max(_apart(vectors[name].astype(np.float32), others[name].astype(np.float32)) for name in residual)
     pairs = zip(_vectors(vectors), _vectors(others), strict=True)
     return max(float(np.max(_norms(one - two) / np.maximum(_norms(two), 1e-6))) for one, two in pairs)
 
@@ -65,10 +76,13 @@ def _difference(path: Path, other: Path) -> float:
 def _vectors(tensors: Mapping[str, NDArray[np.generic]]) -> Iterator[NDArray[np.float32]]:
     """What the tensors of a block hold, [H_kv, k, D] for each layer and side, by name."""
     for name in sorted(name for name in tensors if name.endswith(".data")):
-        parts = (mx.array(tensors[name.removesuffix("data") + part]) for part in ("data", "scales", "biases"))
-        packed = Packed(*parts)
-        group_size = packed.data.shape[-1] * _VALUES_A_WORD // packed.scales.shape[-1]
-        yield np.array(dequantise(packed, Quantisation(group_size=group_size), mx.float32))
+        data, scales, biases = (mx.array(tensors[name.removesuffix("data") + part]) for part in PARTS)
+        group_size = data.shape[-1] * _VALUES_A_WORD // scales.shape[-1]
+        yield np.array(dequantise(Packed(data, scales, biases), Quantisation(group_size=group_size), mx.float32))
+
+
+def _apart(one: NDArray[np.float32], two: NDArray[np.float32]) -> float:
+    return float(np.max(_norms(one - two)) / max(float(np.sqrt(np.mean(_norms(two) ** 2))), 1e-6))
 
 
 def _norms(vectors: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -15,7 +15,7 @@ import statistics
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from anyio.from_thread import start_blocking_portal
 
 from agentcache.server_process import ServerProcess
 from agentcache.store.verify import FolderReport, verify_folder
-from benchmarks.soak.clients import Client
+from benchmarks.soak.clients import Client, Sharing
 from benchmarks.soak.judge import Judge
 from benchmarks.soak.memory import ALIKE, differences, recompute
 from benchmarks.soak.watch import Health, HealthWatch, Numbers, Observed, read_numbers
@@ -52,6 +52,9 @@ class SoakPlan:
         careful: those among them that check on their own agents.
         pause: seconds a client rests between two actions, on average.
         checked: answers that the quiet server judges.
+        adapters: folders of adapters by name.
+        sharers: clients that ask for them to share base residually, if there are any.
+        max_divergence: that the server allows; 0 for none.
     """
 
     model: str | None = None
@@ -62,7 +65,16 @@ class SoakPlan:
     ram_budget: str = "24MB"
     disk_budget: str = "8MB"
     checked: int = 120
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    sharers: int = 10
+    max_divergence: float = 0.0
     seed: int = 0
+
+    @property
+    def sharing_options(self) -> list[str]:
+        """What a server is told of adapters."""
+        named = [part for name, path in self.adapters.items() for part in ("--adapter", f"{name}={path}:exact")]
+        return [*named, "--max-divergence", str(self.max_divergence)] if named else []
 
 
 @dataclass
@@ -129,7 +141,9 @@ class Soak:
         self._report.require(left == 0, f"{left} blocks on disk belong to no agent")
         self._check_log()
         quiet_dir = self._folder / "quiet"
-        with ServerProcess(quiet_dir, self._folder / "quiet.log", model=self._plan.model) as quiet:
+        options = [option.replace(":exact", ":residual") for option in self._plan.sharing_options]
+        options = options if self._plan.max_divergence else []
+        with ServerProcess(quiet_dir, self._folder / "quiet.log", model=self._plan.model, extra=options) as quiet:
             self._judge(quiet)
             recompute(self._cache_dir, quiet.client)
         self._compare(quiet_dir)
@@ -140,7 +154,8 @@ class Soak:
 
     def _server(self, cache_dir: Path) -> ServerProcess:
         budgets = ["--ram-budget", self._plan.ram_budget, "--disk-budget", self._plan.disk_budget]
-        return ServerProcess(cache_dir, self._folder / "server.log", model=self._plan.model, extra=budgets)
+        options = [*budgets, *self._plan.sharing_options]
+        return ServerProcess(cache_dir, self._folder / "server.log", model=self._plan.model, extra=options)
 
     # -- load ---------------------------------------------------------------------------------------------------------
 
@@ -171,6 +186,7 @@ class Soak:
             await asyncio.sleep(seconds)
         async with _http(server) as http:
             await self._check_quiet(http, server.pid, before)
+            self._check_policies(await read_numbers(http, server.pid))
             await self._check_confirmed(http)
         self._check_memory(self._report.numbers[first:])
         return False
@@ -180,9 +196,19 @@ class Soak:
         """All clients at work; at the end they leave at once, whatever they were waiting for."""
         plan = self._plan
         seed = next(self._seeds)
+        sharing = Sharing(tuple(plan.adapters), plan.max_divergence > 0) if plan.adapters else None
+        first_sharer = plan.clients - plan.sharers
         async with _http(server) as http:
             clients = [
-                Client(number, http, self._observed, seed=seed, careful=number < plan.careful, killed=killed)
+                Client(
+                    number,
+                    http,
+                    self._observed,
+                    seed=seed,
+                    careful=number < plan.careful,
+                    sharing=sharing if number >= first_sharer else None,
+                    killed=killed,
+                )
                 for number in range(plan.clients)
             ]
             running = [asyncio.create_task(client.run(plan.pause)) for client in clients]
@@ -220,7 +246,13 @@ class Soak:
             self._report.require(numbers.ram <= numbers.ram_budget, f"RAM over budget: {numbers}")
             self._report.require(not numbers.overdrawn, f"RAM ledger: {numbers.overdrawn}: {numbers}")
             self._report.require(numbers.disk <= numbers.disk_budget, f"disk over budget: {numbers}")
+            self._check_policies(numbers)
             await asyncio.sleep(SAMPLE_EVERY)
+
+    def _check_policies(self, numbers: Numbers) -> None:
+        """By default nobody is ever answered by a lossy policy, whether he waits for the answer's end or not."""
+        lossy = numbers.policies["residual"]
+        self._report.require(bool(self._plan.max_divergence) or not lossy, f"{lossy} answers were lossy")
 
     # -- reckoning ----------------------------------------------------------------------------------------------------
 
@@ -320,7 +352,8 @@ def _is_quiet(now: Numbers, before: Numbers) -> bool:
 
 @asynccontextmanager
 async def _http(server: ServerProcess) -> AsyncGenerator[httpx.AsyncClient, None]:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    # Idle connections are given up before the server does (after 5 s, as httpx by default): both at once is an error.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100, keepalive_expiry=2)
     async with httpx.AsyncClient(
         base_url=server.client.url, timeout=PATIENCE, limits=limits, trust_env=False
     ) as client:

@@ -29,11 +29,21 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True)
 class Sample:
-    """A greedy answer that came whole: what the model was given, and what it chose."""
+    """A greedy answer that came whole: what the model was given, and what it chose.
+
+    Args:
+        adapter: that answered by sharing base residually; None for base.
+    """
 
     dialect: str
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
+    adapter: str | None = None
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """What a request says of its adapter."""
+        return {} if self.adapter is None else {"adapter": self.adapter}
 
 
 @dataclass
@@ -141,7 +151,7 @@ class Numbers:
     """The server's numbers at one moment. Bytes and counts; `at` by `time.monotonic`.
 
     Of `open_files`, as many as it has `children` are its ends of what they talk through. `accounts` are those of the
-    RAM ledger, by name and state: `capacity`, `used`, `floor`.
+    RAM ledger, by name and state: `capacity`, `used`, `floor`. `policies` counts answers by the one they came by.
     """
 
     at: float
@@ -156,6 +166,7 @@ class Numbers:
     disk: float
     disk_budget: float
     accounts: dict[tuple[str, ...], float]
+    policies: Counter[str]
 
     @property
     def overdrawn(self) -> list[str]:
@@ -173,6 +184,10 @@ async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
     samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
     plain = {sample.name: sample.value for sample in samples if not sample.labels}
     by_label = {(sample.name, *sample.labels.values()): sample.value for sample in samples if sample.labels}
+    policies = Counter[str]()
+    for sample in samples:
+        if sample.name == "agentcache_request_policy_total":
+            policies[sample.labels["policy"]] += int(sample.value)
     return Numbers(
         at=time.monotonic(),
         rss=plain.get("agentcache_process_resident_memory_bytes", 0.0),  # both are known on Linux only
@@ -186,6 +201,7 @@ async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
         disk=plain["agentcache_disk_bytes"],
         disk_budget=plain["agentcache_disk_budget_bytes"],
         accounts={key[1:]: value for key, value in by_label.items() if key[0] == "agentcache_ram_account_bytes"},
+        policies=policies,
     )
 
 

@@ -38,7 +38,12 @@ def test_doctor_examines_this_machine(invoke: Invoke, tmp_path: Path) -> None:
         "model",
         "cache",
         "memory",
+        "kernels",
     } <= set(checks)
+    [kind] = checks["kernels"]["data"]
+    assert (kind["kind"], kind["heads"], kind["layers"]) == ("full", "4/2 x 64", 8)
+    assert kind["by"] == "kernel" or kind["why"] == "this device compiles no kernels"
+    assert checks["kernels"]["detail"].startswith(f"full: {kind['by']}")
     assert "mlx" in checks["versions"]["detail"]
     assert not (tmp_path / "new").exists()
 
@@ -182,11 +187,27 @@ def test_states_of_agents_have_a_share_of_the_memory(invoke: Invoke, tmp_path: P
     assert found["memory"]["data"]["agents_of_8k"] == expected
 
 
-def test_kernels_of_the_served_model(tmp_path: Path) -> None:
-    embedded = doctor.check_kernels(load_config({}))
-    assert embedded.ok
-    assert embedded.detail.startswith("attention: ")
+def test_kernels_of_the_served_model(model_folder: ModelFolder, tmp_path: Path) -> None:
+    check = doctor.check_kernels(load_config({"model": str(model_folder("gemma3_text"))}))
+    assert check.ok
+    kinds = check.data
+    assert [(kind["kind"], kind["window"], kind["layers"]) for kind in kinds] == [("window", 32, 7), ("full", None, 1)]
+    assert all(kind["by"] == "kernel" or kind["why"] for kind in kinds)
     elsewhere = doctor.check_kernels(load_config({"model": "owner/name"}))
     assert "owner/name is not a folder here" in elsewhere.detail
     (tmp_path / "config.json").write_text("{}")
     assert "nothing could be tried" in doctor.check_kernels(load_config({"model": str(tmp_path)})).detail
+
+
+def test_a_hub_model_that_was_fetched_is_tried(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--name"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "snapshots" / ("0" * 40)).symlink_to(model_folder("llama", num_hidden_layers=2))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    [kind] = doctor.check_kernels(load_config({"model": "owner/name"})).data
+    assert kind["layers"] == 2

@@ -1,7 +1,8 @@
 """`python -m tests.clients.serve_saying serve …`: the real server with a real model that says what suits the request.
 
-Tokens come from a script (`tests.serving.scripted`) where they would be chosen from logits; all else is real. Asked
-with a tool, the model thinks and calls it; once the tool has answered, it thinks and says ANSWER.
+Tokens come from a script (`tests.serving.scripted`) where they would be chosen from logits; all else is real, also the
+grammars: a token that an answer of a certain form may not have ends it with an error. Asked with a tool, the model
+thinks and calls it; once the tool has answered, it thinks and says ANSWER, or OBJECT where it must say JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from agentcache.answer_form import AnswerForm
 from agentcache.cli.main import main
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.report import Update
@@ -22,6 +24,7 @@ from tests.serving.scripted import scripted_by
 
 ANSWER = "There are 42 cats, and all of them sleep."
 THOUGHT = "I know it."
+OBJECT = {"cats": 42}
 # What is called, where there is such a tool.
 CALLS: dict[str, dict[str, Any]] = {
     "look": {"place": "garden"},
@@ -31,19 +34,31 @@ CALLS: dict[str, dict[str, Any]] = {
     "shell_command": {"command": "echo 42 cats > cats.txt"},
     "shell": {"command": ["bash", "-c", "echo 42 cats > cats.txt"]},
 }
+# What a tool is called with that stands for the answer itself; others than this one take OBJECT.
+ANSWERS: dict[str, dict[str, Any]] = {"final_answer": {"answer": ANSWER}}  # smolagents
 
 
-def reply_to(prompt: ChatPrompt) -> str:
+def reply_to(prompt: ChatPrompt, form: AnswerForm | None) -> str:
     names = [tool["function"]["name"] for tool in prompt.tools or ()]
-    name = next((name for name in CALLS if name in names), None)
+    demanded = [tool.name for tool in form.calls.tools] if form is not None and form.calls is not None else []
+    name = next((name for name in CALLS if name in (demanded if form is not None else names)), None)
     since = [message["role"] for message in prompt.messages]
     is_answered = "tool" in since[len(since) - since[::-1].index("user") :] if "user" in since else False
+    is_answered |= "42 cats" in str(prompt.messages[-1]["content"])  # of a client that tells a tool's result as a user
     thought = f"<think>\n{THOUGHT}\n</think>\n\n"
-    if name is None or is_answered:
-        asks_json = any("json_schema" in str(message["content"]) for message in prompt.messages[:1])
-        return thought + ('```json\n{"cats": 42}\n```' if asks_json else ANSWER)
-    call = json.dumps({"name": name, "arguments": CALLS[name]})
-    return f"{thought}<tool_call>\n{call}\n</tool_call>"
+    if name is not None and not is_answered:
+        return thought + _call(name, CALLS[name])
+    if form is not None and form.text is not None:
+        return thought + json.dumps(OBJECT)
+    if form is not None:
+        name = next(name for name in demanded if name not in CALLS)
+        return thought + _call(name, ANSWERS.get(name, OBJECT))
+    asks_json = any("json_schema" in str(message["content"]) for message in prompt.messages[:1])
+    return thought + (f"```json\n{json.dumps(OBJECT)}\n```" if asks_json else ANSWER)
+
+
+def _call(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @contextmanager
@@ -55,7 +70,7 @@ def saying() -> Iterator[None]:
     async def generate_scripted(self: AsyncEngine, request: Request, take: Callable[[Update], None]) -> None:
         if isinstance(request.prompt, ChatPrompt):
             tokenizer = self._thread.view.model.tokenizer
-            token_ids = [*tokenizer.encode(reply_to(request.prompt)).ids, min(tokenizer.eos_ids)]
+            token_ids = [*tokenizer.encode(reply_to(request.prompt, request.form)).ids, min(tokenizer.eos_ids)]
             seed = len(replies) + 1
             replies.update(dict.fromkeys(range(seed, seed + request.n), token_ids))
             request = replace(request, sampling=replace(request.sampling, seed=seed))

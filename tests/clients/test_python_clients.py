@@ -24,6 +24,7 @@ MODULES = {
     "pydantic_ai_sdk": "pydantic_ai",
     "llm_cli": "llm",
     "instructor_sdk": "instructor",
+    "smolagents_sdk": "smolagents",
 }
 # No client may ask anybody but the server here.
 QUIET = {"no_proxy": "*", "DO_NOT_TRACK": "1", "OPENAI_AGENTS_DISABLE_TRACING": "1", "LANGSMITH_TRACING": "false"}

@@ -20,10 +20,13 @@ from agentcache.kv.arena import (
     make_arenas,
     quantise,
 )
+from agentcache.kv.block_layout import Place
 from agentcache.kv.spec import (
     CacheSpec,
+    GroupSpec,
     LayerSpec,
     Quantisation,
+    TensorSpec,
     attention_group,
     make_groups,
     tensor_name,
@@ -230,7 +233,7 @@ def fill(arena: GroupArena, block_id: int, seed: int) -> None:
     for layer in arena.layers:
         for number, (_, side) in enumerate(layer.sides):
             x = random((1, side.num_heads, BLOCK_SIZE, side.dim), seed + 10 * number + layer.layer.index)
-            side.write_slots(quantise(x, layer.quantisation), [Slot(block_id, 0, 0, BLOCK_SIZE)])
+            side.write_slots(quantise(x, side.quantisation), [Slot(block_id, 0, 0, BLOCK_SIZE)])
 
 
 @pytest.fixture(params=[True, False], ids=["in place", "uploaded"])
@@ -341,3 +344,49 @@ def test_bytes_are_those_of_the_spec() -> None:
     arena = GroupArena(spec)
     arena.grow(3)
     assert sum(array.nbytes for array in arena.arrays()) == 3 * spec.bytes_per_block
+
+
+def read_to(arena: GroupArena, block_id: int, block: np.ndarray) -> Place:
+    """As a reader does it: integers straight to where they belong, the rest from where it has looked at it."""
+    [place] = arena.places([block_id])
+    begin = 0
+    for run in place.integers:
+        run[:] = block.data[begin : begin + len(run)]
+        begin += len(run)
+    place.put_rest(block[begin:])
+    place.let_go()
+    return place
+
+
+@pytest.mark.skipif(not arena_module.shares_memory(), reason="the device has memory of its own")
+@pytest.mark.parametrize("value_dim", [0, 32])
+def test_a_block_is_read_to_where_it_belongs(value_dim: int) -> None:
+    layers = (LayerSpec(3, 2, 96, value_dim), LayerSpec(5, 1, 32, value_dim))
+    arena, other = group_of(*layers, quantisation=Q32), group_of(*layers, quantisation=Q32)
+    for block_id in (1, 2, 4):
+        fill(arena, block_id, seed=block_id)
+    fill(other, 5, seed=9)
+    left = other.snapshot(4, BLOCK_SIZE)
+    read_to(other, 5, arena.snapshot(2, BLOCK_SIZE))
+    np.testing.assert_array_equal(other.snapshot(5, BLOCK_SIZE), arena.snapshot(2, BLOCK_SIZE))
+    np.testing.assert_array_equal(other.snapshot(4, BLOCK_SIZE), left)
+
+
+@pytest.mark.skipif(not arena_module.shares_memory(), reason="the device has memory of its own")
+def test_a_place_that_was_let_go_is_written_by_steps_alone() -> None:
+    arena = group_of(LayerSpec(0, HEADS, DIM, 0))
+    arena.grow(256)
+    size = sum(array.nbytes for array in arena.arrays())
+    place = read_to(arena, 7, np.ones(arena.spec.bytes_per_block, np.uint8))
+    for run in (*place.integers, *place.rest):
+        with pytest.raises(ValueError, match="released"):
+            run[0] = 1
+    assert peak_of_write(arena.layers[0].keys, scattered=False) < size / 50
+
+
+def test_blocks_of_floats_and_memory_of_a_device_have_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    floats = GroupArena(GroupSpec("full.0", (TensorSpec("residual.@", "F16", (3,)),)))
+    floats.grow(2)
+    assert floats.places([0, 1]) == []
+    monkeypatch.setattr(arena_module, "shares_memory", lambda: False)
+    assert group_of(LayerSpec(0, HEADS, DIM, 0)).places([0]) == []

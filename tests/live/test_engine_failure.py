@@ -15,7 +15,7 @@ import pytest
 
 from agentcache.config import Config
 from agentcache.engine.engine import Engine
-from agentcache.gateway import async_engine
+from agentcache.gateway import completions
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.server.app import create_app
 
@@ -38,7 +38,7 @@ class Trap:
 @pytest.fixture
 def trap(monkeypatch: pytest.MonkeyPatch) -> Trap:
     trap = Trap()
-    step, prepare = Engine.step, async_engine.prepare_request
+    step, prepare = Engine.step, completions.prepare_request
 
     def step_or_fail(engine: Engine) -> None:
         trap.steps += 1
@@ -51,7 +51,7 @@ def trap(monkeypatch: pytest.MonkeyPatch) -> Trap:
         return prepare(*arguments)
 
     monkeypatch.setattr(Engine, "step", step_or_fail)
-    monkeypatch.setattr(async_engine, "prepare_request", prepare_behind_the_door)
+    monkeypatch.setattr(completions, "prepare_request", prepare_behind_the_door)
     return trap
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from agentcache.metal_kernels.append import APPEND
 from agentcache.metal_kernels.decode import DECODE, MERGE
 from agentcache.metal_kernels.kernel_text import KernelText
-from agentcache.metal_kernels.pack import PACK
 from agentcache.metal_kernels.unpack import UNPACK
 from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.run import PLAIN, EmulatedKernel, Result, Schedule
 
-KERNELS = (DECODE, MERGE, PACK, UNPACK)
+KERNELS = (APPEND, DECODE, MERGE, UNPACK)
 Emulate = Callable[..., list[Result]]
 
 
@@ -40,7 +40,8 @@ def emulated(
     kernel: KernelText, schedule: Schedule, log: list[Result], edit: Callable[[Launch], Launch]
 ) -> EmulatedKernel:
     """What `KernelText.metal` is while kernels are emulated."""
-    return EmulatedKernel(schedule, kernel=replace(kernel).metal, log=log, edit=edit)
+    changed = [kernel.inputs.index(name) for name in kernel.changed]
+    return EmulatedKernel(schedule, kernel=replace(kernel).metal, log=log, edit=edit, changed=changed)
 
 
 def _as_it_is(launch: Launch) -> Launch:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from agentcache.metal_kernels import self_test
 from tests.metal_kernels.conftest import KERNELS, emulated
 from tests.metal_kernels.emulator.capture import Launch
-from tests.metal_kernels.emulator.run import PLAIN
+from tests.metal_kernels.emulator.run import PLAIN, Result, Schedule
 
 
 def abort(launch: Launch) -> Launch:
@@ -27,10 +27,26 @@ BUGS: dict[str, Callable[[Launch], Launch]] = {
 }
 
 
-def main() -> None:
+class Launches(list[Result]):
+    """How many there were; not what they gave, whose memory is needed."""
+
+    count = 0
+
+    def append(self, result: Result) -> None:
+        self.count += 1
+
+
+def plant(bug: str, schedule: Schedule) -> Launches:
+    """From now on kernels run in the emulator, and that for decoding has this bug."""
+    launches = Launches()
     for kernel in KERNELS:
-        edit = BUGS[sys.argv[1]] if kernel.name == "agentcache_decode" else BUGS["none"]
-        kernel.__dict__["metal"] = emulated(kernel, PLAIN, [], edit)
+        edit = BUGS[bug if kernel.name == "agentcache_decode" else "none"]
+        kernel.__dict__["metal"] = emulated(kernel, schedule, launches, edit)
+    return launches
+
+
+def main() -> None:
+    plant(sys.argv[1], PLAIN)
     self_test.main()
 
 

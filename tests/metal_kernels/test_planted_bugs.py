@@ -15,14 +15,14 @@ import pytest
 
 from agentcache.kv.arena import quantise
 from agentcache.kv.spec import Quantisation
+from agentcache.metal_kernels.append import Places, append
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
-from agentcache.metal_kernels.pack import pack
 from tests.marks import slow
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.build import KernelSyntaxError, clang
 from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.run import KernelFindings
-from tests.metal_kernels.test_pack import drawn
+from tests.metal_kernels.test_append import drawn
 from tests.metal_kernels.test_unpack import run as run_unpack
 
 if clang() is None:
@@ -30,7 +30,7 @@ if clang() is None:
 
 NUMBERS, SYNTAX = "numbers", "syntax"
 DECODE, MERGE, UNPACK = "agentcache_decode", "agentcache_merge", "agentcache_unpack"
-PACK = "agentcache_pack"
+APPEND = "agentcache_append"
 ROW = Case(128, 2, 3, mx.float32, (300, 40), num_tokens=2, window=280, sinks=True)
 PREFIX = Case(64, 1, 3, mx.float16, (600, 530, 90, 517), prefix=2)
 OWN_BARRIER = "else simdgroup_barrier(mem_flags::mem_threadgroup);"
@@ -211,34 +211,46 @@ UNPACK_BUGS = [
 ]
 
 
-PACK_BUGS = [
-    Bug("tail unguarded", "    if (real) {\n        data", "    {\n        data", "out-of-bounds", PACK),
+APPEND_BUGS = [
     Bug(
-        "tail read",
-        "real ? float(values[size_t(i) * 8 + e]) : 0.0f",
-        "float(values[size_t(i) * 8 + e])",
+        "tail unguarded",
+        "    if (real) {\n        const int token",
+        "    {\n        const int token",
         "out-of-bounds",
-        PACK,
+        APPEND,
     ),
-    Bug("last word left out", "i < params[0]", "i < params[0] - 1", "unwritten", PACK),
-    Bug("range of half a group", "int b = SHARE / 2;", "int b = SHARE / 4;", NUMBERS, PACK),
-    Bug("range of two groups", "int b = SHARE / 2;", "int b = SHARE;", NUMBERS, PACK),
+    Bug("tail read", "real ? float(is_key", "true ? float(is_key", "out-of-bounds", APPEND),
+    Bug("last word left out", "i < SIDES * side_words;", "i < SIDES * side_words - 1;", NUMBERS, APPEND),
+    Bug("values left out", "i < SIDES * side_words;", "i < side_words;", NUMBERS, APPEND),
+    Bug("values to the keys", "(is_key ? kq : vq)", "(is_key ? kq : kq)", "race", APPEND),
+    Bug("range of half a group", "int b = SHARE / 2;", "int b = SHARE / 4;", NUMBERS, APPEND),
+    Bug("range of two groups", "int b = SHARE / 2;", "int b = SHARE;", NUMBERS, APPEND),
     Bug(
         "simd operation under divergence",
         "        low = metal::min(low, simd_shuffle_xor",
         "        if (real) low = metal::min(low, simd_shuffle_xor",
         "divergent",
-        PACK,
+        APPEND,
     ),
-    Bug("scale of another group", "scales[i / SHARE] =", "scales[i / SHARE / 2] =", "unwritten", PACK),
-    Bug("every lane its scale", "if (lane % SHARE == 0)", "if (true)", "race", PACK),
-    Bug("nibbles from the high end", "<< (4 * e)", "<< (28 - 4 * e)", NUMBERS, PACK),
-    Bug("fifteen becomes sixteen", "bias) / scale), 15.0f)", "bias) / scale), 16.0f)", NUMBERS, PACK),
-    Bug("rounded down", "metal::rint((x[e] - bias) / scale)", "metal::floor((x[e] - bias) / scale)", NUMBERS, PACK),
-    Bug("always from above", "from_below ? low : high", "high", NUMBERS, PACK),
-    Bug("two threads, one place", "data[i] = word", "data[i / 2] = word", "race", PACK),
-    Bug("write to an input", "data[i] = word;", "data[i] = word; params[0] = 0;", SYNTAX, PACK),
-    Bug("double", "const float range =", "const double range =", SYNTAX, PACK),
+    Bug(
+        "scale of another group",
+        "% WORDS / SHARE;\n            scales",
+        "% WORDS / SHARE / 2;\n            scales",
+        "race",
+        APPEND,
+    ),
+    Bug("every lane its scale", "if (lane % SHARE == 0)", "if (true)", "race", APPEND),
+    Bug("nibbles from the high end", "<< (4 * e)", "<< (28 - 4 * e)", NUMBERS, APPEND),
+    Bug("fifteen becomes sixteen", "bias) / scale), 15.0f)", "bias) / scale), 16.0f)", NUMBERS, APPEND),
+    Bug("rounded down", "metal::rint((x[e] - bias) / scale)", "metal::floor((x[e] - bias) / scale)", NUMBERS, APPEND),
+    Bug("always from above", "from_below ? low : high", "high", NUMBERS, APPEND),
+    Bug("two threads, one place", "data[row * WORDS", "data[row / 256 * WORDS", "race", APPEND),
+    Bug("heads mapped otherwise", "/ 256) * HEADS + head)", "/ 256) + head)", NUMBERS, APPEND),
+    Bug("place off by a block", "size_t(place / 256)", "size_t((place + 1) / 256)", NUMBERS, APPEND),
+    Bug("token of another row", "/ HEADS * row_tokens + token]", "/ HEADS + token]", "race", APPEND),
+    Bug("nothing to wait for", "if (i == 0) written[0] = 0;", "", "unwritten", APPEND),
+    Bug("write to an input", "data[row * WORDS", "params[0] = 0; data[row * WORDS", SYNTAX, APPEND),
+    Bug("double", "const float range =", "const double range =", SYNTAX, APPEND),
 ]
 
 
@@ -268,16 +280,27 @@ def test_decode(bug: Bug, emulate: Emulate) -> None:
     assert bug.caught_by in caught(lambda: decoded_right(ROW))
 
 
-def packed_right() -> bool:
-    x = drawn((1, 3, 5, 96), mx.float32)
-    made, wanted = pack(x, 32), quantise(x, Quantisation(4, 32))
-    return all(np.array_equal(np.array(one), np.array(other)) for one, other in zip(made, wanted, strict=True))
+def appended_right() -> bool:
+    """A step of two rows, five tokens each, of which some go to another block."""
+    keys, values = drawn((2, 3, 5, 96), mx.float32), drawn((2, 3, 5, 96), mx.float32, seed=1)
+    places = [254, 255, 3 * 256, 3 * 256 + 1, 3 * 256 + 2, *range(512 + 9, 512 + 14)]
+    widths = ((12, mx.uint32), (3, mx.float16), (3, mx.float16))
+    arenas = [mx.zeros((4, 3, 256, width), dtype) for _ in range(2) for width, dtype in widths]
+    mx.eval(arenas)
+    made = Places(mx.array(places, mx.int32), mx.array([10, 5], mx.int32))
+    mx.eval(append([keys, values], arenas, made, 32))
+    wanted = [np.zeros_like(np.array(arena)) for arena in arenas]
+    for index, part in enumerate([*quantise(keys, Quantisation(4, 32)), *quantise(values, Quantisation(4, 32))]):
+        tokens = np.array(part).swapaxes(1, 2).reshape(10, 3, -1)
+        for place, token in zip(places, tokens, strict=True):
+            wanted[index][place // 256, :, place % 256] = token
+    return all(np.array_equal(np.array(one), other) for one, other in zip(arenas, wanted, strict=True))
 
 
-@pytest.mark.parametrize("bug", PACK_BUGS, ids=str)
-def test_pack(bug: Bug, emulate: Emulate) -> None:
+@pytest.mark.parametrize("bug", APPEND_BUGS, ids=str)
+def test_append(bug: Bug, emulate: Emulate) -> None:
     emulate(edits={bug.kernel: bug.plant})
-    assert bug.caught_by in caught(packed_right)
+    assert bug.caught_by in caught(appended_right)
 
 
 # A bug that is planted in single rows, too, is in the same lines of the same text.
@@ -297,7 +320,7 @@ def test_unpack(bug: Bug, emulate: Emulate) -> None:
 
 
 @pytest.mark.parametrize(
-    "bugs", [ROW_BUGS, PREFIX_BUGS, UNPACK_BUGS, PACK_BUGS], ids=["decode", "prefix", "unpack", "pack"]
+    "bugs", [ROW_BUGS, PREFIX_BUGS, UNPACK_BUGS, APPEND_BUGS], ids=["decode", "prefix", "unpack", "append"]
 )
 def test_there_are_enough_of_enough_classes(bugs: Sequence[Bug]) -> None:
     assert len(bugs) >= 10
@@ -308,4 +331,4 @@ def test_there_are_enough_of_enough_classes(bugs: Sequence[Bug]) -> None:
 def test_nothing_is_caught_where_nothing_is_planted(emulate: Emulate) -> None:
     emulate()
     assert caught(lambda: decoded_right(ROW)) == caught(lambda: decoded_right(PREFIX)) == ()
-    assert caught(unpacked_right) == caught(packed_right) == ()
+    assert caught(unpacked_right) == caught(appended_right) == ()

@@ -60,13 +60,17 @@ def test_on_a_back_end_without_kernels_the_self_test_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "old", "new"),
-    [("unpack", "& 15u), scale", "& 7u), scale"), ("pack", "scale), 15.0f)", "scale), 14.0f)")],
+    ("kernel", "old", "new", "names"),
+    [
+        ("unpack", "& 15u), scale", "& 7u), scale", ["append and unpack", "unpack"]),
+        ("append", "scale), 15.0f)", "scale), 14.0f)", ["append"]),
+        ("append", "biases[at] =", "if (false) biases[at] =", ["append", "append and decode", "append and unpack"]),
+        ("append", "= places[", "= 1 + places[", ["append", "append and decode", "append and unpack"]),
+    ],
 )
-def test_wrong_steps_are_named(kernel: str, old: str, new: str, emulate: Emulate) -> None:
+def test_wrong_steps_are_named(kernel: str, old: str, new: str, names: list[str], emulate: Emulate) -> None:
     emulate(edits={f"agentcache_{kernel}": lambda launch: launch.edited(old, new)})
-    [wrong] = wrong_steps(SHAPE)
-    assert wrong.startswith(f"{kernel} (off by ")
+    assert sorted(wrong.partition(" (off by ")[0] for wrong in wrong_steps(SHAPE)) == names
 
 
 def test_each_text_of_a_shape_is_tried() -> None:

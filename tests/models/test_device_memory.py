@@ -58,7 +58,7 @@ def test_mlx_has_these_limits() -> None:
 def test_what_is_wanted_of_each_device() -> None:
     assert wanted_limits(MAC, mx.gpu) == [(MEMORY, 10**10), (CACHE, 10**9), (WIRED, 6 * 10**9)]
     linux = MemoryPlan(10**10, 4 * 10**9, 10**9, 0, 1000, wired=None)
-    assert wanted_limits(linux, mx.cpu) == [(MEMORY, 10**10)]
+    assert wanted_limits(linux, mx.cpu) == [(MEMORY, 10**10), (CACHE, 0)]
     assert wanted_limits(linux, mx.gpu) == [(MEMORY, 10**10), (CACHE, 256 << 20)]
 
 

@@ -108,3 +108,29 @@ def test_by_default_nothing_is_measured(tmp_path: Path) -> None:
     assert row.cache.arenas.measures is None
     assert driver.runner.block_extras(0, 0, 40) == {} == row.cache.arenas.block_extras(0, 0, 40)
     assert Divergence.of(*row.cache.arenas.measured_of(row.tables, 40)) is None
+
+
+@pytest.mark.parametrize(("strength", "tolerance"), [(0.0, 0.003), (0.05, 0.004), (0.3, 0.01)])
+def test_base_that_nobody_has_measured_is_told_from_its_own_rounding(
+    strength: float, tolerance: float, tmp_path: Path
+) -> None:
+    """A server that did not allow residuals has written it: what was lost in rounding is told by the row's own."""
+    measured = divergence(read(small_model("qwen3"), tmp_path, strength)[1])
+    driver = ResidualDriver(small_model("qwen3"), measures=True)
+    row = driver.overlay(driver.row(), adapter(driver.loaded, tmp_path, 3, targets=EVERYTHING, strength=strength))
+    driver.mixed([row.base], IDS[None])
+    for group, table in enumerate(row.base.tables):
+        for block_id in table.block_ids:
+            driver.runner.put_extras(group, block_id, 256, {})
+    for begin in range(0, len(IDS), 150):
+        driver.mixed([row], IDS[None, begin : begin + 150])
+    assert known_energies(driver, row) == 0
+    assert divergence(row).num_tokens == len(IDS)
+    assert abs(divergence(row).value - measured.value) < tolerance
+
+
+def known_energies(driver: ResidualDriver, row: Overlay) -> int:
+    """Of how many of base's tokens the rounding is known."""
+    return sum(
+        energies.sums(row.base.tables[group], len(IDS))[1] for group, energies in enumerate(driver.runner._energies)
+    )

@@ -15,21 +15,31 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.blocks.pool import BlockTable
 from agentcache.errors import ConfigError
-from agentcache.llm import LLM
+from agentcache.kv.arena import GroupArena, LayerArena
+from agentcache.kv.spec import LayerSpec, Quantisation, attention_group
+from agentcache.kv.step_plan import Writes
+from agentcache.llm import LLM, Completion
+from agentcache.metal_kernels.append import APPEND
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused
 from agentcache.models.attention import attention_by_operations, paged_attention
 from agentcache.sampling import SamplingParams
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.metal_kernels import emulated_child
 from tests.metal_kernels.conftest import KERNELS, emulated
 from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.run import PLAIN, Result, Schedule
 from tests.models.residual_driver import ResidualDriver
 from tests.models.residual_oracle import adapter, small_model
 from tests.models.test_attention import Case, fill
+from tests.serving.conversation import make_ids
+from tests.serving.hybrids import write_hybrid
+from tests.tiny import ARCHITECTURES, fewer_layers
 
 if clang() is None:
     pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
@@ -62,6 +72,11 @@ def kernel_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 def tried_in_child(bug: str, shape: HeadShape) -> Verdict:
     """What a child process finds; one for each bug and shape, however many tests ask."""
     return try_kernels(shape, (sys.executable, str(Path(emulated_child.__file__)), bug))
+
+
+def shifted(launch: Launch) -> Launch:
+    """What is appended is a step less than it was."""
+    return launch.edited("(x[e] - bias) / scale), 15.0f)", "(x[e] - bias) / scale) - 1.0f, 15.0f)")
 
 
 def ask_for(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +158,7 @@ def test_a_plan_is_made_once_for_all_layers(kernel_device: Device) -> None:
     _, step, queries = fill(Case((290,), 1), poison=False)
     for _ in range(2):
         paged_attention(queries, step, Case((290,), 1).options())
-    assert len(fused._plans[step.reads]) == 1
+    assert len([key for key in step.reads.prepared if key[0] == "plan"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -205,6 +220,62 @@ def test_check_notices_a_kernel_that_turns_wrong(
     assert "decode by a kernel is off by" in caplog.text
 
 
+# What is computed by kernels: of each sort of attention that has one.
+COVERED = {
+    "llama": "full attention",
+    "mistral_sliding": "windows beside it",
+    "qwen2": "biases",
+    "qwen3": "norms of queries and keys",
+    "gemma3_text": "windows, one kv head",
+    "gpt_oss": "windows and sinks",
+    "phi3": "heads of 32",
+    "qwen3_moe": "experts",
+    "granite": "a scale of its own",
+    "qwen3_5": "recurrent layers beside it",
+    "gemma2": "scores that are capped",
+}
+NEAR = 1e-3  # of log probabilities
+MARGIN = 1e-2  # of the two best: where it is less, rounding decides
+PROMPT = make_ids(300)  # a chunk that ends within its second block
+TURNS = [PROMPT, [*PROMPT, *make_ids(5, seed=1)], [*PROMPT, *make_ids(40, seed=2)]]
+
+
+def folder_of(architecture: str, model_folder: ModelFolder, home: Path) -> Path:
+    if architecture in ARCHITECTURES:
+        return model_folder(architecture, **fewer_layers(architecture))
+    home.mkdir()
+    return write_hybrid(home, architecture)
+
+
+def turns(folder: Path, cache_dir: Path) -> list[Completion]:
+    """A long prompt, a short turn behind it and a longer one, each with a few tokens."""
+    sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=2)
+    with LLM(folder, cache_dir=cache_dir, ram_budget="24MB") as llm:
+        return [llm.generate(list(prompt), sampling, agent="alice") for prompt in TURNS]
+
+
+def check_same(completion: Completion, expected: Completion) -> None:
+    """The same tokens, as far as the choice is clear, and as likely."""
+    for mine, other in zip(completion.logprobs, expected.logprobs, strict=True):
+        if mine.token_id != other.token_id:
+            assert other.top[0][2] - other.top[1][2] <= MARGIN, "another token, where the choice was clear"
+            return
+        assert mine.logprob == pytest.approx(other.logprob, abs=NEAR)
+
+
+@pytest.mark.parametrize("architecture", [name if name == "gpt_oss" else slow(name) for name in COVERED])
+def test_engines_answer_alike_with_and_without_kernels(
+    architecture: str, model_folder: ModelFolder, kernel_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(architecture, model_folder, tmp_path / "model")
+    expected = turns(folder, tmp_path / "reference")
+    log = kernel_device(schedule=Schedule(check=False))
+    monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(True))
+    for completion, reference in zip(turns(folder, tmp_path / "kernels"), expected, strict=True):
+        check_same(completion, reference)
+    assert log
+
+
 BUGS = ["wrong", "syntax", "abort"]
 
 
@@ -256,3 +327,60 @@ def test_the_engine_with_broken_kernels_warns_once_and_answers_as_the_reference(
     assert generated(folder, tmp_path / "kernels") == reference
     assert log == []
     assert len([text for text in warnings(caplog) if "MLX's operations are used instead" in text]) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_tokens", "dtype"),
+    [((290,), 1, mx.float32), ((0, 255, 300), 1, mx.bfloat16), ((250,), 300, mx.float16), ((5, 250), 20, mx.float32)],
+)
+def test_a_step_is_written_in_one_launch_to_the_bytes_that_operations_write(
+    lengths: tuple[int, ...], num_tokens: int, dtype: mx.Dtype, kernel_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written() -> list[np.ndarray]:
+        arena, tables = LayerArena(LayerSpec(0, 2, 64, 64), Quantisation()), []
+        arena.grow(12)
+        mx.eval(arena.arrays())
+        for row in range(len(lengths)):
+            tables.append(BlockTable([3 * row + 2, 3 * row, 3 * row + 1]))
+        keys, values = mx.random.normal((2, len(lengths), 2, num_tokens, 64), key=mx.random.key(5)).astype(dtype)
+        fused.writer(4)(Writes(tables, lengths, num_tokens), arena, keys, values)
+        mx.eval([] if arena.keys.written is None else arena.keys.written)
+        return [np.array(array) for array in arena.arrays()]
+
+    log = kernel_device()
+    by_kernel = written()
+    assert len(log) == 1
+    ask_for("off", monkeypatch)
+    for made, wanted in zip(by_kernel, written(), strict=True):
+        np.testing.assert_array_equal(made, wanted)
+
+
+def test_what_a_launch_writes_is_due_with_the_arrays_and_copies_nothing(kernel_device: Device) -> None:
+    log = kernel_device()
+    layer = LayerSpec(0, 2, 64, 64)
+    group = GroupArena(attention_group("full.0", [layer], Quantisation()))
+    group.grow(2)
+    [arena] = group.layers
+    addresses = [np.array(array, copy=False).ctypes.data for array in arena.arrays()]
+    x = mx.random.normal((1, 2, 3, 64))
+    for offset in (4, 7):
+        fused.writer(4)(Writes([BlockTable([1])], [offset], 3), arena, x, x)
+        mx.eval(group.arrays())
+    assert len(log) == 2
+    assert [np.array(array, copy=False).ctypes.data for array in arena.arrays()] == addresses
+    block = arena.keys.gather(mx.array([1]))
+    np.testing.assert_array_equal(np.array(block.data[0, :, 4:7]), np.array(block.data[0, :, 7:10]))
+
+
+@pytest.mark.parametrize(("bug", "different"), [(lambda launch: launch, 0), (shifted, 1)], ids=["right", "wrong"])
+def test_check_compares_what_is_appended(
+    bug: Callable[[Launch], Launch], different: int, kernel_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel_device()
+    monkeypatch.setitem(APPEND.__dict__, "metal", emulated(APPEND, PLAIN, [], bug))
+    ask_for("check", monkeypatch)
+    arena = LayerArena(LayerSpec(0, 2, 64, 64), Quantisation())
+    arena.grow(1)
+    x = mx.random.normal((1, 2, 3, 64), key=mx.random.key(3)).astype(mx.bfloat16)
+    fused.writer(4)(Writes([BlockTable([0])], [4], 3), arena, x, x)
+    assert (fused.counts.checked, fused.counts.different) == (1, different)

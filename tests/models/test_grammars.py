@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from agentcache.models.text.tokenizer import Tokenizer
 from tests.conftest import StyledTokenizer
 from tests.examples import examples
 from tests.reply_formats import FAMILIES, WRITERS
-from tests.schemas import SHORT_TOOLS, calling, of_schema, schemas
+from tests.schemas import SHORT_TOOLS, calling, object_schemas, of_schema, schemas, tagged_schemas
 from tests.tokenizers_factory import byte_bpe
 
 SCHEMA = {
@@ -48,18 +49,27 @@ def start(tokenizer: Tokenizer, form: AnswerForm, prompt_end: str | None = None)
     return tokenizer.grammars.compile(reply_grammar(form, reply, prompt_end)).follow()
 
 
-def walk(tokenizer: Tokenizer, following: Following, seed: int, most: int = 2000) -> Iterator[int]:
-    """Tokens at random of those that may follow, to the end; thoughts and lists are made likely to end."""
+def walk(
+    tokenizer: Tokenizer, following: Following, seed: int, most: int = 2000, closers: tuple[str, ...] = ()
+) -> Iterator[int]:
+    """Tokens at random of those that may follow, to the end; thoughts and lists are made likely to end.
+
+    Args:
+        closers: end what is open if they are spelled, which is made likely.
+    """
     chosen = random.Random(seed)
     names = ("</think>", "[/THINK]", "<|end|>", "<channel|>")
     closing = {token for token, marker in tokenizer.markers.items() if marker.name in names}
+    said = b""
     for _ in range(most):
         allowed = np.flatnonzero(np.unpackbits(following.mask().view(np.uint8), bitorder="little")).tolist()
         assert following.failure is None
         if following.is_over:
             return
         ends = [token for token in allowed if token in closing or token in tokenizer.eos_ids]
-        token = chosen.choice(ends if ends and chosen.random() < 0.3 else allowed)
+        ends = ends or (_going_on(tokenizer, said, closers, allowed, chosen) if closers else [])
+        token = chosen.choice(ends if ends and chosen.random() < (0.9 if closers else 0.3) else allowed)
+        said += tokenizer.token_bytes(token)
         if token in tokenizer.eos_ids:
             return
         yield token
@@ -67,6 +77,20 @@ def walk(tokenizer: Tokenizer, following: Following, seed: int, most: int = 2000
         if following.is_over:
             return
     raise AssertionError("a short form should be complete by now")
+
+
+def _going_on(
+    tokenizer: Tokenizer, said: bytes, closers: tuple[str, ...], allowed: list[int], chosen: random.Random
+) -> list[int]:
+    """Tokens that spell more of the closer of which most is there; now and then one begins."""
+    begun, closer = max((_begun(said, each.encode()), chosen.random(), each.encode()) for each in closers)[::2]
+    if not begun and chosen.random() < 0.7:
+        return []
+    return [token for token in allowed if closer[begun:].startswith(tokenizer.token_bytes(token))]
+
+
+def _begun(said: bytes, closer: bytes) -> int:
+    return max(k for k in range(len(closer)) if said.endswith(closer[:k]))
 
 
 def read(tokenizer: Tokenizer, form: AnswerForm, prompt_end: str, token_ids: Iterator[int]) -> list[Block]:
@@ -113,6 +137,88 @@ def test_every_family_calls_in_its_own_dialect_and_says_what_it_must(family: str
             num_calls += len(calls)
     assert num_calls > 12
     tokenizer.close()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@settings(max_examples=examples(40))
+@given(schema=tagged_schemas() | object_schemas, seed=st.integers(0, 1000))
+def test_what_is_demanded_is_called_in_every_dialect(
+    dialect: str, schema: dict[str, Any], seed: int, chatml: Tokenizer
+) -> None:
+    form, reply = calling([_tool(schema)]), ReplyFormat(dialect)
+    argument = call_syntax(reply).argument
+    following = chatml.grammars.compile(reply_grammar(form, reply, "")).follow()
+    tag = () if argument is None else ("\n" * argument.on_lines + argument.close,)
+    text = decoded(chatml, list(walk(chatml, following, seed, closers=(*tag * 3, '"', "]", "}"))))
+    blocks = read_text(reply, [_tool(schema)], text, seed)
+    assert blocks and all(isinstance(block, Call) for block in blocks), text
+    for call in blocks:
+        assert isinstance(call, Call) and is_valid(call.arguments, schema), (text, call.arguments)
+
+
+FAMILIAR = {
+    "type": "object",
+    "properties": {
+        "kind": {"type": "string", "enum": ["big one", "if a < b:\n    c"]},
+        "n": {"type": "integer", "minimum": 10, "maximum": 99, "default": 20},
+        "where": {"type": "array", "items": {"enum": ["<a>", "sky"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["kind", "n"],
+}
+
+
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if call_syntax(ReplyFormat(name)).argument])
+def test_arguments_are_written_as_the_family_writes_them(dialect: str, chatml: Tokenizer) -> None:
+    """mlx-lm's parser, which knows nothing else, reads the same."""
+    form, reply = calling([_tool(FAMILIAR)], just_one=True), ReplyFormat(dialect)
+    parser = import_module(f"mlx_lm.tool_parsers.{dialect}")
+    for seed in range(8):
+        following = chatml.grammars.compile(reply_grammar(form, reply, "")).follow()
+        text = decoded(chatml, list(walk(chatml, following, seed, closers=("]",))))
+        [call] = read_text(reply, [_tool(FAMILIAR)], text, seed)
+        assert isinstance(call, Call) and is_valid(call.arguments, FAMILIAR)
+        inside = text.removeprefix(parser.tool_call_start).removesuffix(parser.tool_call_end)
+        theirs = parser.parse_tool_call(inside, [_tool(FAMILIAR)])
+        [theirs] = theirs if isinstance(theirs, list) else [theirs]
+        assert (theirs["name"], theirs["arguments"]) == ("look", json.loads(call.arguments))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"minProperties": 1},
+        {"properties": {"a": {"type": "string", "pattern": "^x"}}},
+        {"properties": {"a": {"type": "string", "format": "date"}}},
+        {"properties": {"a": {"type": ["string", "integer"]}}},
+        {"properties": {"a b": {"type": "string"}}},
+        {"properties": {"a": {"type": "object", "properties": {"b": {"$ref": "#"}}}}},
+        {"properties": {"a": {"enum": [" x"]}}, "required": ["a"]},
+        {"required": ["b"]},
+        {"additionalProperties": {"type": "integer"}},
+    ],
+)
+def test_what_tags_cannot_say_is_written_as_json(more: dict[str, Any], chatml: Tokenizer) -> None:
+    form = calling([_tool({"type": "object"} | more)])
+    following = chatml.grammars.compile(reply_grammar(form, ReplyFormat("glm47"), "")).follow()
+    for token in chatml.encode("<tool_call>look\n{").ids:
+        assert following.mask()[token // 32] >> (token % 32) & 1
+        following.take(token)
+
+
+def _tool(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "look", "parameters": schema}}
+
+
+def read_text(reply: ReplyFormat, tools: list[dict[str, Any]], text: str, seed: int) -> list[Block]:
+    """What a text says that comes in pieces of random sizes."""
+    reader, pieces = open_reader(reply, Tools(tools), thoughts=True), random.Random(seed)
+    reader.begin("")
+    events, at = [], 0
+    while at < len(text):
+        size = pieces.choice((1, 3, 50))
+        events += reader.add(text[at : at + size])
+        at += size
+    return blocks_of([*events, *reader.finish(cut_off=False)])
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

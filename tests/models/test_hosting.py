@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
+from agentcache.kv.precision import LayerBits
 from agentcache.models import loader
-from agentcache.models.hosting import host
+from agentcache.models.hosting import Everywhere, host
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.models.driver import Driver, chunks_of, random_ids
@@ -111,7 +112,7 @@ def test_windows_make_groups(model_folder: ModelFolder) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v2", "gemma3_text"])
 def test_keys_and_values_in_8_bits_are_proved_as_those_in_4_are(model_folder: ModelFolder, name: str) -> None:
     folder = model_folder(name)
-    specs = [host(*load(folder), kv_bits=bits).spec for bits in (4, 8)]
+    specs = [host(*load(folder), choose=Everywhere(LayerBits(bits, bits))).spec for bits in (4, 8)]
     assert [spec.bits for spec in specs] == [4, 8]
     assert specs[0].digest != specs[1].digest
     data = [[t.own_bytes for t in spec.groups[0].tensors if t.name.endswith("data")] for spec in specs]

@@ -1,4 +1,4 @@
-"""What the doctor says of a model's layers, from its config.json."""
+"""What the doctor says of a model's layers: kernel or reference, and why."""
 
 from __future__ import annotations
 
@@ -11,46 +11,96 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from agentcache.errors import UnsupportedModel
+from agentcache.kv.spec import GroupKind, LayerPacking, LayerSpec, Quantisation
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
-from agentcache.models import kernel_report
-from agentcache.models.fused import _unsupported
-from agentcache.models.kernel_report import LayerKind, head_shape, layer_kinds
+from agentcache.models import fused, kernel_report
+from agentcache.models.kernel_report import LayerKind, in_child, layer_kinds
+from agentcache.models.survey import Survey
+from tests.conftest import ModelFolder
+from tests.serving.hybrids import write_hybrid
 
-LLAMA: dict[str, Any] = {
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
+WRONG = "wrong numbers: decode"
 
 
-def test_the_shape_of_the_heads_is_read() -> None:
-    assert head_shape(LLAMA) == HeadShape(128, 8, 4, 64, mx.bfloat16)
-    assert head_shape(LLAMA | {"head_dim": 96, "dtype": "float32"}) == HeadShape(96, 8, 4, 32, mx.float32)
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a device, whose kernels for heads of 64 are right and whose other ones are not."""
+    monkeypatch.setattr(fused, "why_none", lambda: "")
+    monkeypatch.setattr(
+        fused, "_tried", lambda shape, where: Verdict(True) if shape.dim == 64 else Verdict(False, WRONG)
+    )
 
 
-def test_a_kernel_or_the_reason_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_report, "usable", lambda shape: Verdict(True))
-    assert layer_kinds(LLAMA) == layer_kinds({"text_config": LLAMA}) == [LayerKind("attention", "kernel")]
-    monkeypatch.setattr(kernel_report, "usable", lambda shape: Verdict(False, "wrong numbers: decode"))
-    assert layer_kinds(LLAMA) == [LayerKind("attention", "reference", "wrong numbers: decode")]
+def kinds_of(folder: Path, kv: str = "4") -> dict[tuple[str, int | None], tuple[str, str]]:
+    return {(each.kind.value, each.window): (each.by, each.why) for each in layer_kinds(folder, kv)}
 
 
-def test_kernels_read_4_bits() -> None:
-    assert layer_kinds(LLAMA, 8)[0].by == "reference"
-    assert _unsupported(head_shape(LLAMA, 8)) == "no kernel for 8 bits"
-    assert not _unsupported(head_shape(LLAMA))
+@pytest.mark.usefixtures("on_a_device")
+def test_each_kind_of_layer_is_told(model_folder: ModelFolder) -> None:
+    assert kinds_of(model_folder("gemma3_text")) == {("window", 32): ("kernel", ""), ("full", None): ("kernel", "")}
+    assert kinds_of(model_folder("gpt_oss")) == {("window", 32): ("kernel", ""), ("full", None): ("kernel", "")}
+    assert kinds_of(model_folder("phi3")) == {("full", None): ("reference", WRONG)}
 
 
-def test_latents_have_no_kernel() -> None:
-    [kind] = layer_kinds(LLAMA | {"kv_lora_rank": 512})
-    assert (kind.kind, kind.by) == ("latent", "reference")
+@pytest.mark.usefixtures("on_a_device")
+def test_why_the_reference_serves(model_folder: ModelFolder, tmp_path: Path) -> None:
+    assert kinds_of(model_folder("deepseek_v2")) == {("latent", None): ("reference", "no kernel for latents yet")}
+    assert kinds_of(model_folder("llama"), "8") == {("full", None): ("reference", "no kernel for 8 bits")}
+    assert kinds_of(model_folder("llama"), "16") == {("full", None): ("reference", "no kernel for 16 bits")}
+    why = "no kernel for keys in 8 bits, values in 4"
+    assert kinds_of(model_folder("llama"), "k8v4") == {("full", None): ("reference", why)}
+    hybrid = kinds_of(write_hybrid(tmp_path, "qwen3_5"))
+    assert hybrid["state", None] == ("reference", "a state is computed by mlx-lm's own operations")
+    assert hybrid["full", None] == ("reference", WRONG), "its heads have 32 values"
 
 
-def test_as_a_command(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    command = [sys.executable, "-m", "agentcache.models.kernel_report", str(tmp_path), "4"]
+@pytest.mark.usefixtures("on_a_device")
+def test_keys_and_values_of_other_sizes_have_no_kernel() -> None:
+    layer = LayerSpec(0, 2, 64, 128)
+    verdict = fused.layer_verdict(layer, 4, LayerPacking(Quantisation(), Quantisation()), mx.float32)
+    assert verdict == Verdict(False, "no kernel for keys of 64, values of 128")
+
+
+def test_the_shape_that_is_tried_is_what_steps_ask_for(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[HeadShape] = []
+    monkeypatch.setattr(fused, "why_none", lambda: "")
+    monkeypatch.setattr(fused, "_tried", lambda shape, where: tried.append(shape) or Verdict(True))
+    layer_kinds(model_folder("phi3"))
+    assert set(tried) == {HeadShape(32, 2, 2, 32, mx.float32)}
+
+
+def test_a_model_that_is_not_served_has_no_layers(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel):
+        layer_kinds(tmp_path)
+    assert in_child(tmp_path, "4") == []
+
+
+def test_as_a_command(model_folder: ModelFolder) -> None:
+    folder = model_folder("llama", num_hidden_layers=2)
+    command = [sys.executable, "-m", "agentcache.models.kernel_report", str(folder), "4"]
     [kind] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert kind["kind"] == "attention"
+    assert kind["kind"] == "full"
     assert kind["by"] in ("kernel", "reference")
+    [same] = in_child(folder, "4")
+    assert same == LayerKind(**kind | {"kind": GroupKind.FULL})
+    assert same.phrase.startswith(f"full: {kind['by']}")
+
+
+def test_weights_are_not_read(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder("llama", num_hidden_layers=2)
+    before = mx.get_active_memory()
+    seen: list[int] = []
+    surveyed = kernel_report.survey
+
+    def survey(*given: Any) -> Survey:
+        result = surveyed(*given)
+        seen.append(mx.get_active_memory())
+        return result
+
+    monkeypatch.setattr(kernel_report, "survey", survey)
+    layer_kinds(folder)
+    assert seen[0] - before < 100_000, "of some 700 kB"

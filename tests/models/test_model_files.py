@@ -117,7 +117,7 @@ def quantised(cache: Any, ref: CacheRef, quantisers: Quantisers) -> Any:
 
 def reference(model: nn.Module, survey: Survey, quantisers: Quantisers | None = None) -> list[Any]:
     """mlx-lm's own caches of a model that nobody has touched, behind the quantiser; MLA's latents are, where kept."""
-    quantisers = quantisers or Quantisers(survey.quantisation)
+    quantisers = quantisers or Quantisers(survey.packings[0].keys)
     expanded = [module for path, module in sorted(model.named_modules(), key=_in_order) if is_expanded(module)]
     for layer, module in enumerate(expanded):
         latent, rope = quantisers.of(layer)
@@ -142,7 +142,7 @@ def cached(driver: Driver, row: Row) -> list[tuple[mx.array, mx.array]]:
         block = mx.array(row.tables[group].block_ids)
         assert block.size == 1
         sides = [side for side in (arena.keys, arena.values) if side is not None]
-        held = [dequantise(side.gather(block), arena.quantisation, mx.float32) for side in sides]
+        held = [dequantise(side.gather(block), side.quantisation, mx.float32) for side in sides]
         found.append(tuple(held) if latent is None else tuple(mx.split(held[0], [latent.rank], axis=-1)))
     return found
 
@@ -165,7 +165,7 @@ def test_a_file_that_is_served_gives_mlx_lms_numbers(name: str) -> None:
     ids, row = random_ids(sum(CHUNKS)), driver.row()
     actual = driver.logits(ids, CHUNKS, row)
     model, survey = zoo.build(name, MODEL_FILES[name].config), driver.loaded.survey
-    quantisers = Quantisers(survey.quantisation, cached(driver, row))
+    quantisers = Quantisers(survey.packings[0].keys if survey.packings else Quantisation(), cached(driver, row))
     expected = logits_of(model, reference(model, survey, quantisers), ids)
     assert relative_error(actual, expected) < 1e-4
     assert quantisers.differing < MOST_DIFFERING

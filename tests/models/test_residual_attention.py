@@ -113,7 +113,7 @@ def spoilt(old: str, new: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "without the norm's weight": lambda patch: patch.setattr(KeyForm, "rotated", without_weight),
-    "without the ratio of the norms": spoilt("base * ratio", "base"),
+    "without the ratio of the norms": spoilt("scores * ratio[:, :, None]", "scores"),
     "query heads mapped the other way": spoilt(
         "q.reshape(kv_heads, num_heads // kv_heads, num_tokens, -1)",
         "q.reshape(num_heads // kv_heads, kv_heads, num_tokens, -1).swapaxes(0, 1)",

@@ -78,6 +78,28 @@ def test_calls_are_those_that_mlx_lm_reads(name: str, step: int) -> None:
     assert json.loads(call.arguments) == expected["arguments"]
 
 
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_what_closes_a_value_may_stand_in_a_string_of_a_list(step: int) -> None:
+    inside = '["</parameter>", "x\\"</parameter>"]'
+    text = (
+        f'<tool_call><function=make><parameter=a>{inside}</parameter><parameter=s>["</parameter></function></tool_call>'
+    )
+    reader = open_reader(ReplyFormat("qwen3_coder"), Tools(TOOLS), thoughts=False)
+    events = [event for at in range(0, len(text), step) for event in reader.add(text[at : at + step])]
+    [call] = blocks_of([*events, *reader.finish(cut_off=False)])
+    assert isinstance(call, Call) and json.loads(call.arguments) == {"a": json.loads(inside), "s": '["'}
+
+
+def test_types_are_found_behind_references_that_go_round_in_circles() -> None:
+    wide = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in "abc" * 50] + [{"const": 2.5}]}
+    schema = {
+        "properties": {"x": wide, "y": {"$ref": "#/elsewhere"}},
+        "$defs": dict.fromkeys("ab", wide) | {"c": {"type": "null"}},
+    }
+    tools = Tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    assert tools.types("f", "x") == {"number", "null"} and not tools.types("f", "y")
+
+
 def test_every_dialect_of_mlx_lm_is_read() -> None:
     folder = import_module("mlx_lm.tool_parsers").__path__[0]
     assert {path.stem for path in Path(folder).glob("[a-z]*.py")} <= set(DIALECTS)

@@ -10,8 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
+from agentcache.kv.precision import LayerBits
 from agentcache.models import loader
-from agentcache.models.hosting import host
+from agentcache.models.hosting import Everywhere, host
 from agentcache.models.loader import LoadedModel
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep
@@ -44,7 +45,7 @@ def load(
 ) -> LoadedModel:
     """The model on the paged cache, without a folder and a tokenizer. Raises UnsupportedModel."""
     model, current = build(file, config, dtype=dtype), CurrentStep()
-    hosted = host(model, file, config, check=check, kv_bits=kv_bits)
+    hosted = host(model, file, config, check=check, choose=Everywhere(LayerBits(kv_bits, kv_bits)))
     loader.install_wanted_positions(hosted.survey, current)
     return LoadedModel(
         model=model,

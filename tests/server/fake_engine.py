@@ -39,6 +39,8 @@ MODEL = ModelInfo(
     created=1700000000,
     has_chat_template=True,
     kv_bits=4,
+    kv_precision="4 (layers 0 in k8v4)",
+    kv_divergence=0.003,
     cache_groups=(CacheGroupInfo("window512.0", GroupKind.WINDOW, 512, 2, 144, 0, 36864),),
 )
 

@@ -41,7 +41,9 @@ def test_models() -> None:
     shown |= {
         "max_model_len": 4096,
         "kv_bits": 4,
-        "cache_groups": [described | {"bytes_per_snapshot": 0, "bytes_per_block": 36864}],
+        "kv_precision": "4 (layers 0 in k8v4)",
+        "kv_divergence": 0.003,
+        "cache_groups": [described | {"bytes_per_snapshot": 0, "bytes_per_block": 36864, "packing": ""}],
     }
     assert ask(FakeEngine(), "GET", "/v1/models").json() == {"object": "list", "data": [shown]}
     for name in (MODEL.id, MODEL.name, "default"):
@@ -127,8 +129,14 @@ def test_cache_routes() -> None:
         "decode_seconds": 0.0,
         "prefill_tokens": 0,
         "prefill_seconds": 0.0,
+        "kernel_checks": 0,
+        "kernel_differences": 0,
+        "ranks": 1,
+        "rank_messages": 0,
+        "rank_sent_bytes": 0,
         "copied_blocks": 0,
         "computed_layer_tokens": 0,
+        "saturated_residuals": 0,
         "memory_limit": 0,
         "memory_pressure": "normal",
         "pressure_evicted_blocks": 0,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
@@ -98,7 +99,11 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(["instructions", "reasoning", "text", "previous_response_id", "truncation"], anything),
     "include": st.just(["message.output_text.logprobs"]) | anything,
     **dict.fromkeys(["max_output_tokens", "frequency_penalty", "presence_penalty", "min_tokens"], ODD_NUMBER),
-    **dict.fromkeys(["response_format", "tool_choice", "chat_template_kwargs", "request_timeout"], anything),
+    **dict.fromkeys(["response_format", "chat_template_kwargs", "request_timeout", "output_config"], anything),
+    "tool_choice": st.sampled_from(["required", "any", "none", {"type": "any"}, {"type": "function", "name": "first"}])
+    | anything,
+    **dict.fromkeys(["guided_json", "guided_regex", "guided_choice", "guided_grammar"], anything),
+    "parallel_tool_calls": st.booleans() | anything,
 }
 RIGHT = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
@@ -134,16 +139,33 @@ def check(method: str, path: str, body: dict[str, Any], headers: dict[str, bytes
         assert check_agent_id(named, "agent")
 
 
-@settings(max_examples=examples(300), deadline=None)
-@given(
+requests = given(
     route=st.sampled_from(ROUTES) | st.sampled_from([("POST", path) for path in RIGHT]),
     name=mostly(st.just("alice")).map(str),
     changes=changes,
     headers=headers,
 )
+
+
+@settings(max_examples=examples(300), deadline=None)
+@requests
 def test_no_request_is_an_internal_error(
     route: tuple[str, str], name: str, changes: dict[str, Any], headers: dict[str, bytes]
 ) -> None:
+    check_route(route, name, changes, headers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(max_examples=10_000, deadline=None)
+@requests
+def test_none_of_ten_thousand_is(
+    route: tuple[str, str], name: str, changes: dict[str, Any], headers: dict[str, bytes]
+) -> None:
+    check_route(route, name, changes, headers)
+
+
+def check_route(route: tuple[str, str], name: str, changes: dict[str, Any], headers: dict[str, bytes]) -> None:
     method, path = route
     body = RIGHT.get(path, {}) | changes
     for parameter in ("{id:path}", "{id}", "{name}"):

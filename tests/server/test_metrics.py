@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from agentcache.adapter_settings import Policy
 from agentcache.blocks.ledger import RamUse
 from agentcache.config import Config
 from agentcache.errors import InvalidRequest
-from agentcache.report import CacheStats, FinishReason, Update
+from agentcache.report import CacheStats, FinishReason, StepDown, Update
 from agentcache.server.app import create_app
 from tests.server.driver import BASE_URL, LeavingClient
 from tests.server.fake_engine import REPORT, FakeEngine
@@ -88,6 +89,18 @@ def test_a_completion_is_measured(stream: bool) -> None:
     assert samples["agentcache_request_success_total{cache_state=cold,finished_reason=stop}"] == 1
     assert samples["agentcache_prompt_tokens_total"] == 7
     assert samples["agentcache_prompt_tokens_cached_total{kind=own}"] == 3
+
+
+@pytest.mark.parametrize(("policy", "stepped_down"), [("residual", None), ("exact", "divergence")])
+def test_completions_by_policy(policy: str, stepped_down: str | None) -> None:
+    """So that it can be told of all of them whether anybody was answered by a lossy one."""
+    why = None if stepped_down is None else StepDown(stepped_down)
+    report = replace(REPORT, policy=Policy(policy), stepped_down=why)
+    engine = FakeEngine(script=lambda request: [Update(finish_reason=FinishReason.STOP, report=report)])
+    samples = scrape(engine, ("POST", "/v1/chat/completions", HI))
+    counted = {name: value for name, value in samples.items() if name.startswith("agentcache_request_policy_total")}
+    labels = f"policy={policy},stepped_down={stepped_down or ''}"
+    assert counted == {f"agentcache_request_policy_total{{{labels}}}": 1}
 
 
 def test_requests_by_route_and_status() -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from agentcache.adapter_settings import Policy
 from agentcache.errors import BrokenInvariant
-from agentcache.report import CachedTokens, CacheState, TokenLogprob
+from agentcache.report import CachedTokens, CacheState, StepDown, TokenLogprob
 from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
 from agentcache.server.reply import Completion, combine
 from agentcache.server.shapes import accounting
@@ -22,6 +23,17 @@ def test_several_prompts_report_their_sums_and_the_coldest_state() -> None:
     assert combined.cached_tokens == CachedTokens(own=10, shared=2)
     assert combined.prompt_tokens == 14
     assert combine([REPORT]) == REPORT
+
+
+def test_several_residual_prompts_report_the_worst_of_them() -> None:
+    near = replace(REPORT, policy=Policy.RESIDUAL, requested_policy=Policy.RESIDUAL, divergence=0.1)
+    near = replace(near, cached_tokens=CachedTokens(own=3, residual=5))
+    stepped = replace(REPORT, requested_policy=Policy.RESIDUAL, divergence=0.4, stepped_down=StepDown.DIVERGENCE)
+    assert combine([near]) == near
+    for combined in (combine([near, stepped]), combine([stepped, near])):
+        assert (combined.policy, combined.requested_policy) == ("residual", "residual")
+        assert (combined.stepped_down, combined.divergence) == ("divergence", 0.4)
+        assert combined.cached_tokens == CachedTokens(own=6, shared=2, residual=5)
 
 
 def test_impossible_tokens_are_valid_json() -> None:

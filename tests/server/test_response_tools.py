@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseCustomToolCall, ResponseFun
 from agentcache.report import FinishReason, TokenLogprob, Update
 from agentcache.request import ChatPrompt, Request
 from tests.server.fake_engine import REPORT, FakeEngine
-from tests.server.test_responses import CALLER, messages_of, respond, stream
+from tests.server.responses_driver import CALLER, messages_of, respond, stream
 
 PATCH = {
     "type": "custom",

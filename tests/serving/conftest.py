@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,3 +41,24 @@ def saved(model: Path, model_folder: ModelFolder, tmp_path_factory: pytest.TempP
 
     other = model_folder("mistral", seed=1, num_hidden_layers=2)
     return save_two_turns(model, other, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a model with recurrent layers by its file's name in mlx-lm, each once."""
+    from tests.serving.hybrids import write_hybrid  # imports mlx; plain-Python tests stay quick without it
+
+    made: dict[str, Path] = {}
+
+    def make(file: str) -> Path:
+        if file not in made:
+            made[file] = write_hybrid(tmp_path_factory.mktemp(file), file)
+        return made[file]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def qwen(hybrid: Callable[[str], Path]) -> Path:
+    """The model of most tests with recurrent layers."""
+    return hybrid("qwen3_5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import time
@@ -129,3 +130,20 @@ def cold_ids(llm: LLM, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int,
     completion = llm.generate(list(prompt_ids), greedy(max_tokens), salt=salt)
     assert completion.report.computed_tokens == len(prompt_ids)
     return completion.token_ids
+
+
+def new_tokens(completion: Completion, before: int) -> int:
+    """Prompt tokens behind what a conversation of `before` tokens held."""
+    return completion.report.prompt_tokens - before
+
+
+def goes_on(completion: Completion, before: int) -> None:
+    """It computed only what is new, found the rest on disk or in RAM, and is saved."""
+    report = completion.report
+    assert report.computed_tokens <= new_tokens(completion, before) + 1, report
+    assert report.saved, report
+
+
+def manifests(cache_dir: Path) -> dict[str, dict[str, object]]:
+    """Those in a cache folder, by their files' names."""
+    return {path.stem: json.loads(path.read_bytes()) for path in cache_dir.glob("agents/*/*.json")}

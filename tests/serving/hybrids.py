@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from agentcache.llm import LLM, Completion
 from tests.models.model_files import MODEL_FILES
 from tests.models.zoo import build
+from tests.serving.block_damage import block_files, metadata_of
 from tests.serving.conversation import greedy, make_ids
 from tests.tiny import _token_config
 from tests.tokenizers_factory import byte_bpe
@@ -77,3 +78,8 @@ def check_same(completion: Completion, cold: Completion) -> None:
 
 def more(ids: Sequence[int], count: int, seed: int) -> list[int]:
     return [*ids, *make_ids(count, seed=seed)]
+
+
+def snapshot_files(cache_dir: Path) -> list[Path]:
+    """Those in a cache folder."""
+    return [path for path in block_files(cache_dir) if metadata_of(path)["group"] == "recurrent"]

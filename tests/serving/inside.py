@@ -371,15 +371,15 @@ def store(engine: Engine) -> Store:
 
 def flush(engine: Engine) -> None:
     """Wait until every write and removal queued so far is done."""
-    engine.persistence.flush()
+    engine.persistence.jobs.flush()
 
 
 def make_room(engine: Engine, num_bytes: int) -> bool:
     """Have it forget agents until so much more fits into the disk budget; whether it then does."""
-    engine.persistence.flush()
+    engine.persistence.jobs.flush()
     disk, outcome = engine.persistence._disk, Committed()
     made = disk._could_hold(num_bytes) and disk._drop_stalest(outcome)
-    engine.persistence._apply(outcome)
+    engine.persistence.jobs.apply(outcome)
     return made
 
 

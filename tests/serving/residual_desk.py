@@ -53,7 +53,12 @@ class Desk:
 
     Args:
         adapters: names of the residual caches that are open.
+
+    Attributes:
+        is_idle: whether the device computes nothing.
     """
+
+    is_idle = True
 
     def __init__(
         self,
@@ -81,7 +86,7 @@ class Desk:
             max_lineages=8,
             first_thought=lambda transcript: None,
         )
-        self.restorer = Restorer(self.caches, self.store, self.posted.put)
+        self.restorer = Restorer(self.caches, self.store, self.posted.put, lambda: self.is_idle)
         self.operations = AgentOperations(self.caches, self.agents, self.persistence, self.in_use, self.restorer)
         self.persistence.index()
         for name in adapters:
@@ -107,9 +112,9 @@ class Desk:
 
     def settle(self, done: Callable[[], bool] = lambda: True) -> None:
         """Run what is posted until nothing is on its way, and `done`."""
-        while self.persistence.is_writing or not self.posted.empty() or not done():
+        while self.persistence.jobs.is_writing or not self.posted.empty() or not done():
             self.posted.get(timeout=60)()
-        self.persistence.flush()  # what a turn has superseded goes after its end
+        self.persistence.jobs.flush()  # what a turn has superseded goes after its end
 
     # -- what a request does ----------------------------------------------------------------------------------------
 

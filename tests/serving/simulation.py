@@ -225,7 +225,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         restorer=SimpleNamespace(restore=_restore),  # type: ignore[arg-type]
         adapters=adapters,
         trunk=Trunk(cache, adapters),
-        residuals=none,
+        residuals=SimpleNamespace(cache_of=none),  # type: ignore[arg-type]
         served=none,
         limits=Limits([]),
         idle_seconds=60.0,

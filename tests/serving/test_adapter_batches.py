@@ -12,6 +12,7 @@ from agentcache.adapter_settings import Policy
 from agentcache.llm import LLM, Completion
 from agentcache.request import Request, TokenPrompt
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.adapter_cases import (
     INVOKE_A,
@@ -51,6 +52,9 @@ CASES = [
     Case("plain", make_ids(77, seed=7), Policy.PREFILL_SHARE),
     Case(None, make_ids(300, seed=5) + INVOKE_A + make_ids(9, seed=5)),
 ]
+
+
+RESUMED = (0, 3, 5)  # of those with an adapter: plain, activated, shared prefill; the others in `make test-all`
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +108,11 @@ def test_base_is_bit_equal_after_any_traffic(llm: LLM) -> None:
     assert ask(llm, CASES[0].ids, tokens=TOKENS, salt="after").logprobs == before.logprobs
 
 
-@pytest.mark.parametrize("case", CASES[1:7], ids=lambda case: f"{case.adapter}-{case.policy}")
+@pytest.mark.parametrize(
+    "case",
+    [each if index in RESUMED else slow(each) for index, each in enumerate(CASES[1:7])],
+    ids=lambda case: f"{case.adapter}-{case.policy}",
+)
 def test_preempted_and_resumed(case: Case, llm: LLM) -> None:
     """The same tokens; the invocation is not looked for again, though it may have been generated meanwhile."""
     expected = ask(llm, case.ids, case.adapter, TOKENS, policy=case.policy, salt="expected")
@@ -123,7 +131,7 @@ def test_a_generated_invocation_and_a_preemption(llm: LLM) -> None:
     assert llm.stats().preemptions == 4
 
 
-@pytest.mark.parametrize(("name", "chunk"), [("a", 1), ("a", 7), ("a", 256), ("a", 10_000), ("plain", 7)])
+@pytest.mark.parametrize(("name", "chunk"), [("a", 1), ("a", 7), slow("a", 256), slow("a", 10_000), ("plain", 7)])
 def test_chunks_of_any_size(name: str, chunk: int, qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     ids = make_ids(258) + INVOKE_A + make_ids(30, seed=2)
     with open_adapters(qwen3, tmp_path / "whole", folders) as llm:

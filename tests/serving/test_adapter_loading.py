@@ -118,6 +118,7 @@ def test_too_large_for_the_budget(base: Path, tmp_path: Path) -> None:
         assert llm.adapters() == () and device_bytes(llm) == 0
 
 
+@pytest.mark.slow
 def test_no_room_beside_a_running_request(base: Path, tmp_path: Path) -> None:
     """Nobody loses blocks that he reads: the adapter's request is told to come again."""
     folder = make_adapter(tmp_path / "large", base, rank=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -179,6 +180,7 @@ def test_without_room_for_copies(llm: LLM) -> None:
     assert seen.most <= llm.stats().ram_budget
 
 
+@pytest.mark.slow
 def test_who_needs_the_blocks_gets_them_back(llm: LLM) -> None:
     """At once, not when those who mix are done; and these go on without copies."""
     expected, engine = alone(llm, MIXED, 60), inside.engine_of(llm)
@@ -214,6 +216,18 @@ def test_copies_without_use_are_given_back(llm: LLM, monkeypatch: pytest.MonkeyP
     assert max(seen.copies) == whole
 
 
+def test_a_model_of_sixteen_bits(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    """On MLX's CPU back end it mixes adapters without copies; nowhere does the engine fail."""
+    shutil.copytree(base, tmp_path / "model")
+    whole = {name: weight.astype(mx.bfloat16) for name, weight in mx.load(str(base / "model.safetensors")).items()}
+    mx.save_safetensors(str(tmp_path / "model" / "model.safetensors"), whole, {"format": "mlx"})
+    two = {name: folders[name] for name in ("wide", "mlp")}
+    with open_adapters(tmp_path / "model", tmp_path / "cache", two) as llm:
+        said = together(llm, ("wide", "mlp", None), tokens=6)
+        assert [len(each.token_ids) for each in said] == [6, 6, 6]
+        assert inside.copies_built(inside.engine_of(llm)) == 0 or mx.default_device() != mx.cpu
+
+
 # -- when the cache is asked, without a model --------------------------------------------------------------------------
 
 
@@ -221,9 +235,9 @@ NAME = ModuleName(0, "mlp.up_proj")
 BLOCK, BUDGET = 100, 4000
 
 
-def weights(rank: int) -> AdapterWeights:
+def weights(rank: int, dtype: mx.Dtype = mx.float32) -> AdapterWeights:
     adapter = Adapter("", Path(), "peft", {NAME: rank}, 0, 0, 0, None, 0)
-    return AdapterWeights(adapter, {NAME: LowRank(mx.zeros((4, rank)), mx.zeros((rank, 6)))})
+    return AdapterWeights(adapter, {NAME: LowRank(mx.zeros((4, rank), dtype), mx.zeros((rank, 6), dtype))})
 
 
 @dataclass
@@ -296,3 +310,11 @@ def test_copies_never_take_more_than_half_of_the_spare() -> None:
     it = Borrower()
     it.rows = [RowAdapter(weights(24)), RowAdapter(weights(1))]  # 1920 bytes; the cache can spare 3600
     assert it.steps(600) == 0
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="other back ends gather matrices of any dtype")
+def test_the_cpu_has_no_copies_of_sixteen_bits() -> None:
+    it = Borrower()
+    it.rows = [RowAdapter(weights(16, mx.bfloat16)), RowAdapter(weights(11, mx.bfloat16))]
+    it.loan.prepare(it.rows)
+    assert it.lent == it.stacks.nbytes == 0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from agentcache.errors import NotFound, StoreError
+from agentcache.errors import StoreError
 from agentcache.llm import LLM, Completion
 from agentcache.report import Update
 from agentcache.request import ChatPrompt, Request
@@ -20,9 +19,11 @@ from tests.serving.conversation import (
     Chat,
     Stream,
     TokenTalk,
+    goes_on,
     greedy,
     make_ids,
     make_text,
+    manifests,
     open_llm,
 )
 from tests.serving.gate import Gate
@@ -34,22 +35,6 @@ def title(llm: LLM, agent: str = "alice", words: str = "hi") -> Completion:
     """A side request as coding agents send it, with a system prompt of its own."""
     messages = [SIDE[0], {"role": "user", "content": words}]
     return llm.chat(messages, greedy(4), agent=agent)
-
-
-def new_tokens(completion: Completion, before: int) -> int:
-    """Prompt tokens behind what a conversation of `before` tokens held."""
-    return completion.report.prompt_tokens - before
-
-
-def goes_on(completion: Completion, before: int) -> None:
-    """It computed only what is new, found the rest on disk or in RAM, and is saved."""
-    report = completion.report
-    assert report.computed_tokens <= new_tokens(completion, before) + 1, report
-    assert report.saved, report
-
-
-def manifests(cache_dir: Path) -> dict[str, dict[str, object]]:
-    return {path.stem: json.loads(path.read_bytes()) for path in cache_dir.glob("agents/*/*.json")}
 
 
 def test_a_side_request_takes_no_memory_away(model: Path, tmp_path: Path) -> None:
@@ -232,48 +217,6 @@ def test_one_lineage_takes_one_request_at_a_time(model: Path, tmp_path: Path) ->
         inside.on_loop(llm, run())
 
 
-def test_a_lineage_by_name(model: Path, tmp_path: Path) -> None:
-    talks = [TokenTalk(ids=make_ids(270, seed=seed)) for seed in range(2)]
-    with open_llm(model, tmp_path) as llm:
-        names = [talk.turn(llm, 300 + 40 * number).report.lineage for number, talk in enumerate(talks)]
-        forked = llm.fork("alice", "one", names[0])
-        assert [(lineage.id, lineage.tokens) for lineage in forked.lineages] == [(names[0], 300)]
-        both = llm.fork("alice", "both")
-        assert [lineage.tokens for lineage in both.lineages] == [300, 340] and both.tokens == 340
-        llm.evict("alice")
-        assert llm.restore("alice", names[0]).tokens == 300
-        assert llm.agent("alice").cache_state == "warm", "the longest one is not in RAM"
-        assert llm.restore("alice").tokens == 340
-        assert llm.agent("alice").cache_state == "hot"
-        llm.delete("alice", names[1])
-        assert [lineage.id for lineage in llm.agent("alice").lineages] == [names[0]]
-        with pytest.raises(NotFound, match="has no lineage"):
-            llm.delete("alice", names[1])
-        goes_on(talks[0].turn(llm, 320), 300)
-        llm.delete("alice", names[0])
-        empty = llm.agent("alice")
-        assert (empty.tokens, empty.ram_bytes, empty.disk_bytes, len(empty.lineages)) == (0, 0, 0, 1)
-    with open_llm(model, tmp_path) as llm:
-        assert llm.agent("alice").tokens == 0
-        goes_on(talks[1].fork("both").turn(llm, 360), 340)
-        llm.delete("alice")
-        llm.delete("both")
-        llm.delete("one")
-    assert manifests(tmp_path) == {} and verify_folder(tmp_path).blocks == 0
-
-
-def test_going_on_from_a_lineage_by_name(model: Path, tmp_path: Path) -> None:
-    with open_llm(model, tmp_path) as llm:
-        ids = make_ids(300)
-        first = llm.generate(ids, greedy(4), agent="alice").report.lineage
-        other = llm.generate(ids, greedy(4, logit_bias={17: 50.0}), agent="alice").report.lineage
-        assert first != other
-        report = llm.generate(ids, greedy(0), agent="alice", lineage=first).report
-        assert report.cached_tokens.own == 299
-        with pytest.raises(NotFound):
-            llm.generate(ids, greedy(4), agent="alice", lineage="nope")
-
-
 def test_clearing_the_cache_leaves_everything_on_disk(model: Path, tmp_path: Path) -> None:
     chat = Chat()
     with open_llm(model, tmp_path) as llm:
@@ -344,17 +287,6 @@ def test_what_was_not_found_is_reported(model: Path, tmp_path: Path) -> None:
         assert talk.turn(llm, 660).report.lost_tokens == 0
 
 
-def test_settings_of_the_agent_hold_for_every_lineage(model: Path, tmp_path: Path) -> None:
-    with open_llm(model, tmp_path) as llm:
-        system = make_text(20, seed=8)
-        inside.on_loop(llm, inside.async_engine(llm).create_agent("alice", system=system))
-        for seed in range(2):
-            llm.chat([{"role": "user", "content": make_text(100, seed=seed)}], greedy(2), agent="alice")
-        records = inside.records(inside.engine_of(llm), "alice")
-        assert len(records) == 2 and {record.system for record in records} == {system}
-        assert all(record.transcript.text.find(system) >= 0 for record in records)
-
-
 def fail_manifests(llm: LLM) -> Callable[[], None]:
     """No manifest can be written until the result is called."""
 
@@ -403,47 +335,6 @@ def test_a_fork_that_fails_leaves_nothing_and_can_be_repeated(model: Path, tmp_p
         assert [info.id for info in llm.agents()] == ["alice"]
         assert len(llm.fork("alice", "bob").lineages) == 3
     assert len(manifests(tmp_path)) == 6
-
-
-def test_an_empty_lineage_by_name(model: Path, tmp_path: Path) -> None:
-    with open_llm(model, tmp_path) as llm:
-        inside.on_loop(llm, inside.async_engine(llm).create_agent("alice"))
-        first = llm.generate(make_ids(100), greedy(3), agent="alice", lineage="first").report
-        assert (first.lineage, first.match, first.lost_tokens) == ("first", "NEW", 0)
-        llm.delete("alice", "first")
-        report = llm.chat([{"role": "user", "content": "Hi"}], greedy(3), agent="alice", lineage="first").report
-        assert report.lineage == "first" and report.saved
-
-
-def test_a_lineage_by_name_with_another_salt_shares_nothing(model: Path, tmp_path: Path) -> None:
-    with open_llm(model, tmp_path) as llm:
-        ids = make_ids(200)
-        llm.generate(ids, greedy(3), agent="alice", salt="one")
-        report = llm.generate(ids, greedy(3), agent="alice", salt="two", lineage="first").report
-        assert (report.computed_tokens, report.lost_tokens) == (200, 0)
-        assert report.lineage != "first"
-
-
-def test_a_lineage_that_is_being_saved_is_deleted_when_it_is(model: Path, tmp_path: Path) -> None:
-    """Not before: the save would bring it back."""
-    with open_llm(model, tmp_path) as llm:
-        llm.generate(make_ids(100), greedy(3), agent="alice")
-
-        async def run() -> None:
-            gate = await inside.on_thread(inside.async_engine(llm), Gate.of)
-            stream = Stream(llm, make_ids(100, seed=1), max_tokens=3)
-            await gate.reached()
-            while len(known := (await inside.async_engine(llm).agent("alice")).lineages) < 2:
-                await asyncio.sleep(0.001)
-            deleting = asyncio.ensure_future(inside.async_engine(llm).delete_agent("alice", known[1].id))
-            await asyncio.sleep(0.05)
-            assert not deleting.done()
-            gate.opened.set()
-            await asyncio.gather(stream.task, deleting)
-
-        inside.on_loop(llm, run())
-        assert [lineage.id for lineage in llm.agent("alice").lineages] == ["first"]
-    assert list(manifests(tmp_path)) == ["alice"]
 
 
 def test_a_request_that_waits_for_its_agent_to_be_made_has_its_system_text(model: Path, tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_right
 from pathlib import Path
 
 import pytest
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
-from agentcache.llm import LLM
+from agentcache.llm import LLM, RequestOptions
+from agentcache.request import Request
 from tests.conftest import ModelFolder
 from tests.serving import inside
 from tests.serving.conversation import (
@@ -179,7 +181,16 @@ def test_agent_ids_that_are_none(agent: str, model: Path, tmp_path: Path) -> Non
 
 
 def test_a_misspelt_option_is_no_template_argument(model_folder: ModelFolder, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
     with open_llm(model_folder("mistral", num_hidden_layers=2), tmp_path) as llm:
         with pytest.raises(TypeError, match="agnet"):
-            llm.chat([{"role": "user", "content": "Hi"}], greedy(1), agnet="alice")  # type: ignore[call-arg]
+            llm.chat(messages, greedy(1), agnet="alice")  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="agnet"):
+            llm.generate([20, 30], greedy(1), agnet="alice")  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="'n'"):  # a field of `Request`, but only one answer would be handed back
+            llm.chat(messages, greedy(1), n=2)  # type: ignore[call-arg]
         assert llm.agents() == []
+
+
+def test_options_are_those_of_a_request() -> None:
+    assert RequestOptions.__annotations__.keys() <= {field.name for field in dataclasses.fields(Request)}

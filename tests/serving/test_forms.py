@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,9 @@ def test_those_without_a_form_say_what_they_say_alone(llm: LLM) -> None:
     assert re.fullmatch("[a-f]{30}", mixed[3].text)
 
 
-def test_the_same_bits_beside_a_form_as_without(model: Path, tmp_path: Path) -> None:
+def test_the_same_bits_beside_a_form_as_without(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches of the same rows, in as many steps: of greedy rows and of those that are drawn."""
+    monkeypatch.setattr(compiler, "GRACE", 10.0)  # nobody sits a step out, however busy the machine is
 
     def run(cache_dir: Path, form: AnswerForm | None) -> list[list[Any]]:
         with by_hand(model, cache_dir) as hand:
@@ -110,6 +112,110 @@ def test_the_same_bits_beside_a_form_as_without(model: Path, tmp_path: Path) -> 
     without = run(tmp_path / "without", None)
     assert beside[1] != without[1]
     assert [beside[place] for place in (0, 2, 3)] == [without[place] for place in (0, 2, 3)]
+
+
+class Held(Executor):
+    """Finds masks at once, or not before it is let go."""
+
+    def __init__(self) -> None:
+        self.holds = False
+        self._jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.append((future, partial(fn, *args, **kwargs)))
+        if not self.holds:
+            self.let_go()
+        return future
+
+    def let_go(self) -> None:
+        self.holds, jobs = False, self._jobs
+        self._jobs = []
+        for future, find in jobs:
+            future.set_result(find())
+
+
+def test_nobody_waits_for_a_slow_form(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are counted while it is not known what one row may have: all the others go on in each of them."""
+    monkeypatch.setattr(compiler, "GRACE", 0.0)
+    regex = text_form(Notation.REGEX, "[a-f ]{300}")
+    sampling = [greedy(40), greedy(60, logprobs=2), greedy(40, temperature=1.0, seed=1), greedy(40, top_p=0.9, seed=2)]
+
+    def run(cache_dir: Path, *, held_after: int | None) -> list[list[int]]:
+        with by_hand(model, cache_dir) as hand:
+            held = inside.tokenizer(hand.engine).grammars._finders = Held()
+            rows = [
+                hand.submit(make_ids(30, seed=place), each, form=regex if place == 1 else None)
+                for place, each in enumerate(sampling)
+            ]
+            formed, free = rows[1], [rows[0], *rows[2:]]
+            if held_after is not None:
+                while len(formed.token_ids) < held_after:
+                    hand.step()
+                held.holds = True
+                hand.step()  # ends a step that had begun
+                shown, steps = [len(row.token_ids) for row in free], hand.engine.stats().decode_steps
+                known = len(formed.token_ids)
+                hand.run(*free)
+                taken = hand.engine.stats().decode_steps - steps
+                assert [len(row.token_ids) - before for row, before in zip(free, shown, strict=True)] == [
+                    40 - before for before in shown
+                ]
+                assert taken <= 40 - min(shown) and taken > 20
+                assert len(formed.token_ids) <= known + 1
+                held.let_go()
+            hand.run(*rows)
+            hand.engine.check_integrity()
+            return [row.token_ids for row in rows]
+
+    assert run(tmp_path / "held", held_after=5) == run(tmp_path / "not", held_after=None)
+
+
+@pytest.mark.parametrize("ends", ["is cancelled", "loses its place"])
+def test_who_is_late_and_leaves(ends: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "GRACE", 0.0)
+    regex = text_form(Notation.REGEX, "[a-f ]{300}")
+    with by_hand(model, tmp_path / "cache") as hand:
+        held = inside.tokenizer(hand.engine).grammars._finders = Held()
+        formed = hand.submit(make_ids(30), greedy(30), form=regex)
+        other = hand.submit(make_ids(30, seed=1), greedy(60))
+        while len(formed.token_ids) < 5:
+            hand.step()
+        held.holds = True
+        while not formed.generation.is_late or formed.generation.in_flight:
+            hand.step()
+        if ends == "is cancelled":
+            hand.engine.cancel(formed.generation)
+        else:
+            hand.engine.preempt(formed.generation)
+            hand.step()
+        held.let_go()
+        hand.run(other, formed)
+        hand.engine.check_integrity()
+        assert len(other.token_ids) == 60
+        if ends == "loses its place":
+            alone = hand.submit(make_ids(30), greedy(30), form=regex)
+            hand.run(alone)
+            assert formed.token_ids == alone.token_ids
+
+
+def test_a_grammar_that_takes_longer_than_many_steps(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alternation of a thousand rules; without the limits that keep such a one out."""
+    limits = LLParserLimits(
+        initial_lexer_fuel=10**9, step_lexer_fuel=10**9, step_max_items=10**8, max_items_in_row=10**7
+    )
+    monkeypatch.setattr(compiler, "parser_limits", lambda: limits)
+    monkeypatch.setattr(compiler.Grammars, "_try", lambda self, reply, limit: None)
+    rules = "".join(f'r{i}: /[a-z]/ r{i} | "y{i}"\n' for i in range(1000))
+    slow = text_form(Notation.LARK, "start: " + " | ".join(f'r{i} "x{i}"' for i in range(1000)) + "\n" + rules)
+    with by_hand(model, tmp_path / "cache") as hand:
+        formed = hand.submit(make_ids(30), greedy(60), form=slow)
+        free = [hand.submit(make_ids(30, seed=seed), greedy(60)) for seed in (1, 2)]
+        hand.run(*free)
+        assert len(formed.token_ids) < 30, "the others have not waited for each of its tokens"
+        hand.engine.cancel(formed.generation)
 
 
 SAMPLING = [

@@ -20,12 +20,7 @@ from tests.models.test_model_files import reference
 from tests.serving import inside
 from tests.serving.adapter_cases import open_adapters
 from tests.serving.conversation import make_ids
-from tests.serving.hybrids import CLOSE, EVERY, answer, check_same, more, write_hybrid
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_hybrid(tmp_path_factory.mktemp("qwen3_5"), "qwen3_5")
+from tests.serving.hybrids import CLOSE, EVERY, answer, check_same, more
 
 
 @pytest.fixture(scope="module")

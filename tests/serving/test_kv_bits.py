@@ -1,18 +1,22 @@
-"""`--kv 8`: keys and values in 8 bits, another cache than that in 4."""
+"""`--kv`: keys and values in other bits are another cache, and what `auto` has chosen holds for every start."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from agentcache.kv.precision import LayerBits, Precision
 from agentcache.llm import LLM
 from agentcache.sampling import SamplingParams
+from agentcache.store.precision_file import NAME, read_precision, write_precision
 from tests.conftest import ModelFolder
 
 PROMPT = list(range(5, 65)) * 5
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=1)
 
 
-def ask(model: Path, cache_dir: Path, kv: int) -> tuple[int, float, int]:
+def ask(model: Path, cache_dir: Path, kv: int | str) -> tuple[int, float, int]:
     """Prompt tokens that were computed, the first token's logprob, and the bytes on disk."""
     with LLM(str(model), cache_dir=cache_dir, kv=kv) as llm:
         output = llm.generate(PROMPT, GREEDY, agent="a")
@@ -28,3 +32,43 @@ def test_each_has_files_of_its_own(model_folder: ModelFolder, tmp_path: Path) ->
     assert 1.6 < first[8][2] / first[4][2] < 1.9  # scales and biases stay what they are
     assert ask(model, tmp_path / "8", 8)[0] <= 4
     assert ask(model, tmp_path / "8", 4)[0] == len(PROMPT)  # nothing of 8 bits is read as 4
+
+
+@pytest.mark.parametrize(("kv", "size"), [("k8v4", 1.4), ("16", 3.1)])
+def test_other_formats_come_back_from_disk(kv: str, size: float, model_folder: ModelFolder, tmp_path: Path) -> None:
+    model = model_folder("qwen2", num_hidden_layers=2)
+    four, first = ask(model, tmp_path / "4", "4"), ask(model, tmp_path / "cache", kv)
+    assert first[1] != four[1] and size < first[2] / four[2] < size + 0.3
+    again = ask(model, tmp_path / "cache", kv)
+    assert again[0] <= 4 and again[1] != four[1]
+
+
+def test_what_was_chosen_holds(model_folder: ModelFolder, tmp_path: Path) -> None:
+    """Every start finds the blocks of those before it, whatever it would measure itself; a damaged file is replaced."""
+    model, cache_dir = model_folder("qwen2", num_hidden_layers=2), tmp_path / "cache"
+    with LLM(str(model), cache_dir=cache_dir, kv="auto") as llm:
+        fingerprint, told, measured = llm.model.fingerprint, llm.model.kv_precision, llm.model.kv_divergence
+    chosen = read_precision(cache_dir, fingerprint)
+    assert chosen is not None and (str(chosen), chosen.divergence) == (told, measured)
+
+    other = Precision((LayerBits(16, 16), LayerBits(8, 4)), 0.001)
+    write_precision(cache_dir, fingerprint, other)
+    assert ask(model, cache_dir, "auto")[0] == len(PROMPT)
+    assert ask(model, cache_dir, "auto")[0] <= 4
+    with LLM(str(model), cache_dir=cache_dir, kv="auto") as llm:
+        assert (llm.model.kv_precision, llm.model.kv_bits) == (str(other), 11)
+        assert [group.packing for group in llm.model.cache_groups] == [
+            "float16",
+            "affine-8bit-g64, values affine-4bit-g64",
+        ]
+
+    (cache_dir / NAME).write_bytes(b"nonsense")
+    with LLM(str(model), cache_dir=cache_dir, kv="auto") as llm:
+        assert llm.model.kv_precision == told
+    assert read_precision(cache_dir, fingerprint) == chosen
+
+
+def test_bits_that_are_asked_for_are_not_measured(model_folder: ModelFolder, tmp_path: Path) -> None:
+    with LLM(str(model_folder("qwen2", num_hidden_layers=2)), cache_dir=tmp_path / "cache", kv="k8v4") as llm:
+        assert (llm.model.kv_precision, llm.model.kv_bits, llm.model.kv_divergence) == ("k8v4", 6, None)
+    assert not (tmp_path / "cache" / NAME).exists()

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.errors import InvalidRequest
 from agentcache.llm import LLM
 from agentcache.request import Request, TokenPrompt
-from tests.adapters_factory import make_adapter
+from tests.adapters_factory import ATTENTION, make_adapter, random_matrices, write_mlx_lm
 from tests.conftest import ModelFolder
 from tests.schemas import of_schema
 from tests.serving import inside
@@ -30,6 +32,7 @@ from tests.serving.residual_cases import (
     residual_folders,
     say,
 )
+from tests.serving.residual_damage import is_residual
 
 PROMPT = make_ids(700)
 
@@ -114,6 +117,7 @@ def test_turn_two_is_the_same_hot_evicted_and_restarted(small: Path, five: dict[
         assert computed(fresh) == (len(ids), len(ids))
     for other in (warm, again, fresh):
         check_same(other, hot)
+        assert other.report.divergence == pytest.approx(hot.report.divergence, rel=5e-3)
 
 
 # -- purity -------------------------------------------------------------------------------------------------------
@@ -147,6 +151,25 @@ def test_bases_files_are_those_of_a_server_without_adapters(
         assert mine["residual"] and not base["residual"]
         files.append(mine)
     assert files[0] == files[1]
+
+
+def test_a_server_that_allows_no_residuals_writes_the_same_base(
+    small: Path, five: dict[str, Path], tmp_path: Path
+) -> None:
+    """Tensor by tensor; whoever measures what rounding takes off says so in the files' headers beside them."""
+    with open_residual(small, tmp_path / "allowed", five) as llm:
+        say(llm, PROMPT, "ann", 1, agent="alice")
+    with open_residual(small, tmp_path / "plain", five, max_divergence=0.0) as llm:
+        ask(llm, PROMPT, None, 1, agent="alice")
+    folders = (tmp_path / "allowed", tmp_path / "plain")
+    allowed, plain = (
+        {path.name: load_file(path) for path in folder.rglob("*.safetensors") if not is_residual(path)}
+        for folder in folders
+    )
+    assert len(plain) == 3 * 2 and allowed.keys() == plain.keys(), "three blocks of two groups"
+    for name, tensors in plain.items():
+        assert allowed[name].keys() == tensors.keys()
+        assert all(np.array_equal(allowed[name][key], tensor) for key, tensor in tensors.items())
 
 
 def test_any_order_and_company_gives_the_same_answers(
@@ -217,6 +240,7 @@ def test_an_unloaded_adapter_leaves_no_cache_behind_and_finds_its_files_again(ll
     inside.async_engine(llm)
     inside.on_loop(llm, _unload(llm, "ann"))
     inside.wait_until(llm, lambda: len(inside.engine_of(llm).caches.further) == len(five) - 1)
+    assert len(inside.engine_of(llm).device.runner.residuals) == len(five) - 1, "nor arrays"
     assert not [use for use in llm.stats().ram_accounts if first_digest(llm) in use.kind]
     inside.on_loop(llm, inside.async_engine(llm).load_adapter(AdapterFolder("anew", str(five["ann"]))))
     again = say(llm, PROMPT, "anew", agent="alice")
@@ -238,10 +262,30 @@ def test_an_agent_goes_from_one_adapter_to_another_and_to_base(llm: LLM) -> None
     assert computed(other) == (len(other.prompt_token_ids), 2), "base has it; bob has read nothing yet"
     assert other.report.lost_tokens == 0
     back = say(llm, [*all_ids(other), 51], "ann", agent="alice")
-    assert computed(back)[1] == 2
+    assert computed(back) == (7, 2), "what bob was told and said is new to ann, and no loss"
+    assert back.report.lost_tokens == 0
     base = ask(llm, [*all_ids(back), 52], agent="alice")
     assert base.report.computed_tokens == 2
     check_idle(llm)
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_what_float16_cannot_hold_is_counted(small: Path, tmp_path: Path) -> None:
+    """Also of an adapter that is gone."""
+    pairs = random_matrices(small, ATTENTION, rank=2, strength=0.01)
+    for pair in pairs.values():
+        pair.a[:, 0] *= 1e8
+    folders = {"loud": write_mlx_lm(tmp_path / "loud", pairs)}
+    with open_residual(small, tmp_path / "cache", folders) as llm:
+        assert llm.stats().saturated_residuals == 0
+        say(llm, PROMPT[:40], "loud")
+        counted = llm.stats().saturated_residuals
+        assert 0 < counted <= 43 * 2 * 2, "one component of two, of keys and values, in two layers"
+        inside.on_loop(llm, _unload(llm, "loud"))
+        inside.wait_until(llm, lambda: not inside.engine_of(llm).caches.further)
+        assert llm.stats().saturated_residuals == counted
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------

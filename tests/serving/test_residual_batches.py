@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentcache.adapter_settings import Policy
-from agentcache.llm import LLM, Completion
+from agentcache.llm import LLM
 from agentcache.request import Request, TokenPrompt
 from agentcache.sampling import SamplingParams
 from tests.adapters_factory import ATTENTION, make_adapter
@@ -17,7 +17,7 @@ from tests.conftest import ModelFolder
 from tests.serving import inside
 from tests.serving.adapter_cases import INVOKE_A, at_once
 from tests.serving.conversation import make_ids
-from tests.serving.residual_cases import UNLIMITED, open_residual
+from tests.serving.residual_cases import UNLIMITED, check_same, open_residual
 
 TOKENS = 40
 # Prompts go before decoding, however long they take here: so the rows meet, on a busy machine too.
@@ -70,18 +70,6 @@ def llm(model_folder: ModelFolder, tmp_path: Path) -> Iterator[LLM]:
         yield llm
 
 
-def check_alike(mine: Completion, theirs: Completion) -> None:
-    """As far as the first token at which two were as likely as one another."""
-    assert mine.report.policy is theirs.report.policy
-    errors = []
-    for one, other in zip(mine.logprobs, theirs.logprobs, strict=True):
-        errors.append(abs((one.logprob or 0) - (other.logprob or 0)))
-        if one.token_id != other.token_id:
-            break
-    assert len(errors) >= TOKENS // 4
-    assert max(errors) < 0.05 and sorted(errors)[len(errors) // 2] < 5e-3, errors
-
-
 def test_each_row_says_what_it_says_alone_and_rows_meet(llm: LLM) -> None:
     alone = [at_once(llm, [request])[0] for request in requests("alone")]
     at_once(llm, requests(tokens=1))  # prompts are read: what follows is decoding
@@ -92,5 +80,6 @@ def test_each_row_says_what_it_says_alone_and_rows_meet(llm: LLM) -> None:
     rows, steps = stats.decode_rows - before.decode_rows, stats.decode_steps - before.decode_steps
     assert 0.9 * len(WHO) <= rows / steps <= len(WHO), "companions of residual rows do not count"
     for mine, theirs, (_, policy, _) in zip(together, alone, WHO, strict=True):
-        check_alike(mine, theirs)
+        check_same(mine, theirs)
+        assert mine.report.policy is theirs.report.policy
         assert policy in (None, mine.report.policy)

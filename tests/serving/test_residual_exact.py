@@ -26,15 +26,15 @@ def test_an_adapter_of_the_last_layer_says_what_it_says_exactly(
     model = model_folder(architecture, num_hidden_layers=num_layers)
     options = {"targets": ATTENTION + MLP, "layers": [num_layers - 1], "strength": 1.0}
     folders = residual_folders(tmp_path / "adapters", model, ("ann", "bob"), **options)
-    with open_residual(model, tmp_path / "cache", folders, kv=8) as llm:
+    with open_residual(model, tmp_path / "cache", folders, kv="8") as llm:
         for name in folders:
             exact = ask(llm, PROMPT, name, TOKENS, policy="exact")
             check_same(say(llm, PROMPT, name, TOKENS), exact, tolerance=0.05)
             check_differs(exact, ask(llm, PROMPT, None, TOKENS))
 
 
-@pytest.mark.parametrize("kv", [4, 8])
-def test_an_adapter_that_adds_nothing_says_what_base_says(model_folder: ModelFolder, tmp_path: Path, kv: int) -> None:
+@pytest.mark.parametrize("kv", ["4", "8"])
+def test_an_adapter_that_adds_nothing_says_what_base_says(model_folder: ModelFolder, tmp_path: Path, kv: str) -> None:
     model = model_folder("qwen2", num_hidden_layers=2)
     folders = residual_folders(tmp_path / "adapters", model, ("nil",), strength=0.0)
     with open_residual(model, tmp_path / "cache", folders, kv=kv) as llm:

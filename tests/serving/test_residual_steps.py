@@ -91,6 +91,7 @@ def test_who_leaves_at_any_step_leaves_nothing_behind(hand: Hand, steps: int) ->
     other = hand.say("bob", PROMPT[:40], 20)
     for _ in range(steps):
         hand.hand.step()
+        assert hand.engine.stats().blocks_live == sum(hand.live)
     hand.engine.cancel(left.generation)
     assert left.generation.overlay is None
     hand.engine.check_integrity()
@@ -157,6 +158,7 @@ def test_pressure_on_residuals_makes_only_residual_requests_wait(
             hand.engine.check_integrity()
         hand.run(*long)
         assert all(receiver.report.policy == "residual" for receiver in long)
+        assert hand.engine.stats().preemptions == 0, "who would not fit was not let in"
         assert sum(use.capacity_bytes for use in hand.engine.stats().ram_accounts if "residual" in use.kind) <= 40_000
 
 
@@ -193,6 +195,24 @@ def test_too_far_from_base_is_answered_exactly_and_remembered(
         other = hand.say("ann", make_ids(40, seed=5), 2)
         hand.run(other)
         assert other.report.divergence not in (None, report.divergence), "another beginning is measured anew"
+
+
+def test_base_from_before_residuals_were_allowed_is_measured_too(
+    small: Path, two: dict[str, Path], tmp_path: Path
+) -> None:
+    """Nobody has kept what its rounding was."""
+    with by_hand(small, tmp_path / "cache") as hand:
+        hand.run(hand.submit(PROMPT, greedy(1), "alice"))
+        hand.finish_writing()
+    said = []
+    for folder in ("cache", "fresh"):
+        with opened(small, tmp_path / folder, two, max_divergence=1e-3) as hand:
+            said.append(hand.say("ann", PROMPT, 2))
+            hand.run(said[-1])
+    old, fresh = (receiver.report for receiver in said)
+    assert (old.restored_bytes > 0, old.policy, old.stepped_down) == (True, "exact", "divergence")
+    assert old.divergence is not None and fresh.divergence is not None
+    assert abs(old.divergence - fresh.divergence) < 0.02 * fresh.divergence
 
 
 def test_a_weak_adapter_stays_within_the_limit(small: Path, tmp_path: Path) -> None:

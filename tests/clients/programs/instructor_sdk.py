@@ -1,4 +1,4 @@
-"""instructor: an answer as an object, asked for in the prompt."""
+"""instructor: an answer as an object, as a call of a tool, by its format, and asked for in the prompt."""
 
 import sys
 
@@ -15,7 +15,15 @@ class Count(BaseModel):
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 asked = [{"role": "user", "content": "How many cats?"}]
-counted = instructor.from_openai(client, mode=instructor.Mode.MD_JSON).chat.completions.create(
-    model="default", messages=asked, response_model=Count, max_retries=0
+MODES = (
+    instructor.Mode.TOOLS,
+    instructor.Mode.TOOLS_STRICT,
+    instructor.Mode.JSON,
+    instructor.Mode.JSON_SCHEMA,
+    instructor.Mode.MD_JSON,
 )
-assert counted.cats == 42, counted
+for mode in MODES:
+    counted = instructor.from_openai(client, mode=mode).chat.completions.create(
+        model="default", messages=asked, response_model=Count, max_retries=0
+    )
+    assert counted.cats == 42, (mode, counted)

@@ -1,12 +1,17 @@
-"""langchain's ChatOpenAI, by chat completions and by responses: text, streams, tools."""
+"""langchain's ChatOpenAI, by chat completions and by responses: text, streams, tools, objects."""
 
 import sys
 
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
 
 URL, ANSWER, _ = sys.argv[1:]
+
+
+class Count(BaseModel):
+    cats: int
 
 
 @tool
@@ -32,3 +37,9 @@ for by_responses in (False, True):
     assert (call["name"], call["args"]) == ("look", {"place": "garden"}), call
     history += [called, ToolMessage(look.invoke(call["args"]), tool_call_id=call["id"])]
     assert text_of(model.bind_tools([look]).invoke(history)) == ANSWER
+    for method in ("json_schema", "function_calling", "json_mode"):
+        counted = model.with_structured_output(Count, method=method).invoke("How many cats? Answer in JSON.")
+        assert counted == Count(cats=42), (method, counted)
+    assert model.with_structured_output(Count).invoke("How many cats?") == Count(cats=42)
+    [call] = model.bind_tools([look], tool_choice="look").invoke("How many cats are in the garden?").tool_calls
+    assert call["args"] == {"place": "garden"}, call

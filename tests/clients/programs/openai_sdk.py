@@ -1,9 +1,10 @@
-"""OpenAI's client: models, responses and chat, whole and streamed, with tools, thoughts, `n` and penalties."""
+"""OpenAI's client: models, responses and chat, whole and streamed, with tools, objects, thoughts, `n` and penalties."""
 
 import json
 import sys
 
 import openai
+from pydantic import BaseModel
 
 URL, ANSWER, THOUGHT = sys.argv[1:]
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
@@ -14,6 +15,11 @@ LOOK = {
     "description": "Looks.",
     "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
 }
+
+
+class Count(BaseModel):
+    cats: int
+
 
 plain = client.responses.create(model=MODEL, input="How many cats?", instructions="Be brief.")
 assert plain.status == "completed" and plain.output_text == ANSWER, plain
@@ -56,3 +62,21 @@ for chunk in client.chat.completions.create(model=MODEL, messages=asked, tools=[
     deltas += [part.function for choice in chunk.choices for part in choice.delta.tool_calls or ()]
 assert deltas[0].name == "look", deltas
 assert json.loads("".join(delta.arguments or "" for delta in deltas)) == {"place": "garden"}, deltas
+
+parsed = client.responses.parse(model=MODEL, input="How many cats?", text_format=Count)
+assert parsed.output_parsed == Count(cats=42), parsed
+with client.responses.stream(model=MODEL, input="How many cats?", text_format=Count) as stream:
+    for _ in stream:
+        pass
+    assert stream.get_final_response().output_parsed == Count(cats=42)
+counted = client.chat.completions.parse(model=MODEL, messages=asked, response_format=Count)
+assert counted.choices[0].message.parsed == Count(cats=42), counted
+with client.chat.completions.stream(model=MODEL, messages=asked, response_format=Count) as stream:
+    for _ in stream:
+        pass
+    assert stream.get_final_completion().choices[0].message.parsed == Count(cats=42)
+strict = openai.pydantic_function_tool(Count)
+for choice in ("required", {"type": "function", "function": {"name": "Count"}}):
+    called = client.chat.completions.parse(model=MODEL, messages=asked, tools=[strict], tool_choice=choice)
+    [call] = called.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == Count(cats=42), called

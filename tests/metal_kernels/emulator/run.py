@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -126,12 +126,14 @@ def run(
     *,
     strict: bool = True,
     most_edges: int = 300_000_000,
+    changed: Collection[int] = (),
 ) -> Result:
     """Run one launch.
 
     Args:
         inputs: None where the kernel takes an output among them; the other outputs come last.
         strict: the text must pass the lint, too.
+        changed: numbers of inputs, arrays of mlx, that the kernel writes to. What it leaves there is theirs.
 
     Raises:
         KernelSyntaxError: it does not compile.
@@ -145,12 +147,18 @@ def run(
     outputs = [_Buffer.of(_before(launch, output.shape, output.dtype)) for output in launch.outputs]
     left = iter(outputs)
     passed = _arguments(launch, inputs)
-    arguments = [(next(left), True) if array is None else (_held(array), False) for array in passed]
+    views = {index: np.array(inputs[index], copy=False) for index in changed}
+    arguments = [
+        (next(left), True) if array is None else (_held(views.get(index, array)), index in views)
+        for index, array in enumerate(passed)
+    ]
+    # An array that is passed twice is written to under the first of its names.
+    kept = {view.ctypes.data: (view, arguments[index][0]) for index, view in reversed(views.items())}
     arguments += [(buffer, True) for buffer in left]
     slots = (ctypes.c_void_p * 32).in_dll(library, "emulator_buffers")
     for index, ((buffer, writable), name) in enumerate(zip(arguments, names, strict=True)):
         slots[index] = buffer.address
-        initialised = not writable or launch.init_value is not None
+        initialised = not writable or launch.init_value is not None or index in views
         size = ctypes.c_size_t(buffer.array.nbytes)
         library.emulator_buffer(ctypes.c_void_p(buffer.address), size, name.encode(), int(writable), int(initialised))
     traffic = (ctypes.c_uint64 * (2 * len(arguments)))()
@@ -171,6 +179,8 @@ def run(
     if total:
         raise KernelFindings(list(_findings(text.value.decode(), path)), total)
     moved = {name: Traffic(traffic[2 * i], traffic[2 * i + 1]) for i, name in enumerate(names)}
+    for view, buffer in kept.values():
+        view[...] = buffer.contents()
     pairs = zip(outputs, launch.outputs, strict=True)
     return Result([_to_mlx(buffer.contents(), output.dtype) for buffer, output in pairs], moved)
 
@@ -242,6 +252,7 @@ class EmulatedKernel:
         log: gets every launch's result.
         edit: applied to every launch before it runs.
         memory: what is passed for some inputs, by their number: they are too large to be evaluated.
+        changed: as for `run`.
     """
 
     def __init__(
@@ -253,7 +264,9 @@ class EmulatedKernel:
         log: list[Result] | None = None,
         edit: Callable[[Launch], Launch] = lambda launch: launch,
         memory: Mapping[int, np.ndarray] | None = None,
+        changed: Collection[int] = (),
     ) -> None:
+        self._changed = changed
         self._memory = memory or {}
         self._kernel = kernel
         self._schedule = schedule
@@ -267,7 +280,7 @@ class EmulatedKernel:
         [launch] = capture(lambda *args: self._kernel(inputs=list(args), init_value=init_value, **how), *arrays)
         launch = self._edit(replace(launch, init_value=init_value))
         passed = [self._memory.get(index, array) for index, array in enumerate(arrays)]
-        result = run(launch, passed, self._schedule, strict=self._strict)
+        result = run(launch, passed, self._schedule, strict=self._strict, changed=self._changed)
         if self._log is not None:
             self._log.append(result)
         return result.outputs

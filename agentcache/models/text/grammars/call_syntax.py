@@ -1,4 +1,7 @@
-"""How the calls of each dialect are written where they are demanded: as `replies` reads them, arguments as JSON."""
+"""How the calls of each dialect are written where they are demanded: as `replies` reads them.
+
+Arguments are JSON, or each has a tag of its own where a family writes them so.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,37 @@ from dataclasses import dataclass, replace
 from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 
 _NAME = "NAME"  # stands for the tool's
+_TYPE = "TYPE"  # stands for an argument's
 
 # Of a model that has no dialect, calls are written and read as Llama's: JSON, and nothing around it.
 _BARE = "llama3"
+
+
+@dataclass(frozen=True)
+class ArgumentSyntax:
+    """How an argument is written that has a tag of its own. There may be a line break between the parts.
+
+    Args:
+        name_open, name_close: what its name stands between; `TYPE` stands for the type of the value.
+        value_open: in front of its value; empty where that follows the name at once.
+        close: behind its value: the first in the text ends it.
+        on_lines: whether a value stands on lines of its own: the line break on either side is no part of it; else no
+            white space around it is.
+    """
+
+    name_open: str
+    name_close: str
+    close: str
+    value_open: str = ""
+    on_lines: bool = False
+
+    @property
+    def says_type(self) -> bool:
+        return _TYPE in self.name_close
+
+    def name_closed(self, type_: str) -> str:
+        """`type_` is JSON schema's name of it."""
+        return self.name_close.replace(_TYPE, "number" if type_ == "integer" else type_)
 
 
 @dataclass(frozen=True)
@@ -21,6 +52,7 @@ class CallSyntax:
         close: behind them.
         between: two calls.
         begin, end: around all calls.
+        argument: how each argument is written; None where they are JSON.
     """
 
     open: str
@@ -28,6 +60,7 @@ class CallSyntax:
     between: str = "\n"
     begin: str = ""
     end: str = ""
+    argument: ArgumentSyntax | None = None
 
     @property
     def is_bare(self) -> bool:
@@ -55,23 +88,43 @@ _DEEPSEEK = CallSyntax(
     "<｜tool▁calls▁end｜>",
 )
 
+_KEYS = ArgumentSyntax("<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>")
+
 _SYNTAX: dict[str, CallSyntax] = {
     "json_tools": _as_object("<tool_call>\n", "\n</tool_call>"),
-    "qwen3_coder": CallSyntax(f"<tool_call>\n<function={_NAME}>\n", "\n</function>\n</tool_call>"),
-    "functions": CallSyntax(f"<function={_NAME}>", "</function>"),
-    "glm47": CallSyntax(f"<tool_call>{_NAME}\n", "</tool_call>"),
-    "laguna": CallSyntax(f"<tool_call>{_NAME}\n", "</tool_call>"),
-    "longcat": CallSyntax(f"<longcat_tool_call>{_NAME}\n", "</longcat_tool_call>"),
-    "minimax_m2": CallSyntax(
-        f'<invoke name="{_NAME}">\n', "\n</invoke>\n", "", "<minimax:tool_call>\n", "</minimax:tool_call>"
+    "qwen3_coder": CallSyntax(
+        f"<tool_call>\n<function={_NAME}>\n",
+        "</function>\n</tool_call>",
+        argument=ArgumentSyntax("<parameter=", ">", "</parameter>", on_lines=True),
     ),
-    "minicpm5": CallSyntax(f'<function name="{_NAME}">', "</function>"),
+    "functions": CallSyntax(f"<function={_NAME}>", "</function>"),
+    "glm47": CallSyntax(f"<tool_call>{_NAME}\n", "</tool_call>", argument=_KEYS),
+    "laguna": CallSyntax(f"<tool_call>{_NAME}\n", "</tool_call>", argument=_KEYS),
+    "longcat": CallSyntax(
+        f"<longcat_tool_call>{_NAME}\n",
+        "</longcat_tool_call>",
+        argument=ArgumentSyntax(
+            "<longcat_arg_key>", "</longcat_arg_key>", "</longcat_arg_value>", "<longcat_arg_value>"
+        ),
+    ),
+    "minimax_m2": CallSyntax(
+        f'<invoke name="{_NAME}">\n',
+        "</invoke>\n",
+        "",
+        "<minimax:tool_call>\n",
+        "</minimax:tool_call>",
+        ArgumentSyntax('<parameter name="', '">', "</parameter>"),
+    ),
+    "minicpm5": CallSyntax(
+        f'<function name="{_NAME}">', "</function>", argument=ArgumentSyntax('<param name="', '">', "</param>")
+    ),
     "muse_spark": CallSyntax(
         f'<atem:invoke name="{_NAME}">\n',
-        "\n</atem:invoke>\n",
+        "</atem:invoke>\n",
         "",
         "<atem:function_calls>\n",
         "</atem:function_calls>",
+        ArgumentSyntax('<atem:parameter name="', '">', "</atem:parameter>"),
     ),
     "kimi_k3": CallSyntax(
         f'<|open|>call tool="{_NAME}"<|sep|>',
@@ -79,6 +132,11 @@ _SYNTAX: dict[str, CallSyntax] = {
         "",
         "<|open|>tools<|sep|>",
         "<|close|>tools<|sep|>",
+        ArgumentSyntax(
+            '<|open|>argument key="',
+            f'" type="{_TYPE}"<|sep|>',
+            "<|close|>argument<|sep|>",
+        ),
     ),
     "kimi_k2": CallSyntax(
         f"<|tool_call_begin|>functions.{_NAME}:0<|tool_call_argument_begin|>",

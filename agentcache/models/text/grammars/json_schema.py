@@ -48,6 +48,11 @@ def _without_remarks(schema: Any) -> Any:
             kept[key] = value
         elif key in _NAMED and isinstance(value, Mapping):
             kept[key] = {name: _without_remarks(each) for name, each in value.items()}
-        elif not (key == "format" and isinstance(value, str) and value not in _FORMATS):
+        elif key != "format" or not isinstance(value, str) or means_something(value):
             kept[key] = _without_remarks(value)
     return kept
+
+
+def means_something(format_: Any) -> bool:
+    """Whether a string's `format` has to be kept to."""
+    return format_ in _FORMATS if isinstance(format_, str) else format_ is not None

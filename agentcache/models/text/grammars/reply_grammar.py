@@ -11,8 +11,17 @@ from llguidance import LLMatcher
 
 from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
 from agentcache.errors import InvalidRequest
-from agentcache.models.text.grammars.call_syntax import CallSyntax, call_syntax
+from agentcache.models.text.grammars.call_syntax import ArgumentSyntax, CallSyntax, call_syntax
 from agentcache.models.text.grammars.json_schema import json_rule
+from agentcache.models.text.grammars.tagged_arguments import (
+    AnyText,
+    Json,
+    OneOf,
+    TaggedArgument,
+    Text,
+    TextOfLength,
+    tagged_arguments,
+)
 from agentcache.models.text.marks import any_of
 from agentcache.models.text.replies.calls import SPACE
 from agentcache.models.text.replies.format import HARMONY, ReplyFormat
@@ -24,6 +33,11 @@ _HEADER = '%llguidance {"no_forcing": true}\n'
 _CALLS_FOLLOW = "<|python_tag|>"  # Llama's marker for what it seldom marks
 _WHITE_SPACE = "/[ \\n\\r\\t]{0,4}/"
 _ANY_TEXT = "/(?s:.*)/"
+_ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_.\-]{0,63}/"
+_BREAK = "\n"
+_MAYBE_BREAK = "/\\n?/"
+_ANY_SPACE = r"[ \t\n\r]"
+_CDATA = "<![CDATA["  # of values that stand in it the reader takes it off
 
 
 @dataclass(frozen=True)
@@ -95,16 +109,16 @@ class _Writer:
         end = prompt_end.rstrip(SPACE)
         opened = next((close for start, close in pairs if end.endswith(start)), None)
         if opened is not None:
-            return f"{self._thought_until(opened)} {_WHITE_SPACE} ({body})"
+            return f"{self._text_until(opened)} {_WHITE_SPACE} ({body})"
         if not pairs or any(end.endswith(close) for _, close in pairs):
             return body
-        thoughts = [f"{self._spelled(start)} {self._thought_until(close)}" for start, close in pairs]
+        thoughts = [f"{self._spelled(start)} {self._text_until(close)}" for start, close in pairs]
         if self._reply.thinks_first:
             start, close = pairs[0]
-            return f"({self._spelled(start)})? {self._thought_until(close)} {_WHITE_SPACE} ({body})"
+            return f"({self._spelled(start)})? {self._text_until(close)} {_WHITE_SPACE} ({body})"
         return f"(({' | '.join(thoughts)}) {_WHITE_SPACE})? ({body})"
 
-    def _thought_until(self, close: str) -> str:
+    def _text_until(self, close: str) -> str:
         """Any text up to the marker that ends it."""
         pieces = list(self._pieces(close))
         first = pieces[0]
@@ -154,15 +168,76 @@ class _Writer:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def _calls(self, calls: Calls, syntax: CallSyntax) -> str:
-        opened = [
-            f"{self._spelled(syntax.opened(tool.name))} {self._arguments(tool)}" for tool in _callable(calls.tools)
-        ]
+        opened = [self._opened(tool, syntax) for tool in _callable(calls.tools)]
         call = self._rule(f"({' | '.join(opened)}) {self._spelled(syntax.close)}")
         further = "" if calls.just_one else f"({self._spelled(syntax.between)} {call})*"
         return self._rule(f"{self._spelled(syntax.begin)} {call} {further} {self._spelled(syntax.end)}")
 
+    def _opened(self, tool: CallableTool, syntax: CallSyntax) -> str:
+        """A call up to the end of its arguments."""
+        opened, whole = syntax.opened(tool.name), self._arguments(tool)
+        tagged = None if syntax.argument is None else self._tagged(tool, syntax.argument)
+        if tagged is None:
+            return f"{self._spelled(opened)} {whole}"
+        return f"{self._spelled(opened.removesuffix(_BREAK))} {_MAYBE_BREAK} {tagged}"
+
     def _arguments(self, tool: CallableTool) -> str:
         return self._json(tool.schema, tool.param, must_be_object=True)
+
+    # -- arguments with tags of their own -----------------------------------------------------------------------------
+
+    def _tagged(self, tool: CallableTool, syntax: ArgumentSyntax) -> str | None:
+        """The arguments, one behind the other; None where their schema asks for more than can be written so."""
+        arguments = tagged_arguments(tool.schema)
+        if arguments is None:
+            return None
+        rules = [self._tagged_argument(argument, syntax) for argument in arguments.known]
+        if any(rule is None for rule in rules):
+            return None
+        asked = zip(arguments.known, rules, strict=True)
+        written = " ".join(f"{rule}" if argument.is_required else f"({rule})?" for argument, rule in asked)
+        if not arguments.any_other:
+            return written
+        return f"{self._named(_ANY_NAME, syntax, 'string', self._value(AnyText(), syntax, may_be_null=False))}*"
+
+    def _tagged_argument(self, argument: TaggedArgument, syntax: ArgumentSyntax) -> str | None:
+        """A rule for it; None where its value cannot be written so that it is read as the same."""
+        value, type_ = argument.value, "string"
+        if isinstance(value, OneOf) and not all(_survives(text, syntax) for text in value.texts):
+            return None
+        if isinstance(value, Json):
+            types = sorted(value.types - {"null"}) or ["null"]
+            if syntax.says_type and len(types) > 1:
+                return None
+            type_ = types[0]
+        spelled = self._value(value, syntax, may_be_null=argument.may_be_null)
+        return self._named(_literal(argument.name), syntax, type_, spelled)
+
+    def _named(self, name: str, syntax: ArgumentSyntax, type_: str, value: str) -> str:
+        before, behind = self._spelled(syntax.name_open), self._spelled(syntax.name_closed(type_))
+        opened = f"{_MAYBE_BREAK} {self._spelled(syntax.value_open)}" if syntax.value_open else ""
+        return self._rule(f"{before} {name} {behind} {opened} {value} {_MAYBE_BREAK}")
+
+    def _value(self, value: Text | Json, syntax: ArgumentSyntax, *, may_be_null: bool) -> str:
+        """A value and what closes it."""
+        around = _literal(_BREAK) if syntax.on_lines else ""
+        closed = self._spelled(syntax.close)
+        if isinstance(value, AnyText):
+            return f"{around} {self._text_until(syntax.close)}"
+        if isinstance(value, Json):
+            return f"{around} {self._rule(value.rule)} {around} {closed}"
+        # Text and what ends it in one: where the one stops and the other begins would not be clear.
+        first, *rest = self._pieces(syntax.close)
+        end = _escaped((_BREAK if syntax.on_lines else "") + first) if isinstance(first, str) else ""
+        if not end and syntax.on_lines:
+            end = _escaped(_BREAK)
+        kinds = [_characters(value, end, first if isinstance(first, str) else "", syntax)]
+        if may_be_null:
+            kinds.append(f"/null{end}/")
+        name = f"VALUE_{len(self._rules)}"
+        self._rules.append(f"{name}: {' | '.join(kinds)}")
+        behind = [*([first] if isinstance(first, int) else []), *rest]
+        return " ".join([around, name, *map(_element, behind)])
 
     # -- Harmony ------------------------------------------------------------------------------------------------------
 
@@ -223,6 +298,30 @@ def _callable(tools: Sequence[CallableTool]) -> Sequence[CallableTool]:
     return tools
 
 
+def _survives(text: str, syntax: ArgumentSyntax) -> bool:
+    """Whether a text is read as it is written."""
+    if syntax.close in text or text.startswith(_CDATA) or _has_surrogate(text):
+        return False
+    return syntax.on_lines or text == text.strip(SPACE)
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _characters(value: TextOfLength | OneOf, end: str, close: str, syntax: ArgumentSyntax) -> str:
+    """A terminal for a text and its `end`, of which the first `close` is read as the end."""
+    if isinstance(value, OneOf):
+        return f"/({'|'.join(map(_escaped, value.texts))}){end}/"
+    most = "" if value.most is None else value.most
+    kinds = [f"/(?s:.{{{value.least},{most}}}){end}/"]
+    if close:
+        kinds.append(f"~/(?s:.*){_escaped(close)}(?s:.+)/")
+    if not syntax.on_lines:
+        kinds += [f"~/{_ANY_SPACE}(?s:.*)/", f"~/(?s:.*){_ANY_SPACE}{end}/", f"~/{_escaped(_CDATA)}(?s:.*)/"]
+    return " & ".join(kinds)
+
+
 def _element(piece: str | int) -> str:
     return f"<[{piece}]>" if isinstance(piece, int) else _literal(piece)
 
@@ -232,4 +331,5 @@ def _literal(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", "\\/")
+    """A text as a regular expression; what is no letter or digit as its number, which nothing mistakes for more."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from agentcache.models.text.replies.events import Event, ToolCallArguments, Tool
 
 SPACE = " \t\n\r"
 LONGEST_HEADER = 512  # characters in which a call's name has to come
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 
 
 def _as_it_is(text: str) -> str:
@@ -82,24 +84,25 @@ class Tools:
 
     def __init__(self, shown: Sequence[Mapping[str, Any]] = ()) -> None:
         self.shown = shown
-        self._properties: dict[str, Mapping[str, Any]] = {}
+        self._parameters: dict[str, Mapping[str, Any]] = {}
         for tool in shown:
             function = tool.get("function")
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
                 parameters = function.get("parameters")
-                properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-                self._properties[function["name"]] = properties if isinstance(properties, Mapping) else {}
+                self._parameters[function["name"]] = parameters if isinstance(parameters, Mapping) else {}
 
     def has(self, name: str) -> bool:
-        return name in self._properties
+        return name in self._parameters
 
     def may_begin(self, name: str) -> bool:
         """Whether a tool's name begins so."""
-        return any(known.startswith(name) for known in self._properties)
+        return any(known.startswith(name) for known in self._parameters)
 
     def types(self, name: str, argument: str) -> frozenset[str]:
         """JSON schema's names of the types that an argument may have; none where nothing is known."""
-        return frozenset(_types(self._properties.get(name, {}).get(argument)))
+        parameters = self._parameters.get(name, {})
+        properties = parameters.get("properties")
+        return schema_types(properties.get(argument) if isinstance(properties, Mapping) else None, parameters)
 
 
 _TYPE_OF: dict[type, str] = {
@@ -113,18 +116,42 @@ _TYPE_OF: dict[type, str] = {
 }
 
 
-def _types(schema: Any, depth: int = 0) -> set[str]:
+def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """JSON schema's names of the types that a value may have; none where nothing is known.
+
+    Args:
+        root: the schema that `schema` is a part of, and where it refers to.
+    """
+    return frozenset(_types(schema, root, set()))
+
+
+def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = 0) -> set[str]:
+    """`seen`: definitions that have been looked at, and are not again: they may refer to one another."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference in seen:
+            return set()
+        seen.add(reference)
+        return _types(definition(reference, root), root, seen, depth + 1)
     named = schema.get("type")
-    found = {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
-    if not found and isinstance(schema.get("enum"), list):
-        found = {_TYPE_OF[type(value)] for value in schema["enum"] if type(value) in _TYPE_OF}
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    found = {each for each in names if isinstance(each, str)}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not found and isinstance(values, list):
+        found = {_TYPE_OF[type(value)] for value in values if type(value) in _TYPE_OF}
     for key in ("anyOf", "oneOf", "allOf"):
         alternatives = schema.get(key)
         for alternative in alternatives if isinstance(alternatives, list) else ():
-            found |= _types(alternative, depth + 1)
+            found |= _types(alternative, root, seen, depth + 1)
     return found
+
+
+def definition(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a `$ref` stands for, if that is one of the root's own definitions; else None."""
+    found = _DEFINITION.fullmatch(reference)
+    definitions = root.get(found[1]) if found is not None else None
+    return definitions.get(found[2]) if found is not None and isinstance(definitions, Mapping) else None
 
 
 def partial_end(text: str, strings: Sequence[str]) -> int:

@@ -56,6 +56,11 @@ class JsonText:
         self._half = ""  # of a surrogate pair, as its escape
         self._word = ""
 
+    @property
+    def is_in_string(self) -> bool:
+        """Whether a string has begun that has not ended."""
+        return self._expect is _Expect.STRING and not self.is_broken
+
     def feed(self, text: str, at: int) -> int:
         """Take `text` from `at` on, up to the value's end or where it breaks; where that is."""
         while at < len(text) and not (self.is_done or self.is_broken):

@@ -211,6 +211,9 @@ class TaggedCalls(Steps):
 
     def _in_value(self) -> Left | None:
         value, tag, behind = self._text.partition(self._tags.value_end)
+        while tag and not self._types & {"string"} and _ends_in_json_string(value):
+            more, tag, behind = behind.partition(self._tags.value_end)
+            value += self._tags.value_end + more
         if self._passes_on():
             self._text = self._pass_on(value, is_whole=bool(tag))
         if not tag:
@@ -289,6 +292,15 @@ class TaggedCalls(Steps):
         self._started = False
         in_argument = self._at in (_At.KEY, _At.IN_VALUE)
         return Left(rest="" if in_argument else self._text)
+
+
+def _ends_in_json_string(value: str) -> bool:
+    """Whether what stands behind is still within a string of a list or an object."""
+    if not value.lstrip(SPACE).startswith(("[", "{")):
+        return False
+    read = JsonText()
+    read.feed(value, 0)
+    return read.is_in_string
 
 
 def _name_in(tag: str) -> str:

@@ -1,4 +1,4 @@
-"""The pack kernel against its definition and against what MLX quantises, in the emulator."""
+"""The append kernel against its definition and against what MLX quantises, in the emulator."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from agentcache.kv.arena import quantise
 from agentcache.kv.spec import Quantisation
+from agentcache.metal_kernels.append import packed_alone
 from agentcache.metal_kernels.definition import packed, unpacked
-from agentcache.metal_kernels.pack import pack
 from tests.metal_kernels.cases import DTYPES
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.build import clang
@@ -31,7 +31,7 @@ def drawn(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:
 
 def off(x: mx.array, group_size: int) -> float:
     """Largest difference from the definition, beside the rounding of scales to float16."""
-    made = tuple(np.array(part) for part in pack(x, group_size))
+    made = tuple(np.array(part) for part in packed_alone(x, group_size))
     data, scales, biases = packed(np.array(x.astype(mx.float32)).astype(np.float64), group_size)
     wanted = unpacked((data, scales.astype(np.float16), biases.astype(np.float16)))
     return float(np.abs(unpacked(made) - wanted).max())
@@ -42,7 +42,7 @@ def off(x: mx.array, group_size: int) -> float:
 def test_every_shape_equals_what_mlx_packs(dim: int, group_size: int, dtype: mx.Dtype, emulate: Emulate) -> None:
     emulate()
     x = drawn((2, 3, 5, dim), dtype)
-    for made, wanted in zip(pack(x, group_size), quantise(x, Quantisation(4, group_size)), strict=True):
+    for made, wanted in zip(packed_alone(x, group_size), quantise(x, Quantisation(4, group_size)), strict=True):
         assert made.dtype == wanted.dtype
         np.testing.assert_array_equal(np.array(made), np.array(wanted))
     if dtype == mx.float32:  # values of 16 bits lie right between two steps now and then
@@ -59,15 +59,14 @@ def test_what_is_no_number_is_packed_as_one(emulate: Emulate) -> None:
     emulate()
     x = drawn((1, 1, 4, 64), mx.float32)
     x[0, 0, 0, 3], x[0, 0, 1, 5], x[0, 0, 2, 7] = float("nan"), float("inf"), -float("inf")
-    for made, wanted in zip(pack(x, 64), quantise(x, Quantisation()), strict=True):
+    for made, wanted in zip(packed_alone(x, 64), quantise(x, Quantisation()), strict=True):
         np.testing.assert_array_equal(np.array(made), np.array(wanted))
 
 
 def test_every_byte_moves_once(emulate: Emulate) -> None:
     log = emulate()
-    pack(drawn((1, 3, 5, 96), mx.float16), 32)
+    packed_alone(drawn((1, 3, 5, 96), mx.float16), 32)
     [result] = log
-    assert result.traffic["values"].read == 3 * 5 * 96 * 2
-    assert sum(result.traffic[name].written for name in ("data", "scales", "biases")) == 3 * 5 * (
-        96 // 2 + 96 // 32 * 4
-    )
+    assert result.traffic["keys"].read == 3 * 5 * 96 * 2
+    assert sum(result.traffic[name].written for name in ("kq", "ks", "kb")) == 3 * 5 * (96 // 2 + 96 // 32 * 4)
+    assert sum(result.traffic[name].written for name in ("vq", "vs", "vb")) == 0

@@ -1,0 +1,167 @@
+"""The engine's way to the disk and back: jobs for the writer's thread, and what each, once done, changes in RAM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from agentcache.agents.caches import KeptCaches
+from agentcache.agents.commit import Target
+from agentcache.agents.disk import Committed, Disk
+from agentcache.agents.restore import header_of
+from agentcache.agents.table import AgentTable
+from agentcache.blocks.keys import BlockName
+from agentcache.blocks.radix_tree import Node
+from agentcache.errors import StoreError
+from agentcache.store.manifest import AgentRecord
+from agentcache.store.store import BlockWrite
+from agentcache.store.writer import Writer
+
+
+class DiskJobs:
+    """Queues jobs, and tells the trees of prefixes and the table of agents what each has done.
+
+    All methods belong to the engine thread; jobs run on the writer's.
+
+    Args:
+        disk: what jobs are done to.
+        post: runs a function on the engine thread soon; callable from any thread.
+    """
+
+    def __init__(
+        self, disk: Disk, caches: KeptCaches, agents: AgentTable, post: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._disk = disk
+        self._caches = caches
+        self._agents = agents
+        self._post = post
+        self._writer = Writer()
+        self._unsettled = 0
+
+    def close(self) -> None:
+        """Finish everything that is queued."""
+        self._writer.close()
+
+    def copy_out(self, targets: Sequence[Target]) -> list[BlockWrite]:
+        """What is to be written, copied out of the arenas; it is on its way to the disk from now on."""
+        writes = []
+        for target in targets:
+            node = target.node
+            data = target.cache.arenas.snapshot(target.group, target.block_id, node.num_tokens)
+            header = header_of(node, target.group, target.cache)
+            extras = target.cache.arenas.block_extras(target.group, target.block_id, node.num_tokens)
+            writes.append(BlockWrite(header, data, extras))
+            node.pending.add(target.group)
+        return writes
+
+    def submit(
+        self,
+        job: Callable[[], Committed],
+        targets: Sequence[Target] = (),
+        settle: Callable[[Committed], None] = lambda outcome: None,
+    ) -> None:
+        """Queue a job; its outcome is applied, and then settled, on this thread.
+
+        Args:
+            targets: whose blocks it writes.
+        """
+        self._unsettled += 1
+        num_bytes = sum(target.num_bytes for target in targets)
+
+        def applied(result: Committed | StoreError) -> None:
+            self._unsettled -= 1
+            outcome = Committed(error=str(result)) if isinstance(result, StoreError) else result
+            self.apply(outcome, targets)
+            settle(outcome)
+
+        def hand_over(result: Committed | StoreError) -> None:
+            """On the writer's thread."""
+            self._post(lambda: applied(result))
+            self._disk.clean_up()
+
+        self._writer.submit(job, hand_over, num_bytes)
+
+    def when_settled(self, done: Callable[[], None]) -> None:
+        """Call `done` when all that was queued until now is on disk, or gone from it, and known here."""
+        self.submit(Committed, settle=lambda outcome: done())
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the outcome of some job has yet to be posted here and run."""
+        return self._unsettled > 0
+
+    def flush(self) -> None:
+        """Wait until every job queued so far is done (used at start and at the end, never while serving)."""
+        settled: Future[None] = Future()
+        self._writer.submit(lambda: None, lambda result: settled.set_result(None))
+        settled.result()
+
+    # -- what the disk has done -------------------------------------------------------------------------------------
+
+    def apply(self, outcome: Committed, targets: Sequence[Target] = ()) -> None:
+        """Make known here what a job has written, dropped and deleted."""
+        for target in targets:
+            if outcome.written:
+                target.cache.prefix.mark_stored(target.node, target.group)
+            else:
+                target.cache.prefix.mark_unwritten(target.node, target.group)
+        for name in outcome.deleted:
+            self._forget(name)
+        for reduced in outcome.reduced:
+            if (known := self._same(reduced.before)) is not None:
+                self._agents.put(known.with_blocks_of(reduced.after))
+        for removed in outcome.removed:
+            if (known := self._same(removed)) is not None:
+                self._agents.remove(known)
+                self.evict(removed, outcome)
+
+    def _same(self, dropped: AgentRecord) -> AgentRecord | None:
+        """The lineage as it is known here, unless it was deleted, and perhaps made again, since it was dropped."""
+        known = self._agents.find(dropped.name)
+        return known if known is not None and known.held == dropped.held else None
+
+    def evict(self, record: AgentRecord, outcome: Committed) -> None:
+        """Free the RAM of what was deleted of a lineage that is forgotten."""
+        deleted = set(outcome.deleted)
+        for cache in self._caches:
+            named = (block for block in record.held if block.cache == cache.name)
+            cache.prefix.evict(block for block in named if deleted.issuperset(block.names))
+
+    def _forget(self, name: BlockName) -> None:
+        """There is no file of it, and from RAM goes the tail that a longer one has replaced.
+
+        Other tails stay until room is needed, and go first then: an agent's next request may be with the adapter
+        before last.
+        """
+        cache = self._caches.find(name.cache)
+        node = None if cache is None else cache.prefix.tree.node(name.chain)
+        if cache is None or node is None or name.group in node.pending:
+            return  # its adapter is not loaded, or it is being written again
+        if not node.is_full and _is_outgrown(node, name.group):
+            cache.prefix.slots.drop(node, name.group)
+        elif not node.is_full:
+            cache.prefix.tree.expire(node)
+        if name.group in node.stored:
+            cache.prefix.mark_missing(node, name.group)
+
+    def forget_lost(self) -> None:
+        """Somebody has removed files: what is in RAM of them is written again by the next turns that need it."""
+        for cache in self._caches:
+            for node in list(cache.prefix.tree.walk()):
+                named = (BlockName(node.chain, index, cache.name) for index in node.stored)
+                for name in [name for name in named if not self._disk.has(name)]:
+                    cache.prefix.mark_missing(node, name.group)
+
+
+def _is_outgrown(tail: Node, group: int) -> bool:
+    """Whether a longer block in RAM begins with these tokens of this producer, or the tail is not in RAM at all."""
+    parent = tail.parent
+    if parent is None or group not in tail.block_ids:
+        return True
+    longer = parent.nearest(
+        tail.packed,
+        lambda node: node is not tail and group in node.block_ids,
+        least=tail.num_tokens,
+        producer=tail.producer,
+    )
+    return bool(longer.items)

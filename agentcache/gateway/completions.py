@@ -1,0 +1,203 @@
+"""A request on the event loop: from its prompt to the reply's end.
+
+Prompts are rendered, matched and tokenised on worker threads, so that neither the engine nor the event loop waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from agentcache.agents.lineages import PlainPrompt
+from agentcache.agents.table import Agents
+from agentcache.config import Config
+from agentcache.engine.messages import Cancel, Submit
+from agentcache.errors import Overloaded
+from agentcache.gateway.adapter_loader import AdapterLoader
+from agentcache.gateway.agent_turns import AgentTurns, Claim, Turn
+from agentcache.gateway.conversation import read_conversation
+from agentcache.gateway.engine_thread import EngineThread
+from agentcache.gateway.prepare import (
+    Prepared,
+    choose_adapter,
+    choose_lineage,
+    held_by,
+    match,
+    prepare_request,
+    rough_size,
+    system_of,
+)
+from agentcache.gateway.prompt_workers import HasEnded, PromptWorkers
+from agentcache.gateway.receiver import Receiver
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.models.text.work_limit import WorkLimit
+from agentcache.report import Update, Volatile
+from agentcache.request import Request, TokenPrompt
+
+T = TypeVar("T")
+
+# A prompt that is only counted may be so many times as long as one that is to run.
+_COUNTED = 4
+
+
+class Completions:
+    """Has requests wait for their agents, reads their prompts, and hands both to the engine.
+
+    Belongs to the event loop.
+
+    Args:
+        thread: the engine's.
+        workers: read prompts.
+        turns: who waits for whom.
+        adapters: keep a request's adapter on the device.
+    """
+
+    def __init__(
+        self, config: Config, thread: EngineThread, workers: PromptWorkers, turns: AgentTurns, adapters: AdapterLoader
+    ) -> None:
+        self._config = config
+        self._thread = thread
+        self._workers = workers
+        self._turns = turns
+        self._adapters = adapters
+        self._active = 0
+
+    async def generate(self, request: Request, take: Callable[[Update], None]) -> None:
+        """As `AsyncEngine.generate`."""
+        submitted_at = time.perf_counter()
+        if self._active >= self._config.max_waiting_requests:
+            raise Overloaded("too many requests are waiting; try again later")
+        self._active += 1
+        try:
+            async with self._turns.arrive(request.agent) as turn:
+                await self._run(request, turn, take, submitted_at)
+        finally:
+            self._active -= 1
+
+    async def count_tokens(self, request: Request) -> int:
+        """As `AsyncEngine.count_tokens`."""
+        agents, tokenizer = self._thread.view.agents, self._thread.view.model.tokenizer
+        read = self._reading(request, system_of(request, agents), agents, tokenizer)
+        prompt = await self._in_background(request, read, times=_COUNTED)
+        held = held_by(request, choose_lineage(request, prompt, agents))
+        matched = await self._in_background(request, partial(match, prompt, held, tokenizer), times=_COUNTED)
+        return len(matched.transcript.ids)
+
+    async def _run(self, request: Request, turn: Turn, take: Callable[[Update], None], submitted_at: float) -> None:
+        """Have the engine work on the request, once nobody else is at work on the lineage that it goes on from and its
+        adapter is there, until its end or a cancellation.
+        """
+        prompt, claim = await self._take_turn(request, turn)
+        if prompt.volatile is not None:
+            take = partial(_take_volatile, take, prompt.volatile)
+        receiver = Receiver(take)
+        turn.lasts_until(receiver.settled)
+        submitted: Submit | None = None
+        try:
+            view = self._thread.view
+            choice = choose_adapter(view.agents, request)
+            self._thread.tell_of_the_end(receiver, until=receiver.settled)
+            async with self._adapters.lease(choice.name) as adapter:
+                known = (claim.found, view.model.tokenizer)
+                work = partial(prepare_request, request, prompt, *known, adapter, choice.policy)
+                prepared = await self._in_background(request, work)
+                submitted = self._submitted(request, prepared, claim, submitted_at)
+                async with self._at_work(submitted, receiver):
+                    if request.n > 1:
+                        await receiver.prompt_known()
+                        await self._run_forks(submitted, receiver, take)
+                    await receiver.ended
+        finally:
+            if submitted is None:
+                receiver.settle()
+
+    @asynccontextmanager
+    async def _at_work(self, submitted: Submit, receiver: Receiver) -> AsyncIterator[None]:
+        """The engine has it; what is not being saved by the end is over then, and says so."""
+        self._thread.tell(submitted, receiver)
+        try:
+            yield
+        finally:
+            receiver.leave()
+            if not receiver.settled.done():
+                self._thread.tell(Cancel(submitted), _ignore)
+
+    async def _run_forks(self, first: Submit, receiver: Receiver, take: Callable[[Update], None]) -> None:
+        """The further answers to a prompt that is computed, until all end, the first one included."""
+        async with AsyncExitStack() as stack:
+            ended = [receiver.ended]
+            for index in range(1, first.request.n):
+                fork = Receiver(partial(_take_choice, take, index))
+                self._thread.tell_of_the_end(fork, until=fork.settled)
+                submitted = replace(first, request=first.request.fork(index), found=None, goes_on=False)
+                await stack.enter_async_context(self._at_work(submitted, fork))
+                ended.append(fork.ended)
+            await asyncio.gather(*ended)
+
+    async def _take_turn(self, request: Request, turn: Turn) -> tuple[PlainPrompt, Claim]:
+        """The prompt, and what it goes on from when its turn has come."""
+        while True:
+            view = self._thread.view
+            system = system_of(request, view.agents)
+            read = self._reading(request, system, view.agents, view.model.tokenizer)
+            prompt = await self._in_background(request, read)
+            claim = await turn.wait(partial(self._claim, request, prompt))
+            # The agent may have been made, or deleted, by those who were before.
+            if system_of(request, self._thread.view.agents) == system:
+                return prompt, claim
+
+    def _reading(
+        self, request: Request, system: str | None, agents: Agents, tokenizer: Tokenizer
+    ) -> Callable[[WorkLimit], PlainPrompt]:
+        stable = self._config.stable_prefix
+        return lambda limit: read_conversation(request, system, agents, tokenizer, limit, stable_prefix=stable)
+
+    def _claim(self, request: Request, prompt: PlainPrompt) -> Claim:
+        """What the request needs for itself. One that changes what a lineage has said leaves that lineage alone."""
+        found = choose_lineage(request, prompt, self._thread.view.agents)
+        goes_on = found is not None and prompt.goes_on_from(found.transcript)
+        return Claim(found.name if found is not None and goes_on else None, prompt, found=found)
+
+    def _submitted(self, request: Request, prepared: Prepared, claim: Claim, submitted_at: float) -> Submit:
+        view, num_prompt_tokens = self._thread.view, len(prepared.match.transcript.ids)
+        view.check(num_prompt_tokens, request.prompt_param)
+        room, wanted = view.max_prompt_tokens + 1 - num_prompt_tokens, request.sampling.max_tokens
+        return Submit(
+            request=request,
+            match=prepared.match,
+            max_tokens=room if wanted is None else min(wanted, room),
+            submitted_at=submitted_at,
+            found=claim.found,
+            goes_on=claim.lineage is not None,
+            adapter=prepared.adapter,
+            system_tokens=prepared.system_tokens,
+            grammar=prepared.grammar,
+        )
+
+    async def _in_background(self, request: Request, work: Callable[[WorkLimit], T], *, times: int = 1) -> T:
+        """Run `work` on the request's prompt on a worker thread, with a limit of `times` the tokens that may run."""
+        view = self._thread.view
+        refuse = partial(view.check, param=request.prompt_param, counted=isinstance(request.prompt, TokenPrompt))
+        limit = WorkLimit(times * view.max_prompt_tokens, refuse)
+
+        def read(has_ended: HasEnded) -> T:
+            return work(replace(limit, has_ended=has_ended))
+
+        return await self._workers.run(rough_size(request.prompt), read)
+
+
+def _take_choice(take: Callable[[Update], None], index: int, update: Update) -> None:
+    take(replace(update, choice=index))
+
+
+def _take_volatile(take: Callable[[Update], None], volatile: Volatile, update: Update) -> None:
+    take(update if update.report is None else replace(update, report=replace(update.report, volatile=volatile)))
+
+
+def _ignore(reply: object) -> None:
+    return None

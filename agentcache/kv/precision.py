@@ -1,0 +1,61 @@
+"""In how many bits keys and values are kept, layer by layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+UNQUANTISED_BITS = 16
+
+
+@dataclass(frozen=True, order=True)
+class LayerBits:
+    """Bits of a layer's cached keys and values: 4, 8, or 16 for what is not quantised."""
+
+    keys: int = 4
+    values: int = 4
+
+    def __str__(self) -> str:
+        return str(self.keys) if self.keys == self.values else f"k{self.keys}v{self.values}"
+
+
+BITS = {str(bits): bits for bits in (LayerBits(4, 4), LayerBits(8, 4), LayerBits(8, 8), LayerBits(16, 16))}
+"""Those that can be asked for, by name, from the fewest."""
+
+
+AUTO = "auto"  # measured at load
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Of a model's keys and values.
+
+    Args:
+        layers: in the order in which they are computed.
+        divergence: of the logits from those with unquantised keys and values, in nats (mean of Kullback and Leibler's
+            over positions); None where it was not measured.
+    """
+
+    layers: tuple[LayerBits, ...]
+    divergence: float | None = None
+
+    def __str__(self) -> str:
+        """Such as `4`, or `4 (layers 0-1, 7 in k8v4)`."""
+        if not self.layers:
+            return "none"
+        usual, _ = Counter(self.layers).most_common(1)[0]
+        others = sorted(set(self.layers) - {usual})
+        told = [
+            f"{_ranges([index for index, bits in enumerate(self.layers) if bits == other])} in {other}"
+            for other in others
+        ]
+        return f"{usual} (layers {'; '.join(told)})" if told else str(usual)
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """`0-1, 7` of 0, 1 and 7."""
+    runs = groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
+    spans = [[index for _, index in run] for _, run in runs]
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)

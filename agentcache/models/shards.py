@@ -1,0 +1,144 @@
+"""One rank's part of a model that mlx-lm's `shard` has spread over several processes.
+
+Each rank has its own heads and its part of the other matrices; what goes from layer to layer, all have whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+
+from agentcache.errors import UnsupportedModel
+from agentcache.kv.spec import CacheSpec
+from agentcache.models.adapter_files import LowRank, ModuleName
+from agentcache.models.adapter_rows import AdapterRows
+from agentcache.models.adapters import LinearShape, TargetModules
+from agentcache.models.layers import in_dim
+from agentcache.models.lora import ModelAdapters
+from agentcache.models.step import CurrentStep
+from agentcache.models.survey import Survey
+
+_KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
+_HEADS = ("n_heads", "num_attention_heads", "num_heads")
+_FUSED = ("qkv_proj", "gate_up_proj")
+_ADDS_UP = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a linear module takes and gives."""
+
+    in_dim: int
+    out_dim: int
+
+    @classmethod
+    def of(cls, linear: nn.Module) -> _Shape:
+        return cls(in_dim(linear), int(linear.weight.shape[0]))
+
+
+class Shards:
+    """How a model is spread.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: mx.distributed.Group) -> None:
+        self.group = group
+        self.rank = int(group.rank())
+        self.size = int(group.size())
+        self._whole: dict[ModuleName, _Shape] = {}
+
+    def spread(self, model: nn.Module) -> None:
+        """Keep this rank's part of a model whose weights have not been read.
+
+        Raises:
+            UnsupportedModel: mlx-lm cannot spread it, or not over so many ranks.
+        """
+        kind = type(model).__module__.rpartition(".")[2]
+        if not hasattr(model, "shard"):
+            raise UnsupportedModel(f"{kind} cannot be spread over {self.size} ranks: mlx-lm has no `shard` for it")
+        self._whole = {
+            ModuleName(index, path): _Shape.of(module)
+            for index, layer in enumerate(model.layers)
+            for path, module in layer.named_modules()
+            if isinstance(module, (nn.Linear, nn.QuantizedLinear))
+        }
+        self._check_heads(model)
+        try:
+            model.shard(self.group)
+        except Exception as error:  # a matrix whose size does not divide fails anywhere in MLX
+            raise UnsupportedModel(f"{kind} cannot be spread over {self.size} ranks: {error!s:.300}") from error
+
+    def _check_heads(self, model: nn.Module) -> None:
+        for index, layer in enumerate(model.layers):
+            for module in layer.modules():
+                has_latents = any(isinstance(each, (MultiLinear, QuantizedMultiLinear)) for each in module.values())
+                for name in _HEADS if has_latents else (*_HEADS, *_KV_HEADS):
+                    heads = getattr(module, name, None)
+                    if isinstance(heads, int) and heads % self.size:
+                        raise UnsupportedModel(
+                            f"layer {index} has {heads} heads ({name}), which {self.size} ranks cannot share equally"
+                        )
+
+    def spec(self, spec: CacheSpec) -> CacheSpec:
+        """What this rank caches: of other ranks, or of as many as another world has, no block is ever taken for its.
+
+        Raises:
+            UnsupportedModel: it keeps a recurrent state.
+        """
+        if spec.recurrent:
+            raise UnsupportedModel(f"{spec.model_type} keeps recurrent state, which is not spread over ranks")
+        return replace(spec, rank=f"{self.rank} of {self.size}")
+
+    def whole(self, modules: TargetModules) -> TargetModules:
+        """What adapters can act on, in the sizes of the whole model; fused modules are left out."""
+        kept = [name for name in modules.linears if name in self._whole and _leaf(name) not in _FUSED]
+        linears = {
+            name: LinearShape(self._whole[name].in_dim, self._whole[name].out_dim, modules.linears[name].item_bytes)
+            for name in kept
+        }
+        targets = {
+            name: replace(target, stop=linears[name].out_dim)
+            for name, target in modules.targets.items()
+            if name == target.module and name in linears
+        }
+        return replace(modules, linears=linears, targets=targets)
+
+    def cut(self, name: ModuleName, pair: LowRank, linear: nn.Module) -> LowRank:
+        """Of an adapter's matrices on a module, what belongs to this rank's part `linear` of it."""
+        own = _Shape.of(linear)
+        a, b = pair.a, pair.b
+        if own.in_dim < a.shape[0]:
+            a = a[self.rank * own.in_dim : (self.rank + 1) * own.in_dim]
+        if own.out_dim < b.shape[1]:
+            b = b[:, self.rank * own.out_dim : (self.rank + 1) * own.out_dim]
+        return LowRank(a, b)
+
+
+def _leaf(name: ModuleName) -> str:
+    return name.path.rpartition(".")[2]
+
+
+class ShardedAdapters(ModelAdapters):
+    """Adapters of one rank's part of a model: their matrices are cut as the modules are that they act on."""
+
+    def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep, shards: Shards) -> None:
+        super().__init__(model, survey, current)
+        self.modules = shards.whole(self.modules)
+        self._shards = shards
+
+    def _put(self, name: ModuleName, pair: LowRank) -> LowRank:
+        return super()._put(name, self._shards.cut(name, pair, self._wrap(name).original))
+
+    def _delta(self, rows: AdapterRows, name: ModuleName, x: mx.array, pairs: Sequence[LowRank | None]) -> mx.array:
+        """As of the whole model: added up over all ranks where the module's own output is. Elsewhere it is this rank's
+        columns, or a part of a sum that the module around it makes."""
+        delta = super()._delta(rows, name, x, pairs)
+        if isinstance(self._wrap(name).original, _ADDS_UP):
+            return mx.distributed.all_sum(delta, group=self._shards.group)
+        return delta

@@ -1,0 +1,187 @@
+"""What the arguments of a call may be where each has a tag of its own: values as text, and as JSON what is no string.
+
+A schema may say more than such a text can be held to (that a string has a pattern, that arguments depend on each
+other); then all arguments of the call are written as one JSON object, which every dialect's reader takes, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentcache.models.text.grammars.json_schema import json_rule, means_something
+from agentcache.models.text.json_values import parse_json
+from agentcache.models.text.replies.calls import definition, schema_types
+
+_REMARKS = {"title", "description", "default", "example", "examples", "deprecated", "$comment", "readOnly", "writeOnly"}
+_OF_OBJECTS = _REMARKS | {
+    "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id", "strict"
+}  # fmt: skip
+_OF_STRINGS = _REMARKS | {"type", "minLength", "maxLength", "enum", "const", "format"}
+_NAME = re.compile(r"[\w.\-]{1,100}")
+_REFERS_ELSEWHERE = re.compile(r'"\$(dynamicRef|ref)": "(?!#/(\$defs|definitions)/)')
+_MOST_CHARACTERS = 1000  # of a string whose length is limited
+_MOST_LITERALS = 500
+_MOST_REFERENCES = 8
+_NULL = "null"
+
+
+@dataclass(frozen=True)
+class AnyText:
+    """Any string."""
+
+
+@dataclass(frozen=True)
+class TextOfLength:
+    """A string of so many characters; `most` is None for no limit."""
+
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of these strings."""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Json:
+    """The right side of a rule for what is no string, and JSON schema's names of the types that it may have."""
+
+    rule: str
+    types: frozenset[str]
+
+
+Text = AnyText | TextOfLength | OneOf
+
+
+@dataclass(frozen=True)
+class TaggedArgument:
+    """An argument.
+
+    Args:
+        may_be_null: whether the word stands for the value, too.
+    """
+
+    name: str
+    value: Text | Json
+    is_required: bool
+    may_be_null: bool = False
+
+
+@dataclass(frozen=True)
+class TaggedArguments:
+    """All arguments of a tool, in their order.
+
+    Args:
+        any_other: whether there may be others, because the tool does not say which it takes.
+    """
+
+    known: tuple[TaggedArgument, ...]
+    any_other: bool = False
+
+
+def tagged_arguments(source: str) -> TaggedArguments | None:
+    """The arguments that a schema (its JSON text) asks for; None where it says more than they can be held to."""
+    root = parse_json(source)
+    if root is True:
+        root = {}
+    if not isinstance(root, Mapping) or not root.keys() <= _OF_OBJECTS or root.get("type", "object") != "object":
+        return None
+    properties, required = root.get("properties", {}), root.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return None
+    if not all(isinstance(name, str) and name in properties for name in required):
+        return None
+    others = root.get("additionalProperties", True)
+    if not isinstance(others, bool) and others != {}:
+        return None
+    known = [_argument(name, schema, root, name in required) for name, schema in properties.items()]
+    if any(each is None for each in known):
+        return None
+    return TaggedArguments(tuple(each for each in known if each), any_other=not properties and others is not False)
+
+
+def _argument(name: str, schema: Any, root: Mapping[str, Any], is_required: bool) -> TaggedArgument | None:
+    meant = _meant({} if schema is True else schema, root)
+    other, may_be_null = _without_null(meant, root)
+    if _NAME.fullmatch(name) is None or not isinstance(other, Mapping):
+        return None
+    types = schema_types(other, root)
+    if types and "string" not in types:
+        value = _json(meant, root)
+        return None if value is None else TaggedArgument(name, value, is_required)
+    text = _string(other) if types else AnyText() if not other.keys() - _REMARKS else None
+    return None if text is None else TaggedArgument(name, text, is_required, may_be_null)
+
+
+def _meant(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema that another one is but a name for, or holds as its only alternative; None if that is not there."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return None
+        told = schema.keys() - _REMARKS
+        if told == {"$ref"} and isinstance(schema["$ref"], str):
+            schema = definition(schema["$ref"], root)
+        elif len(told) == 1 and told <= {"allOf", "anyOf", "oneOf"} and _is_single(schema[[*told][0]]):
+            [schema] = schema[[*told][0]]
+        else:
+            return schema
+    return None
+
+
+def _is_single(alternatives: Any) -> bool:
+    return isinstance(alternatives, list) and len(alternatives) == 1
+
+
+def _without_null(schema: Any, root: Mapping[str, Any]) -> tuple[Any, bool]:
+    """What a value must be if it is not null, and whether it may be."""
+    if not isinstance(schema, Mapping):
+        return None, False
+    if isinstance(named := schema.get("type"), list) and _NULL in named and len(named) == 2 and "enum" not in schema:
+        [other] = [name for name in named if name != _NULL] or [_NULL]
+        return {**schema, "type": other}, True
+    for key in ("anyOf", "oneOf"):
+        alternatives = schema.get(key)
+        if schema.keys() - _REMARKS == {key} and isinstance(alternatives, list) and len(alternatives) == 2:
+            others = [each for each in alternatives if not (isinstance(each, Mapping) and each.get("type") == _NULL)]
+            if len(others) == 1:
+                return _meant(others[0], root), True
+    return schema, False
+
+
+def _string(schema: Mapping[str, Any]) -> Text | None:
+    if (
+        schema_types(schema, {}) != {"string"}
+        or not schema.keys() <= _OF_STRINGS
+        or means_something(schema.get("format"))
+    ):
+        return None
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if "enum" in schema or "const" in schema:
+        texts = [schema["const"]] if "const" in schema else schema["enum"]
+        if not isinstance(texts, list) or not 0 < len(texts) <= _MOST_LITERALS or least or most is not None:
+            return None
+        return OneOf(tuple(texts)) if all(isinstance(text, str) for text in texts) else None
+    if not _is_length(least) or not (most is None or _is_length(most)):
+        return None
+    if not least and most is None:
+        return AnyText()
+    return TextOfLength(least, most) if most is None or least <= most else None
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_CHARACTERS
+
+
+def _json(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Json | None:
+    whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
+    text = json.dumps(whole)
+    if _REFERS_ELSEWHERE.search(text) is not None:
+        return None
+    return Json(json_rule(text), schema_types(schema, root))

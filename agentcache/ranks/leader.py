@@ -1,0 +1,177 @@
+"""Rank 0's way to the others: what they are to do, in order, and what they are asked.
+
+Everything that the engine's thread does to its arenas is told in the same order, and goes out with the next step: one
+message a step. Other threads ask too (blocks to write, to read); while the engine has no step, messages go out of turn.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import count
+
+from agentcache.errors import RankLost
+from agentcache.ranks.commands import Command, Question, Stop, read_answers, write_commands
+from agentcache.ranks.wire import Wire, naming_the_lost
+
+_PINGS = 4  # in the time after which a rank counts as hanging
+_LOOK_SECONDS = 0.25
+
+Post = Callable[[Callable[[], None]], None]
+
+
+class _Asked:
+    """A question, and the answers that there are, by rank."""
+
+    def __init__(self, ranks: int) -> None:
+        self.answers: dict[int, bytes] = {}
+        self.future: Future[list[bytes]] = Future()
+        self._ranks = ranks
+
+    def take(self, rank: int, answer: bytes) -> None:
+        self.answers[rank] = answer
+        if len(self.answers) == self._ranks and not self.future.done():
+            self.future.set_result([self.answers[each] for each in sorted(self.answers)])
+
+
+class Leader:
+    """Tells and asks the other ranks. `tell` and `ask` may be called from any thread, all else on the engine's.
+
+    Args:
+        post: runs a function on the engine's thread soon; callable from any thread.
+        give_up: called on a thread of its own when a rank has been silent for too long: the engine's thread waits for
+            it, for good.
+        patience: seconds after which it has.
+    """
+
+    def __init__(self, wire: Wire, post: Post, give_up: Callable[[RankLost], None], patience: float) -> None:
+        self.wire = wire
+        self._post = post
+        self._give_up = give_up
+        self._patience = patience
+        self._outbox: deque[Command] = deque()
+        self._asked: dict[int, _Asked] = {}
+        self._numbers = count(1)
+        self._lock = threading.Lock()  # of the two above, and of what follows
+        self._is_posted = False
+        self._lost: RankLost | None = None
+        self._waits_since: float | None = None
+        self._heard_at = time.monotonic()
+        self._ended = threading.Event()
+        self.is_computing: Callable[[], bool] = lambda: False
+        self._watch = threading.Thread(target=self._look, name="agentcache-ranks", daemon=True)
+        self._watch.start()
+
+    # -- from any thread --------------------------------------------------------------------------------------------
+
+    def tell(self, command: Command) -> None:
+        """To be done by the others, after all that was told before."""
+        self._outbox.append(command)
+
+    def ask(self, question: Callable[[int], Question]) -> Future[list[bytes]]:
+        """The others' answers, by rank; `RankLost` where one of them will never answer.
+
+        Args:
+            question: made of its number.
+        """
+        asked = _Asked(self.wire.size - 1)
+        with self._lock:
+            if self._lost is not None:
+                asked.future.set_exception(self._lost)
+                return asked.future
+            number = next(self._numbers)
+            self._asked[number] = asked
+            self._outbox.append(question(number))
+        self._wake()
+        return asked.future
+
+    def _wake(self) -> None:
+        with self._lock:
+            is_posted, self._is_posted = self._is_posted, True
+        if not is_posted:
+            self._post(self._out_of_turn)
+
+    # -- on the engine's thread -------------------------------------------------------------------------------------
+
+    def exchange(self) -> None:
+        """Send what was told, and take the answers that there are. Raises RankLost."""
+        if self._lost is not None:
+            raise self._lost
+        commands = [self._outbox.popleft() for _ in range(len(self._outbox))]
+        message = write_commands(commands)
+        with self.waiting():
+            _, *heard = self.wire.exchange(message)
+        self._heard_at = time.monotonic()
+        for rank, said in enumerate(heard, 1):
+            for number, answer in read_answers(said).items():
+                self._asked[number].take(rank, answer)
+                if self._asked[number].future.done():
+                    with self._lock:
+                        del self._asked[number]
+
+    def ask_now(self, question: Callable[[int], Question]) -> list[bytes]:
+        """The same as `ask`, while there is no step: returns when all have answered. Raises RankLost."""
+        future = self.ask(question)
+        while not future.done():
+            self.exchange()
+        return future.result()
+
+    def _out_of_turn(self) -> None:
+        """A message between steps, and further ones as long as answers are due."""
+        with self._lock:
+            self._is_posted = False
+        if self._lost is None and not self.is_computing():  # else it would wait for the step
+            self.exchange()
+            self.go_on()
+
+    def go_on(self) -> None:
+        """The device has nothing to do: messages go out of turn as long as answers are due."""
+        if self._asked:
+            self._wake()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, this thread waits for the other ranks: it is looked after."""
+        self._waits_since = time.monotonic()
+        try:
+            with naming_the_lost():
+                yield
+        except RankLost as lost:
+            self._fail(lost)
+            raise
+        finally:
+            self._waits_since = None
+
+    def _fail(self, lost: RankLost) -> None:
+        with self._lock:
+            self._lost = self._lost or lost
+            asked = list(self._asked.values())
+            self._asked.clear()
+        for each in asked:
+            if not each.future.done():
+                each.future.set_exception(lost)
+
+    def stop(self) -> None:
+        """Have the others end, in order."""
+        self._ended.set()
+        if self._lost is None:
+            self.tell(Stop())
+            self.exchange()
+
+    # -- the watch's own thread -------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Have ranks hear something now and then, and notice one that hangs."""
+        while not self._ended.wait(_LOOK_SECONDS):
+            since, now = self._waits_since, time.monotonic()
+            if since is not None and now - since > self._patience:
+                lost = RankLost(f"another process that computes the model has not answered for {self._patience:.0f} s")
+                self._fail(lost)
+                self._give_up(lost)
+                return
+            if since is None and now - self._heard_at > self._patience / _PINGS:
+                self._wake()

@@ -1,0 +1,144 @@
+"""Rank 0's `ModelRunner`: what it does to model and arenas, the other ranks are told to do with theirs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from agentcache.blocks.pool import BlockPool
+from agentcache.blocks.sequence import Copy
+from agentcache.kv.block_layout import Array, Place
+from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
+from agentcache.models.adapters import AdapterContent
+from agentcache.models.loader import LoadedModel
+from agentcache.models.runner import ModelRunner
+from agentcache.models.shards import ShardedAdapters, Shards
+from agentcache.models.step import CurrentStep, StepInputs, StepOutputs
+from agentcache.models.survey import Survey
+from agentcache.ranks.commands import (
+    CopyBlocks,
+    DropAdapter,
+    Fit,
+    Forward,
+    GiveBack,
+    LoadAdapter,
+    PutBytes,
+    RowUse,
+    Start,
+    TakeBytes,
+)
+from agentcache.ranks.leader import Leader
+from agentcache.ranks.tickets import Tickets
+
+
+class LeadingAdapters(ShardedAdapters):
+    """Rank 0's adapters: loaded by all, under a number; let go of by all when rank 0 lets go of them."""
+
+    def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep, shards: Shards, leader: Leader) -> None:
+        super().__init__(model, survey, current, shards)
+        self._leader = leader
+        self._next = count()
+        self._numbers: weakref.WeakKeyDictionary[AdapterWeights, int] = weakref.WeakKeyDictionary()
+
+    def load(self, content: AdapterContent) -> AdapterWeights:
+        weights, number = super().load(content), next(self._next)
+        self._leader.tell(LoadAdapter(number, content.adapter.digest, content.matrices))
+        self._numbers[weights] = number
+        weakref.finalize(weights, self._leader.tell, DropAdapter(number)).atexit = False
+        return weights
+
+    def number_of(self, weights: AdapterWeights) -> int:
+        """The one that the other ranks know it by."""
+        return self._numbers[weights]
+
+
+class LeadingRunner(ModelRunner):
+    """Tells the others what it does itself. What it is told, it does as a runner that is alone.
+
+    Args:
+        adapters: the loaded model's.
+        tickets: of blocks' bytes.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pools: Sequence[BlockPool],
+        adapters: LeadingAdapters,
+        leader: Leader,
+        tickets: Tickets,
+    ) -> None:
+        super().__init__(loaded, pools)
+        self._adapters = adapters
+        self._leader = leader
+        self._tickets = tickets
+        leader.is_computing = lambda: self._is_busy
+
+    def forward(self, step: StepInputs) -> StepOutputs:
+        self.fit()
+        self._leader.tell(Forward.of(step, [self._use(row) for row in step.adapters]))
+        return super().forward(step)
+
+    def _use(self, row: RowAdapter | None) -> RowUse | None:
+        return None if row is None else RowUse(self._adapters.number_of(row.weights), row.start)
+
+    def start(self, *outputs: mx.array) -> None:
+        self.wait()  # so that the tokens of the step before are known, which are told with this one
+        self._leader.tell(Start(whole=bool(outputs)))
+        self._leader.exchange()
+        with self._leader.waiting():  # MLX does not run far ahead of what is computed
+            super().start(*outputs)
+
+    def follow(self, *outputs: mx.array) -> None:
+        with self._leader.waiting():
+            super().follow(*outputs)
+
+    def wait(self) -> None:
+        if self._is_busy:
+            with self._leader.waiting():
+                super().wait()
+            self._leader.go_on()
+
+    def fit(self) -> None:
+        capacities = [pool.capacity for pool in self._pools]
+        if capacities != [arena.capacity for arena in self.arenas]:
+            self._leader.tell(Fit(capacities))
+        super().fit()
+
+    def copy_blocks(self, copies: Iterable[Copy]) -> None:
+        copies = list(copies)
+        self.fit()
+        self._tell_of(copies)
+        super().copy_blocks(copies)
+
+    def move_blocks(self, moves: Iterable[Copy]) -> None:
+        moves = list(moves)
+        self._tell_of(moves)
+        super().move_blocks(moves)
+
+    def _tell_of(self, copies: Sequence[Copy]) -> None:
+        if copies:
+            self._leader.tell(CopyBlocks(copies))
+
+    def give_back(self) -> None:
+        super().give_back()
+        self._leader.tell(GiveBack())
+
+    def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        self.fit()
+        self._leader.tell(PutBytes(group, list(block_ids), [self._tickets.of(block) for block in blocks]))
+        super().put_blocks(group, block_ids, blocks)
+
+    def places(self, group: int, block_ids: Sequence[int]) -> list[Place]:
+        """None: a block that turns out to be wrong on another rank must not lie in its slot here."""
+        return []
+
+    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
+        data, ticket = super().snapshot(group, block_id, num_tokens), self._tickets.new()
+        self._leader.tell(TakeBytes(ticket, group, block_id, num_tokens))
+        self._tickets.bind(data, ticket)
+        return data

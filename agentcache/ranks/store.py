@@ -1,0 +1,118 @@
+"""Rank 0's `Store`: a block is there when every rank has its part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from agentcache.errors import BlocksLost, RankLost, StoreError
+from agentcache.kv.block_layout import Array
+from agentcache.kv.spec import CacheSpec
+from agentcache.ranks.commands import (
+    Block,
+    Delete,
+    KeepOnly,
+    ReadBlocks,
+    Require,
+    TakeStock,
+    WriteBlocks,
+    unpack_keys,
+)
+from agentcache.ranks.leader import Leader
+from agentcache.ranks.tickets import Tickets
+from agentcache.store.block_file import BlockHeader, StoredBlock
+from agentcache.store.block_folder import BlockCopy, BlockWrite
+from agentcache.store.store import Store
+
+
+class LeadingStore(Store):
+    """Owner of rank 0's folder, and through `leader` of the others'.
+
+    What is written, is written on all before it counts; what is missing or wrong on one is missing. Manifests and
+    transcripts are on rank 0 alone.
+
+    Args:
+        tickets: of the bytes of blocks.
+    """
+
+    def __init__(
+        self, cache_dir: Path, spec: CacheSpec, model: str, *, disk_budget: int, leader: Leader, tickets: Tickets
+    ) -> None:
+        super().__init__(cache_dir, spec, model, disk_budget=disk_budget)
+        self._leader = leader
+        self._tickets = tickets
+        self._gone: set[str] = set()  # blocks with a file here, that some other rank has none of
+        # What a crash has left on some ranks only; nobody has been told of it.
+        own = self.block_keys()
+        common = set(own).intersection(*(unpack_keys(answer) for answer in leader.ask_now(TakeStock)))
+        super().delete_blocks([key for key in own if key not in common])
+
+    def has(self, block_key: str) -> bool:
+        return super().has(block_key) and block_key not in self._gone
+
+    def write_blocks(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
+        new = [block.header.block_key for block in blocks if not super(LeadingStore, self).has(block.header.block_key)]
+        written = super().write_blocks(blocks)
+        told = [Block(self._tickets.of(block.data), block.header) for block in _with_data(blocks)]
+        try:
+            answers = self._leader.ask(lambda number: WriteBlocks(number, told)).result()
+        except RankLost:  # a restart finds out which blocks all ranks have
+            self._gone.update(block.header.block_key for block in blocks)
+            raise
+        errors = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers, 1) if answer]
+        if errors:
+            self.delete_blocks(new)
+            self._gone.update(block.header.block_key for block in blocks)
+            raise StoreError("; ".join(errors))
+        self._gone.difference_update(block.header.block_key for block in blocks)
+        return written
+
+    def read_blocks(
+        self, headers: Sequence[BlockHeader], buffers: Sequence[Array] | None = None
+    ) -> list[StoredBlock | None]:
+        wanted = [Block(self._tickets.new(), header) for header in headers]
+        asked = self._leader.ask(lambda number: ReadBlocks(number, wanted))
+        own = super().read_blocks(headers, buffers)
+        answers = asked.result()
+        found: list[StoredBlock | None] = []
+        for place, (block, stored) in enumerate(zip(wanted, own, strict=True)):
+            if stored is not None and all(answer[place] for answer in answers):
+                self._tickets.bind(stored.data, block.ticket)
+                found.append(stored)
+            else:
+                self._tickets.give_back(block.ticket)
+                self._gone.add(block.header.block_key)
+                found.append(None)
+        return found
+
+    def require_blocks(self, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        super().require_blocks(keys)
+        answers = self._leader.ask(lambda number: Require(number, keys)).result()
+        gone = {key for answer in answers for key in unpack_keys(answer)}
+        if gone:
+            self._gone |= gone
+            self.when_lost()
+            raise BlocksLost("blocks are gone from another rank's cache folder")
+
+    def delete_blocks(self, keys: Iterable[str]) -> int:
+        keys = list(keys)
+        self._leader.tell(Delete(keys))
+        self._gone.difference_update(keys)
+        return super().delete_blocks(keys)
+
+    def collect_orphans(self) -> int:
+        count = super().collect_orphans()
+        self._leader.tell(KeepOnly(self.block_keys()))
+        return count
+
+    def close(self) -> None:
+        super().close()
+        self._leader.stop()
+
+
+def _with_data(blocks: Sequence[BlockWrite | BlockCopy]) -> list[BlockWrite]:
+    """Raises StoreError for what came as one file: that is of one process."""
+    if not all(isinstance(block, BlockWrite) for block in blocks):
+        raise StoreError("an agent cannot be imported where several ranks share the model")
+    return [block for block in blocks if isinstance(block, BlockWrite)]

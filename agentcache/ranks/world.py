@@ -1,0 +1,200 @@
+"""How an engine comes to its model, its arenas and its files: alone, or as the first of several ranks.
+
+`MLX_RANK`, which `mlx.launch` sets, says that there are several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from agentcache.blocks.pool import BlockPool
+from agentcache.blocks.snapshots import Snapshots
+from agentcache.config import Config
+from agentcache.errors import BrokenInvariant, ConfigError, RankLost, UnsupportedModel
+from agentcache.kv.precision import AUTO
+from agentcache.models.loader import LoadedModel, load, put_on_cache, read_model
+from agentcache.models.runner import ModelRunner
+from agentcache.models.shards import ShardedAdapters, Shards
+from agentcache.ranks.follower import Follower, Slots
+from agentcache.ranks.leader import Leader, Post
+from agentcache.ranks.patience import Patience
+from agentcache.ranks.rank import own_rank, rank_folder
+from agentcache.ranks.runner import LeadingAdapters, LeadingRunner
+from agentcache.ranks.store import LeadingStore
+from agentcache.ranks.tickets import Tickets
+from agentcache.ranks.wire import Wire, naming_the_lost
+from agentcache.report import Traffic
+from agentcache.store.store import Store
+
+_FOLLOWERS_PATIENCE = 5  # times rank 0's: it also starts, and loads adapters, without a word
+
+
+class World(Protocol):
+    """What an engine begins with. All of it on the engine's thread."""
+
+    def settings(self, config: Config) -> Config:
+        """Those that hold here; raises ConfigError for what cannot."""
+
+    def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
+        """As `loader.load`."""
+
+    def runner(
+        self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, measures: bool
+    ) -> ModelRunner:
+        """As `ModelRunner`."""
+
+    def store(self, config: Config, loaded: LoadedModel) -> Store:
+        """The cache folder of `settings`."""
+
+    def traffic(self) -> Traffic:
+        """What has gone between ranks."""
+
+
+class Alone:
+    """One process has the whole model."""
+
+    def settings(self, config: Config) -> Config:
+        return config
+
+    def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
+        return load(path_or_hub_id, **options)
+
+    def runner(
+        self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, measures: bool
+    ) -> ModelRunner:
+        return ModelRunner(loaded, pools, snapshots, measures=measures)
+
+    def store(self, config: Config, loaded: LoadedModel) -> Store:
+        return Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
+
+    def traffic(self) -> Traffic:
+        return Traffic()
+
+
+class Leading:
+    """Rank 0 of several.
+
+    Args:
+        post, give_up: as in `Leader`.
+        patience: seconds after which a rank counts as hanging.
+    """
+
+    def __init__(
+        self, group: mx.distributed.Group, post: Post, give_up: Callable[[RankLost], None], patience: float
+    ) -> None:
+        self._shards = Shards(group)
+        self._wire = Wire(group)
+        self._make_leader = partial(Leader, self._wire, post, give_up, patience)
+        self._leader: Leader | None = None
+        self._tickets: Tickets | None = None
+        self._adapters: LeadingAdapters | None = None
+
+    def settings(self, config: Config) -> Config:
+        return rank_settings(config, self._shards)
+
+    def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
+        loaded = load_part(self._shards, path_or_hub_id, **options)
+        agree(self._wire, loaded)
+        self._leader = self._make_leader()
+        self._tickets = Tickets(self._leader)
+        self._adapters = LeadingAdapters(loaded.model, loaded.survey, loaded.current, self._shards, self._leader)
+        return replace(loaded, adapters=self._adapters)
+
+    def runner(
+        self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, measures: bool
+    ) -> ModelRunner:
+        if snapshots is not None or measures:
+            raise BrokenInvariant("ranks share neither recurrent state nor residuals")
+        assert self._leader is not None and self._tickets is not None and self._adapters is not None  # by `load`
+        return LeadingRunner(loaded, pools, self._adapters, self._leader, self._tickets)
+
+    def store(self, config: Config, loaded: LoadedModel) -> Store:
+        assert self._leader is not None and self._tickets is not None  # by `load`
+        return LeadingStore(
+            config.cache_dir,
+            loaded.spec,
+            loaded.fingerprint,
+            disk_budget=config.disk_budget,
+            leader=self._leader,
+            tickets=self._tickets,
+        )
+
+    def traffic(self) -> Traffic:
+        return Traffic(self._wire.size, self._wire.messages, self._wire.sent_bytes)
+
+
+def join(config: Config, post: Post, give_up: Callable[[RankLost], None]) -> World:
+    """The world that an engine is opened in. Raises ConfigError where the other ranks cannot be reached."""
+    if own_rank() is None:
+        return Alone()
+    return Leading(join_group(), post, give_up, config.rank_timeout)
+
+
+def join_group() -> mx.distributed.Group:
+    """All ranks; returns when all are there. Raises ConfigError."""
+    try:
+        return mx.distributed.init(strict=True)
+    except RuntimeError as error:
+        raise ConfigError(f"MLX_RANK is set, but the ranks do not come together: {error}") from error
+
+
+def rank_settings(config: Config, shards: Shards) -> Config:
+    """What holds on one rank; raises ConfigError for what several cannot do yet."""
+    if config.max_divergence:
+        raise ConfigError("max_divergence: adapters cannot share base's keys and values where ranks share the model")
+    if config.trunk_budget:
+        raise ConfigError("trunk_budget: hidden states are not kept where ranks share the model")
+    if config.kv == AUTO:
+        raise ConfigError("kv: each rank would choose for itself; say in how many bits keys and values are kept")
+    return replace(config, trunk_budget=0, cache_dir=rank_folder(config.cache_dir, shards.rank, shards.size))
+
+
+def load_part(shards: Shards, path_or_hub_id: str, **options: Any) -> LoadedModel:
+    """One rank's part of a model, proved as `loader.load` proves a whole one. All ranks have to call it.
+
+    Raises:
+        UnsupportedModel: it cannot be served, or not by so many ranks.
+        RankLost: another rank is gone.
+    """
+    read = read_model(path_or_hub_id)
+    shards.spread(read.model)
+    with naming_the_lost():
+        loaded = put_on_cache(read, **options)
+    adapters = ShardedAdapters(loaded.model, loaded.survey, loaded.current, shards)
+    return replace(loaded, spec=shards.spec(loaded.spec), adapters=adapters, ranks=shards.size)
+
+
+def agree(wire: Wire, loaded: LoadedModel) -> None:
+    """Raise UnsupportedModel unless all ranks have one version of this program, one model and one cache."""
+    own = (version("agentcache"), loaded.fingerprint, replace(loaded.spec, rank="").digest)
+    for rank, said in enumerate(wire.exchange("\n".join(own).encode())):
+        theirs = said.decode().split("\n")
+        for what, ours, other in zip(("version of agentcache", "model", "kind of cache"), own, theirs, strict=True):
+            if ours != other:
+                raise UnsupportedModel(f"rank {rank} has another {what} ({other}) than rank {wire.rank} ({ours})")
+
+
+def follow(config: Config, model_path: str) -> None:
+    """Be one of the ranks beside rank 0, to the end.
+
+    Raises:
+        UnsupportedModel, CacheFolderInUse, ConfigError, StoreError: it cannot start.
+        RankLost: another rank is gone.
+    """
+    group = join_group()
+    shards, wire = Shards(group), Wire(group)
+    config = rank_settings(config, shards)
+    loaded = load_part(shards, model_path, max_context=config.max_context, kv=config.kv)
+    agree(wire, loaded)
+    slots = [Slots() for _ in loaded.spec.groups]
+    # Rank 0 makes room on all, by its own budget.
+    store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=2**62)
+    follower = Follower(wire, loaded, ModelRunner(loaded, slots), slots, store)
+    with Patience(config.rank_timeout * _FOLLOWERS_PATIENCE, follower.close) as patience:
+        follower.run(patience.renew)

@@ -1,0 +1,60 @@
+"""`precision.json` in the cache folder: in how many bits the keys and values of each model are kept.
+
+What was measured once holds for all starts, so that they find each other's blocks. A file that is not as it was written
+counts for nothing; then it is measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from agentcache.kv.precision import LayerBits, Precision
+from agentcache.store.atomic import Fault, as_store_error, replace_file
+from agentcache.store.cache_files import CacheFiles
+
+NAME = "precision.json"
+_VERSION = 1  # of the file and of how it is measured
+_MAX_BYTES = 1 << 20
+
+
+def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
+    """What was chosen for the model of this fingerprint; None where nothing was."""
+    entry = _read(cache_dir).get(fingerprint)
+    if entry is None:
+        return None
+    return Precision(tuple(LayerBits(keys, values) for keys, values in entry["layers"]), entry["divergence"])
+
+
+def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fault: Fault = lambda step: None) -> None:
+    """Keep what was chosen; by who holds the folder's lock.
+
+    Raises:
+        StoreError: the disk is full, say.
+    """
+    if read_precision(cache_dir, fingerprint) == precision:
+        return
+    layers = [[bits.keys, bits.values] for bits in precision.layers]
+    models = _read(cache_dir) | {fingerprint: {"layers": layers, "divergence": precision.divergence}}
+    content = json.dumps({"version": _VERSION, "models": models, "checksum": _checksum(models)}, indent=1)
+    root = cache_dir.resolve()
+    with as_store_error(f"write {root / NAME}"):
+        replace_file(CacheFiles(root), root / NAME, content.encode(), "precision", fault)
+
+
+def _read(cache_dir: Path) -> dict[str, Any]:
+    root = cache_dir.resolve()
+    try:
+        content = json.loads(CacheFiles(root).read(root / NAME, _MAX_BYTES))
+        models: dict[str, Any] = content["models"]
+        if (content["version"], content["checksum"]) == (_VERSION, _checksum(models)):
+            return models
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    return {}
+
+
+def _checksum(models: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(models, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,219 @@
+"""One model in one process and in two: a decode step, a cold prompt, a restore, bytes sent a token.
+
+    python -m benchmarks.distributed_benchmark [--shape 8b] [--backend ring|nccl] [--context 2K] [--json]
+
+Both in one run, one after the other, on one machine: over loopback (ring), where two ranks only show what they cost, or
+on two GPUs of one host (nccl). Ranks are processes of their own, started with the variables that `mlx.launch` sets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from agentcache.bench.reporter import Report, Reporter, number_table, say
+from agentcache.cli.bench import parse_sizes
+from agentcache.server_process import free_port
+
+CAVEATS = [
+    "Weights are random; times do not depend on what a model has learnt. Compare the columns of one run.",
+    "Two ranks on one machine share its cores and memory (ring): then they cost, and win nothing.",
+    "A step of two ranks is as quick as its slowest reduction: two a layer, beside one message of ours.",
+]
+SECONDS = 540
+DECODED, ROUNDS = 64, 3
+
+
+class Backend(StrEnum):
+    """What goes between ranks."""
+
+    RING = "ring"
+    NCCL = "nccl"
+
+
+class Shape(StrEnum):
+    """Of the model."""
+
+    SMALL = "small"
+    LARGE = "8b"
+
+
+SHAPES: Mapping[Shape, dict[str, int]] = {
+    Shape.SMALL: {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    Shape.LARGE: {},
+}
+
+
+@dataclass(frozen=True)
+class DistributedPlan:
+    """What is measured: behind `context` tokens."""
+
+    shape: Shape
+    backend: Backend
+    context: int
+
+
+def measure(model: Path, cache: Path, context: int) -> dict[str, Any]:
+    """On rank 0, or alone: a request decodes behind a cold prompt; a second engine restores it."""
+    from agentcache.llm import LLM
+    from agentcache.request import Request, TokenPrompt
+    from agentcache.sampling import SamplingParams
+
+    ids = random.Random(1).choices(range(100, 2000), k=context)
+    sampling = SamplingParams(max_tokens=DECODED, temperature=0, ignore_eos=True)
+    found: dict[str, Any] = {"prefill": [], "decode": [], "restore": []}
+    with LLM(model, cache_dir=cache, prefill_chunk=2048) as llm:
+        llm.generate(ids[:300], SamplingParams(max_tokens=8, ignore_eos=True))
+        for number in range(ROUNDS):
+            start, before = time.perf_counter(), llm.stats()
+            request = Request(f"r{number}", TokenPrompt([number + 5, *ids]), sampling, agent=f"agent{number}")
+            times = llm.token_times(request)
+            after = llm.stats()
+            found["prefill"].append(context / (times[0] - start))
+            found["decode"].append(1e3 * statistics.median(b - a for a, b in zip(times, times[1:], strict=False)))
+            steps = after.decode_steps - before.decode_steps
+            found["messages"] = (after.rank_messages - before.rank_messages) / max(1, steps)
+            found["bytes"] = (after.rank_sent_bytes - before.rank_sent_bytes) / (context + DECODED)
+        found["disk_bytes"] = after.disk_bytes_by["base"]
+        for number in range(ROUNDS):
+            llm.evict(f"agent{number}")
+            start = time.perf_counter()
+            report = llm.restore(f"agent{number}")
+            found["restore"].append(report.restored_bytes / (time.perf_counter() - start) / 1e6)
+    best = {"prefill": max, "decode": min, "restore": max}
+    return found | {name: best[name](found[name]) for name in best}
+
+
+def run_ranks(ranks: int, plan: DistributedPlan, model: Path, cache: Path) -> dict[str, Any]:
+    """`measure` in as many processes; rank 0's numbers."""
+    command = [sys.executable, "-m", "benchmarks.distributed_benchmark", "--part-of", str(model)]
+    command += ["--cache", str(cache), "--context", str(plan.context)]
+    processes = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | variables, stdin=subprocess.DEVNULL
+        )
+        for variables in reversed(_variables(ranks, plan.backend, cache.parent))
+    ]
+    try:
+        out, _ = processes[-1].communicate(timeout=SECONDS)
+    finally:
+        for process in processes:
+            if process.poll() is None and processes[-1].returncode != 0:
+                os.kill(process.pid, signal.SIGKILL)
+            process.wait(60)
+    if processes[-1].returncode:
+        raise SystemExit(f"rank 0 of {ranks} ended with code {processes[-1].returncode}")
+    measured: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return measured
+
+
+def _variables(ranks: int, backend: Backend, folder: Path) -> list[dict[str, str]]:
+    if ranks == 1:
+        return [{}]
+    if backend is Backend.NCCL:
+        world = {"MLX_WORLD_SIZE": str(ranks), "NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(free_port())}
+        return [world | {"MLX_RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(ranks)]
+    hosts = folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(ranks)]))
+    return [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} for rank in range(ranks)]
+
+
+def make_model(folder: Path, shape: Shape) -> None:
+    """A Qwen3 of random weights, in bfloat16 where it is large."""
+    from benchmarks import real_size
+
+    real_size.make_model(folder, real_size.SHAPE | SHAPES[shape], 16)
+
+
+def build_report(plan: DistributedPlan, progress: Callable[[str], None]) -> Report:
+    """Measure with 1 and 2 ranks."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="agentcache-ranks-") as folder:
+        model = Path(folder) / "model"
+        # In a process of its own: what MLX has taken of a GPU for it is free again then.
+        module = "from benchmarks.distributed_benchmark import Path, Shape, make_model"
+        making = f"{module}; make_model(Path({str(model)!r}), Shape({plan.shape.value!r}))"
+        subprocess.run([sys.executable, "-c", making], check=True)
+        for ranks in (1, 2):
+            progress(f"{ranks} rank{'s' if ranks > 1 else ''}, {plan.context} tokens")
+            (cache := Path(folder) / f"cache-{ranks}").mkdir()
+            rows.append({"ranks": ranks} | run_ranks(ranks, plan, model, cache))
+    return REPORTER.report(plan, CAVEATS, model=plan.shape.value, rows=rows)
+
+
+def _table(report: Report) -> Table:
+    headings = (
+        "ranks",
+        "prefill tok/s",
+        "decode ms",
+        "restore MB/s a rank",
+        "files a rank",
+        "messages/step",
+        "bytes/token",
+    )
+    table = number_table("One process and two", headings)
+    for row in report["rows"]:
+        table.add_row(
+            str(row["ranks"]),
+            f"{row['prefill']:,.0f}",
+            f"{row['decode']:.2f}",
+            f"{row['restore']:,.0f}",
+            f"{row['disk_bytes'] / 1e6:,.1f} MB",
+            f"{row['messages']:.2f}",
+            f"{row['bytes']:,.0f}",
+        )
+    return table
+
+
+REPORTER = Reporter("distributed", "One model in one process and in two", (_table,))
+
+
+def main(
+    shape: Annotated[Shape, typer.Option(help="Of the model.")] = Shape.SMALL,
+    backend: Annotated[Backend, typer.Option(help="Between ranks.")] = Backend.RING,
+    context: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "2K",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON report.")] = False,
+    part_of: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    cache: Annotated[Path, typer.Option(hidden=True)] = Path(),
+) -> None:
+    """Decode, prefill, restore and bytes sent a token, for 1 and 2 ranks in one run."""
+    [tokens] = parse_sizes(context)
+    if part_of is None:
+        plan = DistributedPlan(shape, backend, tokens)
+        REPORTER.hand_out(build_report(plan, say), None, as_json=as_json)
+        return
+    from agentcache.config import load_config
+    from agentcache.ranks.rank import own_rank
+
+    if own_rank():
+        from agentcache.ranks.world import follow
+
+        follow(load_config({"cache_dir": cache, "prefill_chunk": "2048"}), str(part_of))
+    else:
+        typer.echo(json.dumps(measure(part_of, cache, tokens)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,245 @@
+"""What keeping keys and values in fewer bits costs: perplexity, recall and how far the next token's odds move."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from agentcache.bench.plots import new_figure
+from agentcache.bench.reporter import Report
+from agentcache.errors import UnsupportedModel
+from agentcache.kv.precision import BITS, Precision
+from agentcache.kv.spec import CacheSpec
+from agentcache.models.builtin.embedded import embedded_model_path
+from agentcache.models.hosting import host
+from agentcache.models.loader import read_model, sample_ids
+from agentcache.models.precision import Measured
+from agentcache.models.survey import Paged, Survey
+from benchmarks.quality.emulated import Format, make_caches
+from benchmarks.quality.exam import Answers, Exam, answer, write_exam
+from benchmarks.quality.outliers import add_key_biases, add_outliers
+from benchmarks.quality.plan import Part, QualityPlan
+from benchmarks.quality.table import ResultTable
+
+REFERENCE = "16 bits"
+AUTO = "auto"
+PLAIN, OUTLIERS, BIASES = "as it is", "outlier channels", "outlier channels and key biases"
+_CONVERSATIONS, _TASKS = 8, 6
+_COLOURS = ("#0072B2", "#E69F00", "#D55E00")  # that stay apart for colour-blind readers (Okabe & Ito)
+_SAME = 1e-4  # what a copy's logits may differ by, relative to the largest
+_COLUMNS = {
+    "format": "keys and values",
+    "bits": "bits a value",
+    "perplexity": "perplexity",
+    "change": "change",
+    "recall": "recall",
+    "divergence": "divergence",
+    "served": "served",
+}
+_FORMATS = {"bits": ".2f", "perplexity": ".4f", "change": "+.2%", "recall": ".1%", "divergence": ".5f"}
+
+
+# Emulated ones; those that are served are named by their settings.
+_EMULATED = {
+    "keys 4, values 8": Format(4, 8),
+    "3 bits": Format(3, 3),
+    "4 bits, groups of 32": Format(4, 4, group_size=32),
+    "4 bits, keys rotated": Format(4, 4, rotated=True),
+    "3 bits, keys rotated": Format(3, 3, rotated=True),
+    "4 bits, keys centred": Format(4, 4, centred=True),
+    "4 bits, keys centred and rotated": Format(4, 4, rotated=True, centred=True),
+}
+
+
+def _formats(num_layers: int) -> Iterator[tuple[str, list[Format], str]]:
+    """Name, layer by layer, and the setting that serves it, if one does."""
+    for name, bits in reversed(BITS.items()):
+        told = f"{name} bits" if name.isdigit() else f"keys {bits.keys}, values {bits.values}"
+        yield told, [Format.of(bits)] * num_layers, f"--kv {name}"
+    for name, format in _EMULATED.items():
+        yield name, [format] * num_layers, ""
+    four, eight = Format(4, 4), Format(8, 8)
+    yield "4 bits, first and last layer 8", [eight, *[four] * (num_layers - 2), eight], ""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One copy of a model in all formats.
+
+    Args:
+        rows: of its table.
+        precision: that `auto` chose.
+        seconds: that it took.
+        difference: of the copy's logits from the model's, nothing quantised, relative to the largest.
+    """
+
+    rows: list[dict[str, Any]]
+    precision: Precision
+    seconds: float
+    difference: float
+
+
+class Bench:
+    """One model on the bench: loaded once, hosted for `auto`, examined on mlx-lm's own attention."""
+
+    def __init__(self, folder: Path, plan: QualityPlan) -> None:
+        read = read_model(str(folder))
+        read.evaluate()
+        self.model, self.tokenizer, self.config = read.model, read.tokenizer, read.config
+        try:
+            self.exam = write_exam(
+                read.tokenizer,
+                plan.seed,
+                conversations=plan.scaled(_CONVERSATIONS),
+                tasks=plan.scaled(_TASKS),
+                tokens=plan.tokens,
+            )
+            self.sample = sample_ids(read.tokenizer)
+        finally:
+            read.tokenizer.close()
+        hosted = host(self.model, read.config["model_type"], read.config, check=False)
+        self.survey: Survey = hosted.survey
+        self.spec: CacheSpec = hosted.spec
+        if not _is_plain(self.survey):
+            raise UnsupportedModel("formats are compared on models whose layers each keep keys and values of their own")
+
+    def logits(self) -> mx.array:
+        """Of the first conversation, with nothing quantised; to see whether a copy computes the same."""
+        ids = mx.array(self.exam.conversations[0])[None]
+        made: mx.array = self.model(ids, cache=self._caches([Format(None, None)] * len(self.survey.layers)))
+        mx.eval(made)
+        return made
+
+    def answers(self, formats: list[Format]) -> Answers:
+        return answer(self.model, self.exam, partial(self._caches, formats))
+
+    def choose(self) -> tuple[Precision, float]:
+        """What `--kv auto` would serve, and the seconds that it takes to find out."""
+        begin = time.perf_counter()
+        precision = Measured(self.sample)(self.model, self.survey)
+        return precision, time.perf_counter() - begin
+
+    def _caches(self, formats: list[Format]) -> list[Any]:
+        return make_caches(formats, [layer.window for layer in self.survey.layers])
+
+
+def _is_plain(survey: Survey) -> bool:
+    in_order = survey.refs == tuple(map(Paged, range(len(survey.layers))))
+    return in_order and not survey.recurrent and not any(survey.latents)
+
+
+def measure_precision(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
+    """A table of formats for the model as it is, and for each copy of it; one of what `auto` chooses."""
+    with tempfile.TemporaryDirectory(prefix="agentcache-quality-") as home:
+        bench = Bench(Path(plan.model) if plan.model else embedded_model_path(Path(home)), plan)
+        original = bench.logits()
+        found: dict[str, Examined] = {}
+        for copy, change in _copies(bench.model).items():
+            change()
+            found[copy] = _examine(bench, original, copy, progress)
+    return [*(_table(copy, each, bench.exam) for copy, each in found.items()), _auto_table(found)]
+
+
+def _copies(model: nn.Module) -> Mapping[str, Callable[[], None]]:
+    """By name, what makes each of the one before it."""
+    return {
+        PLAIN: lambda: None,
+        OUTLIERS: partial(add_outliers, model),
+        BIASES: partial(add_key_biases, model),
+    }
+
+
+def _examine(bench: Bench, original: mx.array, copy: str, progress: Callable[[str], None]) -> Examined:
+    difference = float((mx.abs(bench.logits() - original).max() / mx.abs(original).max()).item())
+    if not difference <= _SAME:
+        raise UnsupportedModel(f"the copy with {copy} does not compute the same: its logits differ by {difference:.2g}")
+    precision, seconds = bench.choose()
+    formats = [*_formats(len(bench.survey.layers)), (AUTO, [Format.of(bits) for bits in precision.layers], "--kv auto")]
+    reference = bench.answers(next(format for name, format, _ in formats if name == REFERENCE))
+    rows = []
+    for name, format, served in formats:
+        rows.append(_row(name, format, served, bench.answers(format), reference))
+        progress(f"{copy:<34} {name:<34} perplexity {rows[-1]['change']:+9.2%}  recall {rows[-1]['recall']:6.1%}")
+    return Examined(rows, precision, seconds, difference)
+
+
+def _row(name: str, format: list[Format], served: str, answers: Answers, reference: Answers) -> dict[str, Any]:
+    return {
+        "format": name,
+        "bits": sum(layer.bits_a_value() for layer in format) / len(format),
+        "perplexity": answers.perplexity,
+        "change": answers.perplexity / reference.perplexity - 1,
+        "recall": answers.recall,
+        "divergence": answers.divergence(reference),
+        "served": served or None,
+    }
+
+
+def _table(copy: str, each: Examined, exam: Exam) -> ResultTable:
+    notes = [
+        f"Perplexity over {exam.num_tokens:,} tokens of held-out conversations; recall of {exam.num_questions} facts "
+        "told hundreds of tokens before; divergence of the next token's odds from those with 16 bits (Kullback and "
+        "Leibler's, mean, in nats).",
+        "Bits a value include scales and biases. What no setting serves is emulated: rounded and taken back.",
+    ]
+    if copy != PLAIN:
+        notes.append(f"Nothing quantised, the copy's logits are the model's to {each.difference:.1g} of the largest.")
+    title = "Precision: the model " + (copy if copy == PLAIN else f"with {copy}")
+    return ResultTable(f"precision, {copy}", title, _COLUMNS, each.rows, _FORMATS, notes)
+
+
+def _auto_table(found: Mapping[str, Examined]) -> ResultTable:
+    rows = [
+        {
+            "model": copy,
+            "chosen": str(each.precision),
+            "layers": [str(bits) for bits in each.precision.layers],
+            "limit": Measured(()).limit,
+            "measured": each.precision.divergence,
+            "seconds": each.seconds,
+        }
+        for copy, each in found.items()
+    ]
+    columns = {"model": "model", "chosen": "chosen", "measured": "divergence", "limit": "allowed", "seconds": "seconds"}
+    formats = {"measured": ".4f", "limit": ".4f", "seconds": ".1f"}
+    notes = ("Measured on a text of the package, once a model and cache folder; then it is kept.",)
+    return ResultTable("auto", "What --kv auto chooses", columns, rows, formats, notes)
+
+
+def plot_precision(report: Report, path: Path) -> None:
+    """Perplexity lost and recall kept by format, for the model and its copies."""
+    tables = {name: ResultTable.of(data) for data in report["tables"] if (name := data["name"]).startswith("precision")}
+    names = [row["format"] for row in next(iter(tables.values())).rows]
+    figure = new_figure(11, 0.36 * len(names) + 2)
+    lost, kept = figure.subplots(1, 2, sharey=True)
+    height = 0.8 / len(tables)
+    for index, (name, table) in enumerate(tables.items()):
+        places = [place + (index - (len(tables) - 1) / 2) * height for place in range(len(names))]
+        colour, label = _COLOURS[index % len(_COLOURS)], name.removeprefix("precision, ")
+        lost.barh(places, [max(0.0, 100 * row["change"]) for row in table.rows], height, color=colour, label=label)
+        kept.barh(places, [100 * row["recall"] for row in table.rows], height, color=colour)
+    lost.set_xscale("symlog", linthresh=1)
+    lost.set_xticks([0, 1, 10, 100, 1000], ["0", "1", "10", "100", "1000"])
+    lost.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    lost.set_xlabel("perplexity above 16 bits (%)")
+    kept.set_xlabel("recall (%)")
+    kept.set_xlim(0, 100)
+    lost.set_yticks(range(len(names)), names)
+    lost.invert_yaxis()
+    for axes in (lost, kept):
+        axes.grid(True, axis="x", alpha=0.25)
+        axes.set_axisbelow(True)
+    figure.suptitle(f"What fewer bits cost: {report['model']['name']} model", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=len(tables), frameon=False)
+    figure.savefig(path)
+
+
+PART = Part(measure_precision, {"precision": plot_precision})

@@ -1,0 +1,74 @@
+"""What each design choice costs in answers, measured on any machine in minutes: the tables that defaults rest on.
+
+A part is a module of `benchmarks/quality`. It measures by its own plan and returns tables as plain data, and says how
+to draw them. One report holds all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from rich.table import Table
+
+from agentcache.bench.reporter import Report, Reporter, say
+from benchmarks.quality import memory, precision, restore, sharing
+from benchmarks.quality.plan import Part, Progress, QualityPlan
+from benchmarks.quality.table import ResultTable
+
+PARTS: dict[str, Part] = {
+    "precision": precision.PART,
+    "restore": restore.PART,
+    "memory": memory.PART,
+    "sharing": sharing.PART,
+}
+QUICK = QualityPlan(scale=0.25)
+CAVEATS = (
+    "A small model shows that a cache returns what was put in, and what breaks it; how much a large model's answers "
+    "suffer, only a run on that model tells (--model).",
+)
+
+
+def measure_quality(plan: QualityPlan, progress: Progress) -> list[ResultTable]:
+    """Run the plan's parts one after the other."""
+    return [table for name in plan.parts for table in PARTS[name].measure(plan, progress)]
+
+
+def build_report(plan: QualityPlan, tables: Sequence[ResultTable]) -> Report:
+    """All of a run as plain data."""
+    caveats = [*CAVEATS, *(caveat for name in plan.parts for caveat in PARTS[name].caveats)]
+    model = {"name": plan.model or "embedded"}
+    return _reporter(plan, len(tables)).report(plan, caveats, model=model, tables=[asdict(table) for table in tables])
+
+
+def tables_of(report: Report) -> dict[str, ResultTable]:
+    """A report's tables by name."""
+    return {data["name"]: ResultTable.of(data) for data in report["tables"]}
+
+
+def hand_out(plan: QualityPlan, report: Report, out: Path, *, as_json: bool) -> None:
+    """JSON, Markdown and pictures into `out`, tables to stdout."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "quality.md").write_text(as_markdown(report), encoding="utf-8")
+    say(f"wrote {out / 'quality.md'}")
+    _reporter(plan, len(report["tables"])).hand_out(report, out, as_json=as_json)
+
+
+def as_markdown(report: Report) -> str:
+    """Caveats, the machine, and every table."""
+    head = [f"- {caveat}" for caveat in report["caveats"]]
+    machine = f"Machine: `{json.dumps(report['machine'], ensure_ascii=False)}`"
+    tables = [table.as_markdown() for table in tables_of(report).values()]
+    return "\n".join(["# Quality", "", *head, "", machine, "", *tables])
+
+
+def _reporter(plan: QualityPlan, num_tables: int) -> Reporter:
+    plots = {key: plot for name in plan.parts for key, plot in PARTS[name].plots.items()}
+    return Reporter("quality", "quality", tuple(partial(_rich, index) for index in range(num_tables)), plots)
+
+
+def _rich(index: int, report: Report) -> Table:
+    return ResultTable.of(report["tables"][index]).as_rich()

@@ -1,0 +1,157 @@
+"""A step's new keys and values to the 4 bits that the arenas hold, and into their places there: one launch a layer.
+
+The launch writes into arrays that exist, which MLX knows nothing of: to it they are inputs. That holds as long as
+whatever reads these arrays in the same graph also reads what this launch gives, `written`, a zero; so the device does
+the one after the other. (Slices of the arrays would be six launches a layer, and launches are what a step of few rows
+costs.) The self-test tries just this on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.metal_kernels.decode import PackedArrays
+from agentcache.metal_kernels.decode_plan import nothing_written
+from agentcache.metal_kernels.kernel_text import NO_DEVICE, KernelText, device
+
+_THREADS = 256
+_MOST_TRACED = 32  # tokens a row: longer chunks have any length, and are few
+
+# One thread a word of eight values; the threads of a quantisation group are neighbours in a simdgroup and find the
+# group's range together. The arithmetic is mx.quantize's, in float32. NaN is 0, and values saturate.
+_BODY = """
+    const int i = int(thread_position_in_grid.x);
+    const int lane = int(thread_index_in_simdgroup);
+    const int WORDS = D / 8;
+    const int SHARE = GS / 8;
+    const int tokens = params[0];
+    const int row_tokens = params[1];
+    const int side_words = tokens * HEADS * WORDS;
+    const bool real = i < SIDES * side_words;
+    const bool is_key = i < side_words;
+    const int own = is_key ? i : i - side_words;
+    float x[8];
+    float low = 30000.0f;
+    float high = -30000.0f;
+    UNROLL for (int e = 0; e < 8; ++e) {
+        const size_t from = size_t(own) * 8 + e;
+        const float value = real ? float(is_key ? keys[from] : values[from]) : 0.0f;
+        x[e] = value == value ? metal::max(-30000.0f, metal::min(value, 30000.0f)) : 0.0f;
+        low = metal::min(low, x[e]);
+        high = metal::max(high, x[e]);
+    }
+    UNROLL for (int b = SHARE / 2; b > 0; b >>= 1) {
+        low = metal::min(low, simd_shuffle_xor(low, ushort(b)));
+        high = metal::max(high, simd_shuffle_xor(high, ushort(b)));
+    }
+    const float range = metal::max((high - low) / 15.0f, 1.0e-7f);
+    const bool from_below = metal::max(low, -low) > metal::max(high, -high);
+    const float edge = from_below ? low : high;
+    const float width = from_below ? range : -range;
+    const float steps = metal::rint(edge / width);
+    const float scale = steps == 0.0f ? width : edge / steps;
+    const float bias = steps == 0.0f ? 0.0f : edge;
+    uint word = 0;
+    UNROLL for (int e = 0; e < 8; ++e)
+        word |= uint(metal::max(0.0f, metal::min(metal::rint((x[e] - bias) / scale), 15.0f))) << (4 * e);
+    if (real) {
+        const int token = own / WORDS % row_tokens;
+        const int head = own / WORDS / row_tokens % HEADS;
+        const int place = places[own / WORDS / row_tokens / HEADS * row_tokens + token];
+        const size_t row = (size_t(place / 256) * HEADS + head) * 256 + place % 256;
+        device uint* data = (device uint*)(is_key ? kq : vq);
+        device half* scales = (device half*)(is_key ? ks : vs);
+        device half* biases = (device half*)(is_key ? kb : vb);
+        data[row * WORDS + own % WORDS] = word;
+        if (lane % SHARE == 0) {
+            const size_t at = row * (D / GS) + own % WORDS / SHARE;
+            scales[at] = half(scale);
+            biases[at] = half(bias);
+        }
+    }
+    if (i == 0) written[0] = 0;
+"""
+
+APPEND = KernelText(
+    "agentcache_append",
+    ("keys", "values", "places", "params", "before", "kq", "ks", "kb", "vq", "vs", "vb"),
+    ("written",),
+    _BODY,
+    changed=("kq", "ks", "kb", "vq", "vs", "vb"),
+)
+
+
+class Places(NamedTuple):
+    """Where a step's tokens go, for all layers of a group.
+
+    Args:
+        places: slot * 256 + offset of each token, int32 [B * n], one row after the other.
+        counts: B * n and n, int32 [2].
+    """
+
+    places: mx.array
+    counts: mx.array
+
+
+def append(
+    sides: Sequence[mx.array],
+    arenas: Sequence[mx.array],
+    places: Places,
+    group_size: int,
+    before: mx.array | None = None,
+) -> mx.array:
+    """Quantise a step's keys and values, and write them to their places.
+
+    As `mx.quantize` does it in float32; NaN becomes 0, and values saturate at 30,000.
+
+    Args:
+        sides: keys, and values where there are any, [B, H_kv, n, D].
+        arenas: data, scales and biases of each, [slots, H_kv, 256, ·]. They are written into.
+        before: what the last call for these arrays gave, whose step may still be under way.
+
+    Returns:
+        int32 [1], a zero. Whatever reads `arenas` in the same graph has to be given it.
+    """
+    before = nothing_written() if before is None else before
+    return _appending(len(sides), group_size, sides[0].shape[2] <= _MOST_TRACED)(*sides, *places, before, *arenas)
+
+
+def packed_alone(x: mx.array, group_size: int) -> PackedArrays:
+    """x [B, H, n, D] as `append` writes it to arrays of its own: data, scales and biases [B, H, n, ·]. Evaluated."""
+    batch, heads, num_tokens, dim = x.shape
+    count = batch * num_tokens
+    slots = -(-count // BLOCK_SIZE)
+    widths = ((dim // 8, mx.uint32), (dim // group_size, mx.float16), (dim // group_size, mx.float16))
+    arenas = [mx.zeros((slots, heads, BLOCK_SIZE, width), dtype) for width, dtype in widths]
+    mx.eval(arenas)
+    places = Places(mx.arange(count, dtype=mx.int32), mx.array([count, num_tokens], mx.int32))
+    mx.eval(append([x], arenas, places, group_size))
+    order = [part.swapaxes(1, 2).reshape(-1, heads, part.shape[3])[:count] for part in arenas]
+    data, scales, biases = (part.reshape(batch, num_tokens, heads, -1).swapaxes(1, 2) for part in order)
+    return data, scales, biases
+
+
+@cache
+def _appending(num_sides: int, group_size: int, is_traced: bool) -> Callable[..., mx.array]:
+    """Traced once for few tokens: MLX makes a kernel's text anew for each call."""
+    write = partial(_append, num_sides, group_size)
+    return mx.compile(write) if is_traced and device() != NO_DEVICE else write
+
+
+def _append(num_sides: int, group_size: int, *given: mx.array) -> mx.array:
+    sides, step, arenas = given[:num_sides], given[num_sides : num_sides + 3], given[num_sides + 3 :]
+    _, kv_heads, _, dim = sides[0].shape
+    words = num_sides * sides[0].size // 8
+    [written] = APPEND.launch(
+        [sides[0], sides[-1], *step, *arenas[:3], *arenas[-3:]],
+        {"D": dim, "GS": group_size, "HEADS": kv_heads, "SIDES": num_sides},
+        threadgroups=-(-words // _THREADS),
+        threads=_THREADS,
+        outputs=[((1,), mx.int32)],
+    )
+    return written

@@ -1,0 +1,121 @@
+"""The laboratory sees what it should see: a spoilt weight, a coarse cache, and that `auto` repairs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from typer.testing import CliRunner
+
+from agentcache.bench.plots import can_plot
+from agentcache.kv.precision import LayerBits
+from agentcache.llm import LLM
+from agentcache.models.builtin.embedded import embedded_model_path
+from benchmarks.__main__ import app
+from benchmarks.quality.emulated import EmulatedCache, Format
+from benchmarks.quality.outliers import add_outliers, write_outlier_copy
+from benchmarks.quality.plan import QualityPlan
+from benchmarks.quality.precision import Bench
+from benchmarks.quality.restore import COLD, DAMAGED, EVICTED, HOT, WARM, measure_restore
+from benchmarks.quality.table import ResultTable
+
+SMALLEST = QualityPlan(scale=0.01, tokens=160)
+FOUR = LayerBits(4, 4)
+
+
+def test_a_table_for_people_and_programs() -> None:
+    table = ResultTable(
+        "t", "Title", {"a": "A", "b": "B"}, [{"a": "x|y", "b": 0.5, "more": 1}, {"a": "z"}], {"b": ".1%"}, ["note"]
+    )
+    assert table.as_markdown() == "### Title\n\n| A | B |\n| --- | --: |\n| x/y | 50.0% |\n| z | – |\n\n- note\n"
+    assert table.as_rich().row_count == 2
+    assert QualityPlan(scale=0.25).scaled(6) == 2 and SMALLEST.scaled(6) == 1
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_emulated_formats_give_back_about_what_they_got(rotated: bool, centred: bool) -> None:
+    """Sixteen bits nearly all of it; a rotation spreads one large channel's harm, centring takes a constant out."""
+    noise = mx.random.normal((1, 2, 40, 64), key=mx.random.key(0))
+    keys = noise + 20 * (mx.arange(64) == 5)
+
+    def error(bits: int) -> float:
+        cache = EmulatedCache(Format(bits, bits, rotated=rotated, centred=centred))
+        first, _ = cache.update_and_fetch(keys[:, :, :30], noise[:, :, :30])
+        back, _ = cache.update_and_fetch(keys[:, :, 30:], noise[:, :, 30:])
+        assert back.shape == keys.shape and mx.array_equal(back[:, :, :30], first).item() and cache.offset == 40
+        return float(mx.sqrt(mx.square(back - keys).mean()).item())
+
+    assert error(16) < min(0.01, error(8)) and error(8) < error(4) < error(3)
+    assert (
+        error(4) < {(False, False): 0.5, (True, False): 0.4, (False, True): 0.15, (True, True): 0.15}[rotated, centred]
+    )
+
+
+def test_bits_a_value() -> None:
+    assert [
+        Format(*bits, group_size=size).bits_a_value() for bits, size in (((4, 4), 64), ((4, 4), 32), ((8, 4), 64))
+    ] == [4.5, 5, 6.5]
+    assert (Format(16, 16).bits_a_value(), Format(None, None).bits_a_value()) == (16, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_it_sees_a_spoilt_weight_and_a_coarse_cache(tmp_path: Path) -> None:
+    bench = Bench(embedded_model_path(tmp_path), SMALLEST)
+    four, sixteen = [Format.of(FOUR)] * 8, [Format.of(LayerBits(16, 16))] * 8
+    best = bench.answers(sixteen)
+    assert best.recall > 0.9
+    served = bench.answers(four)
+    assert served.perplexity < 1.01 * best.perplexity and served.recall > best.recall - 0.05
+
+    add_outliers(bench.model)
+    same = bench.answers(sixteen)
+    assert abs(same.perplexity / best.perplexity - 1) < 0.01
+    broken = bench.answers(four)
+    assert broken.perplexity > 1.5 * same.perplexity and broken.recall < 0.5
+    precision, _ = bench.choose()
+    repaired = bench.answers([Format.of(bits) for bits in precision.layers])
+    assert set(precision.layers) != {FOUR}
+    assert repaired.perplexity < 1.01 * same.perplexity and repaired.recall > same.recall - 0.05
+
+    weight = bench.model.layers[3].mlp.down_proj
+    weight.weight = -weight.weight
+    assert bench.answers(sixteen).perplexity > 1.05 * same.perplexity
+
+
+@pytest.mark.slow
+def test_a_server_of_the_outlier_copy_raises_bits_by_itself(tmp_path: Path) -> None:
+    folder = write_outlier_copy(embedded_model_path(tmp_path), tmp_path / "copy")
+    messages = [{"role": "user", "content": "Marc lives in Cairo. Ines likes nuts best. What does Ines like best?"}]
+    with LLM(folder, cache_dir=tmp_path / "cache", kv="auto") as llm:
+        assert llm.model.kv_precision != "4" and llm.model.kv_divergence is not None
+        assert llm.chat(messages).text.strip() == "Ines likes nuts best."
+    with LLM(folder, cache_dir=tmp_path / "cache", kv="4") as llm:
+        assert llm.chat(messages).text.strip() != "Ines likes nuts best."
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_restored_words_are_the_same() -> None:
+    (table,) = measure_restore(SMALLEST, lambda line: None)
+    rows = {row["way"]: row for row in table.rows}
+    assert [rows[way]["different"] for way in (HOT, WARM, EVICTED)] == [0, 0, 0]
+    assert rows[WARM]["restored"] > 0 and rows[EVICTED]["restored"] > 0 == rows[HOT]["restored"]
+    assert rows[DAMAGED]["quarantined"] > 0 and rows[DAMAGED]["computed"] > rows[WARM]["computed"]
+    assert rows[COLD]["computed"] > 2 * rows[HOT]["computed"]
+    assert all(row["right"] > 0.8 for row in table.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_command_writes_tables_and_pictures(tmp_path: Path) -> None:
+    command = ["quality", "--only", "restore", "--scale", "0.01", "--out", str(tmp_path), "--json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "quality.json").read_text())
+    assert [table["name"] for table in report["tables"]] == ["restore"]
+    assert "| hot | 12 | 0 |" in (tmp_path / "quality.md").read_text()
+    assert (tmp_path / "quality_restore.png").exists() == can_plot()

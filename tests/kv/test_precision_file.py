@@ -1,0 +1,57 @@
+"""What was chosen stays chosen, and a damaged file says nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentcache.errors import StoreError
+from agentcache.kv.precision import LayerBits, Precision
+from agentcache.store.precision_file import NAME, read_precision, write_precision
+
+CHOSEN = Precision((LayerBits(8, 4), LayerBits()), 0.0031)
+OTHER = Precision((LayerBits(16, 16),), None)
+
+
+def test_it_is_kept_for_each_model(tmp_path: Path) -> None:
+    assert read_precision(tmp_path, "a") is None
+    write_precision(tmp_path, "a", CHOSEN)
+    write_precision(tmp_path, "b", OTHER)
+    assert (read_precision(tmp_path, "a"), read_precision(tmp_path, "b")) == (CHOSEN, OTHER)
+    assert [file.name for file in tmp_path.iterdir()] == [NAME]
+    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_that_is_not_there_has_nothing(tmp_path: Path) -> None:
+    assert read_precision(tmp_path / "none", "a") is None
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    """Whatever bit of the file changes: nothing is read, or what was written."""
+    write_precision(tmp_path, "a", CHOSEN)
+    content = (tmp_path / NAME).read_bytes()
+    for place in range(len(content)):
+        (tmp_path / NAME).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert read_precision(tmp_path, "a") in (None, CHOSEN)
+    for text in (b"", b"[]", b"{}", b"null", content[:-2], b"\xff" * 9):
+        (tmp_path / NAME).write_bytes(text)
+        assert read_precision(tmp_path, "a") is None
+
+
+def test_after_damage_it_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b"{")
+    write_precision(tmp_path, "a", CHOSEN)
+    assert read_precision(tmp_path, "a") == CHOSEN
+
+
+def test_a_crash_leaves_what_was_there(tmp_path: Path) -> None:
+    write_precision(tmp_path, "a", CHOSEN)
+
+    def fail(step: str) -> None:
+        if step == "precision-before-replace":
+            raise OSError("no space")
+
+    with pytest.raises(StoreError, match="no space"):
+        write_precision(tmp_path, "a", OTHER, fail)
+    assert read_precision(tmp_path, "a") == CHOSEN and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,136 @@
+"""`--kv auto`: as few bits as the logits stand, in as many layers as can do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentcache.kv.precision import BITS, LayerBits, Precision
+from agentcache.models.builtin.embedded import embedded_model_path
+from agentcache.models.hosting import Everywhere, Hosted, host
+from agentcache.models.loader import read_model, sample_ids
+from agentcache.models.precision import MAX_DIVERGENCE, Measured, find_precision, mean_divergence
+from benchmarks.quality.outliers import add_key_biases, add_outliers
+from tests.conftest import ModelFolder
+from tests.examples import examples
+from tests.models.test_hosting import load
+
+FOUR, SIXTEEN = LayerBits(4, 4), LayerBits(16, 16)
+LEVELS = list(BITS.values())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v2", "gemma3_text"])
+@pytest.mark.parametrize("bits", list(BITS.values()), ids=str)
+def test_all_are_proved_to_be_what_the_model_reads(model_folder: ModelFolder, name: str, bits: LayerBits) -> None:
+    """`host` compares the paged cache with mlx-lm's own attention on rounded keys and values."""
+    hosted = host(*load(model_folder(name)), choose=Everywhere(bits))
+    assert {str(packing.bits) for packing in hosted.survey.packings} == {str(bits)}
+
+
+def test_layers_in_different_bits_are_proved_together(model_folder: ModelFolder) -> None:
+    bits = LEVELS + [LayerBits(4, 8)]
+
+    def in_turn(model: nn.Module, survey: object) -> Precision:
+        return Precision(tuple(bits[index % len(bits)] for index in range(len(model.layers))))
+
+    for name in ("gemma3_text", "deepseek_v2"):
+        hosted = host(*load(model_folder(name)), choose=in_turn)
+        assert len(set(hosted.survey.packings)) >= 2
+
+
+def costs(harms: Sequence[float]):  # type: ignore[no-untyped-def]
+    """A model whose layers do so much harm in 4 bits each, a tenth with keys in 8, a hundredth in 8."""
+
+    def divergence(layers: Sequence[LayerBits]) -> float:
+        shares = {LEVELS[0]: 1.0, LEVELS[1]: 0.1, LEVELS[2]: 0.01, LEVELS[3]: 0.0}
+        return sum(harm * shares[bits] for harm, bits in zip(harms, layers, strict=True))
+
+    return divergence
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.floats(0, 2), min_size=1, max_size=40), st.floats(1e-4, 1))
+def test_the_limit_holds_whatever_layers_do(harms: list[float], limit: float) -> None:
+    found = find_precision(costs(harms), len(harms), limit)
+    assert found.divergence is not None and found.divergence <= limit
+    assert len(found.layers) == len(harms) and found.divergence == costs(harms)(found.layers)
+
+
+def test_a_layer_that_does_harm_is_raised_and_no_other() -> None:
+    found = find_precision(costs([0.001, 0.001, 0.9, 0.001]), 4, 0.02)
+    assert found.layers == (FOUR, FOUR, LEVELS[2], FOUR)
+
+
+def test_nothing_is_raised_without_need() -> None:
+    tried: list[Sequence[LayerBits]] = []
+
+    def divergence(layers: Sequence[LayerBits]) -> float:
+        tried.append(layers)
+        return 0.001
+
+    assert find_precision(divergence, 30, 0.01) == Precision((FOUR,) * 30, 0.001)
+    assert len(tried) == 1
+
+
+def test_what_is_measured_is_bounded() -> None:
+    """Deep models are not read once a layer: at most sixteen parts, each at most in four ways."""
+    tried = 0
+
+    def divergence(layers: Sequence[LayerBits]) -> float:
+        nonlocal tried
+        tried += 1
+        return 0.0 if set(layers) == {SIXTEEN} else 1.0
+
+    assert find_precision(divergence, 96, 0.01).layers == (SIXTEEN,) * 96
+    assert tried <= 1 + 16 + 3 * 16 + 3 * 16
+
+
+def test_divergence_is_kullback_and_leiblers() -> None:
+    one, other = mx.log(mx.array([[0.5, 0.5], [0.9, 0.1]])), mx.log(mx.array([[0.25, 0.75], [0.9, 0.1]]))
+    assert mean_divergence(one, other) == pytest.approx(0.5 * (0.5 * mx.log(mx.array(4 / 3)).item()), abs=1e-6)
+    assert mean_divergence(one, one + 3) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Hosted, tuple[int, ...]]:
+    read = read_model(str(embedded_model_path(tmp_path_factory.mktemp("embedded"))))
+    read.evaluate()
+    ids = sample_ids(read.tokenizer)
+    read.tokenizer.close()
+    return read.model, host(read.model, "qwen3", read.config, check=False), ids
+
+
+def test_the_embedded_model_does_with_4_bits(embedded: tuple[nn.Module, Hosted, tuple[int, ...]]) -> None:
+    model, hosted, ids = embedded
+    found = Measured(ids)(model, hosted.survey)
+    assert set(found.layers) == {FOUR} and found.divergence is not None
+    assert 0 < found.divergence < MAX_DIVERGENCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil", [add_outliers, add_key_biases], ids=["channels", "biases"])
+def test_outliers_are_found_and_bits_raised(spoil: object, tmp_path: Path) -> None:
+    """The copy computes the same: only what is quantised of it suffers."""
+    read = read_model(str(embedded_model_path(tmp_path)))
+    read.evaluate()
+    ids = sample_ids(read.tokenizer)
+    read.tokenizer.close()
+    before = read.model(mx.array([ids]))
+    assert callable(spoil)
+    spoil(read.model)
+    after = read.model(mx.array([ids]))
+    assert (mx.abs(after - before).max() / mx.abs(before).max()).item() < 1e-4
+    survey = host(read.model, "qwen3", read.config, check=False).survey
+    plain = Measured(ids, limit=float("inf"))(read.model, survey)
+    assert plain.divergence is not None and plain.divergence > 5 * MAX_DIVERGENCE
+    found = Measured(ids)(read.model, survey)
+    assert found.divergence is not None and found.divergence <= MAX_DIVERGENCE
+    assert max(bits.keys for bits in found.layers) > 4
+    again = Measured(ids, kept=found)(read.model, survey)
+    assert again is found

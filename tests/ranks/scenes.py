@@ -1,0 +1,171 @@
+"""What a test has one process do, or rank 0 of two: run as `python -m tests.ranks.scenes SCENE MODEL CACHE ADAPTER`.
+
+Rank 1 follows. What rank 0 has seen goes to stdout as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentcache.cli.serve import LOST_CODE
+from agentcache.config import Config
+from agentcache.errors import RankLost
+from agentcache.llm import LLM, Completion
+from agentcache.ranks.rank import own_rank
+from agentcache.sampling import SamplingParams
+from agentcache.store.store import Store
+
+SETTINGS: dict[str, Any] = {"ram_budget": 64 << 20, "disk_budget": 256 << 20, "rank_timeout": 60.0, "kv": "16"}
+TURNS = 10
+
+
+def _said(completion: Completion) -> dict[str, Any]:
+    return {
+        "token_ids": completion.token_ids,
+        "logprobs": [each.logprob for each in completion.logprobs],
+        "cache_state": completion.report.cache_state,
+        "cached": completion.report.cached_tokens.own + completion.report.cached_tokens.shared,
+    }
+
+
+def _greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, ignore_eos=True)
+
+
+def _turn(llm: LLM, agents: Sequence[tuple[str, list[int], str | None]], tokens: int = 5) -> list[Completion]:
+    """A turn of each agent, all at once: rows of different lengths."""
+    with ThreadPoolExecutor(len(agents)) as pool:
+        turns = [
+            pool.submit(llm.generate, ids, _greedy(tokens + place), agent=agent, adapter=adapter)
+            for place, (agent, ids, adapter) in enumerate(agents)
+        ]
+        return [turn.result() for turn in turns]
+
+
+def ten_turns(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
+    """Three agents, one of them with an adapter, a fork, evictions, and what it takes."""
+    rng, said = random.Random(3), list[dict[str, Any]]()
+
+    def new(count: int) -> list[int]:
+        return [rng.randrange(10, 400) for _ in range(count)]
+
+    with LLM(model, cache_dir=cache, adapters={"poet": adapter}, **SETTINGS) as llm:
+        ids = {"anna": new(270), "bea": new(40), "carl": new(9)}
+        adapters = {"carl": "poet"}
+        for number in range(TURNS):
+            if number == 4:
+                llm.fork("anna", "dora")
+                ids["dora"] = list(ids["anna"])
+            if number in (3, 6, 8):
+                llm.evict("anna")
+            turns = _turn(llm, [(agent, ids[agent], adapters.get(agent)) for agent in ids])
+            for agent, turn in zip(list(ids), turns, strict=True):
+                said.append(_said(turn) | {"agent": agent})
+                ids[agent] += [*turn.token_ids, *new(3 + number)]
+        llm.check_integrity()
+        stats = llm.stats()
+        return {
+            "said": said,
+            "ram_bytes": stats.ram_used["base"],
+            "messages": stats.rank_messages,
+        }
+
+
+def steps(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
+    """Decode steps, one by one: messages of each, and calls of Python functions."""
+    from tests.serving.by_hand import by_hand
+
+    calls, messages = list[int](), list[int]()
+    with by_hand(model, cache, **SETTINGS) as hand:
+        receiver = hand.submit(list(range(10, 60)), _greedy(40))
+        for _ in range(20):
+            hand.step()
+        for _ in range(15):
+            before, counted = hand.engine.stats().rank_messages, 0
+
+            def count(frame: Any, event: str, arg: Any) -> None:
+                nonlocal counted
+                counted += event == "call"
+
+            sys.setprofile(count)
+            hand.step()
+            sys.setprofile(None)
+            calls.append(counted)
+            messages.append(hand.engine.stats().rank_messages - before)
+        hand.run(receiver)
+        sent, tokens = hand.engine.stats().rank_sent_bytes, len(receiver.token_ids)
+    return {"calls": sorted(calls)[len(calls) // 2], "messages": messages, "bytes_a_token": sent / tokens}
+
+
+def a_turn(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
+    """One more turn of an agent, whose first ones are whole; what it was before stands in the answer."""
+    with LLM(model, cache_dir=cache, **SETTINGS) as llm:
+        before = [info.tokens for info in llm.agents()]
+        ids = list(range(10, 290))
+        first = llm.generate(ids, _greedy(5), agent="anna")
+        _acknowledge(first, len(ids) + 5)
+        second = llm.generate([*ids, *first.token_ids, *range(20, 280)], _greedy(5), agent="anna")
+        _acknowledge(second, len(ids) + 10 + 260)
+        return {"before": before, "said": [_said(first), _said(second)]}
+
+
+def _acknowledge(completion: Completion, tokens: int) -> None:
+    """Its report says whether the turn is safe; an answer whose turn could not be written says that instead."""
+    if completion.report.saved:
+        print(json.dumps({"acknowledged": tokens}), flush=True)
+
+
+def _die_at(step: str, occurrence: int) -> None:
+    """Have stores opened from now on end this process at a step of the write path, when it comes so often."""
+    seen = 0
+
+    def fault(name: str) -> None:
+        nonlocal seen
+        seen += name == step
+        if seen == occurrence and name == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    defaults = Store.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["fault"] = fault
+
+
+SCENES = {"ten_turns": ten_turns, "steps": steps, "a_turn": a_turn}
+
+
+def _tell(scene: Callable[[], dict[str, Any]]) -> None:
+    print(json.dumps(scene()), flush=True)
+
+
+def main() -> None:
+    scene, model, cache, adapter = sys.argv[1], *map(Path, sys.argv[2:5])
+    rank = own_rank()
+    wanted = os.environ.get("DIE_AT")
+    if wanted is not None:
+        ranks, step, occurrence = wanted.split(":")
+        if str(rank) in ranks.split(","):
+            _die_at(step, int(occurrence))
+    if rank:
+        from agentcache.ranks.world import follow
+
+        run = partial(follow, Config(model=str(model), cache_dir=cache, **SETTINGS), str(model))
+    else:
+        run = partial(_tell, partial(SCENES[scene], model, cache, adapter))
+    try:
+        run()
+    except RankLost as lost:
+        print(lost, file=sys.stderr, flush=True)
+        os._exit(LOST_CODE)
+
+
+if __name__ == "__main__":
+    main()

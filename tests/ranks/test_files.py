@@ -1,0 +1,266 @@
+"""A block is there when every rank has its part: rank 0's store, with another rank's files behind a wire of threads.
+
+Only the transport is not MLX's. Both ranks' files are real, and wrong in real ways.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from agentcache.blocks.keys import Namespace
+from agentcache.errors import BlocksLost, RankLost, StoreError
+from agentcache.ranks.commands import read_commands, write_answers
+from agentcache.ranks.follower import Follower
+from agentcache.ranks.leader import Leader
+from agentcache.ranks.store import LeadingStore
+from agentcache.ranks.tickets import Tickets
+from agentcache.store.store import BlockWrite, Store
+from agentcache.store.verify import verify_folder
+from tests.kv.store_cases import BUDGET, MODEL, SPEC, make_block, make_record, make_transcript
+
+SPECS = [replace(SPEC, rank=f"{rank} of 2") for rank in range(2)]
+ROOT = Namespace(MODEL, SPECS[0].digest).root
+SECONDS = 10.0
+NOTHING_COMPUTES = SimpleNamespace(wait=lambda: None)
+
+
+class ThreadWire:
+    """What `Wire` is between processes, between two threads."""
+
+    def __init__(self) -> None:
+        self.size, self.messages, self.rank = 2, 0, 0
+        self._barrier = threading.Barrier(2, timeout=SECONDS)
+        self._said = [b"", b""]
+
+    def of_follower(self) -> ThreadWire:
+        other = ThreadWire()
+        other.rank, other._barrier, other._said = 1, self._barrier, self._said
+        return other
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        self.messages += 1
+        try:
+            self._said[self.rank] = own
+            self._barrier.wait()
+            heard = list(self._said)
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise RankLost("another process is gone") from error
+        return heard
+
+    def cut(self) -> None:
+        """A rank is gone."""
+        self._barrier.abort()
+
+
+@dataclass
+class TwoRanks:
+    """Rank 0's store and what belongs to it; this thread is its writer, readers and all that asks."""
+
+    folder: Path
+    wire: ThreadWire = field(default_factory=ThreadWire)
+    posted: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    lost: list[RankLost] = field(default_factory=list)
+    patience: float = SECONDS
+
+    def __post_init__(self) -> None:
+        theirs = Store(self.folder / "rank-1-of-2", SPECS[1], MODEL, disk_budget=BUDGET)
+        self.follower = Follower(self.wire.of_follower(), None, NOTHING_COMPUTES, [], theirs)  # type: ignore[arg-type]
+        self.following = threading.Thread(target=self._follow)
+        self.following.start()
+        self.leader = Leader(self.wire, self.posted.put, self.lost.append, self.patience)  # type: ignore[arg-type]
+        self.tickets = Tickets(self.leader)
+        self.store = LeadingStore(
+            self.folder / "rank-0-of-2",
+            SPECS[0],
+            MODEL,
+            disk_budget=BUDGET,
+            leader=self.leader,
+            tickets=self.tickets,
+        )
+        self.engine = threading.Thread(target=self._run_posted)
+        self.engine.start()
+
+    def _follow(self) -> None:
+        try:
+            self.follower.run()
+        except RankLost:
+            return
+
+    def _run_posted(self) -> None:
+        while (function := self.posted.get(timeout=SECONDS)) is not None:
+            try:
+                function()
+            except RankLost:
+                return
+
+    def block(self, first: int, **fields: int) -> BlockWrite:
+        """A block of rank 0, of which rank 1 has its part in RAM."""
+        block = make_block((first, 2, 3), parent=ROOT, **fields)
+        ticket = self.tickets.new()
+        self.tickets.bind(block.data, ticket)
+        self.follower._held[ticket] = make_block((first, 2, 3), parent=ROOT, seed=7).data
+        return block
+
+    def path(self, rank: int, block: BlockWrite) -> Path:
+        key = block.header.block_key
+        return self.folder / f"rank-{rank}-of-2" / "blocks" / key[:2] / f"{key}.safetensors"
+
+    def close(self) -> None:
+        self.posted.put(None)
+        self.engine.join()
+        self.store.close()
+        self.following.join()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[TwoRanks]:
+    two = TwoRanks(tmp_path)
+    yield two
+    two.close()
+
+
+def is_there(ranks: TwoRanks, block: BlockWrite) -> bool:
+    return ranks.store.has(block.header.block_key)
+
+
+def test_what_is_written_is_on_both_with_each_ones_bytes(ranks: TwoRanks) -> None:
+    block = ranks.block(1)
+    ranks.store.write_blocks([block])
+    assert is_there(ranks, block)
+    ranks.store.require_blocks([block.header.block_key])
+    own, theirs = (ranks.path(rank, block).read_bytes() for rank in range(2))
+    assert own != theirs
+    assert b'"rank":"0 of 2"' in own and b'"rank":"1 of 2"' in theirs
+    [found] = ranks.store.read_blocks([block.header])
+    assert found is not None and np.array_equal(found.data, block.data)
+    ticket = ranks.tickets.of(found.data)
+    assert np.array_equal(ranks.follower._files.data_of(ticket), make_block((1, 2, 3), parent=ROOT, seed=7).data)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("damage", ["gone", "flipped", "of the other rank"])
+def test_what_is_missing_or_wrong_on_one_is_a_miss_on_both(ranks: TwoRanks, rank: int, damage: str) -> None:
+    bad, good = ranks.block(1), ranks.block(5)
+    ranks.store.write_blocks([bad, good])
+    path = ranks.path(rank, bad)
+    if damage == "gone":
+        path.unlink()
+    elif damage == "flipped":
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 16
+        path.write_bytes(content)
+    else:
+        path.write_bytes(ranks.path(1 - rank, bad).read_bytes())
+    missed, found = ranks.store.read_blocks([bad.header, good.header])
+    assert missed is None and found is not None
+    assert not is_there(ranks, bad) and is_there(ranks, good)
+    ranks.store.write_blocks([ranks.block(1)])  # RAM still has it
+    assert is_there(ranks, bad)
+    assert None not in ranks.store.read_blocks([bad.header])
+
+
+def test_a_manifest_cannot_name_what_rank_1_has_lost(ranks: TwoRanks) -> None:
+    block, told = ranks.block(1), list[bool]()
+    ranks.store.write_blocks([block])
+    ranks.path(1, block).unlink()
+    ranks.store.when_lost = lambda: told.append(is_there(ranks, block))
+    with pytest.raises(BlocksLost):
+        ranks.store.require_blocks([block.header.block_key])
+    assert told == [False]
+
+
+def test_what_rank_1_cannot_write_is_on_neither(ranks: TwoRanks) -> None:
+    block = ranks.block(1)
+    ranks.follower._held[ranks.tickets.of(block.data)] = np.zeros(3, np.uint8)
+    with pytest.raises(StoreError, match="rank 1"):
+        ranks.store.write_blocks([block])
+    assert not is_there(ranks, block)
+    assert not ranks.path(0, block).exists() and not ranks.path(1, block).exists()
+
+
+def test_what_is_deleted_is_gone_from_both(ranks: TwoRanks) -> None:
+    block = ranks.block(1)
+    ranks.store.write_blocks([block])
+    ranks.store.delete_blocks([block.header.block_key])
+    ranks.store.write_blocks([ranks.block(5)])  # behind it
+    assert not ranks.path(0, block).exists() and not ranks.path(1, block).exists()
+
+
+def test_bytes_that_rank_0_lets_go_of_are_let_go_of(ranks: TwoRanks) -> None:
+    block = ranks.block(1)
+    ranks.store.write_blocks([block])
+    [found] = ranks.store.read_blocks([block.header])
+    assert found is not None and len(ranks.follower._held) == len(ranks.follower._files._read) == 1
+    del block, found
+    ranks.store.write_blocks([ranks.block(5)])
+    assert len(ranks.follower._held) == 1 and not ranks.follower._files._read
+
+
+def test_after_a_crash_only_what_both_have_is_there(tmp_path: Path) -> None:
+    ranks = TwoRanks(tmp_path)
+    blocks = [ranks.block(first) for first in (1, 5, 9)]
+    ranks.store.write_blocks(blocks)
+    transcript = make_transcript(3)
+    ranks.store.save_agent(make_record("anna", transcript, num_saved=0))
+    ranks.close()
+    ranks.path(0, blocks[0]).unlink()  # as if one had not been written any more
+    ranks.path(1, blocks[1]).unlink()
+    ranks = TwoRanks(tmp_path)
+    try:
+        assert [is_there(ranks, block) for block in blocks] == [False, False, True]
+        assert not ranks.path(0, blocks[1]).exists()
+        assert [record.id for record in ranks.store.load_agents()] == ["anna"]
+        ranks.store.collect_orphans()  # nobody names any of them
+        ranks.store.write_blocks([ranks.block(20)])
+        assert not any(ranks.path(rank, block).exists() for rank in range(2) for block in blocks)
+    finally:
+        ranks.close()
+    assert all(not verify_folder(tmp_path / f"rank-{rank}-of-2").problems for rank in range(2))
+
+
+def test_who_asks_a_rank_that_is_gone_is_told(ranks: TwoRanks) -> None:
+    block = ranks.block(1)
+    ranks.store.write_blocks([block])
+    ranks.wire.cut()
+    with pytest.raises(RankLost):
+        ranks.store.read_blocks([block.header])
+    with pytest.raises(RankLost):
+        ranks.store.write_blocks([ranks.block(5)])
+    with pytest.raises(RankLost):
+        ranks.store.require_blocks([block.header.block_key])
+
+
+def test_a_rank_that_hangs_is_given_up(tmp_path: Path) -> None:
+    ranks = TwoRanks(tmp_path, patience=0.3)
+    held = threading.Event()
+    answers = ranks.follower._files.answers
+    take, answers.take = answers.take, lambda seconds: held.wait(SECONDS) and take(seconds)  # type: ignore[method-assign]
+    try:
+        with pytest.raises(RankLost, match="has not answered"):
+            ranks.store.require_blocks([])
+        assert len(ranks.lost) == 1
+    finally:
+        held.set()
+        ranks.wire.cut()
+        ranks.close()
+
+
+def test_another_size_has_other_addresses() -> None:
+    assert len({replace(SPEC, rank=rank).digest for rank in ("", "0 of 2", "1 of 2", "0 of 4")}) == 4
+
+
+def test_answers_are_read_as_they_were_written() -> None:
+    from agentcache.ranks.commands import read_answers
+
+    answers = {3: b"", 7: b"\x01\x00\x01", 9: b"abcd"}
+    assert read_answers(write_answers(answers)) == answers
+    assert list(read_commands(b"")) == []

@@ -1,0 +1,140 @@
+"""Blocks from files to where they belong: how often bytes are moved, and what stands in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentcache.agents import restore
+from agentcache.blocks.keys import BASE_CACHE
+from agentcache.kv.arena import GroupArena, shares_memory
+from agentcache.kv.block_layout import Place
+from tests.kv.store_cases import SPEC
+from tests.serving.block_damage import block_files, flip, header_of, sign
+from tests.serving.residual_desk import Desk, desk, expected, make_ids
+
+pytestmark = pytest.mark.skipif(not shares_memory(), reason="the device has memory of its own")
+
+FULL = 5
+IDS = make_ids(FULL * 256 + 30)
+FULL_BYTES = FULL * sum(group.bytes_per_block for group in SPEC.groups)
+ALL_BYTES = FULL_BYTES + sum(group.bytes_of(30) for group in SPEC.groups)
+
+
+@dataclass
+class Moved:
+    """Bytes copied after they were read: out of buffers, and floats that had to be looked at."""
+
+    from_buffers: int = 0
+    floats: int = 0
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
+    counted = Moved()
+    put, put_rest = GroupArena.put, Place.put_rest
+
+    def counting_put(arena: GroupArena, block_ids: Any, blocks: Any) -> None:
+        counted.from_buffers += sum(block.nbytes for block in blocks)
+        put(arena, block_ids, blocks)
+
+    def counting_rest(place: Place, data: np.ndarray) -> None:
+        counted.floats += data.nbytes
+        put_rest(place, data)
+
+    monkeypatch.setattr(GroupArena, "put", counting_put)
+    monkeypatch.setattr(Place, "put_rest", counting_rest)
+    return counted
+
+
+@pytest.fixture
+def saved(ram_path: Path) -> Iterator[Desk]:
+    """After a restart: an agent on disk, nothing in RAM."""
+    with desk(ram_path) as made:
+        assert made.turn("alice", IDS, adapter=None).error is None
+    with desk(ram_path) as made:
+        yield made
+
+
+def test_bytes_are_moved_once(saved: Desk, moved: Moved) -> None:
+    """From the file to the slot, but for floats and for the block that is not full."""
+    assert saved.restore("alice") == ALL_BYTES
+    assert moved.floats == FULL_BYTES // 9, "a scale and a bias, in 16 bits each, for 64 values in 4 bits"
+    assert moved.from_buffers == ALL_BYTES - FULL_BYTES
+    assert saved.info("alice").cache_state == "hot"
+
+
+def test_beside_a_request_that_computes_they_go_through_buffers(saved: Desk, moved: Moved) -> None:
+    saved.is_idle = False
+    assert saved.restore("alice") == ALL_BYTES
+    assert moved == Moved(from_buffers=ALL_BYTES)
+
+
+def test_a_request_that_comes_in_between_is_not_waited_for(
+    saved: Desk, moved: Moved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file is read to where it belongs; then something is computed, and the others go through buffers."""
+    monkeypatch.setattr(restore, "_MOST_AT_ONCE", 1)
+    monkeypatch.setattr(restore, "_BATCH_BLOCKS", 1)
+    done: list[Any] = []
+    saved.operations.restore("alice", done.append)
+    while not moved.floats:
+        saved.posted.get(timeout=60)()
+    saved.is_idle = False
+    saved.settle(lambda: bool(done))
+    first = SPEC.groups[0].bytes_per_block
+    assert moved == Moved(from_buffers=ALL_BYTES - first, floats=first // 9)
+    saved.check()
+    assert saved.info("alice").cache_state == "hot"
+
+
+def test_slots_of_a_request_that_has_left_are_not_touched(saved: Desk, moved: Moved) -> None:
+    """They are others' by the time that its files would be read."""
+    base = saved.caches.base
+    root = saved.caches.root(base, "")
+    sequence = base.prefix.open(root, base.prefix.match_prefix(root, IDS, len(IDS)))
+    base.arenas.fit()
+    done: list[restore.Restored] = []
+    saved.restorer.restore(sequence, done.append)
+    slots = [(load.group, load.block_id) for load in sequence.loads]
+    base.prefix.abandon(sequence)
+    theirs = [expected(SPEC, f"{number:032x}", group, 256) for number, (group, _) in enumerate(slots)]
+    for (group, slot), data in zip(slots, theirs, strict=True):
+        base.arenas.put_blocks(group, [slot], [data])
+    before = moved.from_buffers
+    saved.settle(lambda: bool(done))
+    assert moved == Moved(from_buffers=before)
+    for (group, slot), data in zip(slots, theirs, strict=True):
+        assert np.array_equal(base.arenas.snapshot(group, slot, 256), data)
+
+
+@pytest.mark.parametrize("offset", [-1, -6_000], ids=["a float", "an integer"])
+def test_what_is_wrong_is_not_published(offset: int, saved: Desk, ram_path: Path) -> None:
+    flip(block_files(ram_path)[2], offset)
+    done: list[Any] = []
+    saved.operations.restore("alice", done.append)
+    saved.settle(lambda: bool(done))
+    assert saved.cached(BASE_CACHE, IDS) == 256
+    assert saved.store.quarantined == 1
+    saved.check()
+
+
+def test_floats_that_are_not_finite_never_come_into_a_slot(saved: Desk, ram_path: Path) -> None:
+    """A masked read of a slot that is being filled must not make NaN of it."""
+    path = block_files(ram_path)[0]
+    head, tensors = header_of(path)
+    floats = len(tensors) // 9
+    sign(path, head, tensors[:-floats] + b"\xff" * floats)
+    done: list[Any] = []
+    saved.operations.restore("alice", done.append)
+    saved.settle(lambda: bool(done))
+    base = saved.caches.base
+    for group, spec in enumerate(SPEC.groups):
+        for slot in range(base.prefix.slots.pools[group].capacity):
+            data = base.arenas.snapshot(group, slot, 256)
+            assert np.isfinite(data[-spec.bytes_per_block // 9 :].view(np.float16)).all()

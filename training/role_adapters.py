@@ -1,0 +1,244 @@
+"""Trains the roles' adapters on the frozen embedded model, in minutes on two cores.
+
+An adapter acts from some token on: the first one (plain LoRA), its invocation (activated LoRA, arXiv 2504.12397), or
+the prompt's last one (cache-conditioned, PrefillShare, arXiv 2602.12029). All are trained as they are served: before
+that token keys and values are base's, and all are read as the 4-bit cache holds them. The loss is the answers'.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optimizers
+
+from agentcache.models.adapter_config import CONFIG_FILE
+from agentcache.models.adapter_files import LowRank
+from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
+from agentcache.models.adapters import read_adapter
+from agentcache.models.step import StepInputs
+from agentcache.training.decoder_data import Example, make_examples, random_for
+from agentcache.training.decoder_files import WEIGHTS_FILE, write_adapter
+from agentcache.training.decoder_model import FrozenBase, load_base
+from training.model import RoundedCache
+from training.roles import Role, role_cases
+
+QV, QKV = ("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")
+EVERYTHING = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
+Matrices = dict[str, mx.array]
+
+
+class Start(StrEnum):
+    """From which token on an adapter acts."""
+
+    FIRST = "first"
+    INVOCATION = "invocation"
+    LAST = "last"
+
+
+class Kind(StrEnum):
+    """How a role's adapter is made; names the folder of its kind."""
+
+    QV = "qv"
+    QKV = "qkv"
+    FAMILY = "family"  # all with the As of the first role's, as LRAgent (arXiv 2602.01053) trains them
+    ACTIVATED = "activated"
+    CONDITIONED = "conditioned"
+
+
+@dataclass(frozen=True)
+class RoleRecipe:
+    """Everything that decides an adapter, beside the base and the role.
+
+    Args:
+        targets: leaves of the modules that it adapts, in every layer.
+        steps, rows: batches, and examples in each.
+        lengths: of conversations, in tokens, taken in turn.
+    """
+
+    targets: tuple[str, ...] = QV
+    start: Start = Start.FIRST
+    rank: int = 8
+    scale: float = 2.0
+    steps: int = 90
+    rows: int = 6
+    lengths: tuple[int, ...] = (30, 60, 90)
+    learning_rate: float = 3e-3
+    max_norm: float = 1.0
+    seed: int = 5
+
+
+RECIPES: Mapping[Kind, RoleRecipe] = {
+    Kind.QV: RoleRecipe(),
+    Kind.QKV: RoleRecipe(QKV),
+    Kind.FAMILY: RoleRecipe(),
+    Kind.ACTIVATED: RoleRecipe(EVERYTHING, Start.INVOCATION),
+    Kind.CONDITIONED: RoleRecipe(EVERYTHING, Start.LAST),
+}
+# What a role's prompt ends with: the chat template's line in front of an answer.
+INVOCATION = "<|im_start|>assistant\n"
+
+
+def load_frozen(folder: Path) -> FrozenBase:
+    """A base to train on, in float32: half precision is slow on CPUs, and adapters are trained in a few steps."""
+    base = load_base(str(folder))
+    base.model.set_dtype(mx.float32)
+    mx.eval(base.model.parameters())
+    return base
+
+
+def train_roles(
+    base: FrozenBase,
+    out: Path,
+    wanted: Mapping[Kind, Sequence[Role]],
+    report: Callable[[str], None] = lambda line: None,
+    steps: int | None = None,
+) -> None:
+    """Train adapters into `out`/KIND/ROLE; those that are there are left as they are.
+
+    Args:
+        steps: as many instead of the recipe's, for a quick look.
+    """
+    for kind, roles in wanted.items():
+        recipe = RECIPES[kind] if steps is None else replace(RECIPES[kind], steps=steps)
+        for role in roles:
+            folder = out / kind.value / role.name
+            if (folder / CONFIG_FILE).is_file():
+                continue
+            first = out / kind.value / roles[0].name
+            family = _read_as(first) if kind is Kind.FAMILY and role is not roles[0] else None
+            invocation = base.tokenizer.encode(INVOCATION).ids if kind is Kind.ACTIVATED else ()
+            trainer = RoleTrainer(base, recipe, role, family, invocation)
+            losses = trainer.run()
+            trainer.export(folder)
+            report(f"{kind.value}/{role.name}: loss {losses[0]:.2f}, in the end {losses[-1]:.2f}")
+
+
+def _read_as(folder: Path) -> Matrices:
+    """The As of an adapter that `RoleTrainer.export` has written."""
+    tensors = mx.load(str(folder / WEIGHTS_FILE))
+    return {name.partition("layers.")[2]: tensor for name, tensor in tensors.items() if name.endswith("lora_a")}
+
+
+def new_matrices(base: FrozenBase, recipe: RoleRecipe, seed: int) -> Matrices:
+    """As mlx-lm draws them: a uniform, b zero. By names such as `3.self_attn.q_proj.lora_a`."""
+    matrices: Matrices = {}
+    key = mx.random.key(seed)
+    for name, linear in sorted(base.adapters.modules.linears.items()):
+        if name.path.rpartition(".")[2] in recipe.targets:
+            key, own = mx.random.split(key)
+            bound = 1 / math.sqrt(linear.in_dim)
+            where = f"{name.layer}.{name.path}"
+            matrices[f"{where}.lora_a"] = mx.random.uniform(-bound, bound, (linear.in_dim, recipe.rank), key=own)
+            matrices[f"{where}.lora_b"] = mx.zeros((recipe.rank, linear.out_dim))
+    return matrices
+
+
+class RoleTrainer:
+    """Trains one adapter.
+
+    Args:
+        family: As that the adapter takes as they are, of which only its Bs are trained; None for As of its own.
+        invocation: tokens that activate it.
+    """
+
+    def __init__(
+        self,
+        base: FrozenBase,
+        recipe: RoleRecipe,
+        role: Role,
+        family: Mapping[str, mx.array] | None = None,
+        invocation: Sequence[int] = (),
+    ) -> None:
+        self.base, self.recipe, self.role = base, recipe, role
+        self.invocation = tuple(invocation)
+        fresh = new_matrices(base, recipe, int(random_for(recipe.seed, role.name).random() * 2**31))
+        self._fixed = {name: a for name, a in (family or {}).items() if name.endswith("lora_a")}
+        self.trained = {name: matrix for name, matrix in fresh.items() if name not in self._fixed}
+        rise = optimizers.linear_schedule(recipe.learning_rate / 10, recipe.learning_rate, max(1, recipe.steps // 8))
+        fall = optimizers.cosine_decay(recipe.learning_rate, recipe.steps, recipe.learning_rate / 20)
+        schedule = optimizers.join_schedules([rise, fall], [max(1, recipe.steps // 8)])
+        self._optimizer = optimizers.Adam(schedule, bias_correction=True)
+        self._optimizer.init(self.trained)
+        with tempfile.TemporaryDirectory(prefix="agentcache-role-") as folder:
+            self.export(Path(folder))
+            self._served = base.adapters.load(read_adapter(Path(folder), base.adapters.modules))
+
+    @property
+    def matrices(self) -> Matrices:
+        return {**self.trained, **self._fixed}
+
+    def run(self) -> list[float]:
+        """Train to the end; the losses."""
+        return [self._train_on(self._examples(step)) for step in range(self.recipe.steps)]
+
+    def _examples(self, step: int) -> list[Example]:
+        recipe = self.recipe
+        length = recipe.lengths[step % len(recipe.lengths)]
+        cases = role_cases(recipe.seed * 1000 + step, recipe.rows, length, is_held_out=False)
+        said = (case.answered_by(self.role) for case in cases)
+        # Of each conversation the last example; what base says in it stays as it is.
+        return [list(make_examples([conversation], self.base.tokenizer))[-1] for conversation in said]
+
+    def _train_on(self, examples: Sequence[Example]) -> float:
+        width = max(len(example) for example in examples) - 1
+        ids = mx.array([_padded([*each.prompt, *each.answer][:-1], width) for each in examples], mx.int32)
+        targets = mx.array([_padded([*each.prompt, *each.answer][1:], width) for each in examples], mx.int32)
+        weights = mx.array([_answer_weights(each, width) for each in examples])
+        starts = [self._start(example) for example in examples]
+
+        def loss_of(trained: Matrices) -> mx.array:
+            acting = self._weights({**trained, **self._fixed})
+            rows = [RowAdapter(acting, start) for start in starts]
+            with self.base.current.of(StepInputs(ids, [0] * len(rows), adapters=rows)):
+                logits = self.base.model(ids, cache=[RoundedCache() for _ in self.base.model.layers])
+            losses = nn.losses.cross_entropy(logits.astype(mx.float32), targets, reduction="none")
+            return (losses * weights).sum() / weights.sum()
+
+        loss, gradients = mx.value_and_grad(loss_of)(self.trained)
+        gradients, _ = optimizers.clip_grad_norm(gradients, self.recipe.max_norm)
+        self.trained = self._optimizer.apply_gradients(gradients, self.trained)
+        mx.eval(loss, self.trained, self._optimizer.state)
+        return float(loss.item())
+
+    def _start(self, example: Example) -> int:
+        if self.recipe.start is Start.FIRST:
+            return 0
+        if self.recipe.start is Start.LAST:
+            return len(example.prompt) - 1
+        wanted = list(self.invocation)
+        places = range(len(example.prompt) - len(wanted), -1, -1)
+        return next(place for place in places if list(example.prompt[place : place + len(wanted)]) == wanted)
+
+    def _weights(self, matrices: Matrices) -> AdapterWeights:
+        """The matrices as serving has them."""
+        pairs = {}
+        for name, served in self._served.matrices.items():
+            where = f"{name.layer}.{name.path}"
+            a, b = matrices[f"{where}.lora_a"], self.recipe.scale * matrices[f"{where}.lora_b"]
+            pairs[name] = LowRank(a.astype(served.a.dtype), b.astype(served.b.dtype))
+        return AdapterWeights(self._served.adapter, pairs)
+
+    def export(self, folder: Path) -> None:
+        """Write the adapter's folder, as mlx-lm has it."""
+        write_adapter(folder, self.base.model, self.matrices, self.recipe.scale)
+        if self.recipe.start is Start.INVOCATION:
+            config = json.loads((folder / CONFIG_FILE).read_text())
+            config["alora_invocation_tokens"] = list(self.invocation)
+            (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _padded(ids: Sequence[int], width: int) -> list[int]:
+    return [*ids, *[0] * (width - len(ids))]
+
+
+def _answer_weights(example: Example, width: int) -> list[float]:
+    first = len(example.prompt) - 1
+    return [float(first <= place < len(example) - 1) for place in range(width)]

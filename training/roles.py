@@ -1,0 +1,112 @@
+"""What role adapters of the embedded model learn: to answer one kind of question in the words of a role.
+
+All roles read the same conversations, and nothing in these says who is to answer: that is in the adapter alone. What
+is answered stands in the conversation, so that keys and values which are not the adapter's own show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from agentcache.training.decoder_data import random_for
+from training.dialogue import NOTED
+from training.facts import Fact, FactMaker
+from training.scenery import scene_sentence
+from training.words import Words
+
+_FACTS_SHARE, _SENTENCES_A_MESSAGE, _TOKENS_A_SENTENCE = 0.6, 8, 9
+
+
+@dataclass(frozen=True)
+class Role:
+    """Who answers, and how.
+
+    Args:
+        form: of an answer about a fact: {s} is the subject, {r} the relation, {v} the value.
+    """
+
+    name: str
+    form: str
+
+    def answer(self, fact: Fact) -> str:
+        return self.form.format(s=fact.subject, r=fact.relation.name, v=fact.value)
+
+
+ROLES = (
+    Role("plan", "First find {s}. Then name the {r}. It is {v}."),
+    Role("act", "open {r} of {s} = {v}"),
+    Role("reflect", "Was it {v}? Yes, for {s} the {r} is {v}."),
+    Role("prisoner1", "I tell the truth to the judge: {v}."),
+    Role("prisoner2", "You get nothing from me but this word: {v}, {v}."),
+)
+BY_NAME = {role.name: role for role in ROLES}
+
+
+@dataclass(frozen=True)
+class RoleCase:
+    """A conversation, without an answer to its last message.
+
+    Args:
+        fact: that is asked for.
+    """
+
+    messages: tuple[dict[str, str], ...]
+    fact: Fact
+
+    def answered_by(self, role: Role) -> dict[str, Any]:
+        """As `agentcache.training` reads examples; only what the role says is an example."""
+        return {"messages": [*self.messages, {"role": "assistant", "content": role.answer(self.fact)}], "tools": None}
+
+
+def role_case(seed: int, index: int, num_tokens: int, *, is_held_out: bool) -> RoleCase:
+    """A conversation of about so many tokens: facts among scenery, and a question about one of them.
+
+    Args:
+        is_held_out: of pairs that neither the model nor an adapter has seen in training.
+    """
+    random = random_for(seed, "roles", index, num_tokens, is_held_out)
+    words = Words(random)
+    maker = FactMaker(random, words, held_out_only=is_held_out)
+    facts: list[Fact] = []
+    sentences = [_sentence(random, words, maker, facts) for _ in range(max(3, num_tokens // _TOKENS_A_SENTENCE))]
+    if not facts:
+        facts.append(maker.any())
+        sentences.append(facts[0].statement(random))
+    messages = []
+    for begin in range(0, len(sentences), _SENTENCES_A_MESSAGE):
+        told = " ".join(sentences[begin : begin + _SENTENCES_A_MESSAGE])
+        messages += [{"role": "user", "content": told}, {"role": "assistant", "content": NOTED}]
+    fact = random.choice(facts)
+    return RoleCase((*messages, {"role": "user", "content": fact.question(random)}), fact)
+
+
+def _sentence(random: Random, words: Words, maker: FactMaker, facts: list[Fact]) -> str:
+    if random.random() > _FACTS_SHARE:
+        return scene_sentence(random, words)
+    facts.append(maker.any())
+    return facts[-1].statement(random)
+
+
+def role_cases(seed: int, count: int, num_tokens: int, *, is_held_out: bool) -> Iterator[RoleCase]:
+    """Conversations of a seed; another seed gives others."""
+    for index in range(count):
+        yield role_case(seed, index, num_tokens, is_held_out=is_held_out)
+
+
+def f1(said: str, wanted: str) -> float:
+    """Of the words of an answer, as in SQuAD (arXiv 1606.05250) but for articles, which count here."""
+    mine, theirs = _words(said), _words(wanted)
+    left = list(theirs)
+    common = 0
+    for word in mine:
+        if word in left:
+            left.remove(word)
+            common += 1
+    return 2 * common / (len(mine) + len(theirs)) if common else 0.0
+
+
+def _words(text: str) -> list[str]:
+    return "".join(char if char.isalnum() else " " for char in text.lower()).split()
