@@ -19,6 +19,9 @@ LINGER_SECONDS = 2.0
 # For everything that is no connection: the cache's files, libraries, the model.
 _OTHER_FILES = 128
 _MOST_CONNECTIONS = 4096
+# What is read of a connection before the next one has its turn (asyncio: 256 KiB): a hundred large bodies at once
+# held up everybody else for as long as it took to copy that of each.
+_READ_BYTES = 16 << 10
 
 
 class StrictConnection(h11.Connection):
@@ -61,6 +64,7 @@ class ClientConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
         self._set_timer(self._head_seconds, self._end_head)
         if len(self.connections) > self._most:
             self._make_room()

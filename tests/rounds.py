@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -35,6 +35,15 @@ def within(seconds: float) -> Iterator[None]:
     yield
     taken = time.monotonic() - beginning
     check_bound(taken < seconds, f"{taken:.3f} s, where {seconds:g} s is the bound")
+
+
+def queued_seconds(*thread_ids: int) -> float:
+    """How long these threads were ready to run so far, while others had the processors; 0 where it is not told."""
+    seconds = 0.0
+    for thread_id in thread_ids:
+        with suppress(OSError):
+            seconds += int(Path(f"/proc/{thread_id}/schedstat").read_text().split()[1]) / 1e9
+    return seconds
 
 
 def in_rounds(run: Callable[P, T]) -> Callable[P, T]:

@@ -44,6 +44,7 @@ _STATES_A_TOKEN = 1.3  # where layers go from token to token: what a step of the
 _STATES_LAID_OUT = {"jamba": 16}  # where all that they are made of is there before the first is computed
 _CHANNEL_COPIES = 8  # of what goes through a recurrent layer: projected, in front of the convolution, behind it, gated
 _LEAST_TEMPORARIES = 64 << 20
+_SMALL_ARRAYS = 16 << 10  # positions, tables, scalars: as many in a step of any size
 _USUAL_CONTEXT, _USUAL_ROWS = 8192, 8
 
 
@@ -117,7 +118,7 @@ class Footprint:
         if residual:
             reads += max(self._rebuilt_bytes(kind, each, num_tokens) for kind in self._kinds for each in residual)
         scans = rows * max((self._scan_bytes(each, num_tokens) for each in self._scans), default=0)
-        return activations + logits + states + reads + scans
+        return activations + logits + states + reads + scans + _SMALL_ARRAYS
 
     def _scan_bytes(self, scan: _Scan, num_tokens: int) -> int:
         """What a recurrent layer takes for a row's tokens, beside the state before and behind them."""

@@ -284,9 +284,13 @@ class Soak:
         self._report.require(late <= early * GROWTH + SLACK_BYTES, grown)
 
     def _check_health(self) -> None:
-        """Always quick, but for what the machine was late: others than the server and its clients may be on it."""
+        """Always quick, but for what the machine was late: others than the server and its clients may be on it.
+
+        One answer in a thousand may need the processor more often than the thread beside it, and be late each time.
+        """
         took, late = self._report.health_ms, self._report.late_ms
-        quick = _p99(took) <= HEALTH_MS + 2 * _p99(late) and max(took) <= HEALTH_MS + 2 * max(late)
+        slow = sum(milliseconds > HEALTH_MS + 2 * max(late) for milliseconds in took)
+        quick = _p99(took) <= HEALTH_MS + 2 * _p99(late) and slow <= len(took) / 1000 and max(took) <= 5 * HEALTH_MS
         self._report.require(quick, self._report.health_line)
 
     def _stop(self, server: ServerProcess) -> int:
