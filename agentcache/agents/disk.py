@@ -298,9 +298,9 @@ class Disk:
         return kept + num_bytes <= self._store.disk_budget
 
     def _drop_stalest(self, done: Committed) -> bool:
-        """Drop the blocks of the lineage that is missed least, of this model or another; False if there is none.
+        """Drop the blocks of the lineage that is missed least, of any model and precision; False if there is none.
 
-        Of an agent's longest lineage the transcript stays, and of another model's agents.
+        Of an agent's longest lineage the transcript stays, and of agents whose blocks cannot be read here.
         """
         if (reduced := self._lineages.first_with_orphans()) is not None:
             name = reduced.before.name
@@ -308,9 +308,9 @@ class Disk:
             self._reduce(reduced, done)
             return True
         now = time.time()
-        victim, foreign = self._lineages.stalest(now), self._store.other_model_last_used()
-        if victim is None or (foreign is not None and now - foreign > self._lineages.staleness(victim, now)):
-            return self._store.evict_other_model() > 0
+        victim, apart = self._lineages.stalest(now), self._store.apart_last_used()
+        if victim is None or (apart is not None and now - apart > self._lineages.staleness(victim, now)):
+            return self._store.evict_apart() > 0
         log.info("dropping the blocks of agent %s to keep the disk budget", victim.name)
         if self._lineages.is_longest(victim):
             self._reduce(Reduced(victim, victim.without_blocks()), done)

@@ -132,6 +132,10 @@ class AgentFolder:
         """The lineages loaded or saved so far, by name."""
         return [self._agents[name] for name in sorted(self._agents)]
 
+    def find(self, name: str) -> SavedAgent | None:
+        """The lineage of that name, if it has been loaded or saved."""
+        return self._agents.get(name)
+
     def has(self, name: str) -> bool:
         """Whether the lineage has been loaded or saved, and not deleted since."""
         return name in self._agents

@@ -177,7 +177,10 @@ class Store:
         if record.model != self._model:
             raise BrokenInvariant(f"agent {record.id} is of model {record.model}, not of {self._model}")
         with as_store_error(f"save agent {record.name}"), self.visit():
-            return self._agents.save(record, self._spec.digest, tuple(group.name for group in self._spec.all_groups))
+            unreadable = self._unreadable_blocks(record.name)
+            written = self._agents.save(record, self._spec.digest, tuple(group.name for group in self._spec.all_groups))
+            self._delete_unnamed(unreadable)
+            return written
 
     def has_agent(self, name: str) -> bool:
         """Whether the lineage of that name has ever been saved, and not deleted since. From any thread."""
@@ -190,7 +193,20 @@ class Store:
             StoreError: they could not be removed.
         """
         with as_store_error(f"delete agent {name}"), self.visit():
+            unreadable = self._unreadable_blocks(name)
             self._agents.delete(name)
+            self._delete_unnamed(unreadable)
+
+    def _unreadable_blocks(self, name: str) -> list[str]:
+        """Keys of what the lineage of that name has on disk in another precision: only its manifest knows them."""
+        agent = self._agents.find(name)
+        return [] if agent is None or not self._is_apart(agent) else list(agent.block_keys())
+
+    def _delete_unnamed(self, unreadable: list[str]) -> None:
+        """Remove blocks in another precision that a lineage named, but for those that it shared with others."""
+        if unreadable:
+            named = {key for agent in self._all_agents() if self._is_apart(agent) for key in agent.block_keys()}
+            self._blocks.delete(key for key in unreadable if key not in named)
 
     # --- blocks ---
 
@@ -291,40 +307,37 @@ class Store:
         with as_store_error("collect orphans"):
             for folder in self._agents_by_model.values():
                 self._load(folder)
-            live = [agent for agent in self._all_agents() if self._is_current(agent) or self._is_foreign(agent)]
-            return self._blocks.delete_all_but(key for agent in live for key in agent.block_keys())
+            return self._blocks.delete_all_but(key for agent in self._all_agents() for key in agent.block_keys())
 
-    def evict_other_model(self) -> int:
-        """Remove the blocks of the least recently used agent of another model that has any; returns the bytes freed.
+    def evict_apart(self) -> int:
+        """Remove the blocks of the least recently used agent of another model, or precision, that has any.
 
-        Its transcript stays. No engine of this model can reach these blocks, so only this frees the disk they take.
+        Returns the bytes freed. Its transcript stays. The engine cannot reach these blocks, so only this, and the
+        agent's own next turn, frees the disk they take.
         Knows the other models once `collect_orphans` has run.
 
         Raises:
             StoreError: a file could not be removed.
         """
-        agent = self._stalest_foreign()
+        agent = self._stalest_apart()
         return 0 if agent is None else self.delete_blocks(agent.block_keys())
 
-    def other_model_last_used(self) -> float | None:
-        """When the agent that `evict_other_model` would take was used last, in seconds since 1970; None without one."""
-        agent = self._stalest_foreign()
+    def apart_last_used(self) -> float | None:
+        """When the agent that `evict_apart` would take was used last, in seconds since 1970; None without one."""
+        agent = self._stalest_apart()
         return None if agent is None else agent.manifest.last_used
 
-    def _stalest_foreign(self) -> SavedAgent | None:
-        foreign = (agent for agent in self._all_agents() if self._is_foreign(agent))
-        with_blocks = (agent for agent in foreign if any(map(self.has, agent.block_keys())))
+    def _stalest_apart(self) -> SavedAgent | None:
+        apart = (agent for agent in self._all_agents() if self._is_apart(agent))
+        with_blocks = (agent for agent in apart if any(map(self.has, agent.block_keys())))
         return min(with_blocks, key=lambda agent: agent.manifest.last_used, default=None)
 
     def _all_agents(self) -> list[SavedAgent]:
         return [agent for folder in self._agents_by_model.values() for agent in folder.agents]
 
-    def _is_foreign(self, agent: SavedAgent) -> bool:
-        return agent.manifest.model != self._model
-
-    def _is_current(self, agent: SavedAgent) -> bool:
-        """Whether its blocks can be read with this spec; with another one they are never asked for."""
-        return agent.manifest.model == self._model and agent.fits(self._spec.digest)
+    def _is_apart(self, agent: SavedAgent) -> bool:
+        """Whether its blocks are of another model, or in another precision: they wait for a server that reads them."""
+        return agent.manifest.model != self._model or not agent.fits(self._spec.digest)
 
     # --- numbers ---
 

@@ -32,6 +32,8 @@ from tests.kv.store_cases import (
     size_on_disk,
 )
 
+EIGHT_BITS = quantised(SPEC, Quantisation(8))
+
 
 def test_agents_of_another_model_are_not_loaded_but_keep_their_blocks(tmp_path: Path) -> None:
     record = make_record("a", make_transcript(300))
@@ -54,17 +56,52 @@ def test_a_model_whose_fingerprint_begins_alike_is_another_model(tmp_path: Path)
         assert store.load_agents() == []
 
 
-def test_with_another_quantisation_only_the_transcript_is_left(tmp_path: Path) -> None:
+def test_blocks_in_another_precision_wait_until_their_agent_goes_on(tmp_path: Path) -> None:
     record = make_record("a", make_transcript(300))
-    eight_bits = quantised(SPEC, Quantisation(8))
     with open_store(tmp_path) as store:
         store.write_blocks(make_turn(record))
         store.save_agent(record)
-    with open_store(tmp_path, spec=eight_bits) as store:
+    with open_store(tmp_path, spec=EIGHT_BITS) as store:
         assert store.load_agents() == [replace(record, num_saved=0, blocks=())]
-        assert store.collect_orphans() == len(make_turn(record))
-        store.save_agent(replace(record, num_saved=0, blocks=()))
+        assert store.collect_orphans() == 0  # the next server may read them
     with open_store(tmp_path) as store:
+        assert store.load_agents() == [record]
+        assert all(store.read_block(block.header).data.any() for block in make_turn(record))
+    with open_store(tmp_path, spec=EIGHT_BITS) as store:
+        store.load_agents()
+        store.save_agent(replace(record, num_saved=0, blocks=()))
+        assert store.block_keys() == [] and store.disk_bytes == size_on_disk(tmp_path)
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [replace(record, num_saved=0, blocks=())]
+
+
+@pytest.mark.parametrize("leaves", ["save", "delete"])
+def test_what_two_agents_share_in_another_precision_stays_for_the_other(tmp_path: Path, leaves: str) -> None:
+    first, second = (make_record(name, make_transcript(600)) for name in ("first", "second"))
+    with open_store(tmp_path) as store:
+        store.write_blocks(make_turn(first))
+        for record in (first, second):
+            store.save_agent(record)
+    with open_store(tmp_path, spec=EIGHT_BITS) as store:
+        store.load_agents()
+        if leaves == "save":
+            store.save_agent(replace(first, num_saved=0, blocks=()))
+        else:
+            store.delete_agent("first")
+        assert store.evict_apart() > 0  # room is needed
+        assert store.block_keys() == []
+
+
+def test_blocks_in_another_precision_go_when_room_is_needed(tmp_path: Path) -> None:
+    record = make_record("a", make_transcript(600))
+    with open_store(tmp_path) as store:
+        store.write_blocks(make_turn(record))
+        store.save_agent(record)
+    with open_store(tmp_path, spec=EIGHT_BITS) as store:
+        store.load_agents()
+        assert store.apart_last_used() == record.last_used
+        assert store.evict_apart() > 0
+        assert (store.apart_last_used(), store.evict_apart()) == (None, 0)
         assert store.load_agents() == [replace(record, num_saved=0, blocks=())]
 
 
@@ -105,13 +142,13 @@ def test_blocks_of_other_models_can_be_evicted_oldest_first(tmp_path: Path) -> N
             store.write_blocks(make_turn(record))
             store.save_agent(record)
         store.collect_orphans()
-        assert store.evict_other_model() == 0
+        assert store.evict_apart() == 0
     with open_store(tmp_path, model="f" * 32) as store:
         store.collect_orphans()
-        assert store.evict_other_model() > 0
+        assert store.evict_apart() > 0
         assert [store.has(make_turn(record)[0].header.block_key) for record in (old, new)] == [False, True]
-        assert store.evict_other_model() > 0
-        assert store.evict_other_model() == 0
+        assert store.evict_apart() > 0
+        assert store.evict_apart() == 0
     with open_store(tmp_path) as store:
         assert [record.id for record in store.load_agents()] == ["new", "old"]
 

@@ -118,7 +118,7 @@ def test_blocks_of_other_models_go_too_and_their_conversations_stay(old: Path) -
     with open_store(old, model=OTHER_MODEL) as store:
         assert store.load_agents() == []
         assert store.collect_orphans() == BLOCKS
-        assert store.evict_other_model() == 0
+        assert store.evict_apart() == 0
     with open_store(old) as store:
         assert [record.name for record in store.load_agents()] == ["alice", "bob~5e"]
 

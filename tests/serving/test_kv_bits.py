@@ -10,6 +10,7 @@ from agentcache.kv.precision import LayerBits, Precision
 from agentcache.llm import LLM
 from agentcache.sampling import SamplingParams
 from agentcache.store.precision_file import NAME, read_precision, write_precision
+from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder
 
 PROMPT = list(range(5, 65)) * 5
@@ -72,3 +73,19 @@ def test_bits_that_are_asked_for_are_not_measured(model_folder: ModelFolder, tmp
     with LLM(str(model_folder("qwen2", num_hidden_layers=2)), cache_dir=tmp_path / "cache", kv="k8v4") as llm:
         assert (llm.model.kv_precision, llm.model.kv_bits, llm.model.kv_divergence) == ("k8v4", 6, None)
     assert not (tmp_path / "cache" / NAME).exists()
+
+
+def test_another_precision_leaves_agents_alone_that_say_nothing(model_folder: ModelFolder, tmp_path: Path) -> None:
+    """Who tries `--kv 8` for an hour finds everybody else warm afterwards."""
+    model = str(model_folder("qwen2", num_hidden_layers=2))
+    agents = {"asked": PROMPT, "idle": PROMPT[::-1]}
+
+    def computed(kv: str, *names: str) -> list[int]:
+        with LLM(model, cache_dir=tmp_path, kv=kv) as llm:
+            return [llm.generate(agents[name], GREEDY, agent=name).report.computed_tokens for name in names]
+
+    computed("4", "asked", "idle")
+    assert computed("8", "asked") == [len(PROMPT)]
+    assert computed("4", "idle")[0] <= 4
+    report = verify_folder(tmp_path)
+    assert (report.problems, report.unnamed_blocks) == ((), 0)
