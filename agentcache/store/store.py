@@ -206,7 +206,7 @@ class Store:
         """Remove blocks in another precision that a lineage named, but for those that it shared with others."""
         if unreadable:
             named = {key for agent in self._all_agents() if self._is_apart(agent) for key in agent.block_keys()}
-            self._blocks.delete(key for key in unreadable if key not in named)
+            self.delete_blocks(key for key in unreadable if key not in named)
 
     # --- blocks ---
 
