@@ -13,7 +13,7 @@ from agentcache.errors import RankLost
 
 _LEAST_WORDS = 64
 _REMEMBERED = 16  # messages: as long as the longest of them, the next one has room
-_MOST_REMEMBERED = 1 << 18  # bytes; an adapter, or a block from elsewhere, makes no room
+_MOST_REMEMBERED = 1 << 16  # bytes: of steps; no room is kept for the next adapter, or block from elsewhere
 
 
 class Wire:

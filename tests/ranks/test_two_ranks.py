@@ -90,16 +90,17 @@ def make_model(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_turns_with_forks_evictions_adapters_and_ragged_rows_are_one_processs(name: str, tmp_path: Path) -> None:
-    most = 0.55 if name != "deepseek_v3" else 1.01  # MLA's latent is every rank's; a header names its rank
-    check_ten_turns(name, tmp_path, "32", BOUND, most)
+    most = 0.55 if name != "deepseek_v3" else 1.0  # MLA's latent is every rank's
+    assert check_ten_turns(name, tmp_path, "32", BOUND, most) == 1
 
 
 def test_what_a_cache_of_16_bits_rounds_is_a_code_more_or_less(tmp_path: Path) -> None:
-    check_ten_turns("llama", tmp_path, "16", BOUND_OF_ROUNDED, 0.55)
+    assert check_ten_turns("llama", tmp_path, "16", BOUND_OF_ROUNDED, 0.55) >= 0.7
 
 
-def check_ten_turns(name: str, folder: Path, kv: str, bound: float, most: float) -> None:
-    """Two ranks say what one process says, logprobs within `bound`; each takes `most` of its RAM and disk."""
+def check_ten_turns(name: str, folder: Path, kv: str, bound: float, most: float) -> float:
+    """Two ranks say what one process says, logprobs within `bound`; each takes `most` of its RAM and disk. Returns the
+    share of answers that are the same."""
     model = make_model(folder / "model", name)
     adapter = make_adapter(folder / "poet", model)
     alone = play("ten_turns", model, folder / "one", adapter, ranks=1, kv=kv).last
@@ -107,14 +108,14 @@ def check_ten_turns(name: str, folder: Path, kv: str, bound: float, most: float)
     compared = compare(together["said"], alone["said"])
     print(name, kv, f"of {len(alone['said'])} answers {compared.same} the same, logprobs within {compared.worst:.1e}")
     assert compared.worst <= bound
-    assert compared.same >= 0.7 * len(alone["said"])
     assert together["ram_bytes"] <= most * alone["ram_bytes"]
     folders = [folder / "two" / f"rank-{rank}-of-2" for rank in range(2)]
     shares = [block_bytes(each) / block_bytes(folder / "one") for each in folders]
     print(name, "RAM", together["ram_bytes"] / alone["ram_bytes"], "files", shares)
-    assert max(shares) <= most
+    assert max(shares) <= (most if most < 1 else 1.01)  # a header names its rank
     for each in folders:
         assert not verify_folder(each).problems
+    return compared.same / len(alone["said"])
 
 
 def block_bytes(folder: Path) -> int:
