@@ -1,13 +1,15 @@
 """One model in one process and in two: a decode step, a cold prompt, a restore, bytes sent a token.
 
-    python -m benchmarks.distributed_benchmark [--shape 8b] [--backend ring|nccl] [--context 2K] [--json]
+    python -m benchmarks.distributed_benchmark [--quick] [--shape 8b] [--backend ring|nccl] [--context 2K] [--json]
 
 Both in one run, one after the other, on one machine: over loopback (ring), where two ranks only show what they cost, or
 on two GPUs of one host (nccl). Ranks are processes of their own, started with the variables that `mlx.launch` sets.
+Each says on stderr what it is at; one that is at it for too long says where its threads are, and ends.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +28,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from agentcache.bench.reporter import Report, Reporter, number_table, say
+from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.cli.bench import parse_sizes
 from agentcache.server_process import free_port
 
@@ -35,8 +37,9 @@ CAVEATS = [
     "Two ranks on one machine share its cores and memory (ring): then they cost, and win nothing.",
     "A step of two ranks is as quick as its slowest reduction: two a layer, beside one message of ours.",
 ]
-SECONDS = 540
-DECODED, ROUNDS = 64, 3
+SECONDS = 540  # after which a rank counts as hanging
+LOOK_SECONDS = 0.05
+CHUNK = 2048  # tokens of a prompt that are computed at once
 
 
 class Backend(StrEnum):
@@ -49,11 +52,21 @@ class Backend(StrEnum):
 class Shape(StrEnum):
     """Of the model."""
 
+    TINY = "tiny"
     SMALL = "small"
     LARGE = "8b"
 
 
 SHAPES: Mapping[Shape, dict[str, int]] = {
+    Shape.TINY: {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
     Shape.SMALL: {
         "hidden_size": 512,
         "intermediate_size": 1536,
@@ -68,25 +81,47 @@ SHAPES: Mapping[Shape, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class DistributedPlan:
-    """What is measured: behind `context` tokens."""
+    """What is measured: `rounds` times, `decoded` tokens behind `context`."""
 
     shape: Shape
     backend: Backend
     context: int
+    decoded: int = 64
+    rounds: int = 3
+
+    @classmethod
+    def quick(cls, backend: Backend) -> DistributedPlan:
+        """Under a minute on two cores."""
+        return cls(Shape.TINY, backend, 512, 16, 2)
 
 
-def measure(model: Path, cache: Path, context: int) -> dict[str, Any]:
-    """On rank 0, or alone: a request decodes behind a cold prompt; a second engine restores it."""
+class Progress:
+    """What a process is at, with the seconds since it began: on stderr, at once."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._began = time.perf_counter()
+
+    def __call__(self, text: str) -> None:
+        print(f"{time.perf_counter() - self._began:6.1f} s  {self._name}: {text}", file=sys.stderr, flush=True)
+
+
+def measure(model: Path, cache: Path, plan: DistributedPlan, note: Progress) -> dict[str, Any]:
+    """On rank 0, or alone: a request decodes behind a cold prompt; what was evicted is restored."""
     from agentcache.llm import LLM
     from agentcache.request import Request, TokenPrompt
     from agentcache.sampling import SamplingParams
 
+    context, agents = plan.context, range(plan.rounds)
     ids = random.Random(1).choices(range(100, 2000), k=context)
-    sampling = SamplingParams(max_tokens=DECODED, temperature=0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=plan.decoded, temperature=0, ignore_eos=True)
     found: dict[str, Any] = {"prefill": [], "decode": [], "restore": []}
-    with LLM(model, cache_dir=cache, prefill_chunk=2048) as llm:
+    note("loading")
+    with LLM(model, cache_dir=cache, prefill_chunk=CHUNK) as llm:
+        note("loaded; first steps")
         llm.generate(ids[:300], SamplingParams(max_tokens=8, ignore_eos=True))
-        for number in range(ROUNDS):
+        for number in agents:
+            note(f"round {number + 1}: {context} tokens, {plan.decoded} behind them")
             start, before = time.perf_counter(), llm.stats()
             request = Request(f"r{number}", TokenPrompt([number + 5, *ids]), sampling, agent=f"agent{number}")
             times = llm.token_times(request)
@@ -95,36 +130,44 @@ def measure(model: Path, cache: Path, context: int) -> dict[str, Any]:
             found["decode"].append(1e3 * statistics.median(b - a for a, b in zip(times, times[1:], strict=False)))
             steps = after.decode_steps - before.decode_steps
             found["messages"] = (after.rank_messages - before.rank_messages) / max(1, steps)
-            found["bytes"] = (after.rank_sent_bytes - before.rank_sent_bytes) / (context + DECODED)
+            found["bytes"] = (after.rank_sent_bytes - before.rank_sent_bytes) / (context + plan.decoded)
         found["disk_bytes"] = after.disk_bytes_by["base"]
-        for number in range(ROUNDS):
+        for number in agents:
+            note(f"round {number + 1}: restoring")
             llm.evict(f"agent{number}")
             start = time.perf_counter()
             report = llm.restore(f"agent{number}")
             found["restore"].append(report.restored_bytes / (time.perf_counter() - start) / 1e6)
+    note("done")
     best = {"prefill": max, "decode": min, "restore": max}
     return found | {name: best[name](found[name]) for name in best}
 
 
 def run_ranks(ranks: int, plan: DistributedPlan, model: Path, cache: Path) -> dict[str, Any]:
-    """`measure` in as many processes; rank 0's numbers."""
-    command = [sys.executable, "-m", "benchmarks.distributed_benchmark", "--part-of", str(model)]
-    command += ["--cache", str(cache), "--context", str(plan.context)]
+    """`measure` in as many processes; rank 0's numbers. Raises SystemExit where one of them fails."""
+    command = [sys.executable, "-m", "benchmarks.distributed_benchmark", "--part-of", str(model), "--cache", str(cache)]
+    command += ["--plan", json.dumps(asdict(plan))]
     processes = [
         subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=os.environ | variables, stdin=subprocess.DEVNULL
         )
-        for variables in reversed(_variables(ranks, plan.backend, cache.parent))
+        for variables in _variables(ranks, plan.backend, cache.parent)
     ]
     try:
-        out, _ = processes[-1].communicate(timeout=SECONDS)
+        # A rank that fails at the start leaves the others waiting for it.
+        while processes[0].poll() is None and not any(process.poll() for process in processes):
+            time.sleep(LOOK_SECONDS)
+        codes = [process.poll() for process in processes]
+        if any(codes):
+            raise SystemExit(f"of {ranks} ranks, these exit codes: {codes} (None: it was still at work)")
+        out, _ = processes[0].communicate()
+        for process in processes[1:]:
+            process.wait(60)
     finally:
         for process in processes:
-            if process.poll() is None and processes[-1].returncode != 0:
+            if process.poll() is None:
                 os.kill(process.pid, signal.SIGKILL)
-            process.wait(60)
-    if processes[-1].returncode:
-        raise SystemExit(f"rank 0 of {ranks} ended with code {processes[-1].returncode}")
+                process.wait()
     measured: dict[str, Any] = json.loads(out.splitlines()[-1])
     return measured
 
@@ -141,10 +184,13 @@ def _variables(ranks: int, backend: Backend, folder: Path) -> list[dict[str, str
 
 
 def make_model(folder: Path, shape: Shape) -> None:
-    """A Qwen3 of random weights, in bfloat16 where it is large."""
+    """A Qwen3 of random weights: bfloat16 on a GPU, float32 on the CPU, where bfloat16 is emulated."""
+    import mlx.core as mx
+
     from benchmarks import real_size
 
-    real_size.make_model(folder, real_size.SHAPE | SHAPES[shape], 16)
+    dtype = mx.bfloat16 if mx.default_device() == mx.Device(mx.gpu) else mx.float32
+    real_size.make_model(folder, real_size.SHAPE | SHAPES[shape], 16, dtype)
 
 
 def build_report(plan: DistributedPlan, progress: Callable[[str], None]) -> Report:
@@ -154,6 +200,7 @@ def build_report(plan: DistributedPlan, progress: Callable[[str], None]) -> Repo
         model = Path(folder) / "model"
         # In a process of its own: what MLX has taken of a GPU for it is free again then.
         module = "from benchmarks.distributed_benchmark import Path, Shape, make_model"
+        progress(f"making a model, {plan.shape.value}")
         making = f"{module}; make_model(Path({str(model)!r}), Shape({plan.shape.value!r}))"
         subprocess.run([sys.executable, "-c", making], check=True)
         for ranks in (1, 2):
@@ -194,25 +241,37 @@ def main(
     shape: Annotated[Shape, typer.Option(help="Of the model.")] = Shape.SMALL,
     backend: Annotated[Backend, typer.Option(help="Between ranks.")] = Backend.RING,
     context: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "2K",
+    quick: Annotated[bool, typer.Option(help="A tiny model behind 512 tokens: whether it works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON report.")] = False,
     part_of: Annotated[Path | None, typer.Option(hidden=True)] = None,
     cache: Annotated[Path, typer.Option(hidden=True)] = Path(),
+    plan: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Decode, prefill, restore and bytes sent a token, for 1 and 2 ranks in one run."""
-    [tokens] = parse_sizes(context)
-    if part_of is None:
-        plan = DistributedPlan(shape, backend, tokens)
-        REPORTER.hand_out(build_report(plan, say), None, as_json=as_json)
+    if part_of is not None:
+        be_a_rank(part_of, cache, DistributedPlan(**json.loads(plan)))
         return
+    [tokens] = parse_sizes(context)
+    wanted = DistributedPlan.quick(backend) if quick else DistributedPlan(shape, backend, tokens)
+    REPORTER.hand_out(build_report(wanted, Progress("benchmark")), None, as_json=as_json)
+
+
+def be_a_rank(model: Path, cache: Path, plan: DistributedPlan) -> None:
+    """What one process does: measure, or follow the one that does."""
     from agentcache.config import load_config
     from agentcache.ranks.rank import own_rank
 
-    if own_rank():
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    rank = own_rank()
+    note = Progress("alone" if rank is None else f"rank {rank}")
+    if rank:
         from agentcache.ranks.world import follow
 
-        follow(load_config({"cache_dir": cache, "prefill_chunk": "2048"}), str(part_of))
+        note("following")
+        follow(load_config({"cache_dir": cache, "prefill_chunk": str(CHUNK)}), str(model))
+        note("done")
     else:
-        typer.echo(json.dumps(measure(part_of, cache, tokens)))
+        typer.echo(json.dumps(measure(model, cache, plan, note)))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class RealSizePlan:
         return cls(model, SHAPE | small | heads, 4, decode, 16, rounds, prefill, 2048)
 
 
-def make_model(folder: Path, shape: dict[str, Any], bits: int) -> None:
+def make_model(folder: Path, shape: dict[str, Any], bits: int, dtype: mx.Dtype = mx.bfloat16) -> None:
     """A Qwen3 of random weights with the embedded model's tokenizer, made by the device in seconds."""
     config = embedded_config() | shape
     if bits < 16:
@@ -103,7 +103,7 @@ def make_model(folder: Path, shape: dict[str, Any], bits: int) -> None:
     from mlx_lm.models.qwen3 import Model, ModelArgs
 
     model = Model(ModelArgs.from_dict(config))
-    model.set_dtype(mx.bfloat16)
+    model.set_dtype(dtype)
     mx.random.seed(1)
     weights = {
         name: mx.random.normal(x.shape, x.dtype, scale=x.shape[-1] ** -0.5) if x.ndim > 1 else mx.ones_like(x)

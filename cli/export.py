@@ -20,15 +20,21 @@ def export(
     fingerprint: Annotated[
         str | None, typer.Option(help="Of the model, where agents of several have that name.")
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Of how many ranks the agent is, where there are several of that name.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write all that an agent remembers to one file, for another machine with the same model.
 
-    It is read from the cache folder, beside a running server too: every turn that was answered is there.
+    It is read from the cache folder, beside a running server too: every turn that was answered is there. Where several
+    ranks share the model, their folders have to be side by side: rank-0-of-2, rank-1-of-2.
     """
+    from agentcache.ranks.agent_folders import folders_of_agent
     from agentcache.store.export import export_agent
 
-    exported = export_agent(load_config({"cache_dir": cache_dir}).cache_dir, agent, file, fingerprint=fingerprint)
+    own, *others = folders_of_agent(load_config({"cache_dir": cache_dir}).cache_dir, agent, ranks)
+    exported = export_agent(own, agent, file, fingerprint=fingerprint, others=others)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(exported)))
         return

@@ -28,7 +28,7 @@ from agentcache.engine.messages import (
     ShowAgent,
 )
 from agentcache.engine.open import open_engine
-from agentcache.errors import Conflict, EngineStopped, InvalidRequest, StoreError
+from agentcache.errors import Conflict, EngineStopped, StoreError
 from agentcache.gateway.adapter_loader import AdapterLoader
 from agentcache.gateway.agent_turns import AgentTurns, Turn
 from agentcache.gateway.completions import Completions
@@ -192,13 +192,11 @@ class AsyncEngine:
         """Make an agent of a file that `agentcache export` has written.
 
         Raises:
-            ArchiveRejected: it is damaged, is none, or is of another model; nothing has changed.
+            ArchiveRejected: it is damaged, is none, or is of another model or number of ranks; nothing has changed.
             Conflict: there is such an agent.
             StoreError: it could not be written, or the disk budget cannot hold it; nothing has changed.
         """
         served = self._thread.view.model
-        if served.ranks > 1:
-            raise InvalidRequest("an agent cannot be imported where several ranks share the model")
         archive = await asyncio.to_thread(read_archive, Path(path), served.spec, served.fingerprint, agent_id)
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], ImportAgent(archive))

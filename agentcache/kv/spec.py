@@ -10,7 +10,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -308,6 +308,14 @@ class CacheSpec:
         """Digest of everything above; part of every key."""
         fields = asdict(self, dict_factory=_without_new_defaults)
         return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    @property
+    def by_rank(self) -> tuple[CacheSpec, ...]:
+        """What each rank of this one's world caches; this one alone where a process has all heads."""
+        if not self.rank:
+            return (self,)
+        size = int(self.rank.rpartition(" ")[2])
+        return tuple(replace(self, rank=f"{rank} of {size}") for rank in range(size))
 
     @cached_property
     def state_group(self) -> GroupSpec | None:

@@ -22,30 +22,20 @@ from agentcache.models.adapters import Adapter, AdapterContent
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs
-from agentcache.ranks.commands import (
+from agentcache.ranks.adapter_commands import DropAdapter, LoadAdapter
+from agentcache.ranks.arena_commands import BringBytes, CopyBlocks, Fit, Forget, GiveBack, PutBytes, TakeBytes
+from agentcache.ranks.file_commands import (
     Block,
-    Command,
-    CopyBlocks,
     Delete,
-    DropAdapter,
-    Fit,
-    Forget,
-    Forward,
-    GiveBack,
     KeepOnly,
-    LoadAdapter,
-    PutBytes,
     ReadBlocks,
     Require,
-    Start,
-    Stop,
-    TakeBytes,
     TakeStock,
     WriteBlocks,
     pack_keys,
-    read_commands,
-    write_answers,
 )
+from agentcache.ranks.messages import Command, Stop, read_commands, write_answers
+from agentcache.ranks.step_commands import Forward, Start
 from agentcache.ranks.wire import Wire, naming_the_lost
 from agentcache.store.block_folder import BlockWrite
 from agentcache.store.store import Store
@@ -159,6 +149,8 @@ class Follower:
             case PutBytes(group, slots, tickets):
                 blocks = [self._bytes_of(group, ticket) for ticket in tickets]
                 self._runner.put_blocks(group, slots, blocks)
+            case BringBytes(ticket, parts):
+                self._held[ticket] = parts[self._wire.rank - 1]
             case Forget(tickets):
                 for ticket in tickets:
                     self._held.pop(ticket, None)

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from itertools import count
 
 from agentcache.errors import RankLost
-from agentcache.ranks.commands import Command, Question, Stop, read_answers, write_commands
+from agentcache.ranks.file_commands import Question
+from agentcache.ranks.messages import Command, Stop, read_answers, write_commands
 from agentcache.ranks.wire import Wire, naming_the_lost
 
 _PINGS = 4  # in the time after which a rank counts as hanging

@@ -19,19 +19,10 @@ from agentcache.models.runner import ModelRunner
 from agentcache.models.shards import ShardedAdapters, Shards
 from agentcache.models.step import CurrentStep, StepInputs, StepOutputs
 from agentcache.models.survey import Survey
-from agentcache.ranks.commands import (
-    CopyBlocks,
-    DropAdapter,
-    Fit,
-    Forward,
-    GiveBack,
-    LoadAdapter,
-    PutBytes,
-    RowUse,
-    Start,
-    TakeBytes,
-)
+from agentcache.ranks.adapter_commands import DropAdapter, LoadAdapter
+from agentcache.ranks.arena_commands import CopyBlocks, Fit, GiveBack, PutBytes, TakeBytes
 from agentcache.ranks.leader import Leader
+from agentcache.ranks.step_commands import Forward, RowUse, Start
 from agentcache.ranks.tickets import Tickets
 
 

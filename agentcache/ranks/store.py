@@ -8,7 +8,8 @@ from pathlib import Path
 from agentcache.errors import BlocksLost, RankLost, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec
-from agentcache.ranks.commands import (
+from agentcache.ranks.arena_commands import BringBytes
+from agentcache.ranks.file_commands import (
     Block,
     Delete,
     KeepOnly,
@@ -52,8 +53,9 @@ class LeadingStore(Store):
 
     def write_blocks(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
         new = [block.header.block_key for block in blocks if not super(LeadingStore, self).has(block.header.block_key)]
+        parts = _with_data(blocks)
         written = super().write_blocks(blocks)
-        told = [Block(self._tickets.of(block.data), block.header) for block in _with_data(blocks)]
+        told = [Block(self._ticket_of(block), block.header) for block in parts]
         try:
             answers = self._leader.ask(lambda number: WriteBlocks(number, told)).result()
         except RankLost:  # a restart finds out which blocks all ranks have
@@ -66,6 +68,15 @@ class LeadingStore(Store):
             raise StoreError("; ".join(errors))
         self._gone.difference_update(block.header.block_key for block in blocks)
         return written
+
+    def _ticket_of(self, block: BlockWrite) -> int:
+        """Of bytes that the others have, or get with the block."""
+        ticket = self._tickets.of(block.data)
+        if not ticket and block.others:
+            ticket = self._tickets.new()
+            self._leader.tell(BringBytes(ticket, block.others))
+            self._tickets.bind(block.data, ticket)
+        return ticket
 
     def read_blocks(
         self, headers: Sequence[BlockHeader], buffers: Sequence[Array] | None = None
@@ -112,7 +123,7 @@ class LeadingStore(Store):
 
 
 def _with_data(blocks: Sequence[BlockWrite | BlockCopy]) -> list[BlockWrite]:
-    """Raises StoreError for what came as one file: that is of one process."""
+    """Raises StoreError for files of caches that ranks have not."""
     if not all(isinstance(block, BlockWrite) for block in blocks):
-        raise StoreError("an agent cannot be imported where several ranks share the model")
+        raise StoreError("residuals of adapters cannot be imported where several ranks share the model")
     return [block for block in blocks if isinstance(block, BlockWrite)]

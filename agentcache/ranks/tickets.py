@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 
 from agentcache.kv.block_layout import Array
-from agentcache.ranks.commands import Forget
+from agentcache.ranks.arena_commands import Forget
 from agentcache.ranks.leader import Leader
 
 

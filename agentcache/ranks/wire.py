@@ -13,6 +13,7 @@ from agentcache.errors import RankLost
 
 _LEAST_WORDS = 64
 _REMEMBERED = 16  # messages: as long as the longest of them, the next one has room
+_MOST_REMEMBERED = 1 << 16  # bytes: of steps; no room is kept for the next adapter, or block from elsewhere
 
 
 class Wire:
@@ -49,7 +50,7 @@ class Wire:
         room = _words_for(max(self._lengths, default=0))
         heard = self._gather(own, room)
         longest = int(heard[:, 0].max())
-        self._lengths.append(longest)
+        self._lengths.append(min(longest, _MOST_REMEMBERED))
         if _words_for(longest) > room:
             heard = self._gather(own, _words_for(longest))
         return [row[1:].tobytes()[: row[0]] for row in heard]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any, Self
 
 
 class WordWriter:
@@ -66,3 +68,17 @@ class WordReader:
     def _take(self, count: int) -> array[int]:
         self._next += count
         return self._words[self._next - count : self._next]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Something told that is numbers alone: its fields, in their order."""
+
+    def put(self, words: WordWriter) -> None:
+        words.put(*astuple(self))
+
+    @classmethod
+    def get(cls, words: WordReader) -> Self:
+        make: Any = cls  # it has fields of its own
+        told: Self = make(*(words.get() for _ in fields(cls)))
+        return told

@@ -1,7 +1,8 @@
 """One agent as one file, to be taken to another machine with the same model.
 
     magic line
-    contents, one after the other: each lineage's manifest and log, then the blocks that they name
+    contents, one after the other: each lineage's manifest and log, then the blocks that they name; where several ranks
+        share the model, those of rank 0, then those of rank 1, …
     index: JSON, what lies there in that order
     length of the index (8 bytes, little endian), SHA-256 of magic line, index and length (32 bytes)
 
@@ -48,10 +49,17 @@ class ArchiveWriter:
         self._contents.append({"kind": kind, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
         self._file.write(data)
 
-    def finish(self, manifest: Manifest) -> None:
-        index = json.dumps({"agent": manifest.id, "model": manifest.model, "contents": self._contents}).encode()
+    def finish(self, manifest: Manifest, ranks: int = 1) -> None:
+        world = {"ranks": ranks} if ranks > 1 else {}
+        fields = {"agent": manifest.id, "model": manifest.model, **world, "contents": self._contents}
+        index = json.dumps(fields).encode()
         length = len(index).to_bytes(8, "little")
         self._file.write(index + length + _digest_of_index(index, length))
+
+
+def block_kind(rank: int) -> str:
+    """The kind of content that a rank's blocks are; one process is rank 0."""
+    return f"block of rank {rank}" if rank else "block"
 
 
 def _digest_of_index(index: bytes, length: bytes) -> bytes:
@@ -105,6 +113,9 @@ class ArchiveFile:
             raise ArchiveRejected("it is damaged: its index is not the one that was written", param="path")
         fields = json.loads(index)
         self.agent, self.model = str(fields["agent"]), str(fields["model"])
+        self.ranks = fields.get("ranks", 1)
+        if type(self.ranks) is not int:
+            raise TypeError("a number of ranks is none")
         self.contents: list[ArchivedContent] = []
         begin = len(_MAGIC)
         for content in fields["contents"]:

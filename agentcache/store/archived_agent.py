@@ -13,7 +13,7 @@ from agentcache.errors import AgentCacheError, BlockRejected
 from agentcache.kv.spec import CacheSpec
 from agentcache.names import is_name
 from agentcache.store.agent_folder import SavedAgent, check_caches
-from agentcache.store.archive import ArchivedContent, ArchiveFile, ArchiveRejected
+from agentcache.store.archive import ArchivedContent, ArchiveFile, ArchiveRejected, block_kind
 from agentcache.store.block_file import BlockHeader, decode_block, make_header, max_encoded_size
 from agentcache.store.block_folder import BlockCopy, BlockWrite
 from agentcache.store.manifest import (
@@ -27,7 +27,7 @@ from agentcache.store.manifest import (
 from agentcache.store.transcript_log import parse_log
 from agentcache.store.verify import MAX_BLOCK_BYTES, MAX_LOG_BYTES, examine_block
 
-_CHUNK = 32  # blocks that are in memory at once while they are brought in
+_CHUNK_BYTES = 64 << 20  # of blocks that are in memory at once while they are brought in, and one more
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class _ExpectedBlock:
 
 @dataclass(frozen=True)
 class _ArchivedBlock(_ExpectedBlock):
-    """The same, and where it lies in the file."""
+    """The same, and where it lies in the file: of each rank."""
 
-    content: ArchivedContent
+    contents: Sequence[ArchivedContent]
 
 
 class ArchivedAgent:
@@ -65,7 +65,7 @@ class ArchivedAgent:
         self.agent_id = agent_id
         self.records = tuple(records)
         self._file = file
-        self._spec = spec
+        self._specs = spec.by_rank
         self._blocks = blocks
 
     @property
@@ -75,19 +75,29 @@ class ArchivedAgent:
 
     @property
     def num_bytes(self) -> int:
-        """About what it will take on disk."""
-        return sum(content.num_bytes for content in self._file.contents)
+        """About what it will take on disk, on one rank."""
+        others = {block_kind(rank) for rank in range(1, self._file.ranks)}
+        return sum(content.num_bytes for content in self._file.contents if content.kind not in others)
 
     def writes(self) -> Iterator[list[BlockWrite | BlockCopy]]:
         """The blocks, some at a time; read and verified once more. Raises ArchiveRejected."""
-        for at in range(0, len(self._blocks), _CHUNK):
-            yield [self._write(each.header, each.content) for each in self._blocks[at : at + _CHUNK]]
+        chunk, num_bytes = list[BlockWrite | BlockCopy](), 0
+        for block in self._blocks:
+            chunk.append(self._write(block.header, block.contents))
+            num_bytes += sum(content.num_bytes for content in block.contents)
+            if num_bytes >= _CHUNK_BYTES:
+                yield chunk
+                chunk, num_bytes = [], 0
+        if chunk:
+            yield chunk
 
-    def _write(self, header: BlockHeader, content: ArchivedContent) -> BlockWrite | BlockCopy:
+    def _write(self, header: BlockHeader, contents: Sequence[ArchivedContent]) -> BlockWrite | BlockCopy:
         if header.cache != BASE_CACHE:  # its adapter may not be loaded
-            return BlockCopy(header, self._file.read(content, MAX_BLOCK_BYTES))
-        block = _decode(self._file, self._spec, header, content)
-        return BlockWrite(header, block.data, block.extras)
+            return BlockCopy(header, self._file.read(contents[0], MAX_BLOCK_BYTES))
+        own, *others = (
+            _decode(self._file, spec, header, content) for spec, content in zip(self._specs, contents, strict=True)
+        )
+        return BlockWrite(header, own.data, own.extras, [other.data for other in others])
 
 
 def read_archive(path: Path, spec: CacheSpec, fingerprint: str, agent_id: str) -> ArchivedAgent:
@@ -98,11 +108,14 @@ def read_archive(path: Path, spec: CacheSpec, fingerprint: str, agent_id: str) -
         agent_id: what the agent is to be called.
 
     Raises:
-        ArchiveRejected: it is damaged, is no archive, or is of another model.
+        ArchiveRejected: it is damaged, is no archive, or is of another model or of another number of ranks.
     """
     file = ArchiveFile(path)
     if file.model != fingerprint:
         message = f"the agent is of another model ({file.model[:16]!r}; this one is {fingerprint[:16]!r})"
+        raise ArchiveRejected(message, param="path", code="other_model")
+    if file.ranks != len(spec.by_rank):
+        message = f"{file.ranks} ranks have the agent's keys and values, each a part; here it is {len(spec.by_rank)}"
         raise ArchiveRejected(message, param="path", code="other_model")
     try:
         return _verified(file, spec, agent_id)
@@ -125,7 +138,16 @@ def _verified(file: ArchiveFile, spec: CacheSpec, agent_id: str) -> ArchivedAgen
     if not lineages:
         raise ArchiveRejected("it has no lineage", param="path")
     expected = {each.header.block_key: each for lineage in lineages.values() for each in _expected(lineage)}
-    blocks = [_identified(file, spec, content, expected) for content in contents]
+    specs = enumerate(spec.by_rank)
+    by_rank = [_blocks_of(file, each, block_kind(rank), contents, expected) for rank, each in specs]
+    if contents:
+        raise ArchiveRejected(f"it has a {contents[0].kind!r:.40} where only blocks may be", param="path")
+    if any(found.keys() != by_rank[0].keys() for found in by_rank):
+        raise ArchiveRejected("it has a block of some ranks, and not of all", param="path")
+    blocks = [
+        _ArchivedBlock(expected[key].header, expected[key].group, [found[key] for found in by_rank])
+        for key in by_rank[0]
+    ]
     records = [replace(lineage.record(spec.digest), id=agent_id) for lineage in lineages.values()]
     return ArchivedAgent(file, spec, agent_id, records, blocks)
 
@@ -179,18 +201,20 @@ def _expected(lineage: SavedAgent) -> Iterator[_ExpectedBlock]:
                 yield _ExpectedBlock(header, group)
 
 
-def _identified(
-    file: ArchiveFile, spec: CacheSpec, content: ArchivedContent, expected: dict[str, _ExpectedBlock]
-) -> _ArchivedBlock:
-    """Which block a content is; each is there once."""
-    if content.kind != "block":
-        raise ArchiveRejected(f"it has a {content.kind!r:.40} where only blocks may be", param="path")
-    block = expected.pop(examine_block(file.read(content, MAX_BLOCK_BYTES)), None)
-    if block is None:
-        raise ArchiveRejected("it has a block that no lineage names, or one twice", param="path")
-    if block.header.cache == BASE_CACHE:
-        _decode(file, spec, block.header, content)
-    return _ArchivedBlock(block.header, block.group, content)
+def _blocks_of(
+    file: ArchiveFile, spec: CacheSpec, kind: str, contents: list[ArchivedContent], expected: dict[str, _ExpectedBlock]
+) -> dict[str, ArchivedContent]:
+    """One rank's blocks, by key: they are taken off the front of `contents`. Each is there once."""
+    found: dict[str, ArchivedContent] = {}
+    while contents and contents[0].kind == kind:
+        content = contents.pop(0)
+        key = examine_block(file.read(content, MAX_BLOCK_BYTES))
+        if key not in expected or key in found:
+            raise ArchiveRejected("it has a block that no lineage names, or one twice", param="path")
+        if expected[key].header.cache == BASE_CACHE:
+            _decode(file, spec, expected[key].header, content)
+        found[key] = content
+    return found
 
 
 def _decode(file: ArchiveFile, spec: CacheSpec, header: BlockHeader, content: ArchivedContent) -> Any:

@@ -36,11 +36,16 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class BlockWrite:
-    """A block to write: what it is, the bytes of its tensors as in `StoredBlock`, and its extras."""
+    """A block to write: what it is, the bytes of its tensors as in `StoredBlock`, and its extras.
+
+    Args:
+        others: of the same block, what ranks 1, 2, … are to keep; nothing where they have it.
+    """
 
     header: BlockHeader
     data: Array
     extras: Extras = field(default_factory=dict)
+    others: Sequence[Array] = ()
 
 
 def _kind_of(header: BlockHeader) -> str:

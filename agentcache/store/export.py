@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentcache.blocks.keys import FORMAT_VERSION
 from agentcache.errors import BlockRejected, Conflict, NotFound, StoreError
 from agentcache.store.agent_folder import SavedAgent
-from agentcache.store.archive import ArchiveWriter
+from agentcache.store.archive import ArchiveWriter, block_kind
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.manifest import MAX_MANIFEST_BYTES, agent_of, decode_manifest
 from agentcache.store.transcript_log import parse_log
@@ -20,7 +21,7 @@ _TRIES = 5  # to read an agent that a server is at work on
 
 @dataclass(frozen=True)
 class Exported:
-    """What has gone into an archive."""
+    """What has gone into an archive; blocks are those of one rank."""
 
     agent: str
     lineages: int
@@ -30,10 +31,14 @@ class Exported:
     num_bytes: int
 
 
-def export_agent(cache_dir: Path, agent_id: str, target: Path, *, fingerprint: str | None = None) -> Exported:
+def export_agent(
+    cache_dir: Path, agent_id: str, target: Path, *, fingerprint: str | None = None, others: Sequence[Path] = ()
+) -> Exported:
     """Write what is on disk of an agent to a new file. Only reads the folder, beside a server too.
 
     Args:
+        others: where ranks share the model, the cache folders of ranks 1, 2, …; a block that one of them has not is
+            left out.
         fingerprint: beginning of the fingerprint of the agent's model, where several have an agent of that name.
 
     Raises:
@@ -45,7 +50,8 @@ def export_agent(cache_dir: Path, agent_id: str, target: Path, *, fingerprint: s
         raise Conflict(f"there is {target} already", param="file")
     for tries_left in reversed(range(_TRIES)):
         try:
-            return _export(CacheFiles(cache_dir.resolve()), agent_id, target, fingerprint or "")
+            ranks = [CacheFiles(folder.resolve()) for folder in (cache_dir, *others)]
+            return _export(ranks, agent_id, target, fingerprint or "")
         except (FileNotFoundError, BlockRejected) as error:
             if not tries_left:  # not a server that is at work on it, then
                 raise StoreError(f"agent {agent_id} cannot be exported: {error}") from error
@@ -54,9 +60,11 @@ def export_agent(cache_dir: Path, agent_id: str, target: Path, *, fingerprint: s
     raise AssertionError  # the last try returns or raises
 
 
-def _export(files: CacheFiles, agent_id: str, target: Path, fingerprint: str) -> Exported:
-    lineages = _lineages_of(files, agent_id, fingerprint)
+def _export(ranks: Sequence[CacheFiles], agent_id: str, target: Path, fingerprint: str) -> Exported:
+    lineages = _lineages_of(ranks[0], agent_id, fingerprint)
     keys = sorted({key for lineage, _ in lineages for key in lineage.block_keys()})
+    # One that went for want of room, on any rank, is computed again, there as here.
+    there = [key for key in keys if all(_path(files, key).exists() for files in ranks)]
     temp = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -66,8 +74,10 @@ def _export(files: CacheFiles, agent_id: str, target: Path, fingerprint: str) ->
             for _, (manifest, log) in lineages:
                 archive.add("manifest", manifest)
                 archive.add("log", log)
-            num_blocks = sum(_add_block(files, key, archive) for key in keys)
-            archive.finish(lineages[0][0].manifest)
+            for rank, files in enumerate(ranks):
+                for key in there:
+                    archive.add(block_kind(rank), _block(files, key))
+            archive.finish(lineages[0][0].manifest, len(ranks))
             num_bytes = file.tell()
             file.flush()
             os.fsync(file.fileno())
@@ -78,23 +88,29 @@ def _export(files: CacheFiles, agent_id: str, target: Path, fingerprint: str) ->
         agent=agent_id,
         lineages=len(lineages),
         tokens=max(len(lineage.content.transcript) for lineage, _ in lineages),
-        blocks=num_blocks,
-        missing_blocks=len(keys) - num_blocks,
+        blocks=len(there),
+        missing_blocks=len(keys) - len(there),
         num_bytes=num_bytes,
     )
 
 
 def _lineages_of(files: CacheFiles, agent_id: str, fingerprint: str) -> list[tuple[SavedAgent, tuple[bytes, bytes]]]:
     """The agent's lineages, with the bytes of their manifests and logs."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted((files.root / "agents").glob("*/*.json")):
-        if agent_of(path.stem) == agent_id and path.parent.name.startswith(fingerprint[:16]):
-            found.setdefault(path.parent.name, []).append(path)
+    found = manifests_of(files.root, agent_id, fingerprint)
     if not found:
         raise NotFound(f"there is no agent {agent_id!r:.80} in {files.root}", param="agent", code="agent_not_found")
     if len(found) > 1:
         raise Conflict(f"agents of {len(found)} models are called {agent_id}: {', '.join(found)}", param="fingerprint")
     return [_lineage_at(files, path) for path in next(iter(found.values()))]
+
+
+def manifests_of(cache_dir: Path, agent_id: str, fingerprint: str = "") -> dict[str, list[Path]]:
+    """Where an agent's manifests are in a cache folder, by the folders of models that have it."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted((cache_dir / "agents").glob("*/*.json")):
+        if agent_of(path.stem) == agent_id and path.parent.name.startswith(fingerprint[:16]):
+            found.setdefault(path.parent.name, []).append(path)
+    return found
 
 
 def _lineage_at(files: CacheFiles, path: Path) -> tuple[SavedAgent, tuple[bytes, bytes]]:
@@ -108,13 +124,13 @@ def _lineage_at(files: CacheFiles, path: Path) -> tuple[SavedAgent, tuple[bytes,
     return saved, (encoded, log)
 
 
-def _add_block(files: CacheFiles, key: str, archive: ArchiveWriter) -> bool:
-    """Whether the block is there. One that went for want of room is computed again, there as here."""
-    try:
-        data = files.read(files.root / "blocks" / key[:2] / f"{key}.safetensors", MAX_BLOCK_BYTES)
-    except FileNotFoundError:
-        return False
+def _path(files: CacheFiles, key: str) -> Path:
+    return files.root / "blocks" / key[:2] / f"{key}.safetensors"
+
+
+def _block(files: CacheFiles, key: str) -> bytes:
+    """The bytes of a block's file. Raises BlockRejected, and FileNotFoundError for one that has just gone."""
+    data = files.read(_path(files, key), MAX_BLOCK_BYTES)
     if examine_block(data) != key:
         raise BlockRejected(f"block {key} is damaged; agentcache doctor --check tells more")
-    archive.add("block", data)
-    return True
+    return data

@@ -16,15 +16,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from agentcache.cli.serve import LOST_CODE
 from agentcache.config import Config
 from agentcache.errors import RankLost
+from agentcache.kv import arena, spec
 from agentcache.llm import LLM, Completion
+from agentcache.models.survey import Survey
 from agentcache.ranks.rank import own_rank
 from agentcache.sampling import SamplingParams
+from agentcache.store.archive import ArchiveRejected
 from agentcache.store.store import Store
 
-SETTINGS: dict[str, Any] = {"ram_budget": 64 << 20, "disk_budget": 256 << 20, "rank_timeout": 60.0, "kv": "16"}
+SETTINGS: dict[str, Any] = {"ram_budget": 64 << 20, "disk_budget": 256 << 20, "rank_timeout": 60.0}
 TURNS = 10
 
 
@@ -109,13 +114,29 @@ def steps(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
 def a_turn(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
     """One more turn of an agent, whose first ones are whole; what it was before stands in the answer."""
     with LLM(model, cache_dir=cache, **SETTINGS) as llm:
-        before = [info.tokens for info in llm.agents()]
-        ids = list(range(10, 290))
-        first = llm.generate(ids, _greedy(5), agent="anna")
-        _acknowledge(first, len(ids) + 5)
-        second = llm.generate([*ids, *first.token_ids, *range(20, 280)], _greedy(5), agent="anna")
-        _acknowledge(second, len(ids) + 10 + 260)
-        return {"before": before, "said": [_said(first), _said(second)]}
+        return _two_turns(llm)
+
+
+def _two_turns(llm: LLM) -> dict[str, Any]:
+    before = [info.tokens for info in llm.agents()]
+    ids = list(range(10, 290))
+    first = llm.generate(ids, _greedy(5), agent="anna")
+    _acknowledge(first, len(ids) + 5)
+    second = llm.generate([*ids, *first.token_ids, *range(20, 280)], _greedy(5), agent="anna")
+    _acknowledge(second, len(ids) + 10 + 260)
+    return {"before": before, "said": [_said(first), _said(second)]}
+
+
+def bring_in(model: Path, cache: Path, files: Path) -> dict[str, Any]:
+    """An agent of each file in a folder, by their names, as far as it is not refused; then the same turns."""
+    with LLM(model, cache_dir=cache, **SETTINGS) as llm:
+        refused = {}
+        for file in sorted(files.iterdir()):
+            try:
+                llm.import_agent("anna", file)
+            except ArchiveRejected as error:
+                refused[file.name] = [error.code, llm.stats().disk_bytes]
+        return {"refused": refused} | _two_turns(llm)
 
 
 def _acknowledge(completion: Completion, tokens: int) -> None:
@@ -139,7 +160,15 @@ def _die_at(step: str, occurrence: int) -> None:
     defaults["fault"] = fault
 
 
-SCENES = {"ten_turns": ten_turns, "steps": steps, "a_turn": a_turn}
+def _keep_float32() -> None:
+    """Have keys and values kept as the model makes them, which nobody can ask for: nothing is rounded."""
+    SETTINGS["kv"] = "16"
+    arena._PLAIN_DTYPES["F32"] = mx.float32
+    spec.Plain.__str__ = lambda self: "float32"  # type: ignore[method-assign]
+    Survey._packing = lambda self, bits, dtype: spec.Plain("F32")  # type: ignore[method-assign]
+
+
+SCENES = {"ten_turns": ten_turns, "steps": steps, "a_turn": a_turn, "bring_in": bring_in}
 
 
 def _tell(scene: Callable[[], dict[str, Any]]) -> None:
@@ -149,6 +178,9 @@ def _tell(scene: Callable[[], dict[str, Any]]) -> None:
 def main() -> None:
     scene, model, cache, adapter = sys.argv[1], *map(Path, sys.argv[2:5])
     rank = own_rank()
+    SETTINGS["kv"] = os.environ["KV"]
+    if SETTINGS["kv"] == "32":
+        _keep_float32()
     wanted = os.environ.get("DIE_AT")
     if wanted is not None:
         ranks, step, occurrence = wanted.split(":")

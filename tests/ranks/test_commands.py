@@ -13,31 +13,12 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.step import StepInputs
-from agentcache.ranks import commands
-from agentcache.ranks.commands import (
-    Block,
-    Command,
-    CopyBlocks,
-    Delete,
-    DropAdapter,
-    Fit,
-    Forget,
-    Forward,
-    GiveBack,
-    KeepOnly,
-    LoadAdapter,
-    PutBytes,
-    ReadBlocks,
-    Require,
-    RowUse,
-    Start,
-    Stop,
-    TakeBytes,
-    TakeStock,
-    WriteBlocks,
-    read_commands,
-    write_commands,
-)
+from agentcache.ranks import messages
+from agentcache.ranks.adapter_commands import DropAdapter, LoadAdapter
+from agentcache.ranks.arena_commands import BringBytes, CopyBlocks, Fit, Forget, GiveBack, PutBytes, TakeBytes
+from agentcache.ranks.file_commands import Block, Delete, KeepOnly, ReadBlocks, Require, TakeStock, WriteBlocks
+from agentcache.ranks.messages import Command, Stop, read_commands, write_commands
+from agentcache.ranks.step_commands import Forward, RowUse, Start
 from agentcache.store.block_file import make_header
 
 KEYS = ["0123456789abcdef0123456789abcdef01234567", "ff" * 20]
@@ -79,8 +60,8 @@ def make_step(**fields: object) -> StepInputs:
 
 def test_all_commands_of_a_message_come_back_in_order() -> None:
     assert list(read_commands(write_commands(PLAIN))) == PLAIN
-    told = {type(command) for command in PLAIN} | {Forward, LoadAdapter}
-    assert told == set(commands._BY_CODE.values())
+    told = {type(command) for command in PLAIN} | {Forward, LoadAdapter, BringBytes}
+    assert told == set(messages._BY_CODE.values())
 
 
 def test_a_step_reads_and_writes_the_same_slots() -> None:
@@ -110,6 +91,13 @@ def test_a_step_without_adapters_says_nothing_of_them() -> None:
 def test_what_ranks_do_not_share_is_never_told(fields: dict[str, object]) -> None:
     with pytest.raises(BrokenInvariant):
         Forward.of(make_step(**fields), [])
+
+
+def test_bytes_from_elsewhere_arrive_as_they_were() -> None:
+    parts = [np.arange(start, start + 7, dtype=np.uint8) for start in (3, 9)]
+    [told] = read_commands(write_commands([BringBytes(4, parts)]))
+    assert isinstance(told, BringBytes) and told.ticket == 4
+    assert [part.tolist() for part in told.parts] == [part.tolist() for part in parts]
 
 
 def test_matrices_of_an_adapter_arrive_bit_for_bit() -> None:

@@ -27,8 +27,8 @@ EVERY_CASE = [
     *((ranks, step, 1) for ranks in ("1", "0,1") for step in OF_BLOCKS),
     *((ranks, step, 5) for ranks in ("0", "1") for step in OF_BLOCKS),  # the second turn's
 ]
-# A case takes half a minute on two cores: every third one, of each kind some, unless all are asked for.
-CASES = EVERY_CASE if os.environ.get("EVERY_KILL") else EVERY_CASE[::3]
+# A case is four processes that load a model: every eighth one, one of each kind, unless all are asked for.
+CASES = EVERY_CASE if os.environ.get("EVERY_KILL") else EVERY_CASE[::8]
 FIRST, WHOLE = 285, 550  # tokens of the agent when its turns are acknowledged
 
 

@@ -14,9 +14,9 @@ from tests.adapters_factory import make_adapter
 from tests.ranks.two_ranks import play
 from tests.tiny import tiny_model
 
-# Sums in another order differ in the last bits of float32, and here and there a cached value is rounded the other way
-# then, to float16: random models of this size are that sensitive.
-BOUND = 2e-3
+# Two ranks add in another order, which float32 shows in its last bits. A cache that rounds makes more of that: here and
+# there a key or value goes to the next code. So caches are compared that keep float32, and rounding by itself.
+BOUND, BOUND_OF_ROUNDED = 1e-4, 2e-3
 FORKS = {"anna": ("dora",)}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -64,8 +64,8 @@ class Compared:
 
 
 def compare(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Compared:
-    """An answer may differ where two tokens were as likely as one another, within `BOUND`; its agent's conversation is
-    another one from then on."""
+    """An answer may differ where two tokens were as likely as one another, within the bound; its agent's conversation
+    is another one from then on."""
     compared, others = Compared(), set[str]()
     for our, their in zip(ours, theirs, strict=True):
         assert our["agent"] == their["agent"]
@@ -90,22 +90,32 @@ def make_model(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_turns_with_forks_evictions_adapters_and_ragged_rows_are_one_processs(name: str, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", name)
-    adapter = make_adapter(tmp_path / "poet", model)
-    alone = play("ten_turns", model, tmp_path / "one", adapter, ranks=1).last
-    together = play("ten_turns", model, tmp_path / "two", adapter).last
-    compared = compare(together["said"], alone["said"])
-    print(name, f"of {len(alone['said'])} answers {compared.same} the same, logprobs within {compared.worst:.1e}")
-    assert compared.worst <= BOUND
-    assert compared.same >= 0.7 * len(alone["said"])
     most = 0.55 if name != "deepseek_v3" else 1.0  # MLA's latent is every rank's
+    assert check_ten_turns(name, tmp_path, "32", BOUND, most) == 1
+
+
+def test_what_a_cache_of_16_bits_rounds_is_a_code_more_or_less(tmp_path: Path) -> None:
+    assert check_ten_turns("llama", tmp_path, "16", BOUND_OF_ROUNDED, 0.55) >= 0.7
+
+
+def check_ten_turns(name: str, folder: Path, kv: str, bound: float, most: float) -> float:
+    """Two ranks say what one process says, logprobs within `bound`; each takes `most` of its RAM and disk. Returns the
+    share of answers that are the same."""
+    model = make_model(folder / "model", name)
+    adapter = make_adapter(folder / "poet", model)
+    alone = play("ten_turns", model, folder / "one", adapter, ranks=1, kv=kv).last
+    together = play("ten_turns", model, folder / "two", adapter, kv=kv).last
+    compared = compare(together["said"], alone["said"])
+    print(name, kv, f"of {len(alone['said'])} answers {compared.same} the same, logprobs within {compared.worst:.1e}")
+    assert compared.worst <= bound
     assert together["ram_bytes"] <= most * alone["ram_bytes"]
-    folders = [tmp_path / "two" / f"rank-{rank}-of-2" for rank in range(2)]
-    shares = [block_bytes(folder) / block_bytes(tmp_path / "one") for folder in folders]
+    folders = [folder / "two" / f"rank-{rank}-of-2" for rank in range(2)]
+    shares = [block_bytes(each) / block_bytes(folder / "one") for each in folders]
     print(name, "RAM", together["ram_bytes"] / alone["ram_bytes"], "files", shares)
-    assert max(shares) <= (most if name != "deepseek_v3" else 1.01)  # a header names its rank
-    for folder in folders:
-        assert not verify_folder(folder).problems
+    assert max(shares) <= (most if most < 1 else 1.01)  # a header names its rank
+    for each in folders:
+        assert not verify_folder(each).problems
+    return compared.same / len(alone["said"])
 
 
 def block_bytes(folder: Path) -> int:

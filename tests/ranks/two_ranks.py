@@ -38,15 +38,25 @@ class Played:
         return self.lines[-1]
 
 
-def play(scene: str, model: Path, cache: Path, adapter: Path = Path(), *, ranks: int = 2, die_at: str = "") -> Played:
+def play(
+    scene: str,
+    model: Path,
+    cache: Path,
+    adapter: Path = Path(),
+    *,
+    ranks: int = 2,
+    die_at: str = "",
+    kv: str = "16",
+) -> Played:
     """Run a scene to its end.
 
     Args:
+        kv: in how many bits keys and values are kept; 32 for as the model makes them, without rounding.
         die_at: which ranks kill themselves, and when: `0,1:block-replaced:2` at the second such step.
     """
     cache.parent.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("AGENTCACHE_", "MLX_"))}
-    environment |= {"PYTHONPATH": str(ROOT), "AGENTCACHE_CONFIG": os.devnull}
+    environment |= {"PYTHONPATH": str(ROOT), "AGENTCACHE_CONFIG": os.devnull, "KV": kv}
     if die_at:
         environment["DIE_AT"] = die_at
     if ranks > 1:

@@ -332,7 +332,7 @@ def test_a_file_that_changes_while_it_is_brought_in(
     """Verified and read again later: what is written is verified once more, and the beginning of it goes."""
     file = tmp_path / "file"
     file.write_bytes(archive.read_bytes())
-    monkeypatch.setattr("agentcache.store.archived_agent._CHUNK", 1)
+    monkeypatch.setattr("agentcache.store.archived_agent._CHUNK_BYTES", 1)
     with open_llm(saved.model, tmp_path / "there") as llm:
         from agentcache.store.store import Store
 

@@ -1,0 +1,137 @@
+"""What rank 0 tells and asks the others of their block files.
+
+A command with a `number` is a question: its answer, some bytes, comes with a later message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from agentcache.ranks.words import Numbers, WordReader, WordWriter
+from agentcache.store.block_file import BlockHeader
+
+_KEY_BYTES = 20
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block's file: what it says of itself, and the ticket of its bytes."""
+
+    ticket: int
+    header: BlockHeader
+
+    def put(self, words: WordWriter) -> None:
+        header = self.header
+        words.put(self.ticket, header.position)
+        words.put_list(header.token_ids)
+        keys = (header.block_key, header.chain, header.parent)
+        words.put_bytes(b"".join(map(bytes.fromhex, keys)))
+        words.put_texts((header.group, header.producer))
+
+    @classmethod
+    def get(cls, words: WordReader) -> Block:
+        ticket, position = words.get(), words.get()
+        token_ids, keys = tuple(words.get_list()), words.get_bytes().hex()
+        name, producer = words.get_texts()
+        key, chain, parent = (keys[start : start + 2 * _KEY_BYTES] for start in range(0, len(keys), 2 * _KEY_BYTES))
+        return cls(ticket, BlockHeader(key, chain, parent, name, position, token_ids, producer))
+
+
+@dataclass(frozen=True)
+class _OfBlocks:
+    """A question about blocks."""
+
+    number: int
+    blocks: Sequence[Block]
+
+    def put(self, words: WordWriter) -> None:
+        words.put(self.number, len(self.blocks))
+        for block in self.blocks:
+            block.put(words)
+
+    @classmethod
+    def get(cls, words: WordReader) -> Self:
+        number, count = words.get(), words.get()
+        return cls(number, [Block.get(words) for _ in range(count)])
+
+
+@dataclass(frozen=True)
+class WriteBlocks(_OfBlocks):
+    """Make blocks durable, all or none. Answer: why they are not; nothing where they are."""
+
+    code: ClassVar = 12
+
+
+@dataclass(frozen=True)
+class ReadBlocks(_OfBlocks):
+    """Read and verify blocks, and keep their bytes under their tickets. Answer: a byte a block, 1 where it is sound."""
+
+    code: ClassVar = 13
+
+
+@dataclass(frozen=True)
+class Require:
+    """Look whether blocks are on the disk still. Answer: the keys of those that are not."""
+
+    code: ClassVar = 14
+    number: int
+    keys: Sequence[str]
+
+    def put(self, words: WordWriter) -> None:
+        words.put(self.number)
+        words.put_bytes(pack_keys(self.keys))
+
+    @classmethod
+    def get(cls, words: WordReader) -> Require:
+        return cls(words.get(), list(unpack_keys(words.get_bytes())))
+
+
+@dataclass(frozen=True)
+class TakeStock(Numbers):
+    """Say what is on the disk. Answer: the keys of all blocks."""
+
+    code: ClassVar = 15
+    number: int
+
+
+@dataclass(frozen=True)
+class _OfKeys:
+    """About the blocks with these keys."""
+
+    keys: Sequence[str]
+
+    def put(self, words: WordWriter) -> None:
+        words.put_bytes(pack_keys(self.keys))
+
+    @classmethod
+    def get(cls, words: WordReader) -> Self:
+        return cls(list(unpack_keys(words.get_bytes())))
+
+
+@dataclass(frozen=True)
+class Delete(_OfKeys):
+    """Remove the files of blocks."""
+
+    code: ClassVar = 16
+
+
+@dataclass(frozen=True)
+class KeepOnly(_OfKeys):
+    """Remove the files of all other blocks."""
+
+    code: ClassVar = 17
+
+
+Question = WriteBlocks | ReadBlocks | Require | TakeStock
+
+
+def pack_keys(keys: Sequence[str]) -> bytes:
+    """Block keys as 20 bytes each."""
+    return bytes.fromhex("".join(keys))
+
+
+def unpack_keys(data: bytes) -> Iterator[str]:
+    """What `pack_keys` has packed."""
+    return (data[start : start + _KEY_BYTES].hex() for start in range(0, len(data), _KEY_BYTES))
