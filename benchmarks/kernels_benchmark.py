@@ -21,7 +21,7 @@ from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena, Packed
 from agentcache.kv.spec import LayerSpec, quantisation_for
 from agentcache.kv.step_plan import Reads
-from agentcache.metal_kernels.decode import THREADGROUPS, decode
+from agentcache.metal_kernels.decode import THREADGROUPS, Residuals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
@@ -29,6 +29,7 @@ from agentcache.models.attention import AttentionOptions, packed_attention
 
 CAVEATS = [
     "Random blocks in random slots; one process; the fastest of several rounds.",
+    "Rows with residuals are to be compared with plain rows of the same number and context, above them.",
     "Flash attention reads contiguous bfloat16 keys: 3.6 times the bytes, and nothing to unpack.",
 ]
 _LARGEST_DEVICE_CACHE = 60 << 20
@@ -42,6 +43,7 @@ class KernelsPlan:
     Args:
         contexts, rows: every pair whose keys fit into memory.
         prefixes: (rows, tokens that they share, tokens of their own).
+        residuals: (rows of one adapter, tokens of each, rank of its residuals on values).
         unpacked: contexts of a prompt's chunk.
         threadgroups: that a launch is to have, at least, where the context is long enough.
         compare: measure what is beside the kernels, too.
@@ -52,6 +54,7 @@ class KernelsPlan:
     contexts: tuple[int, ...] = (1024, 4096, 16384, 65536)
     rows: tuple[int, ...] = (1, 4, 8, 16, 32)
     prefixes: tuple[tuple[int, int, int], ...] = ((4, 32768, 256), (16, 32768, 256), (32, 32768, 256))
+    residuals: tuple[tuple[int, int, int], ...] = ((1, 4096, 16), (1, 16384, 16), (16, 16384, 16), (16, 16384, 64))
     unpacked: tuple[int, ...] = (4096, 32768)
     kv_heads: int = 8
     queries_per_head: int = 4
@@ -125,6 +128,9 @@ def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple
     for rows, shared, own in plan.prefixes:
         samples.append(_decode_sample(plan, rows, shared, own))
         progress(_line(samples[-1], bandwidth))
+    for rows, context, rank in plan.residuals:
+        samples.append(_decode_sample(plan, rows, 0, context, rank))
+        progress(_line(samples[-1], bandwidth))
     for context in plan.unpacked:
         samples.append(_unpack_sample(plan, context))
         progress(_line(samples[-1], bandwidth))
@@ -139,7 +145,8 @@ def copy_bandwidth(size: int) -> float:
     return float(4 * 2 * source.nbytes / seconds)
 
 
-def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int) -> Sample:
+def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: int = 0) -> Sample:
+    """Of rows that share so many tokens, or whose values have residuals of this rank."""
     blocks = -(-own // BLOCK_SIZE)
     common = shared // BLOCK_SIZE
     layers = Layers(plan, rows * blocks + common)
@@ -148,21 +155,26 @@ def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int) -> Sampl
     length = shared + own - 1
     dtype = getattr(mx, plan.dtype)
     heads = plan.kv_heads * plan.queries_per_head
-    shape = HeadShape(plan.dim, plan.kv_heads, plan.queries_per_head, layers.quantisation.group_size, dtype)
-    reads = DecodePlan(shape, StepRows(ids, [0] * rows, [length] * rows, 1))
+    group_size = layers.quantisation.group_size
+    shape = HeadShape(plan.dim, plan.kv_heads, plan.queries_per_head, group_size, dtype, value_rank=rank)
+    reads = DecodePlan(shape, StepRows(ids, [0] * rows, [length] * rows, 1, residual_ids=ids if rank else ()))
+    residuals = [_residuals(plan, len(order), rank) for _ in layers.arenas if rank]
     queries = mx.random.normal((rows, heads, 1, plan.dim)).astype(dtype)
     scale = plan.dim**-0.5
     mx.eval(queries)
 
     def kernel() -> mx.array:
         x = queries
-        for arena in layers.arenas:
+        for index, arena in enumerate(layers.arenas):
             keys, values = (tuple(side.arrays()) for _, side in arena.sides)
-            x = decode(x, keys, values, reads, scale=scale, threadgroups=plan.threadgroups)
+            own = residuals[index] if rank else None
+            x = decode(x, keys, values, reads, scale=scale, residuals=own, threadgroups=plan.threadgroups)
         return x
 
     kernel_us = _fastest(plan.rounds, kernel) / layers.count * 1e6
-    moved = (common * BLOCK_SIZE + rows * own) * bytes_per_token(plan)
+    moved = (common * BLOCK_SIZE + rows * own) * (bytes_per_token(plan) + 2 * rank)
+    if rank:
+        return Sample(f"decode, values' residuals of rank {rank}", rows, own, moved, kernel_us)
     ops_us = flash_us = None
     if plan.compare:
         ops_us = _ops(plan, layers, ids, length, queries)
@@ -170,6 +182,13 @@ def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int) -> Sampl
         flash_us = _flash(plan, rows, shared + own, queries)
     what = "decode" if not shared else f"decode, {shared} shared"
     return Sample(what, rows, shared + own, moved, kernel_us, ops_us, flash_us)
+
+
+def _residuals(plan: KernelsPlan, slots: int, rank: int) -> Residuals:
+    low_rank = mx.random.normal((slots, BLOCK_SIZE, rank)).astype(mx.float16)
+    made = Residuals(low_rank, mx.random.normal((plan.kv_heads, rank, plan.dim)))
+    mx.eval(made)
+    return made
 
 
 def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, queries: mx.array) -> float:

@@ -12,9 +12,9 @@ import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.append import packed_alone
-from agentcache.metal_kernels.decode import PackedArrays, decode
+from agentcache.metal_kernels.decode import PackedArrays, Residuals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
-from agentcache.metal_kernels.definition import PackedNumpy, attention
+from agentcache.metal_kernels.definition import LowRank, PackedNumpy, attention
 from agentcache.metal_kernels.tiling import HeadShape
 
 #: Largest difference, of values of about 1.
@@ -30,6 +30,7 @@ class Case:
         num_tokens: queries of each row.
         prefix: leading blocks that all rows have in common, but for those too short to have them.
         group: size of the quantisation's groups; None for the widest that divides `dim`.
+        value_rank: of the residuals that are added to values; 0 for none.
     """
 
     dim: int = 128
@@ -44,6 +45,7 @@ class Case:
     prefix: int = 0
     seed: int = 0
     group: int | None = None
+    value_rank: int = 0
 
     @property
     def group_size(self) -> int:
@@ -55,7 +57,7 @@ class Case:
 
     @property
     def shape(self) -> HeadShape:
-        return HeadShape(self.dim, self.kv_heads, self.gqa, self.group_size, self.dtype)
+        return HeadShape(self.dim, self.kv_heads, self.gqa, self.group_size, self.dtype, value_rank=self.value_rank)
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Arenas:
     values: PackedNumpy
     queries: np.ndarray
     sinks: np.ndarray | None = None
+    residuals: LowRank | None = None
 
     @classmethod
     def of(cls, case: Case) -> Arenas:
@@ -97,11 +100,13 @@ class Arenas:
                 used[ids[token // BLOCK_SIZE - first], token % BLOCK_SIZE] = True
         bases = [first * BLOCK_SIZE for first in firsts]
         keys, values = (_packed(case, used, random) for _ in range(2))
-        return cls(case, tables, bases, keys, values, queries, sinks)
+        residuals = _residuals(case, tables, bases, random) if case.value_rank else None
+        return cls(case, tables, bases, keys, values, queries, sinks, residuals)
 
     def plan(self) -> DecodePlan:
         case = self.case
-        rows = StepRows(self.block_ids, self.bases, case.lengths, case.num_tokens, case.window)
+        residual_ids = () if self.residuals is None else self.residuals.block_ids
+        rows = StepRows(self.block_ids, self.bases, case.lengths, case.num_tokens, case.window, residual_ids)
         return DecodePlan(case.shape, rows, least_saved=1)
 
     def expected(self) -> np.ndarray:
@@ -117,6 +122,7 @@ class Arenas:
             window=case.window,
             softcap=case.softcap,
             sinks=self.sinks,
+            residuals=self.residuals,
         )
 
     def computed_queries(self) -> mx.array:
@@ -142,6 +148,7 @@ class Arenas:
             scale=case.scale,
             softcap=case.softcap,
             sinks=None if self.sinks is None else mx.array(self.sinks.astype(np.float32)),
+            residuals=None if self.residuals is None else as_residuals(self.residuals),
             threadgroups=threadgroups,
         )
 
@@ -156,10 +163,28 @@ def as_mlx(packed: PackedNumpy) -> PackedArrays:
     return data, scales, biases
 
 
+def as_residuals(residuals: LowRank) -> Residuals:
+    return Residuals(mx.array(residuals.low_rank), mx.array(residuals.matrix.astype(np.float32)))
+
+
 def error(actual: mx.array, expected: np.ndarray) -> float:
     """Largest difference; infinite where a number is none."""
     difference = np.abs(np.array(actual.astype(mx.float32)).astype(np.float64) - expected)
     return float(np.where(np.isnan(difference), np.inf, difference).max())
+
+
+def _residuals(case: Case, tables: list[list[int]], bases: list[int], random: np.random.Generator) -> LowRank:
+    """Residuals of about half a value's size, in slots of their own; NaN in places that nobody reads."""
+    slots = list(map(int, random.permutation(sum(map(len, tables)) + 2)))
+    ids = [[slots.pop() for _ in table] for table in tables]
+    low_rank = np.full((sum(map(len, tables)) + 2, BLOCK_SIZE, case.value_rank), np.nan, np.float16)
+    for table, base, length in zip(ids, bases, case.lengths, strict=True):
+        begin = 0 if case.window is None else max(0, length - case.window + 1)
+        for token in range(begin, length + case.num_tokens):
+            place = low_rank[table[(token - base) // BLOCK_SIZE], token % BLOCK_SIZE]
+            place[:] = random.standard_normal(case.value_rank)
+    matrix = random.standard_normal((case.kv_heads, case.value_rank, case.dim)) * 0.5 * case.value_rank**-0.5
+    return LowRank(low_rank, as_computed(matrix, mx.float32), ids)
 
 
 def _packed(case: Case, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:

@@ -6,6 +6,10 @@ query heads that share it, so that every packed byte is read once a group (flash
 prefixes as in Hydragen, arXiv 2402.05099). A second kernel merges the splits, of up to two sets of groups, and adds
 the sinks. Computed in float; 16-bit models multiply in half (queries and values are exact there, or rounded to 11
 bits), whatever their type.
+
+**Residuals.** Rows of an adapter that shares base's cache add (x·A)·B to base's values (ForkKV, arXiv 2604.06370;
+`models/residual_attention.py`). Of a token, x·A is staged behind its value, so that one product with the weights sums
+both; the merge multiplies the second sum with B, once a query and head: out = P·V + (P·x·A)·B.
 """
 
 from __future__ import annotations
@@ -76,6 +80,36 @@ METAL_FUNC void stage_tile(SHARED_POINTER(S) stage, int width, int lane, const t
         }
     }
 }
+// Of the tile's tokens, what is kept of rank RANK, in eights, which zeros fill up.
+template <int RANK, int EIGHTS, int LOADS, typename Table>
+METAL_FUNC void load_residuals(const device half* residuals, Table slots, int t, int stop, int lane, thread half* x) {
+    UNROLL for (int u = 0; u < LOADS; ++u) {
+        const int token = (u * 32 + lane) / EIGHTS;
+        const int column = (u * 32 + lane) % EIGHTS * 8;
+        const int place = t + token;
+        UNROLL for (int e = 0; e < 8; ++e) x[u * 8 + e] = half(0.0f);
+        if (token < 16 && place < stop) {
+            const device half* from = residuals + (size_t(slots[place / 256]) * 256 + place % 256) * RANK + column;
+            if (RANK % 8 == 0) {
+                load8(from, x + u * 8);
+            } else {
+                UNROLL for (int e = 0; e < 8; ++e) {
+                    if (column + e < RANK) x[u * 8 + e] = from[e];
+                }
+            }
+        }
+    }
+}
+template <typename S, int EIGHTS, int LOADS>
+METAL_FUNC void stage_residuals(SHARED_POINTER(S) stage, int width, int lane, const thread half* x) {
+    UNROLL for (int u = 0; u < LOADS; ++u) {
+        const int token = (u * 32 + lane) / EIGHTS;
+        const int column = (u * 32 + lane) % EIGHTS * 8;
+        if (token < 16) {
+            UNROLL for (int e = 0; e < 8; ++e) stage[token * width + column + e] = static_cast<S>(float(x[u * 8 + e]));
+        }
+    }
+}
 """
 
 # A query's row in a tile: member * GQA + its head among those of the kv head. COOPERATIVE: all simdgroups unpack for
@@ -98,6 +132,9 @@ _BODY = """
     const int GROUPS = D / GS;
     const int WORDS = GS / 8;
     const int UNITS = (16 * GROUPS + 31) / 32;
+    const int EIGHTS = RANK > 0 ? (RANK + 7) / 8 : 1;
+    const int LOADS = (16 * EIGHTS + 31) / 32;
+    const int DV = RANK > 0 ? D + EIGHTS * 8 : D;
     const int TILES = COOPERATIVE ? NSG : 1;
     const int ROWS = COOPERATIVE ? NSG * Q * 8 : Q * 8;
     const int own_rows = COOPERATIVE ? sg * Q * 8 : 0;
@@ -132,8 +169,8 @@ _BODY = """
         m[i] = NONE;
         z[i] = 0.0f;
     }
-    Sums<Q> out[D / 8];
-    UNROLL for (int n = 0; n < D / 8; ++n) clear(out[n]);
+    Sums<Q> out[DV / 8];
+    UNROLL for (int n = 0; n < DV / 8; ++n) clear(out[n]);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     const int per = (end - begin + splits * NSG * 16 - 1) / (splits * NSG * 16) * (NSG * 16);
@@ -145,11 +182,15 @@ _BODY = """
     half kbi[UNITS];
     half vsc[UNITS];
     half vbi[UNITS];
+    half low[LOADS * 8];
     size_t at[UNITS];
     bool there[UNITS];
     find_tile<HEADS, GROUPS, UNITS>(table + group * width, first + sg * 16 - base, stop - base, head, lane, at, there);
     load_tile<WORDS, UNITS>(kq, ks, kb, at, there, kw, ksc, kbi);
     load_tile<WORDS, UNITS>(vq, vs, vb, at, there, vw, vsc, vbi);
+    if (RANK > 0)
+        load_residuals<RANK, EIGHTS, LOADS>(
+            residuals, residual_table + group * width, first + sg * 16 - base, stop - base, lane, low);
     for (int t0 = first; t0 < stop; t0 += NSG * 16) {
         // What comes next is on its way while this is computed.
         const int next = t0 + NSG * 16 + sg * 16 - base;
@@ -168,6 +209,11 @@ _BODY = """
         else simdgroup_barrier(mem_flags::mem_threadgroup);
         stage_tile<S, GROUPS, WORDS, UNITS>(stage + sg * 16 * LD, LD, lane, vw, vsc, vbi);
         load_tile<WORDS, UNITS>(vq, vs, vb, at, there, vw, vsc, vbi);
+        if (RANK > 0) {
+            stage_residuals<S, EIGHTS, LOADS>(stage + sg * 16 * LD + D, LD, lane, low);
+            load_residuals<RANK, EIGHTS, LOADS>(
+                residuals, residual_table + group * width, next, stop - base, lane, low);
+        }
         UNROLL for (int i = 0; i < Q; ++i) {
             float top = m[i];
             UNROLL for (int n = 0; n < TILES * 2; ++n) {
@@ -193,7 +239,7 @@ _BODY = """
                     put(scores[n], i, e, p);
                 }
             }
-            UNROLL for (int n = 0; n < D / 8; ++n) {
+            UNROLL for (int n = 0; n < DV / 8; ++n) {
                 UNROLL for (int e = 0; e < 2; ++e) put(out[n], i, e, element(out[n], i, e) * keep);
             }
         }
@@ -202,7 +248,7 @@ _BODY = """
         UNROLL for (int tile = 0; tile < TILES; ++tile) {
             Left<S, Q> weights;
             to_left(weights, scores[2 * tile], scores[2 * tile + 1]);
-            UNROLL for (int n = 0; n < D / 8; ++n)
+            UNROLL for (int n = 0; n < DV / 8; ++n)
                 add_product_columns(out[n], weights, tiles + tile * 16 * LD + n * 8, LD);
         }
         if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -217,9 +263,9 @@ _BODY = """
         if (COOPERATIVE) {
             if (own_rows + row < MEMBERS * GQA) {
                 const size_t to = size_t(mine + own_rows + row) * splits + split;
-                UNROLL for (int n = 0; n < D / 8; ++n) {
+                UNROLL for (int n = 0; n < DV / 8; ++n) {
                     UNROLL for (int e = 0; e < 2; ++e)
-                        sums[to * D + n * 8 + tile_column(lane) + e] = element(out[n], i, e);
+                        sums[to * DV + n * 8 + tile_column(lane) + e] = element(out[n], i, e);
                 }
                 if (tile_column(lane) == 0) {
                     tops[to * 2] = m[i];
@@ -238,16 +284,16 @@ _BODY = """
             float top = NONE;
             for (int g = 0; g < NSG; ++g) top = metal::max(top, peaks[g * Q * 8 + row]);
             const float keep = metal::exp2(m[i] - top);
-            UNROLL for (int n = 0; n < D / 8; ++n) {
+            UNROLL for (int n = 0; n < DV / 8; ++n) {
                 UNROLL for (int e = 0; e < 2; ++e) put(out[n], i, e, element(out[n], i, e) * keep);
             }
         }
         for (int g = 0; g < NSG; ++g) {
             if (sg == g) {
                 UNROLL for (int i = 0; i < Q; ++i) {
-                    UNROLL for (int n = 0; n < D / 8; ++n) {
+                    UNROLL for (int n = 0; n < DV / 8; ++n) {
                         UNROLL for (int e = 0; e < 2; ++e) {
-                            const int at = (i * 8 + tile_row(lane)) * D + n * 8 + tile_column(lane) + e;
+                            const int at = (i * 8 + tile_row(lane)) * DV + n * 8 + tile_column(lane) + e;
                             merged[at] = (g == 0 ? 0.0f : merged[at]) + element(out[n], i, e);
                         }
                     }
@@ -255,11 +301,11 @@ _BODY = """
             }
             threadgroup_barrier(mem_flags::mem_threadgroup);
         }
-        for (int i = tid; i < MEMBERS * GQA * D; i += NSG * 32) {
-            const int row = i / D;
+        for (int i = tid; i < MEMBERS * GQA * DV; i += NSG * 32) {
+            const int row = i / DV;
             const size_t to = size_t(mine + row) * splits + split;
-            sums[to * D + i % D] = merged[i];
-            if (i % D == 0) {
+            sums[to * DV + i % DV] = merged[i];
+            if (i % DV == 0) {
                 float top = NONE;
                 for (int g = 0; g < NSG; ++g) top = metal::max(top, peaks[g * Q * 8 + row]);
                 float total = 0.0f;
@@ -272,7 +318,8 @@ _BODY = """
     }
 """
 
-# One threadgroup a query and head, one thread a value. Two sets of splits: places[2 * query] and the next one say in
+# One threadgroup a query and head, one thread a summed value: those behind the first D are of residuals, and the last
+# threads of a simdgroup may have none. Two sets of splits: places[2 * query] and the next one say in
 # which group and as which member a query took part, -1 for not at all.
 _MERGE = """
     const int at = int(threadgroup_position_in_grid.x);
@@ -292,11 +339,14 @@ _MERGE = """
     const size_t own_at = size_t(own_row + head % GQA) * params[1];
     const size_t shared_at = size_t(shared_row + head % GQA) * params[2];
     const float sink = SINKS ? sinks[head] * 1.4426950408889634f : -1.0e30f;
+    const int DV = D + (RANK + 7) / 8 * 8;
+    const int NSG = (DV + 31) / 32;
     threadgroup float weights[MAX_SPLITS];
-    threadgroup float peaks[D / 32];
-    threadgroup float totals[D / 32];
+    threadgroup float peaks[NSG];
+    threadgroup float totals[NSG];
+    threadgroup float low[RANK > 0 ? RANK : 1];
     float top = sink;
-    for (int s = d; s < splits; s += D) {
+    for (int s = d; s < splits; s += NSG * 32) {
         const bool mine = s < own_splits;
         const size_t from = mine ? (own_at + s) * 2 : (shared_at + s - own_splits) * 2;
         top = metal::max(top, mine ? own_tops[from] : shared_tops[from]);
@@ -304,9 +354,9 @@ _MERGE = """
     UNROLL for (int b = 16; b > 0; b >>= 1) top = metal::max(top, simd_shuffle_xor(top, ushort(b)));
     if (lane == 0) peaks[d / 32] = top;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    UNROLL for (int g = 0; g < D / 32; ++g) top = metal::max(top, peaks[g]);
+    UNROLL for (int g = 0; g < NSG; ++g) top = metal::max(top, peaks[g]);
     float total = 0.0f;
-    for (int s = d; s < splits; s += D) {
+    for (int s = d; s < splits; s += NSG * 32) {
         const bool mine = s < own_splits;
         const size_t from = mine ? (own_at + s) * 2 : (shared_at + s - own_splits) * 2;
         const float weight = metal::exp2((mine ? own_tops[from] : shared_tops[from]) - top);
@@ -317,23 +367,36 @@ _MERGE = """
     if (lane == 0) totals[d / 32] = total;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     total = SINKS ? metal::exp2(sink - top) : 0.0f;
-    UNROLL for (int g = 0; g < D / 32; ++g) total += totals[g];
+    UNROLL for (int g = 0; g < NSG; ++g) total += totals[g];
     float sum = 0.0f;
-    for (int s = 0; s < own_splits; ++s) sum += weights[s] * own_sums[(own_at + s) * D + d];
-    for (int s = own_splits; s < splits; ++s) sum += weights[s] * shared_sums[(shared_at + s - own_splits) * D + d];
-    out[size_t(at) * D + d] = static_cast<T>(sum / total);
+    if (d < DV) {
+        for (int s = 0; s < own_splits; ++s) sum += weights[s] * own_sums[(own_at + s) * DV + d];
+        for (int s = own_splits; s < splits; ++s)
+            sum += weights[s] * shared_sums[(shared_at + s - own_splits) * DV + d];
+    }
+    if (RANK > 0) {
+        if (d >= D && d < D + RANK) low[d - D] = sum;
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (d < D) {
+            for (int r = 0; r < RANK; ++r) sum += low[r] * value_b[(head / GQA * RANK + r) * D + d];
+        }
+    }
+    if (d < D) out[size_t(at) * D + d] = static_cast<T>(sum / total);
 """
 
 DECODE = KernelText(
     "agentcache_decode",
-    ("q", "kq", "ks", "kb", "vq", "vs", "vb", "table", "spans", "members", "positions", "factors", "params", "written"),
+    (
+        *("q", "kq", "ks", "kb", "vq", "vs", "vb", "residuals", "table", "residual_table"),
+        *("spans", "members", "positions", "factors", "params", "written"),
+    ),
     ("sums", "tops"),
     _BODY,
     _FUNCTIONS,
 )
 MERGE = KernelText(
     "agentcache_merge",
-    ("own_sums", "own_tops", "shared_sums", "shared_tops", "places", "sinks", "params"),
+    ("own_sums", "own_tops", "shared_sums", "shared_tops", "value_b", "places", "sinks", "params"),
     ("out",),
     _MERGE,
 )
@@ -355,6 +418,7 @@ def _constants(shape: HeadShape, tiling: Tiling, has_softcap: bool) -> Mapping[s
         "LD": shape.row_width,
         "POOL": tiling.pool_size(shape),
         "SOFTCAP": has_softcap,
+        "RANK": shape.value_rank,
     }
 
 
@@ -384,6 +448,18 @@ class StepKind(NamedTuple):
     has_sinks: bool
 
 
+class Residuals(NamedTuple):
+    """What the rows of a step add to base's values, all by one adapter.
+
+    Args:
+        low_rank: x·A, float16 [slots, 256, r], in slots of its own.
+        value_b: float32 [H_kv, r, D].
+    """
+
+    low_rank: mx.array
+    value_b: mx.array
+
+
 def decode(
     queries: mx.array,
     keys: PackedArrays,
@@ -394,6 +470,7 @@ def decode(
     softcap: float | None = None,
     sinks: mx.array | None = None,
     written: mx.array | None = None,
+    residuals: Residuals | None = None,
     threadgroups: int = THREADGROUPS,
 ) -> mx.array:
     """Attention of `queries` [B, H_q, n, D] over the plan's rows; returns [B, H_q, n, D].
@@ -402,14 +479,18 @@ def decode(
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: [H_q], one further logit a head.
         written: what `append` gave for these keys and values in the same graph.
+        residuals: in the slots that the plan names beside those of the values.
         threadgroups: that fill the device.
     """
-    key = (queries.shape, queries.dtype, keys[0].shape, keys[1].shape[3], scale, softcap, sinks is None, threadgroups)
+    rank = 0 if residuals is None else residuals.low_rank.shape[2]
+    heads = keys[0].shape, keys[1].shape[3], rank
+    key = (queries.shape, queries.dtype, heads, scale, softcap, sinks is None, threadgroups)
     if key not in plan.launches:
         kv_heads, dim = keys[0].shape[1], queries.shape[3]
-        shape = HeadShape(dim, kv_heads, queries.shape[1] // kv_heads, dim // keys[1].shape[3], queries.dtype)
+        group_size = dim // keys[1].shape[3]
+        shape = HeadShape(dim, kv_heads, queries.shape[1] // kv_heads, group_size, queries.dtype, value_rank=rank)
         plan.launches[key] = prepare(plan, shape, scale, softcap, sinks is not None, threadgroups)
-    return plan.launches[key](queries, keys, values, sinks, written)
+    return plan.launches[key](queries, keys, values, sinks, written, residuals)
 
 
 class Prepared(NamedTuple):
@@ -425,11 +506,13 @@ class Prepared(NamedTuple):
         values: Sequence[mx.array],
         sinks: mx.array | None,
         written: mx.array | None,
+        residuals: Residuals | None = None,
     ) -> mx.array:
         """As `decode`."""
         written = nothing_written() if written is None else written
         sinks = no_sinks() if sinks is None else sinks
-        return self.compute(queries, *keys, *values, written, sinks, *self.arrays)
+        beside = _no_residuals() if residuals is None else residuals
+        return self.compute(queries, *keys, *values, *beside, written, sinks, *self.arrays)
 
 
 def prepare(
@@ -455,9 +538,16 @@ def prepare(
     for groups, launch in ((plan.own, own), (plan.shared, shared)):
         if groups is not None and launch is not None:
             params = ints((launch.splits, groups.width, plan.window, num_tokens))
-            arrays += [groups.table, groups.bounds, groups.members, params]
+            beside = groups if plan.beside is None else plan.beside
+            arrays += [groups.table, beside.table, groups.bounds, groups.members, params]
     kind = StepKind(shape, len(plan.rows.lengths), num_tokens, own, shared, softcap is not None, has_sinks)
     return Prepared(_compiled(kind), arrays)
+
+
+@cache
+def _no_residuals() -> Residuals:
+    """What a launch is given where there are none."""
+    return Residuals(mx.zeros(8, mx.float16), mx.zeros(8))  # of fewer than 8 elements Metal makes constants
 
 
 @cache
@@ -473,24 +563,28 @@ def _compiled(kind: StepKind) -> Callable[..., mx.array]:
 
 
 def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
-    keys, values, (written, sinks, positions, factors, places, merging) = given[:3], given[3:6], given[6:12]
+    keys, values, (low_rank, value_b) = given[:3], given[3:6], given[6:8]
+    written, sinks, positions, factors, places, merging = given[8:14]
     shape = kind.shape
 
     def partial_sums(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
-        table, bounds, members, params = arrays
+        table, residual_table, bounds, members, params = arrays
         rows = launch.num_groups * shape.kv_heads * launch.tiling.members * shape.queries_per_head
         return DECODE.launch(
-            [queries, *keys, *values, table, bounds, members, positions, factors, params, written],
+            [
+                *(queries, *keys, *values, low_rank, table, residual_table),
+                *(bounds, members, positions, factors, params, written),
+            ],
             _constants(shape, launch.tiling, kind.has_softcap),
             threadgroups=launch.num_groups * shape.kv_heads * launch.splits,
             threads=launch.tiling.simdgroups * 32,
-            outputs=[((rows, launch.splits, shape.dim), mx.float32), ((rows, launch.splits, 2), mx.float32)],
+            outputs=[((rows, launch.splits, shape.value_width), mx.float32), ((rows, launch.splits, 2), mx.float32)],
         )
 
-    own = partial_sums(kind.own, given[12:16])
-    shared = own if kind.shared is None else partial_sums(kind.shared, given[16:20])
+    own = partial_sums(kind.own, given[14:19])
+    shared = own if kind.shared is None else partial_sums(kind.shared, given[19:24])
     [out] = MERGE.launch(
-        [*own, *shared, places, sinks.astype(mx.float32), merging],
+        [*own, *shared, value_b, places, sinks.astype(mx.float32), merging],
         {
             "T": shape.dtype,
             "D": shape.dim,
@@ -500,9 +594,10 @@ def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
             "SHARED_MEMBERS": 1 if kind.shared is None else kind.shared.size,
             "SINKS": kind.has_sinks,
             "MAX_SPLITS": 2 * MAX_SPLITS,
+            "RANK": shape.value_rank,
         },
         threadgroups=kind.batch * shape.kv_heads * shape.queries_per_head * kind.num_tokens,
-        threads=shape.dim,
+        threads=-(-shape.value_width // 32) * 32,
         outputs=[(tuple(queries.shape), shape.dtype)],
     )
     return out

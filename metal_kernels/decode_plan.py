@@ -7,7 +7,7 @@ block table: those of one row, or of several rows that begin with the same block
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
@@ -90,6 +90,7 @@ class StepRows:
         lengths: tokens that each row holds before the step.
         num_tokens: queries of each row; they are the row's last tokens.
         window: number of most recent tokens attended to; None for all.
+        residual_ids: slots of the residuals of the same blocks, by row; nothing for rows without.
     """
 
     block_ids: Sequence[Sequence[int]]
@@ -97,6 +98,7 @@ class StepRows:
     lengths: Sequence[int]
     num_tokens: int
     window: int | None = None
+    residual_ids: Sequence[Sequence[int]] = ()
 
     def queries_of(self, row: int) -> list[int]:
         """Numbers of a row's queries."""
@@ -111,14 +113,20 @@ class DecodePlan:
         least_saved: tokens that need not be read again, for a shared prefix to be worth a launch.
 
     Attributes:
+        beside: `own`, in the slots of the residuals; None without.
         launches: what `decode` has prepared for all layers.
     """
 
     def __init__(self, shape: HeadShape, rows: StepRows, least_saved: int = 2048) -> None:
         self.rows = rows
         self.window = _NO_WINDOW if rows.window is None else rows.window
-        prefixes = [] if rows.window is not None else shared_prefixes(rows, least_saved)
-        self.own = Groups(*own_spans(rows, prefixes, own_tiling(shape, rows.num_tokens).members))
+        # Each row's residuals are its own, so that it reads all of its tokens itself.
+        is_own = rows.window is not None or rows.residual_ids
+        prefixes = [] if is_own else shared_prefixes(rows, least_saved)
+        members = own_tiling(shape, rows.num_tokens).members
+        self.own = Groups(*own_spans(rows, prefixes, members))
+        in_residuals = replace(rows, block_ids=rows.residual_ids)
+        self.beside = Groups(*own_spans(in_residuals, (), members)) if rows.residual_ids else None
         self.shared = Groups(*shared_spans(rows, prefixes, shared_tiling(shape).members)) if prefixes else None
         self.launches: dict[Any, Any] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,16 +60,43 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
+    residuals: LowRank | None = None,
 ) -> Array:
-    """Attention of the queries [B, H_q, n, D] over rows that hold `lengths` tokens before theirs; [B, H_q, n, D]."""
+    """Attention of the queries [B, H_q, n, D] over rows that hold `lengths` tokens before theirs; [B, H_q, n, D].
+
+    Args:
+        residuals: to be added to values.
+    """
     rows = []
-    for query, ids, base, length in zip(queries, block_ids, bases, lengths, strict=True):
+    for row, (query, ids, base, length) in enumerate(zip(queries, block_ids, bases, lengths, strict=True)):
         held = length + query.shape[1] - base
         assert held <= len(ids) * BLOCK_SIZE
-        rows.append(
-            _row(query, row_of(keys, ids, held), row_of(values, ids, held), base, length, scale, window, softcap, sinks)
-        )
+        v = row_of(values, ids, held)
+        if residuals is not None:
+            v = v + residuals.of_row(row, held)
+        rows.append(_row(query, row_of(keys, ids, held), v, base, length, scale, window, softcap, sinks))
     return np.stack(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """What an adapter adds to the values of rows.
+
+    Args:
+        low_rank: x·A, [slots, 256, r].
+        matrix: B, [H_kv, r, D].
+        block_ids: each row's slots.
+    """
+
+    low_rank: np.ndarray
+    matrix: Array
+    block_ids: Sequence[Sequence[int]]
+
+    def of_row(self, row: int, num_tokens: int) -> Array:
+        """[H_kv, num_tokens, D]."""
+        tokens = self.low_rank[list(self.block_ids[row])].astype(np.float64)
+        result: Array = tokens.reshape(-1, tokens.shape[-1])[:num_tokens] @ self.matrix
+        return result
 
 
 def _row(

@@ -93,6 +93,12 @@ METAL_FUNC void unpack_word(threadgroup float* to, uint word, half scale, half b
         ((threadgroup float4*)to)[i] = x;
     }
 }
+METAL_FUNC void load8(const device half* from, thread half* x) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        const half4 four = ((const device half4*)from)[i];
+        UNROLL for (int e = 0; e < 4; ++e) x[4 * i + e] = four[e];
+    }
+}
 template <typename T> METAL_FUNC void store8(device T* to, const thread float* x) {
     UNROLL for (int i = 0; i < 2; ++i) {
         vec<T, 4> four = vec<T, 4>(T(0));
@@ -244,6 +250,10 @@ METAL_FUNC void unpack_word(half* to, uint word, half scale, half bias) {
 METAL_FUNC void unpack_word(float* to, uint word, half scale, half bias) {
     const float s = __half2float(scale), b = __half2float(bias);
     UNROLL for (int e = 0; e < 8; ++e) to[e] = fmaf(float((word >> (4 * e)) & 15u), s, b);
+}
+METAL_FUNC void load8(const half* from, half* x) {
+    const uint4 eight = *(const uint4*)from;
+    memcpy(x, &eight, 16);
 }
 template <typename T> METAL_FUNC void store8(T* to, const float* x) {
     alignas(16) T eight[8];

@@ -21,6 +21,7 @@ class HeadShape:
         group_size: of the quantisation.
         dtype: of queries and results.
         bits: a key or value.
+        value_rank: of the residuals that are added to values; 0 for none.
     """
 
     dim: int
@@ -29,6 +30,7 @@ class HeadShape:
     group_size: int
     dtype: mx.Dtype
     bits: int = 4
+    value_rank: int = 0
 
     @property
     def staged(self) -> mx.Dtype:
@@ -36,9 +38,14 @@ class HeadShape:
         return mx.float32 if self.dtype == mx.float32 else mx.float16
 
     @property
+    def value_width(self) -> int:
+        """What is summed of a token: its value, and behind it its residual, filled up to whole eights."""
+        return self.dim + -(-self.value_rank // 8) * 8
+
+    @property
     def row_width(self) -> int:
-        """Values between two rows in threadgroup memory: a few more than `dim`, so that rows begin in other banks."""
-        return self.dim + (4 if self.staged == mx.float32 else 8)
+        """Values between two rows in threadgroup memory: a few more than needed, so that rows begin in other banks."""
+        return self.value_width + (4 if self.staged == mx.float32 else 8)
 
     @property
     def tile_bytes(self) -> int:
@@ -64,7 +71,7 @@ class Tiling:
         """float4 (for their alignment) of threadgroup memory: unpacked tokens; queries at first, sums at last."""
         rows = self.tiles * 8 * (self.simdgroups if self.cooperative else 1)
         queries = rows * shape.row_width * shape.staged.size
-        sums = 0 if self.cooperative else rows * shape.dim * 4
+        sums = 0 if self.cooperative else rows * shape.value_width * 4
         return -(-max(self.simdgroups * shape.tile_bytes, queries, sums) // 16)
 
 

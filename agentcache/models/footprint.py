@@ -14,8 +14,10 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.spec import DTYPES, CacheSpec, LayerPacking, LayerSpec, Packing, Quantisation, RecurrentSpec
+from agentcache.metal_kernels.decode_plan import MAX_SPLITS
 from agentcache.models.attention import reads_packed
 from agentcache.models.device_memory import device_memory
+from agentcache.models.fused import MAX_QUERIES, MAX_RANK
 from agentcache.models.overlay import piece_blocks
 from agentcache.models.packed_product import kernel_is_right
 from agentcache.models.survey import text_config
@@ -116,7 +118,8 @@ class Footprint:
         states = 0 if self.spec.state_group is None else 2 * rows * self.spec.state_group.bytes_per_block
         reads = max((attention(kind, contexts, num_tokens) for kind in self._kinds), default=0) if contexts else 0
         if residual:
-            reads += max(self._rebuilt_bytes(kind, each, num_tokens) for kind in self._kinds for each in residual)
+            rebuilt = max(self._rebuilt_bytes(kind, each, num_tokens) for kind in self._kinds for each in residual)
+            reads += max(rebuilt, self._summed_bytes(len(residual), num_tokens))
         scans = rows * max((self._scan_bytes(each, num_tokens) for each in self._scans), default=0)
         return activations + logits + states + reads + scans + _SMALL_ARRAYS
 
@@ -171,6 +174,16 @@ class Footprint:
         mask = num_tokens * num_blocks * BLOCK_SIZE  # a byte each
         values = _REBUILT_COPIES * piece * kind.cached_dim + _REBUILT_SCORES * heads * num_tokens * piece + sums
         return values * _FLOAT + mask
+
+    def _summed_bytes(self, num_rows: int, num_tokens: int) -> int:
+        """What kernels keep of rows with residuals: sums over values and residuals, for each split of the tokens.
+
+        Rows of one adapter are computed together; which have a kernel is not asked here.
+        """
+        if not self.fused or num_tokens > MAX_QUERIES:
+            return 0
+        width = max(kind.value_dim for kind in self._kinds) + MAX_RANK + 2
+        return num_rows * self.spec.num_attention_heads * num_tokens * MAX_SPLITS * width * _FLOAT
 
     def _unpacked_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
         """Attention of one row on its unpacked keys and values."""

@@ -1,8 +1,9 @@
 """Where kernels stand in for the reference.
 
-`paged_attention` and `unpack_row` ask here. A kernel is used where the device compiles kernels, the shape of the heads
-is one that they are written for, and a child process has found them right for it (`metal_kernels.self_test`, once a
-shape and process). Everywhere else the reference serves; where kernels were found wrong, it does so with one warning.
+`paged_attention` and `unpack_row` ask here, and `fused_residual` for rows with residuals. A kernel is used where the
+device compiles kernels, the shape of the heads is one that they are written for, and a child process has found them
+right for it (`metal_kernels.self_test`, once a shape and process). Everywhere else the reference serves; where kernels
+were found wrong, it does so with one warning.
 `AGENTCACHE_KERNELS` is `on` (the default), `off`, or `check`: everything is computed both ways, differences are
 counted, and the reference's result is used.
 """
@@ -40,6 +41,7 @@ MAX_QUERIES = 32
 _MAX_DIM = 256
 _BITS = 4
 _MAX_QUERIES_PER_HEAD = 16
+MAX_RANK = 64  # of residuals
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # In `check`: of the largest value. A kernel multiplies in half where the model is in 16 bits.
 _MOST_STEPS, _MOST_MISSED = 1.05, 1.1  # of what is appended: of a value's step, and of what MLX misses
@@ -100,7 +102,7 @@ def attention(
         reference: computes the same by MLX's operations.
     """
     keys, values = kv.arena.keys, kv.arena.values
-    if queries.shape[2] > MAX_QUERIES or values is None or _why_no_pair(kv.arena.layer) or not kv.arena.is_alike:
+    if queries.shape[2] > MAX_QUERIES or values is None or not is_pair(kv.arena):
         return reference()
     prepared = kv.reads.prepared
     bits = keys.quantisation.bits
@@ -113,7 +115,7 @@ def attention(
     if by_kernels is None:
         return reference()
     made = by_kernels(queries, keys.arrays(), values.arrays(), sinks, keys.written)
-    return made if mode() is Mode.ON else _checked(made, reference(), "decode")
+    return made if mode() is Mode.ON else checked(made, reference(), "decode")
 
 
 def unpacked(
@@ -123,7 +125,7 @@ def unpacked(
     if not usable(shape_of(side, side.num_heads * queries_per_head, dtype)).right:
         return reference()
     made = unpack(_packed(side), reads.block_ids[0], reads.num_keys, dtype, side.written)
-    return made if mode() is Mode.ON else _checked(made, reference(), "unpack")
+    return made if mode() is Mode.ON else checked(made, reference(), "unpack")
 
 
 def writer(num_heads: int) -> Put:
@@ -166,33 +168,43 @@ def _checked_pack(x: mx.array, quantisation: Packing) -> Packed:
     missed, least = (mx.abs(dequantise(each, quantisation, mx.float32) - values) for each in (made, expected))
     step = mx.repeat(mx.abs(scales.astype(mx.float32)), quantisation.group_size, axis=-1)
     is_met = (missed <= _MOST_STEPS * step) & (missed.mean() <= _MOST_MISSED * least.mean())
-    _checked(mx.where(is_met, values, values + missed), values, "append")
+    checked(mx.where(is_met, values, values + missed), values, "append")
     return expected
 
 
-def shape_of(side: SideArena, num_heads: int, dtype: mx.Dtype) -> HeadShape:
-    return _head_shape(side.dim, side.num_heads, num_heads // side.num_heads, side.quantisation, dtype)
+def is_pair(arena: LayerArena) -> bool:
+    """Whether a layer has keys and values that kernels read together."""
+    return not _why_no_pair(arena.layer) and arena.is_alike
+
+
+def shape_of(side: SideArena, num_heads: int, dtype: mx.Dtype, value_rank: int = 0) -> HeadShape:
+    return _head_shape(side.dim, side.num_heads, num_heads // side.num_heads, side.quantisation, dtype, value_rank)
 
 
 @cache  # every layer asks
-def _head_shape(dim: int, kv_heads: int, queries_per_head: int, packing: Packing, dtype: mx.Dtype) -> HeadShape:
+def _head_shape(
+    dim: int, kv_heads: int, queries_per_head: int, packing: Packing, dtype: mx.Dtype, value_rank: int = 0
+) -> HeadShape:
     group_size = packing.group_size if isinstance(packing, Quantisation) else dim
-    return HeadShape(dim, kv_heads, queries_per_head, group_size, dtype, packing.bits)
+    return HeadShape(dim, kv_heads, queries_per_head, group_size, dtype, packing.bits, value_rank)
 
 
-def layer_verdict(layer: LayerSpec, num_heads: int, packing: LayerPacking, dtype: mx.Dtype) -> Verdict:
-    """Whether `attention` goes by kernels in this layer of a model.
+def layer_verdict(
+    layer: LayerSpec, num_heads: int, packing: LayerPacking, dtype: mx.Dtype, value_rank: int = 0
+) -> Verdict:
+    """Whether `attention`, or that of rows whose values have residuals, goes by kernels in this layer of a model.
 
     Args:
         num_heads: the model's query heads.
         dtype: of queries and keys.
+        value_rank: of those residuals; 0 for none.
     """
     if why := _why_no_pair(layer):
         return Verdict(False, why)
     if packing.keys != packing.values:
         return Verdict(False, f"no kernel for keys in {packing.keys.bits} bits, values in {packing.values.bits}")
     queries_per_head = num_heads // layer.num_kv_heads
-    return usable(_head_shape(layer.key_dim, layer.num_kv_heads, queries_per_head, packing.keys, dtype))
+    return usable(_head_shape(layer.key_dim, layer.num_kv_heads, queries_per_head, packing.keys, dtype, value_rank))
 
 
 def _why_no_pair(layer: LayerSpec) -> str:
@@ -220,6 +232,8 @@ def _unsupported(shape: HeadShape) -> str:
         return f"no kernel for {shape.dim} values a head"
     if shape.queries_per_head > _MAX_QUERIES_PER_HEAD:
         return f"no kernel for {shape.queries_per_head} query heads a kv head"
+    if shape.value_rank > MAX_RANK:
+        return f"no kernel for residuals of rank {shape.value_rank}"
     return "" if shape.dtype in _DTYPES else f"no kernel for {shape.dtype}"
 
 
@@ -252,7 +266,8 @@ def _packed(side: SideArena) -> PackedArrays:
     return data, scales, biases
 
 
-def _checked(made: mx.array, expected: mx.array, what: str) -> mx.array:
+def checked(made: mx.array, expected: mx.array, what: str) -> mx.array:
+    """The reference's result, with the difference counted."""
     counts.checked += 1
     difference = mx.abs(made.astype(mx.float32) - expected.astype(mx.float32)).max()
     limit = _TOLERANCE[expected.dtype] * mx.abs(expected.astype(mx.float32)).max()

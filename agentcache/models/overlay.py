@@ -122,7 +122,8 @@ class RowOverlay:
     Args:
         row: its place in the step.
         reads: base's blocks that it reads.
-        residual_ids: slots of the residuals of the same tokens, int32 [num_blocks].
+        residual_slots: of the residuals of the same blocks.
+        residual_ids: the same, int32 [num_blocks].
         form: how the layer makes its keys.
         matrices: the adapter's.
         key_a, key_norms, value_a: where the residuals lie; None where there are none. Of a family's norms there is one
@@ -131,6 +132,7 @@ class RowOverlay:
 
     row: int
     reads: Reads
+    residual_slots: Sequence[int]
     residual_ids: mx.array
     form: KeyForm
     matrices: LayerMatrices
@@ -146,7 +148,7 @@ class LayerOverlay:
     Args:
         plain: places of the others, int32.
         plain_reads: of these; None where there is none.
-        rows: those with residuals.
+        rows: those with residuals; rows of one adapter are neighbours, and have the same `matrices`.
         order: each row's place when the plain ones come first, and then these; int32 [B].
     """
 

@@ -1,5 +1,7 @@
 """Attention of residual rows (ForkKV, arXiv 2604.06370), in MLX's operations: the specification of every kernel.
 
+`fused_residual` knows where a kernel stands in for it.
+
 A key is what base has cached, and what x·A·B adds to it, brought to its position by the layer's own rope
 (`residual_forms`). Queries are multiplied with the two apart, so that only the second is put together; one softmax runs
 over the sums. Of values, base's and the low-rank ones are added up apart and meet at the end, so that B is multiplied
@@ -11,13 +13,17 @@ together on the way (Milakov and Gimelshein, arXiv 1805.02867).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena, dequantise
 from agentcache.kv.step_cache import PagedKV
+from agentcache.models import fused_residual
 from agentcache.models.attention import MAX_PACKED_QUERIES, AttentionOptions, paged_attention
 from agentcache.models.overlay import SMALLEST_FACTOR, LayerOverlay, RowOverlay, piece_blocks
 from agentcache.models.packed_product import by_definition, packed_product
@@ -32,12 +38,28 @@ def overlaid_attention(
     done = []
     if overlay.plain_reads is not None:
         done.append(paged_attention(queries[overlay.plain], PagedKV(arena, overlay.plain_reads), options))
-    for row in overlay.rows:
+    for _, rows in groupby(overlay.rows, lambda row: id(row.matrices)):
+        alike = list(rows)  # of one adapter
+        reference = partial(_by_operations, queries, arena, alike, options, done[-1:])
+        done.append(fused_residual.attention(queries, arena, alike, **options._asdict(), reference=reference))
+    return mx.concatenate(done)[overlay.order]
+
+
+def _by_operations(
+    queries: mx.array, arena: LayerArena, rows: Sequence[RowOverlay], options: AttentionOptions, before: list[mx.array]
+) -> mx.array:
+    """Attention of the rows, [rows, H_q, n, D_v].
+
+    Args:
+        before: what was computed last.
+    """
+    done = list(before)
+    for row in rows:
         q = queries[row.row].astype(mx.float32) * options.scale
         # One row after the other: what a row needs in memory is gone before the next one begins.
         ids = row.reads.block_ids[0] if not done else mx.depends([row.reads.block_ids[0]], [done[-1]])[0]
         done.append(_row_attention(q, arena, row, ids, options)[None].astype(queries.dtype))
-    return mx.concatenate(done)[overlay.order]
+    return mx.concatenate(done[len(before) :])
 
 
 @dataclass

@@ -66,7 +66,8 @@ def layer_matrices(weights: AdapterWeights, form: LayerForm) -> LayerMatrices:
     key_a, key_b = _pair(weights, sides.keys.get(layer.index))
     value_a, value_b = _pair(weights, sides.values.get(layer.index))
     if value_b is not None:
-        value_b = value_b.reshape(value_b.shape[0], layer.num_kv_heads, -1).swapaxes(0, 1)
+        # In order, for a kernel: else each launch would have it put in order first.
+        value_b = mx.contiguous(value_b.reshape(value_b.shape[0], layer.num_kv_heads, -1).swapaxes(0, 1))
     return LayerMatrices(key_a, key_b, value_a, value_b)
 
 
@@ -123,7 +124,7 @@ class ResidualRows:
         self._plans: dict[tuple[int, tuple[int, ...]], tuple[mx.array, Reads | None, mx.array]] = {}
         self._row_reads: dict[tuple[int, int], Reads] = {}
         self._places = [[Writes([table], [row.length], num_tokens) for table in row.tables] for row in rows]
-        self._reads: dict[tuple[int, int], mx.array] = {}
+        self._reads: dict[tuple[int, int], tuple[Sequence[int], mx.array]] = {}
 
     # -- what the modules that make keys and values give -------------------------------------------------------------
 
@@ -217,7 +218,7 @@ class ResidualRows:
         layer = arena.layer.index
         rows = [
             overlay
-            for place, row in enumerate(self.rows)
+            for place, row in self._by_adapter
             if row.is_read and (overlay := self._overlay(place, layer, group, reads)) is not None
         ]
         if not rows:
@@ -234,8 +235,17 @@ class ResidualRows:
             return None
         key_a, key_norms, value_a = (None if each is None else each[1] for each in found)
         own = self.reads_of(row, group, reads)
-        ids = self._residual_ids(place, groups.pop(), own)
-        return RowOverlay(row.row, own, ids, form.key_form, self._of(row.weights, form), key_a, key_norms, value_a)
+        slots, ids = self._residual_ids(place, groups.pop(), own)
+        matrices = self._of(row.weights, form)
+        return RowOverlay(row.row, own, slots, ids, form.key_form, matrices, key_a, key_norms, value_a)
+
+    @cached_property
+    def _by_adapter(self) -> list[tuple[int, ResidualRow]]:
+        """`rows` with their numbers, those of one adapter together."""
+        firsts: dict[AdapterWeights, int] = {}
+        for place, row in enumerate(self.rows):
+            firsts.setdefault(row.weights, place)
+        return sorted(enumerate(self.rows), key=lambda each: (firsts[each[1].weights], each[0]))
 
     def reads_of(self, row: ResidualRow, group: int, reads: Reads) -> Reads:
         """One row's part of what all rows read of base's blocks."""
@@ -250,7 +260,7 @@ class ResidualRows:
                 writes = self._places[self.rows.index(row)][row.arenas.measured]
                 writes.put_tokens(row.arenas.measures.tokens, measures[index : index + 1])
 
-    def _residual_ids(self, place: int, group: int, reads: Reads) -> mx.array:
+    def _residual_ids(self, place: int, group: int, reads: Reads) -> tuple[Sequence[int], mx.array]:
         """Slots of the residuals of the tokens in the base blocks that a row reads."""
         if (place, group) not in self._reads:
             (base,) = reads.rows
@@ -259,7 +269,7 @@ class ResidualRows:
             ids = table.block_ids[first : first + len(base.block_ids)] if first >= 0 else []
             if len(ids) != len(base.block_ids):
                 raise BrokenInvariant("a residual row lacks residuals of blocks that it reads")
-            self._reads[place, group] = mx.array(ids, mx.int32)
+            self._reads[place, group] = ids, mx.array(ids, mx.int32)
         return self._reads[place, group]
 
     def _plan(self, group: int, rows: tuple[int, ...], reads: Reads) -> tuple[mx.array, Reads | None, mx.array]:

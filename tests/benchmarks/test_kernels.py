@@ -20,6 +20,7 @@ PLAN = KernelsPlan(
     contexts=(256,),
     rows=(1, 2),
     prefixes=((2, 256, 256),),
+    residuals=((2, 256, 4),),
     unpacked=(256,),
     kv_heads=1,
     queries_per_head=2,
@@ -55,6 +56,7 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         ("decode", 1, 256),
         ("decode", 2, 256),
         ("decode, 256 shared", 2, 512),
+        ("decode, values' residuals of rank 4", 2, 256),
         ("unpack", 1, 256),
     ]
     per_token = bytes_per_token(PLAN)
@@ -62,6 +64,7 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         256 * per_token,
         512 * per_token,
         768 * per_token,
+        512 * (per_token + 2 * 4),
         256 * (per_token + 512),
     ]
     assert all(sample.ops_us and sample.flash_us for sample in samples[:3])

@@ -61,6 +61,26 @@ DECODE_CASES = [
         for tokens in (1, 2)
     ),
 ]
+RESIDUAL_CASES = [
+    *(
+        Case(dim, 2, gqa, dtype, lengths_of(257, 3), value_rank=rank)
+        for dim in (64, 128, 256)
+        for gqa in (1, 4, 7, 16)
+        for dtype in DTYPES
+        for rank in (1, 8, 12, 16, 64)
+    ),
+    *(
+        Case(dtype=dtype, lengths=lengths_of(length, rows), value_rank=16)
+        for length in _LENGTHS
+        for rows in (1, 3, 16)
+        for dtype in DTYPES
+    ),
+    *(
+        Case(dtype=dtype, lengths=(300, 700), num_tokens=tokens, window=window, sinks=True, softcap=20.0, value_rank=8)
+        for dtype in DTYPES
+        for tokens, window in ((1, 100), (5, 256), (16, None))
+    ),
+]
 UNPACK_CASES = [
     Case(dim=dim, kv_heads=2, dtype=dtype, lengths=(length,))
     for dim in _DIMS

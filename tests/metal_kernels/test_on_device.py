@@ -10,14 +10,14 @@ from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, as_computed,
 from agentcache.metal_kernels.definition import row_of
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.unpack import unpack
-from tests.metal_kernels.cases import DECODE_CASES, UNPACK_CASES, ids
+from tests.metal_kernels.cases import DECODE_CASES, RESIDUAL_CASES, UNPACK_CASES, ids
 
 pytestmark = pytest.mark.device
 if device() == NO_DEVICE:
     pytest.skip("the kernels need Metal or CUDA", allow_module_level=True)
 
 
-@pytest.mark.parametrize("case", DECODE_CASES, ids=ids(DECODE_CASES))
+@pytest.mark.parametrize("case", [*DECODE_CASES, *RESIDUAL_CASES], ids=ids([*DECODE_CASES, *RESIDUAL_CASES]))
 def test_decode_equals_its_definition(case: Case) -> None:
     arenas = Arenas.of(case)
     expected = arenas.expected()

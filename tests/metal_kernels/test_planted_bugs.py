@@ -85,8 +85,8 @@ ROW_BUGS = [
     Bug("simdgroups not rescaled", "* metal::exp2(peaks[g * Q * 8 + row] - top)", "", NUMBERS),
     Bug(
         "table off by a block",
-        "slots[place / 256]",
-        "slots[(place + 1) / 256]",
+        "slots[place / 256]) * HEADS",
+        "slots[(place + 1) / 256]) * HEADS",
         NUMBERS,
     ),
     Bug("window off by one", "t > last[i] - window", "t >= last[i] - window", NUMBERS),
@@ -114,8 +114,8 @@ ROW_BUGS = [
     ),
     Bug(
         "output left out",
-        "for (int i = tid; i < MEMBERS * GQA * D; i += NSG * 32) {",
-        "for (int i = tid + 32; i < MEMBERS * GQA * D; i += NSG * 32) {",
+        "for (int i = tid; i < MEMBERS * GQA * DV; i += NSG * 32) {",
+        "for (int i = tid + 32; i < MEMBERS * GQA * DV; i += NSG * 32) {",
         "unwritten",
     ),
     Bug("threadgroup memory", "threadgroup float4 pool[POOL];", "threadgroup float4 pool[2 * POOL];", "limit"),
@@ -155,7 +155,7 @@ PREFIX_BUGS = [
     Bug("sum not rescaled", "z[i] *= keep;", "", NUMBERS),
     Bug("queries of another simdgroup", "COOPERATIVE ? sg * Q * 8 : 0", "COOPERATIVE ? sg * Q * 4 : 0", "race"),
     Bug("tokens of another simdgroup", "tiles + tile * 16 * LD + n * 8", "tiles + n * 8", NUMBERS),
-    Bug("table off by a block", "slots[place / 256]", "slots[0]", NUMBERS),
+    Bug("table off by a block", "slots[place / 256]) * HEADS", "slots[0]) * HEADS", NUMBERS),
     Bug(
         "rows beyond the group", "if (own_rows + row < MEMBERS * GQA) {", "if (row < MEMBERS * GQA) {", "out-of-bounds"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -73,8 +74,28 @@ def test_wrong_steps_are_named(kernel: str, old: str, new: str, names: list[str]
     assert sorted(wrong.partition(" (off by ")[0] for wrong in wrong_steps(SHAPE)) == names
 
 
+def test_residuals_that_are_wrong_are_named(emulate: Emulate) -> None:
+    emulate(edits={"agentcache_merge": lambda launch: launch.edited("low[d - D] = sum;", "low[d - D] = 2.0f * sum;")})
+    with_residuals = replace(SHAPE, value_rank=3)
+    assert [wrong.partition(" (off by ")[0] for wrong in wrong_steps(with_residuals)] == list(steps(with_residuals))
+
+
+def test_the_child_is_told_the_rank() -> None:
+    script = "import json, sys; print(json.dumps({'wrong': [json.load(sys.stdin)['value_rank']]}))"
+    assert try_kernels(replace(SHAPE, value_rank=3), (sys.executable, "-c", script)).reason == "wrong numbers: 3"
+
+
+@pytest.mark.slow
+def test_right_kernels_pass_with_residuals() -> None:
+    assert try_kernels(replace(SHAPE, value_rank=8), emulated("none")) == Verdict(True)
+
+
 def test_each_text_of_a_shape_is_tried() -> None:
     tried = steps(SHAPE).values()
     assert any(case.prefix for case in tried)
     assert any(case.softcap and case.sinks and case.window for case in tried)
     assert {case.num_tokens for case in tried} == {1, 16}
+    with_residuals = steps(replace(SHAPE, value_rank=8)).values()
+    assert {case.value_rank for case in with_residuals} == {8}
+    assert any(case.softcap and case.sinks and case.window for case in with_residuals)
+    assert {case.num_tokens for case in with_residuals} == {1, 16}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,24 @@ def test_the_shape_that_is_tried_is_what_steps_ask_for(
     monkeypatch.setattr(fused, "why_none", lambda: "")
     monkeypatch.setattr(fused, "_tried", lambda shape, where: tried.append(shape) or Verdict(True))
     layer_kinds(model_folder("phi3"))
-    assert set(tried) == {HeadShape(32, 2, 2, 32, mx.float32)}
+    plain = HeadShape(32, 2, 2, 32, mx.float32)
+    assert set(tried) == {plain, replace(plain, value_rank=16)}
+
+
+def test_residuals_are_told_apart(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fused, "why_none", lambda: "")
+    monkeypatch.setattr(
+        fused, "_tried", lambda shape, where: Verdict(False, WRONG) if shape.value_rank else Verdict(True)
+    )
+    [kind] = layer_kinds(model_folder("phi3"))
+    assert (kind.by, kind.why) == ("kernel", "")
+    keys = "on keys: reference (no kernel for residuals of keys yet)"
+    assert kind.residuals == f"values (of rank 16): reference ({WRONG}); {keys}"
+    assert kind.phrase == f"full: kernel, with residuals on {kind.residuals}"
+    monkeypatch.setattr(fused, "_tried", lambda shape, where: Verdict(True))
+    assert layer_kinds(model_folder("phi3"))[0].residuals == f"values (of rank 16): kernel; {keys}"
+    states = [each for each in layer_kinds(write_hybrid(tmp_path, "qwen3_5")) if each.kind is GroupKind.STATE]
+    assert [each.residuals for each in states] == [""]
 
 
 def test_a_model_that_is_not_served_has_no_layers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -72,3 +73,17 @@ def test_the_estimate_covers_it(crowd: tuple[ResidualDriver, list[Overlay]], num
     estimate = Footprint.of(driver.loaded.spec, driver.loaded.config)
     expected = estimate.step_bytes([], num_tokens, all_logits=True, residual=[CONTEXT - num_tokens])
     assert taken <= expected < 12 * taken + (1 << 20)
+
+
+def test_what_kernels_keep_of_many_rows_is_known(crowd: tuple[ResidualDriver, list[Overlay]]) -> None:
+    """Rows of one adapter are computed together; the reference computes one after the other."""
+    loaded = crowd[0].loaded
+    on_cpu = replace(Footprint.of(loaded.spec, loaded.config), fused=False)
+    on_a_device = replace(on_cpu, fused=True)
+    rows, sums = [CONTEXT] * 100, HEADS * 32 * (DIM + 64 + 2) * 4
+    further = on_cpu.step_bytes([], 1, residual=[*rows, CONTEXT]) - on_cpu.step_bytes([], 1, residual=rows)
+    assert on_a_device.step_bytes([], 1, residual=rows[:1]) == on_cpu.step_bytes([], 1, residual=rows[:1])
+    grown = on_a_device.step_bytes([], 1, residual=[*rows, CONTEXT]) - on_a_device.step_bytes([], 1, residual=rows)
+    assert grown == further + sums
+    chunk = on_cpu.step_bytes([], 64, residual=rows)
+    assert on_a_device.step_bytes([], 64, residual=rows) == chunk, "a chunk has no kernel"

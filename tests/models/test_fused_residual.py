@@ -1,0 +1,167 @@
+"""Kernels inside the attention of rows whose values have residuals: where they stand in, and where they do not.
+
+The kernels run in the emulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from agentcache.llm import Completion
+from agentcache.metal_kernels.self_test import Verdict
+from agentcache.metal_kernels.tiling import HeadShape
+from agentcache.models import fused
+from agentcache.models.adapter_rows import AdapterWeights
+from agentcache.models.loader import LoadedModel
+from tests.conftest import ModelFolder
+from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.run import Result, Schedule
+from tests.models import test_fused
+from tests.models.residual_driver import ResidualDriver
+from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
+from tests.models.test_fused import Device, ask_for, close, warnings
+from tests.serving.conversation import make_ids
+from tests.serving.residual_cases import check_same, open_residual, residual_folders, say
+
+if clang() is None:
+    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+
+kernel_device = test_fused.kernel_device
+VALUES = ("self_attn.v_proj",)
+LENGTHS = (70, 30, 260)
+Decoded = Callable[..., mx.array]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return small_model("llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def two(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> list[AdapterWeights]:
+    """Adapters of values, of the same rank."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return [adapter(loaded, folder / str(seed), 3, targets=VALUES, seed=seed) for seed in range(2)]
+
+
+@pytest.fixture
+def log(kernel_device: Device, monkeypatch: pytest.MonkeyPatch) -> list[Result]:
+    """What kernels give on a device where nothing is wrong with them."""
+    log = kernel_device()
+    monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(True))
+    return log
+
+
+@pytest.fixture
+def decoded(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Decoded:
+    """`decoded(adapters, log, mode)`: logits of a step with a row of base, and rows of these adapters one after the
+    other and of the first again. What they read is there by MLX's operations; `log` is of the step alone."""
+
+    def decode(adapters: Sequence[AdapterWeights], log: list[Result], mode: str = "on") -> mx.array:
+        ask_for("off", monkeypatch)
+        driver = ResidualDriver(loaded)
+        other, rows = driver.row(), [driver.overlay(driver.row(), each) for each in (*adapters, adapters[0])]
+        driver.logits(np.arange(20), [20], other)
+        for row, length in zip(rows, LENGTHS, strict=False):
+            driver.read(row, np.arange(length) % 90)
+        log.clear()
+        ask_for(mode, monkeypatch)
+        return driver.mixed([rows[0], other, *rows[1:]], np.arange(len(rows) + 1)[:, None] + 1).logits
+
+    return decode
+
+
+def read(log: Sequence[Result]) -> list[int]:
+    """Bytes of residuals that each launch has read, of those that have read some."""
+    return [moved for result in log if "residuals" in result.traffic and (moved := result.traffic["residuals"].read)]
+
+
+def test_rows_of_one_adapter_are_computed_together(
+    two: list[AdapterWeights], decoded: Decoded, log: list[Result]
+) -> None:
+    by_kernels = decoded(two, log)
+    heads, rank = 2, 3
+    assert read(log) == [tokens * heads * rank * 2 for tokens in (71 + 261, 31)] * 2, "a launch an adapter and layer"
+    assert close(by_kernels, decoded(two, log, "off"), 1e-4)
+    assert log == []
+
+
+def test_a_layer_whose_keys_have_residuals_is_left_to_the_reference(
+    loaded: LoadedModel, decoded: Decoded, log: list[Result], tmp_path: Path
+) -> None:
+    weights = adapter(loaded, tmp_path, 3, targets=KEYS_AND_VALUES)
+    by_kernels = decoded([weights], log)
+    assert log and not read(log), "base's row goes by kernels"
+    assert close(by_kernels, decoded([weights], log, "off"), 1e-4)
+
+
+def test_check_computes_both(two: list[AdapterWeights], decoded: Decoded, log: list[Result]) -> None:
+    checked = decoded(two, log, "check")
+    assert len(read(log)) == 4
+    assert fused.counts.checked == 2 * (1 + 2), "base's row, and a launch an adapter"
+    assert fused.counts.different == 0
+    assert mx.array_equal(checked, decoded(two, log, "off"))
+
+
+def test_check_notices_residuals_that_are_wrong(
+    two: list[AdapterWeights],
+    decoded: Decoded,
+    kernel_device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = kernel_device("wrong")
+    monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(bool(shape.value_rank), "wrong numbers"))
+    decoded(two[:1], log, "check")
+    assert (fused.counts.checked, fused.counts.different) == (2, 2)
+    assert "decode with residuals by a kernel is off by" in caplog.text
+
+
+def test_kernels_found_wrong_are_not_used_and_it_warns_once(
+    two: list[AdapterWeights],
+    decoded: Decoded,
+    kernel_device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = kernel_device()
+    monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(not shape.value_rank, "wrong numbers: decode"))
+    by_kernels = decoded(two, log)
+    assert log and not read(log)
+    assert len([text for text in warnings(caplog) if "MLX's operations are used instead" in text]) == 1
+    assert close(by_kernels, decoded(two, log, "off"), 1e-4)
+
+
+@pytest.mark.parametrize(("rank", "why"), [(65, "residuals of rank 65"), (64, "")])
+@pytest.mark.usefixtures("log")
+def test_ranks_that_have_a_kernel(rank: int, why: str) -> None:
+    verdict = fused.usable(HeadShape(64, 2, 2, 64, mx.float32, value_rank=rank))
+    assert verdict.right == (not why)
+    assert why in verdict.reason
+
+
+@pytest.mark.slow
+def test_an_engine_says_the_same_with_and_without_kernels(
+    model_folder: ModelFolder, kernel_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = kernel_device(schedule=Schedule(check=False))
+    monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(True))
+    folder = model_folder("llama", num_hidden_layers=2)
+    adapters = residual_folders(tmp_path / "adapters", folder, ("ann", "bob"), targets=("self_attn.q_proj", *VALUES))
+
+    def conversation(mode: str) -> list[Completion]:
+        ask_for(mode, monkeypatch)
+        with open_residual(folder, tmp_path / mode, adapters) as llm:
+            first = say(llm, make_ids(300), "ann", agent="alice")
+            again = say(llm, [*make_ids(300), *first.token_ids, *make_ids(9, seed=1)], "ann", agent="alice")
+            return [first, again, say(llm, make_ids(300), "bob")]
+
+    for mine, theirs in zip(conversation("on"), conversation("off"), strict=True):
+        check_same(mine, theirs)
+    widths = {result.outputs[0].shape[-1] for result in log if "residuals" in result.traffic}
+    assert len(widths) == 2, "sums over values, and over values with residuals"
