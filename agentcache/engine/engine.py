@@ -318,6 +318,9 @@ class Engine:
     def step(self) -> None:
         """Build the next batch while the device computes the last one; start it; hand out what the last one gave.
 
+        It is started before the last one is waited for, so that the device has something to do all the time. What the
+        last one gave may show that a row of it is of no use (`BatchRow.is_void`): see `ModelRunner` on its slots.
+
         Where the form of an answer says what may follow the last one's token, the next one is chosen now that it is
         known; the device is at work on its logits. Whom that takes longer sits steps out until it is known.
         """
@@ -326,11 +329,10 @@ class Engine:
         late = self._choose_late()
         following = self._build(self.scheduler.schedule())
         done, self._under_way = self._under_way, following
-        if done is not None:
-            done.wait()
         if following is not None:
             following.start()
         if done is not None:
+            done.wait()
             self._note_time(done)
             self._settle(done)
         for token in late:
@@ -403,7 +405,7 @@ class Engine:
         """Seconds to wait for what the tokens of a batch may be: nobody is delayed before its logits are there."""
         if len(self.scheduler.running) == 1:
             return _NOTHING_ELSE
-        return max(0.0, batch.started_at + _OF_A_STEP * self.scheduler.pace.step_seconds - time.perf_counter())
+        return max(0.0, batch.began_at + _OF_A_STEP * self.scheduler.pace.step_seconds - time.perf_counter())
 
     def _choose_late(self) -> list[LateToken]:
         """Have the device choose the tokens that were late, as far as it is known now which they may be."""

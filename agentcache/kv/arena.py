@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -113,11 +113,15 @@ class TensorArena:
     """One tensor of a group's blocks: `array` [num_blocks, *its shape in a block of 256 tokens].
 
     Do not keep `array`: a held reference turns every write into a copy.
+
+    Attributes:
+        is_due: whether something has been assigned to it since it was last given to be evaluated (`take_due`).
     """
 
     def __init__(self, spec: TensorSpec) -> None:
         self.spec = spec
         self.array = mx.zeros((0, *spec.block_shape(BLOCK_SIZE)), _DTYPES[spec.dtype])
+        self.is_due = False
 
     @property
     def capacity(self) -> int:
@@ -139,6 +143,15 @@ class TensorArena:
         self.array = mx.contiguous(self.array[:capacity])
         mx.eval(self.array)
 
+    def assign(self, index: Any, new: mx.array) -> None:
+        """Slice or scatter assignment; lazy. In place once nothing else holds the array, and no step reads it."""
+        self.array[index] = new
+        self.is_due = True
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block. Lazy."""
+        self.assign(target, self.array[source])
+
     def tokens(self, block_id: int, num_tokens: int) -> mx.array:
         """A block's first `num_tokens` tokens; lazy."""
         axis = self.spec.token_axis
@@ -159,7 +172,7 @@ class TensorArena:
         if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
             missing = BLOCK_SIZE - blocks.shape[axis + 1]
             blocks = mx.pad(blocks, [(0, missing if each == axis + 1 else 0) for each in range(blocks.ndim)])
-        self.array[block_ids] = blocks
+        self.assign(block_ids, blocks)
 
 
 class SideArena:
@@ -197,7 +210,7 @@ class SideArena:
         for part, new in zip(self._arenas, packed.parts, strict=True):
             for slot in slots:
                 end = slot.offset + slot.stop - slot.start
-                part.array[slot.block_id, :, slot.offset : end] = new[0, heads, slot.start : slot.stop]
+                part.assign((slot.block_id, _ALL, slice(slot.offset, end)), new[0, heads, slot.start : slot.stop])
 
     def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array, head: int = 0) -> None:
         """Write tokens of `packed` [B, at least `head` + H, n, ·] to slots `block_ids`, positions `offsets` in them.
@@ -208,7 +221,8 @@ class SideArena:
         """
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
-            part.array[block_ids, :, offsets] = new[:, heads].swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
+            tokens = new[:, heads].swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
+            part.assign((block_ids, _ALL, offsets), tokens)
 
     def gather(self, block_ids: mx.array) -> Packed:
         """The blocks [..., H, 256, ·] for `block_ids` [...]."""
@@ -219,7 +233,7 @@ class SideArena:
     def copy(self, source: int, target: int) -> None:
         """Copy a block. Lazy."""
         for part in self._arenas:
-            part.array[target] = part.array[source]
+            part.copy(source, target)
 
     def arrays(self) -> list[mx.array]:
         """The arrays themselves, to evaluate them. Do not keep them: a held reference turns every write into a copy."""
@@ -245,6 +259,7 @@ class LayerArena:
             parts = {part: TensorArena(spec) if tensors is None else tensors[spec.name] for part, spec in specs.items()}
             made[side] = SideArena(layer.num_kv_heads, dim, own, parts)
         self.keys, self.values = made["key_cache"], made.get("value_cache")
+        self._is_due = False
 
     @cached_property
     def is_alike(self) -> bool:
@@ -270,12 +285,17 @@ class LayerArena:
     def was_written(self, written: mx.array) -> None:
         """A launch writes into the arrays by itself, which MLX knows nothing of.
 
-        So it is due when the arrays are (`GroupArena.arrays`), and who reads them in its graph is given the zero that
-        it gives.
+        So it is due by itself (`take_written`), and who reads the arrays in its graph is given the zero that it gives.
         """
         self.keys.written = written
         if self.values is not None:
             self.values.written = written
+        self._is_due = True
+
+    def take_written(self) -> mx.array | None:
+        """What the last launch gave that has not been given to be evaluated yet; None where there is nothing due."""
+        due, self._is_due = self._is_due, False
+        return self.keys.written if due else None
 
 
 class GroupArena:
@@ -310,7 +330,7 @@ class GroupArena:
     def copy(self, source: int, target: int) -> None:
         """Copy a block (copy-on-write). Lazy."""
         for tensor in self._tensors.values():
-            tensor.array[target] = tensor.array[source]
+            tensor.copy(source, target)
 
     def snapshot(self, block_id: int, num_tokens: int) -> Array:
         """Bytes of a block's first `num_tokens` tokens, uint8 [n] as `block_layout` has them, copied once.
@@ -396,10 +416,17 @@ class GroupArena:
         """In the order of the spec."""
         return self._tensors.values()
 
-    def arrays(self) -> list[mx.array]:
-        """All arrays, and what launches give that write into them by themselves, to evaluate pending writes."""
-        due = [layer.keys.written for layer in self.layers if layer.keys.written is not None]
-        return [*due, *(tensor.array for tensor in self._tensors.values())]
+    def take_written(self) -> list[mx.array]:
+        """What launches give that write into the arrays by themselves, as far as it has yet to be evaluated."""
+        return [written for layer in self.layers if (written := layer.take_written()) is not None]
+
+
+def take_due(tensors: Iterable[TensorArena]) -> list[mx.array]:
+    """The arrays of those that something was assigned to since the last call, to be evaluated. Do not keep them."""
+    due = [tensor for tensor in tensors if tensor.is_due]
+    for tensor in due:
+        tensor.is_due = False
+    return [tensor.array for tensor in due]
 
 
 def shares_memory() -> bool:

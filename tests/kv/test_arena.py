@@ -19,6 +19,7 @@ from agentcache.kv.arena import (
     dequantise,
     make_arenas,
     quantise,
+    take_due,
 )
 from agentcache.kv.block_layout import Place
 from agentcache.kv.spec import (
@@ -304,7 +305,7 @@ def test_a_put_leaves_the_arena_where_it_is() -> None:
         pytest.skip("the device has memory of its own")
     arena = group_of(LayerSpec(0, HEADS, DIM, 0))
     arena.grow(256)
-    size = sum(array.nbytes for array in arena.arrays())
+    size = sum(tensor.array.nbytes for tensor in arena.tensors)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     arena.put([7, 200], [np.ones(arena.spec.bytes_of(tokens), np.uint8) for tokens in (256, 17)])
@@ -318,7 +319,7 @@ def test_a_snapshot_does_not_follow_later_writes() -> None:
     snapshot = arena.snapshot(0, BLOCK_SIZE)
     kept = snapshot.copy()
     fill(arena, 0, seed=2)
-    mx.eval(arena.arrays())
+    mx.eval(take_due(arena.tensors))
     np.testing.assert_array_equal(snapshot, kept)
 
 
@@ -343,7 +344,7 @@ def test_bytes_are_those_of_the_spec() -> None:
     spec = attention_group("full.0", [LayerSpec(0, 2, 128, 64), LayerSpec(1, 1, 64, 0)], Q64)
     arena = GroupArena(spec)
     arena.grow(3)
-    assert sum(array.nbytes for array in arena.arrays()) == 3 * spec.bytes_per_block
+    assert sum(tensor.array.nbytes for tensor in arena.tensors) == 3 * spec.bytes_per_block
 
 
 def read_to(arena: GroupArena, block_id: int, block: np.ndarray) -> Place:
@@ -376,7 +377,7 @@ def test_a_block_is_read_to_where_it_belongs(value_dim: int) -> None:
 def test_a_place_that_was_let_go_is_written_by_steps_alone() -> None:
     arena = group_of(LayerSpec(0, HEADS, DIM, 0))
     arena.grow(256)
-    size = sum(array.nbytes for array in arena.arrays())
+    size = sum(tensor.array.nbytes for tensor in arena.tensors)
     place = read_to(arena, 7, np.ones(arena.spec.bytes_per_block, np.uint8))
     for run in (*place.integers, *place.rest):
         with pytest.raises(ValueError, match="released"):
