@@ -166,13 +166,21 @@ class TensorArena:
         """
         return memoryview(self.array).cast("B")
 
-    def upload(self, block_ids: mx.array, blocks: mx.array) -> None:
-        """Write whole blocks, [n, ...]; what they lack of 256 tokens becomes zeros. Lazy."""
+    def upload(self, block_ids: Sequence[int], blocks: mx.array) -> None:
+        """Write whole blocks, [n, ...]; what they lack of 256 tokens becomes zeros. Lazy.
+
+        A slice for slots that follow each other: scatters are compiled when they are first used, which takes seconds
+        on CUDA, in the middle of somebody's turn.
+        """
         axis = self.spec.token_axis
         if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
             missing = BLOCK_SIZE - blocks.shape[axis + 1]
             blocks = mx.pad(blocks, [(0, missing if each == axis + 1 else 0) for each in range(blocks.ndim)])
-        self.assign(block_ids, blocks)
+        begin = 0
+        for end in range(1, len(block_ids) + 1):
+            if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
+                self.assign(slice(block_ids[begin], block_ids[end - 1] + 1), blocks[begin:end])
+                begin = end
 
 
 class SideArena:
@@ -337,11 +345,10 @@ class GroupArena:
 
         While no step is under way.
         """
+        if not shares_memory():
+            return self._download(block_id, num_tokens)
         block = np.empty(self.spec.bytes_of(num_tokens), np.uint8)
-        if shares_memory():
-            self._copy_out(block_id, num_tokens, block.data)
-        else:
-            self._download(block_id, num_tokens, block)
+        self._copy_out(block_id, num_tokens, block.data)
         return block
 
     def _copy_out(self, block_id: int, num_tokens: int, target: memoryview) -> None:
@@ -350,12 +357,11 @@ class GroupArena:
             for slot, own in tensor.runs(block_id):
                 target[own] = memory[slot]
 
-    def _download(self, block_id: int, num_tokens: int, block: Array) -> None:
-        tensors = block_tensors(self.spec, num_tokens)
-        lazy = [self._tensors[t.spec.name].tokens(block_id, num_tokens) for t in tensors]
-        mx.eval(lazy)
-        for tensor, array in zip(tensors, lazy, strict=True):
-            tensor.view(block)[...] = np.array(array)
+    def _download(self, block_id: int, num_tokens: int) -> Array:
+        """Put together on the device: one transfer, not one a tensor."""
+        tensors = (self._tensors[tensor.spec.name] for tensor in block_tensors(self.spec, num_tokens))
+        parts = [tensor.tokens(block_id, num_tokens).reshape(-1).view(mx.uint8) for tensor in tensors]
+        return np.array(mx.concatenate(parts))
 
     def places(self, block_ids: Sequence[int]) -> list[Place]:
         """Where full blocks belong, to read files straight to there. While no step is under way.
@@ -405,11 +411,11 @@ class GroupArena:
     def _upload(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks of the same length: one transfer to the device, which then puts their parts in place."""
         num_tokens, count = self.spec.tokens_in(blocks[0].nbytes), len(blocks)
-        there, slots = mx.array(_joined(blocks)), mx.array(block_ids)
+        there = mx.array(_joined(blocks))
         for tensor in block_tensors(self.spec, num_tokens):
             own = mx.contiguous(there[:, tensor.begin : tensor.end])
             shape = (count, *tensor.spec.block_shape(num_tokens))
-            self._tensors[tensor.spec.name].upload(slots, own.view(_DTYPES[tensor.spec.dtype]).reshape(shape))
+            self._tensors[tensor.spec.name].upload(block_ids, own.view(_DTYPES[tensor.spec.dtype]).reshape(shape))
 
     @property
     def tensors(self) -> Iterable[TensorArena]:

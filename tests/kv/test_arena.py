@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from agentcache.kv.arena import (
     Packed,
     SideArena,
     Slot,
+    TensorArena,
     dequantise,
     make_arenas,
     quantise,
@@ -271,6 +274,28 @@ def test_snapshot_and_put_are_bit_exact(num_tokens: int, value_dim: int) -> None
                 assert mx.array_equal(restored.parts[part].array[5, :, :num_tokens], own)
     rest = named_tensors(other.spec, other.snapshot(5, BLOCK_SIZE), BLOCK_SIZE)
     assert all(not array[:, num_tokens:].any() for array in rest.values())
+
+
+def test_an_upload_is_a_slice_for_slots_that_follow_each_other() -> None:
+    """A scatter is compiled when it is first used, on CUDA for seconds."""
+    names = list[str]()
+
+    def upload(blocks: mx.array) -> mx.array:
+        tensor = TensorArena(TensorSpec("x", "F16", (2,)))
+        tensor.grow(8)
+        tensor.upload([4, 5, 6, 1], blocks)
+        return tensor.array
+
+    def see(node: dict[str, Any]) -> None:
+        names.extend([node["name"]] if node["type"] == "primitive" else [])
+
+    blocks = mx.arange(4 * 256 * 2, dtype=mx.float16).reshape(4, 256, 2)
+    mx.export_function(see, upload, blocks)
+    assert names.count("SliceUpdate") == 2
+    assert "Scatter" not in names
+    expected = mx.zeros((8, 256, 2), mx.float16)
+    expected[4:7], expected[1] = blocks[:3], blocks[3]
+    assert mx.array_equal(upload(blocks), expected)
 
 
 @pytest.mark.usefixtures("way")
