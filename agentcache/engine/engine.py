@@ -113,6 +113,7 @@ class Engine:
         self.counters = Counters()
         self._served = parts.served
         self._under_way: Step | None = None
+        self._holds_buffers = False  # of chunks that are done
         self._late: list[LateToken] = []  # tokens of batches that are done, but for these
         self._admission = Admission(
             parts.requests,
@@ -268,6 +269,7 @@ class Engine:
             self.requests.move(generation, State.FAILED)
             self._admission.abandon_sequence(generation)
             self.turns.drop(generation)
+            self._release_buffers()
             generation.emit(outcome)
 
     def cancel(self, generation: Generation) -> None:
@@ -335,6 +337,7 @@ class Engine:
             done.wait()
             self._note_time(done)
             self._settle(done)
+            self._release_buffers()
         for token in late:
             self._settle_late(token)
         if following is not None and following.awaits_choice:
@@ -356,13 +359,19 @@ class Engine:
     def _note_time(self, batch: Step) -> None:
         self.counters.note(batch)
         if batch.is_chunk:
-            self.device.release_buffers()
+            self._holds_buffers = True
             whole = batch.rows[0].work.cut == 0
             self.scheduler.pace.chunk_took(
                 batch.seconds, batch.num_tokens, batch.context, contended=batch.contended, whole=whole
             )
         else:
             self.scheduler.pace.step_took(batch.seconds, contended=batch.contended)
+
+    def _release_buffers(self) -> None:
+        """Give back what chunks have used, once no prompt goes on whose next chunk takes it: a GPU's driver is slow."""
+        if self._holds_buffers and not any(generation.can_prefill for generation in self.scheduler.running):
+            self._holds_buffers = False
+            self.device.release_buffers()
 
     def _settle(self, batch: Step) -> None:
         """Take what a batch has computed: keys and values into the cache, tokens to those who asked for them."""

@@ -21,7 +21,7 @@ from tests.metal_kernels.emulator.build import clang
 from tests.metal_kernels.emulator.run import Schedule
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import BLOCK_BYTES, RAM_BUDGET, greedy, make_ids
-from tests.serving.simulation import Computed, Simulation
+from tests.serving.simulation import Computed, FormulaDevice, Simulation
 from tests.tiny import fewer_layers
 
 
@@ -195,3 +195,20 @@ def check_crowd(
 def test_random_cancels_while_two_steps_are_under_way(seed: int, model: Path, starts: Starts, tmp_path: Path) -> None:
     check_crowd(model, tmp_path, seed, 150, [30, 250, 252, 300, 520], ram_budget=14 * BLOCK_BYTES)
     assert sum(starts.behind) > 40
+
+
+def test_temporaries_of_chunks_are_given_back_once_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next chunk takes those of the one before."""
+    released: list[float] = []
+    monkeypatch.setattr(FormulaDevice, "release_buffers", lambda self: released.append(simulation.now))
+    simulation = Simulation()
+    client = simulation.submit(3000, 5)
+    simulation.run()
+    assert len(client.chunk_times) > 1
+    assert released == client.chunk_times[-1:]
+    cancelled = simulation.submit(3000, 5)
+    while not cancelled.chunk_times:
+        simulation.step()
+    simulation.cancel(cancelled)
+    simulation.run()
+    assert len(released) == 2
