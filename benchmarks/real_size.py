@@ -146,7 +146,7 @@ class Paged:
 
     def steps(self, count: int) -> Iterator[None]:
         """A step each: the next one is built and started before this one's token is looked at, as the engine does."""
-        token = mx.zeros((len(self.tables), 1), mx.int32)
+        token, started = mx.zeros((len(self.tables), 1), mx.int32), self.runner.start()
         for length in range(self.context, self.context + count):
             lengths = [length] * len(self.tables)
             step = StepInputs(
@@ -156,7 +156,8 @@ class Paged:
                 writes=self.runner.writes(self.tables, lengths, 1),
             )
             before, token = token, mx.argmax(self.runner.forward(step).logits[:, -1:], axis=-1).astype(mx.int32)
-            self.runner.start(token)
+            started_before, started = started, self.runner.start(token)
+            self.runner.wait_for(started_before)
             before.tolist()
             yield
         token.tolist()

@@ -1,7 +1,8 @@
 """Batches for the device: what goes in, before it is known, and what comes out.
 
 While the device computes one batch, the next one is built on the tokens that the first is about to choose. So all the
-Python of a step is done while the device is busy, and only starting a batch waits for the end of the one before.
+Python of a step is done while the device is busy. A batch is started before the one before is waited for: where it
+writes by kernels, the device goes on from the one to the other by itself, and elsewhere `ModelRunner.start` waits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from agentcache.engine.passes import Overlay, Pass
 from agentcache.engine.trunk import Trunk
 from agentcache.models.recurrent import RowState
 from agentcache.models.residual_rows import ResidualRow
-from agentcache.models.runner import ModelRunner
+from agentcache.models.runner import ModelRunner, Started
 from agentcache.models.sampler import REPETITION_CONTEXT, Row, Sampler, Scores, TokenScore, choose, masked
 from agentcache.models.step import StepInputs
 
@@ -221,11 +222,10 @@ class Batch:
         self.num_tokens = num_tokens
         self.context = context
         self.contended = contended
-        self.started_at = 0.0
-        self.seconds = 0.0
         self.choice = choice
         self.awaits_choice = choice is not None and choice.tokens is None
         self._prompt_scores = prompt_scores
+        self._started: Started | None = None
 
     @property
     def is_chunk(self) -> bool:
@@ -235,8 +235,19 @@ class Batch:
         """Let the device begin."""
         chosen = () if self.choice is None else self.choice.arrays
         scores = () if self._prompt_scores is None else self._prompt_scores.arrays
-        self.started_at = time.perf_counter()
-        self._runner.start(*chosen, *scores)
+        self._started = self._runner.start(*chosen, *scores)
+
+    @property
+    def began_at(self) -> float:
+        """When the device could begin on it; of a batch that has been started."""
+        assert self._started is not None  # that is when it is asked for
+        return self._started.began_at
+
+    @property
+    def seconds(self) -> float:
+        """How long the device took; of a batch that has been waited for."""
+        assert self._started is not None and self._started.done_at is not None  # it has
+        return self._started.done_at - self._started.began_at
 
     def choose(self, seconds: float) -> list[LateToken]:
         """Choose the tokens that had to wait for those of the batch before; returns those that have to wait longer.
@@ -257,9 +268,9 @@ class Batch:
         return tokens
 
     def wait(self) -> None:
-        """Wait for the device to be done."""
-        self._runner.wait()
-        self.seconds = time.perf_counter() - self.started_at
+        """Wait for the device to be done with it; it may be at work on the next one then."""
+        assert self._started is not None  # what is waited for has been started
+        self._runner.wait_for(self._started)
 
     def results(self) -> Iterator[Result]:
         """What came out, row by row; of generations that have ended or lost their sequence meanwhile, nothing."""

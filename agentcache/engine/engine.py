@@ -113,6 +113,7 @@ class Engine:
         self.counters = Counters()
         self._served = parts.served
         self._under_way: Step | None = None
+        self._holds_buffers = False  # of chunks that are done
         self._late: list[LateToken] = []  # tokens of batches that are done, but for these
         self._admission = Admission(
             parts.requests,
@@ -268,6 +269,7 @@ class Engine:
             self.requests.move(generation, State.FAILED)
             self._admission.abandon_sequence(generation)
             self.turns.drop(generation)
+            self._release_buffers()
             generation.emit(outcome)
 
     def cancel(self, generation: Generation) -> None:
@@ -318,6 +320,9 @@ class Engine:
     def step(self) -> None:
         """Build the next batch while the device computes the last one; start it; hand out what the last one gave.
 
+        It is started before the last one is waited for, so that the device has something to do all the time. What the
+        last one gave may show that a row of it is of no use (`BatchRow.is_void`): see `ModelRunner` on its slots.
+
         Where the form of an answer says what may follow the last one's token, the next one is chosen now that it is
         known; the device is at work on its logits. Whom that takes longer sits steps out until it is known.
         """
@@ -326,13 +331,13 @@ class Engine:
         late = self._choose_late()
         following = self._build(self.scheduler.schedule())
         done, self._under_way = self._under_way, following
-        if done is not None:
-            done.wait()
         if following is not None:
             following.start()
         if done is not None:
+            done.wait()
             self._note_time(done)
             self._settle(done)
+            self._release_buffers()
         for token in late:
             self._settle_late(token)
         if following is not None and following.awaits_choice:
@@ -354,13 +359,19 @@ class Engine:
     def _note_time(self, batch: Step) -> None:
         self.counters.note(batch)
         if batch.is_chunk:
-            self.device.release_buffers()
+            self._holds_buffers = True
             whole = batch.rows[0].work.cut == 0
             self.scheduler.pace.chunk_took(
                 batch.seconds, batch.num_tokens, batch.context, contended=batch.contended, whole=whole
             )
         else:
             self.scheduler.pace.step_took(batch.seconds, contended=batch.contended)
+
+    def _release_buffers(self) -> None:
+        """Give back what chunks have used, once no prompt goes on whose next chunk takes it: a GPU's driver is slow."""
+        if self._holds_buffers and not any(generation.can_prefill for generation in self.scheduler.running):
+            self._holds_buffers = False
+            self.device.release_buffers()
 
     def _settle(self, batch: Step) -> None:
         """Take what a batch has computed: keys and values into the cache, tokens to those who asked for them."""
@@ -403,7 +414,7 @@ class Engine:
         """Seconds to wait for what the tokens of a batch may be: nobody is delayed before its logits are there."""
         if len(self.scheduler.running) == 1:
             return _NOTHING_ELSE
-        return max(0.0, batch.started_at + _OF_A_STEP * self.scheduler.pace.step_seconds - time.perf_counter())
+        return max(0.0, batch.began_at + _OF_A_STEP * self.scheduler.pace.step_seconds - time.perf_counter())
 
     def _choose_late(self) -> list[LateToken]:
         """Have the device choose the tokens that were late, as far as it is known now which they may be."""

@@ -50,8 +50,10 @@ from agentcache.store.precision_file import read_precision, write_precision
 # restore needs than its files take to be read.
 _PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 8192, 256 << 20
 _RESIDUAL_SHARE = 4  # of the RAM budget, one part is for residuals of adapters
-# Of prefilling, until it has been measured: slow machines of their kind.
-_CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS = 50e9, 2e12, 50e12
+# Of prefilling, until it has been measured: slow machines of their kind. The kinds are told apart by what does not
+# change, since prompts are cut by it.
+_CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS, _SERVER_CUDA_FLOPS = 50e9, 2e12, 50e12, 400e12
+_SERVER_CUDA = (9, 10)  # compute capabilities of NVIDIA's server GPUs: H100, H200, B200
 
 
 def open_engine(
@@ -248,4 +250,6 @@ def _idle_chunk(loaded: LoadedModel, chunk: int, max_stall: float, token_seconds
 def _assumed_flops() -> float:
     if mx.default_device() == mx.cpu:
         return _CPU_FLOPS
-    return _CUDA_FLOPS if mx.cuda.is_available() else _METAL_FLOPS
+    if not mx.cuda.is_available():
+        return _METAL_FLOPS
+    return _SERVER_CUDA_FLOPS if mx.device_info().get("compute_capability_major") in _SERVER_CUDA else _CUDA_FLOPS

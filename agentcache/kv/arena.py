@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -113,11 +113,15 @@ class TensorArena:
     """One tensor of a group's blocks: `array` [num_blocks, *its shape in a block of 256 tokens].
 
     Do not keep `array`: a held reference turns every write into a copy.
+
+    Attributes:
+        is_due: whether something has been assigned to it since it was last given to be evaluated (`take_due`).
     """
 
     def __init__(self, spec: TensorSpec) -> None:
         self.spec = spec
         self.array = mx.zeros((0, *spec.block_shape(BLOCK_SIZE)), _DTYPES[spec.dtype])
+        self.is_due = False
 
     @property
     def capacity(self) -> int:
@@ -139,6 +143,15 @@ class TensorArena:
         self.array = mx.contiguous(self.array[:capacity])
         mx.eval(self.array)
 
+    def assign(self, index: Any, new: mx.array) -> None:
+        """Slice or scatter assignment; lazy. In place once nothing else holds the array, and no step reads it."""
+        self.array[index] = new
+        self.is_due = True
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block. Lazy."""
+        self.assign(target, self.array[source])
+
     def tokens(self, block_id: int, num_tokens: int) -> mx.array:
         """A block's first `num_tokens` tokens; lazy."""
         axis = self.spec.token_axis
@@ -153,13 +166,21 @@ class TensorArena:
         """
         return memoryview(self.array).cast("B")
 
-    def upload(self, block_ids: mx.array, blocks: mx.array) -> None:
-        """Write whole blocks, [n, ...]; what they lack of 256 tokens becomes zeros. Lazy."""
+    def upload(self, block_ids: Sequence[int], blocks: mx.array) -> None:
+        """Write whole blocks, [n, ...]; what they lack of 256 tokens becomes zeros. Lazy.
+
+        A slice for slots that follow each other: scatters are compiled when they are first used, which takes seconds
+        on CUDA, in the middle of somebody's turn.
+        """
         axis = self.spec.token_axis
         if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
             missing = BLOCK_SIZE - blocks.shape[axis + 1]
             blocks = mx.pad(blocks, [(0, missing if each == axis + 1 else 0) for each in range(blocks.ndim)])
-        self.array[block_ids] = blocks
+        begin = 0
+        for end in range(1, len(block_ids) + 1):
+            if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
+                self.assign(slice(block_ids[begin], block_ids[end - 1] + 1), blocks[begin:end])
+                begin = end
 
 
 class SideArena:
@@ -197,7 +218,7 @@ class SideArena:
         for part, new in zip(self._arenas, packed.parts, strict=True):
             for slot in slots:
                 end = slot.offset + slot.stop - slot.start
-                part.array[slot.block_id, :, slot.offset : end] = new[0, heads, slot.start : slot.stop]
+                part.assign((slot.block_id, _ALL, slice(slot.offset, end)), new[0, heads, slot.start : slot.stop])
 
     def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array, head: int = 0) -> None:
         """Write tokens of `packed` [B, at least `head` + H, n, ·] to slots `block_ids`, positions `offsets` in them.
@@ -208,7 +229,8 @@ class SideArena:
         """
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
-            part.array[block_ids, :, offsets] = new[:, heads].swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
+            tokens = new[:, heads].swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
+            part.assign((block_ids, _ALL, offsets), tokens)
 
     def gather(self, block_ids: mx.array) -> Packed:
         """The blocks [..., H, 256, ·] for `block_ids` [...]."""
@@ -219,7 +241,7 @@ class SideArena:
     def copy(self, source: int, target: int) -> None:
         """Copy a block. Lazy."""
         for part in self._arenas:
-            part.array[target] = part.array[source]
+            part.copy(source, target)
 
     def arrays(self) -> list[mx.array]:
         """The arrays themselves, to evaluate them. Do not keep them: a held reference turns every write into a copy."""
@@ -245,6 +267,7 @@ class LayerArena:
             parts = {part: TensorArena(spec) if tensors is None else tensors[spec.name] for part, spec in specs.items()}
             made[side] = SideArena(layer.num_kv_heads, dim, own, parts)
         self.keys, self.values = made["key_cache"], made.get("value_cache")
+        self._is_due = False
 
     @cached_property
     def is_alike(self) -> bool:
@@ -270,12 +293,17 @@ class LayerArena:
     def was_written(self, written: mx.array) -> None:
         """A launch writes into the arrays by itself, which MLX knows nothing of.
 
-        So it is due when the arrays are (`GroupArena.arrays`), and who reads them in its graph is given the zero that
-        it gives.
+        So it is due by itself (`take_written`), and who reads the arrays in its graph is given the zero that it gives.
         """
         self.keys.written = written
         if self.values is not None:
             self.values.written = written
+        self._is_due = True
+
+    def take_written(self) -> mx.array | None:
+        """What the last launch gave that has not been given to be evaluated yet; None where there is nothing due."""
+        due, self._is_due = self._is_due, False
+        return self.keys.written if due else None
 
 
 class GroupArena:
@@ -310,18 +338,17 @@ class GroupArena:
     def copy(self, source: int, target: int) -> None:
         """Copy a block (copy-on-write). Lazy."""
         for tensor in self._tensors.values():
-            tensor.array[target] = tensor.array[source]
+            tensor.copy(source, target)
 
     def snapshot(self, block_id: int, num_tokens: int) -> Array:
         """Bytes of a block's first `num_tokens` tokens, uint8 [n] as `block_layout` has them, copied once.
 
         While no step is under way.
         """
+        if not shares_memory():
+            return self._download(block_id, num_tokens)
         block = np.empty(self.spec.bytes_of(num_tokens), np.uint8)
-        if shares_memory():
-            self._copy_out(block_id, num_tokens, block.data)
-        else:
-            self._download(block_id, num_tokens, block)
+        self._copy_out(block_id, num_tokens, block.data)
         return block
 
     def _copy_out(self, block_id: int, num_tokens: int, target: memoryview) -> None:
@@ -330,12 +357,11 @@ class GroupArena:
             for slot, own in tensor.runs(block_id):
                 target[own] = memory[slot]
 
-    def _download(self, block_id: int, num_tokens: int, block: Array) -> None:
-        tensors = block_tensors(self.spec, num_tokens)
-        lazy = [self._tensors[t.spec.name].tokens(block_id, num_tokens) for t in tensors]
-        mx.eval(lazy)
-        for tensor, array in zip(tensors, lazy, strict=True):
-            tensor.view(block)[...] = np.array(array)
+    def _download(self, block_id: int, num_tokens: int) -> Array:
+        """Put together on the device: one transfer, not one a tensor."""
+        tensors = (self._tensors[tensor.spec.name] for tensor in block_tensors(self.spec, num_tokens))
+        parts = [tensor.tokens(block_id, num_tokens).reshape(-1).view(mx.uint8) for tensor in tensors]
+        return np.array(mx.concatenate(parts))
 
     def places(self, block_ids: Sequence[int]) -> list[Place]:
         """Where full blocks belong, to read files straight to there. While no step is under way.
@@ -385,21 +411,28 @@ class GroupArena:
     def _upload(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks of the same length: one transfer to the device, which then puts their parts in place."""
         num_tokens, count = self.spec.tokens_in(blocks[0].nbytes), len(blocks)
-        there, slots = mx.array(_joined(blocks)), mx.array(block_ids)
+        there = mx.array(_joined(blocks))
         for tensor in block_tensors(self.spec, num_tokens):
             own = mx.contiguous(there[:, tensor.begin : tensor.end])
             shape = (count, *tensor.spec.block_shape(num_tokens))
-            self._tensors[tensor.spec.name].upload(slots, own.view(_DTYPES[tensor.spec.dtype]).reshape(shape))
+            self._tensors[tensor.spec.name].upload(block_ids, own.view(_DTYPES[tensor.spec.dtype]).reshape(shape))
 
     @property
     def tensors(self) -> Iterable[TensorArena]:
         """In the order of the spec."""
         return self._tensors.values()
 
-    def arrays(self) -> list[mx.array]:
-        """All arrays, and what launches give that write into them by themselves, to evaluate pending writes."""
-        due = [layer.keys.written for layer in self.layers if layer.keys.written is not None]
-        return [*due, *(tensor.array for tensor in self._tensors.values())]
+    def take_written(self) -> list[mx.array]:
+        """What launches give that write into the arrays by themselves, as far as it has yet to be evaluated."""
+        return [written for layer in self.layers if (written := layer.take_written()) is not None]
+
+
+def take_due(tensors: Iterable[TensorArena]) -> list[mx.array]:
+    """The arrays of those that something was assigned to since the last call, to be evaluated. Do not keep them."""
+    due = [tensor for tensor in tensors if tensor.is_due]
+    for tensor in due:
+        tensor.is_due = False
+    return [tensor.array for tensor in due]
 
 
 def shares_memory() -> bool:

@@ -45,7 +45,7 @@ class TokenMeasures:
 
     def copy(self, source: int, target: int) -> None:
         """Copy a block's. Lazy."""
-        self.tokens.array[target] = self.tokens.array[source]
+        self.tokens.copy(source, target)
 
     def extras(self, block_id: int, num_tokens: int) -> dict[str, Array]:
         """What goes with the file of a block of so many tokens: their sum, float32 [width]; nothing if unknown."""
@@ -61,7 +61,7 @@ class TokenMeasures:
         if isinstance(total, str) or (total is not None and total.shape != (self._width,)):
             total = None  # of a writer that measured something else
         each = np.full(self._width, np.nan, np.float32) if total is None else total / np.float32(num_tokens)
-        self.tokens.array[block_id, :num_tokens] = mx.array(each)
+        self.tokens.assign((block_id, slice(num_tokens)), mx.array(each))
 
     def sums(self, table: BlockTable, num_tokens: int, begin: int = 0) -> tuple[np.ndarray, int]:
         """Sum over a sequence's first tokens from `begin` on that are in `table` and known, and how many these are."""

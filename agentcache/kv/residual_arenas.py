@@ -138,7 +138,8 @@ class ResidualArenas:
         self.evaluate()
         return self.measures.sums(tables[self.measured], num_tokens, num_tokens - 1 if self.is_family else 0)
 
-    def arrays(self) -> list[mx.array]:
-        """All arrays, to evaluate pending writes."""
-        measures = [] if self.measures is None else [self.measures.tokens.array]
-        return [self.saturated, *measures, *(array for arena in self._arenas for array in arena.arrays())]
+    @property
+    def tensors(self) -> list[TensorArena]:
+        """All that steps write to."""
+        measures = [] if self.measures is None else [self.measures.tokens]
+        return [*measures, *(tensor for _, tensor in self._tensors.values())]

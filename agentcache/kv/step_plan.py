@@ -271,6 +271,6 @@ class Writes:
         if self._by_runs:
             for run in self.runs:
                 end = run.offset + run.stop - run.start
-                tensor.array[run.block_id, run.offset : end] = new[0, run.start : run.stop]
+                tensor.assign((run.block_id, slice(run.offset, end)), new[0, run.start : run.stop])
         else:
-            tensor.array[self.slots_and_offsets] = new.reshape(-1, *new.shape[2:])
+            tensor.assign(self.slots_and_offsets, new.reshape(-1, *new.shape[2:]))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import mlx.core as mx
@@ -11,7 +14,7 @@ from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import GroupArena, make_arenas
+from agentcache.kv.arena import GroupArena, TensorArena, make_arenas, take_due
 from agentcache.kv.block_layout import Array, Place
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.residual_arenas import ResidualArenas
@@ -37,8 +40,37 @@ class Slots(Protocol):
     def capacity(self) -> int: ...
 
 
+@dataclass(eq=False)
+class Started:
+    """What the device was given to compute at once.
+
+    Args:
+        last: an array of it, by which it is known to be done; None where there is none to be had.
+
+    Attributes:
+        began_at: when the device could begin on it, being done with what came before; as `time.perf_counter` has it.
+        done_at: when it was known to be done; None before.
+    """
+
+    last: mx.array | None
+    began_at: float
+    done_at: float | None = None
+
+
 class ModelRunner:
     """Owns the arenas and the only calls into the model. All methods belong to the thread that loaded the model.
+
+    **What may be done while steps are under way.** The device does what it is given in order. A step that writes with
+    kernels (`metal_kernels/append.py`) only touches the places of its own tokens, in order with the steps before, so it
+    is started behind them; so up to two steps are under way: while one is waited for, the device has the next.
+
+    - A slot whose owner has ended belongs to another at once. What a step under way still writes there comes before
+      whatever a later step writes, and nobody reads a place of a slot that its owner has not written.
+    - Assignments to parts of an arena (slices, scatters, copies of blocks) are in place only where no step under way
+      reads the array; else MLX copies all of it. So what has been assigned is given to the device when that is idle.
+    - All that reads or writes arrays past the device's queue waits until nothing is under way: bytes from files, bytes
+      for files, memory that grows or is given back. Places on the device do not change while steps are under way.
+    - States of rows and hidden states are values: whoever has one keeps it.
 
     Args:
         snapshots: of recurrent state, for a model that has any.
@@ -71,7 +103,7 @@ class ModelRunner:
         self.residuals: list[ResidualArenas] = []
         self._saturated_before = 0
         self._energies = [TokenMeasures("energy", 2) for _ in self.arenas] if measures else []
-        self._is_busy = False
+        self._under_way: list[Started] = []
         self.forward_tokens = 0
         self.copied_blocks = 0
 
@@ -169,36 +201,71 @@ class ModelRunner:
         for energies, pool in zip(self._energies, self._pools, strict=False):
             energies.fit(pool.capacity)
 
-    def start(self, *outputs: mx.array) -> None:
+    def start(self, *outputs: mx.array) -> Started:
         """Have the device compute `outputs` and every write into the arenas that is due, without waiting for the end.
 
-        What was started before is finished first: an arena that is still being read is not written in place but copied.
+        Where something is assigned to a part of an arena, what was started before is finished first: an arena that is
+        still being read is not written in place but copied.
         """
-        self.wait()
-        self._is_busy = True
+        assigned = take_due(self._tensors())
+        if assigned:
+            self.wait()
+        written = [array for arena in self.arenas for array in arena.take_written()]
         states, self._states = self._states, []
-        residuals = [array for arenas in self.residuals for array in arenas.arrays()] if self.residuals else ()
-        mx.async_eval(*outputs, *self._arena_arrays(), *residuals, *states, *self._loaded.trunk.blocks.written())
+        saturated = [arenas.saturated for arenas in self.residuals]
+        started = Started(next(chain(outputs, written), None), time.perf_counter())
+        self._under_way.append(started)
+        mx.async_eval(*outputs, *written, *assigned, *saturated, *states, *self._loaded.trunk.blocks.written())
+        return started
+
+    def _tensors(self) -> Iterable[TensorArena]:
+        """All that something may be assigned to."""
+        for arena in self.arenas:
+            yield from arena.tensors
+        for residual in self.residuals:
+            yield from residual.tensors
+        for energies in self._energies:
+            yield energies.tokens
 
     def follow(self, *outputs: mx.array) -> None:
         """Have the device compute `outputs` behind what was started last, from that: nothing is written."""
         mx.async_eval(*outputs)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something has been started that is not known to be done."""
+        return bool(self._under_way)
+
     def wait(self) -> None:
-        """Return when the device has done what was started last."""
+        """Return when the device has done all that was started."""
         # Not by evaluating what was started: an arena's array object stands for the writes of the next batch by now.
-        if self._is_busy:
+        if self._under_way:
             mx.synchronize()
-            self._is_busy = False
+            self._note_done(len(self._under_way))
+
+    def wait_for(self, started: Started) -> None:
+        """Return when the device has done this, and all that was started before; it may be at work on what follows."""
+        if started.done_at is not None:
+            return
+        if started is self._under_way[-1] or started.last is None:
+            self.wait()
+        else:
+            mx.eval(started.last)
+            self._note_done(self._under_way.index(started) + 1)
+
+    def _note_done(self, count: int) -> None:
+        """The first `count` of what is under way are."""
+        now = time.perf_counter()
+        for started in self._under_way[:count]:
+            started.done_at, started.last = now, None
+        del self._under_way[:count]
+        if self._under_way:
+            self._under_way[0].began_at = now
 
     def evaluate(self) -> None:
         """Finish every write into the arenas."""
         self.start()
         self.wait()
-
-    def _arena_arrays(self) -> list[mx.array]:
-        energies = [each.tokens.array for each in self._energies] if self._energies else []
-        return [array for arena in self.arenas for array in arena.arrays()] + energies
 
     def release_buffers(self) -> None:
         """Give temporaries of a large step back: on a Mac they are taken from the same memory as everything else."""

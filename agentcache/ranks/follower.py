@@ -20,7 +20,7 @@ from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import Adapter, AdapterContent
 from agentcache.models.loader import LoadedModel
-from agentcache.models.runner import ModelRunner
+from agentcache.models.runner import ModelRunner, Started
 from agentcache.models.step import StepInputs
 from agentcache.ranks.adapter_commands import DropAdapter, LoadAdapter
 from agentcache.ranks.arena_commands import BringBytes, CopyBlocks, Fit, Forget, GiveBack, PutBytes, TakeBytes
@@ -103,6 +103,7 @@ class Follower:
         self._adapters: dict[int, AdapterWeights] = {}
         self._computed: list[mx.array] = []
         self._has_started = False
+        self._started: Started | None = None
         self._is_over = False
 
     def run(self, heard: Callable[[], None] = lambda: None) -> None:
@@ -136,7 +137,9 @@ class Follower:
                 self._computed.append(self._forward(command))
             case Start(whole):
                 computed, self._computed = self._computed, []
-                self._runner.start(*(computed if whole else ()))
+                before, self._started = self._started, self._runner.start(*(computed if whole else ()))
+                if before is not None:  # no further ahead than rank 0
+                    self._runner.wait_for(before)
                 self._has_started = True
             case Fit(capacities):
                 for slots, capacity in zip(self._slots, capacities, strict=True):

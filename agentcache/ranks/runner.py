@@ -15,7 +15,7 @@ from agentcache.kv.block_layout import Array, Place
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.loader import LoadedModel
-from agentcache.models.runner import ModelRunner
+from agentcache.models.runner import ModelRunner, Started
 from agentcache.models.shards import ShardedAdapters, Shards
 from agentcache.models.step import CurrentStep, StepInputs, StepOutputs
 from agentcache.models.survey import Survey
@@ -67,7 +67,7 @@ class LeadingRunner(ModelRunner):
         self._adapters = adapters
         self._leader = leader
         self._tickets = tickets
-        leader.is_computing = lambda: self._is_busy
+        leader.is_computing = lambda: self.is_busy
 
     def forward(self, step: StepInputs) -> StepOutputs:
         self.fit()
@@ -77,19 +77,19 @@ class LeadingRunner(ModelRunner):
     def _use(self, row: RowAdapter | None) -> RowUse | None:
         return None if row is None else RowUse(self._adapters.number_of(row.weights), row.start)
 
-    def start(self, *outputs: mx.array) -> None:
+    def start(self, *outputs: mx.array) -> Started:
         self.wait()  # so that the tokens of the step before are known, which are told with this one
         self._leader.tell(Start(whole=bool(outputs)))
         self._leader.exchange()
         with self._leader.waiting():  # MLX does not run far ahead of what is computed
-            super().start(*outputs)
+            return super().start(*outputs)
 
     def follow(self, *outputs: mx.array) -> None:
         with self._leader.waiting():
             super().follow(*outputs)
 
     def wait(self) -> None:
-        if self._is_busy:
+        if self.is_busy:
             with self._leader.waiting():
                 super().wait()
             self._leader.go_on()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,9 +18,11 @@ from agentcache.kv.arena import (
     Packed,
     SideArena,
     Slot,
+    TensorArena,
     dequantise,
     make_arenas,
     quantise,
+    take_due,
 )
 from agentcache.kv.block_layout import Place
 from agentcache.kv.spec import (
@@ -272,6 +276,28 @@ def test_snapshot_and_put_are_bit_exact(num_tokens: int, value_dim: int) -> None
     assert all(not array[:, num_tokens:].any() for array in rest.values())
 
 
+def test_an_upload_is_a_slice_for_slots_that_follow_each_other() -> None:
+    """A scatter is compiled when it is first used, on CUDA for seconds."""
+    names = list[str]()
+
+    def upload(blocks: mx.array) -> mx.array:
+        tensor = TensorArena(TensorSpec("x", "F16", (2,)))
+        tensor.grow(8)
+        tensor.upload([4, 5, 6, 1], blocks)
+        return tensor.array
+
+    def see(node: dict[str, Any]) -> None:
+        names.extend([node["name"]] if node["type"] == "primitive" else [])
+
+    blocks = mx.arange(4 * 256 * 2, dtype=mx.float16).reshape(4, 256, 2)
+    mx.export_function(see, upload, blocks)
+    assert names.count("SliceUpdate") == 2
+    assert "Scatter" not in names
+    expected = mx.zeros((8, 256, 2), mx.float16)
+    expected[4:7], expected[1] = blocks[:3], blocks[3]
+    assert mx.array_equal(upload(blocks), expected)
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("num_tokens", [3, 256])
 def test_blocks_that_were_put_are_copies(num_tokens: int) -> None:
@@ -304,7 +330,7 @@ def test_a_put_leaves_the_arena_where_it_is() -> None:
         pytest.skip("the device has memory of its own")
     arena = group_of(LayerSpec(0, HEADS, DIM, 0))
     arena.grow(256)
-    size = sum(array.nbytes for array in arena.arrays())
+    size = sum(tensor.array.nbytes for tensor in arena.tensors)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     arena.put([7, 200], [np.ones(arena.spec.bytes_of(tokens), np.uint8) for tokens in (256, 17)])
@@ -318,7 +344,7 @@ def test_a_snapshot_does_not_follow_later_writes() -> None:
     snapshot = arena.snapshot(0, BLOCK_SIZE)
     kept = snapshot.copy()
     fill(arena, 0, seed=2)
-    mx.eval(arena.arrays())
+    mx.eval(take_due(arena.tensors))
     np.testing.assert_array_equal(snapshot, kept)
 
 
@@ -343,7 +369,7 @@ def test_bytes_are_those_of_the_spec() -> None:
     spec = attention_group("full.0", [LayerSpec(0, 2, 128, 64), LayerSpec(1, 1, 64, 0)], Q64)
     arena = GroupArena(spec)
     arena.grow(3)
-    assert sum(array.nbytes for array in arena.arrays()) == 3 * spec.bytes_per_block
+    assert sum(tensor.array.nbytes for tensor in arena.tensors) == 3 * spec.bytes_per_block
 
 
 def read_to(arena: GroupArena, block_id: int, block: np.ndarray) -> Place:
@@ -376,7 +402,7 @@ def test_a_block_is_read_to_where_it_belongs(value_dim: int) -> None:
 def test_a_place_that_was_let_go_is_written_by_steps_alone() -> None:
     arena = group_of(LayerSpec(0, HEADS, DIM, 0))
     arena.grow(256)
-    size = sum(array.nbytes for array in arena.arrays())
+    size = sum(tensor.array.nbytes for tensor in arena.tensors)
     place = read_to(arena, 7, np.ones(arena.spec.bytes_per_block, np.uint8))
     for run in (*place.integers, *place.rest):
         with pytest.raises(ValueError, match="released"):

@@ -150,7 +150,7 @@ def test_an_arena_holds_them(group: GroupSpec, num_tokens: int) -> None:
     for slot, block in ((3, blocks[0]), (1, blocks[1]), (0, blocks[0])):
         np.testing.assert_array_equal(arena.snapshot(slot, len(block.header.token_ids)), block.data)
     assert arena.layers == []
-    assert sum(array.nbytes for array in arena.arrays()) == 4 * group.bytes_per_block
+    assert sum(tensor.array.nbytes for tensor in arena.tensors) == 4 * group.bytes_per_block
 
 
 @pytest.mark.parametrize("group", ["full.0", "state"])

@@ -11,7 +11,7 @@ import pytest
 
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.sequence import Copy
-from agentcache.kv.arena import make_arenas
+from agentcache.kv.arena import make_arenas, take_due
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.residual_spec import ResidualLayer, ResidualShape, residual_spec
 from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, make_groups
@@ -59,7 +59,9 @@ def test_other_specs_have_the_digest_that_they_had() -> None:
 
 def make(*, measures: bool = False) -> tuple[ResidualArenas, list[BlockPool]]:
     pools = [BlockPool(3) for _ in SPEC.groups]
-    arenas = ResidualArenas(SPEC, pools, lambda: None, lambda: mx.eval(arenas.arrays()), measures=measures)
+    arenas = ResidualArenas(
+        SPEC, pools, lambda: None, lambda: mx.eval(arenas.saturated, take_due(arenas.tensors)), measures=measures
+    )
     arenas.fit()
     return arenas, pools
 
@@ -116,6 +118,6 @@ def test_sixteen_agents_of_an_8b_shape_take_a_25th_of_as_many_caches_in_float16(
     own = [ResidualArenas(spec, [BlockPool(blocks + 1)], lambda: None, lambda: None) for _ in range(agents)]
     for arenas in own:
         arenas.fit()
-    arrays = [*shared.arrays(), *(array for arenas in own for array in arenas.arrays())]
+    arrays = [tensor.array for arenas in (shared, *own) for tensor in arenas.tensors]
     float16 = agents * (blocks + 1) * 256 * 2 * heads * dim * 2
     assert sum(array.nbytes for array in arrays) <= float16 / 25

@@ -355,7 +355,7 @@ def test_a_step_is_written_in_one_launch_to_the_bytes_that_operations_write(
         np.testing.assert_array_equal(made, wanted)
 
 
-def test_what_a_launch_writes_is_due_with_the_arrays_and_copies_nothing(kernel_device: Device) -> None:
+def test_what_a_launch_writes_is_due_once_and_copies_nothing(kernel_device: Device) -> None:
     log = kernel_device()
     layer = LayerSpec(0, 2, 64, 64)
     group = GroupArena(attention_group("full.0", [layer], Quantisation()))
@@ -365,7 +365,10 @@ def test_what_a_launch_writes_is_due_with_the_arrays_and_copies_nothing(kernel_d
     x = mx.random.normal((1, 2, 3, 64))
     for offset in (4, 7):
         fused.writer(4)(Writes([BlockTable([1])], [offset], 3), arena, x, x)
-        mx.eval(group.arrays())
+        assert len(due := group.take_written()) == 1
+        mx.eval(due)
+        assert group.take_written() == []
+    assert not any(tensor.is_due for tensor in group.tensors)
     assert len(log) == 2
     assert [np.array(array, copy=False).ctypes.data for array in arena.arrays()] == addresses
     block = arena.keys.gather(mx.array([1]))

@@ -149,6 +149,22 @@ def test_a_device_that_is_done_is_not_waited_for_again(loaded: LoadedModel, monk
         runner.wait()
         runner.wait()
         assert len(waits) == started
-    runner.start()
-    runner.start()  # what was started before is finished first
-    assert len(waits) == 3
+
+
+def test_what_is_assigned_waits_for_what_was_started(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array that is still being read would be copied."""
+    driver, waits, synchronize = Driver(loaded), [], mx.synchronize
+    monkeypatch.setattr(mx, "synchronize", lambda: (waits.append(1), synchronize()))
+    driver.step([driver.row()], random_ids(loaded, (1, 3)))
+    runner, before = driver.runner, len(waits)
+    runner.evaluate()
+    first, second = runner.start(mx.ones(3)), runner.start(mx.ones(3) + 1)  # nothing is written
+    assert len(waits) == before + 1
+    runner.wait_for(first)
+    assert (first.done_at is None, second.done_at is None, runner.is_busy) == (False, True, True)
+    assert second.began_at == first.done_at
+    runner.copy_blocks([Copy(0, 0, 1)])
+    third = runner.start()
+    assert second.done_at is not None
+    assert third.done_at is None
+    assert len(waits) == before + 2

@@ -274,7 +274,7 @@ def slots_per_group(engine: Engine) -> list[int]:
 
 def arrays(engine: Engine) -> list[mx.array]:
     """What the blocks lie in."""
-    return [array for arena in _device(engine).runner.arenas for array in arena.arrays()]
+    return [tensor.array for arena in _device(engine).runner.arenas for tensor in arena.tensors]
 
 
 def block_bytes(engine: Engine, group: int, slot: int, num_tokens: int) -> np.ndarray:

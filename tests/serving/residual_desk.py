@@ -29,6 +29,7 @@ from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import LaneBlock
 from agentcache.blocks.transcript import Transcript
+from agentcache.kv.arena import take_due
 from agentcache.kv.block_layout import Array
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.spec import CacheSpec
@@ -94,7 +95,9 @@ class Desk:
 
     def _cache(self, name: str, spec: CacheSpec) -> KeptCache:
         prefix = PrefixCache(spec.groups, self._ledger, name=name)
-        arenas = ResidualArenas(spec, prefix.slots.pools, lambda: None, lambda: mx.eval(arenas.arrays()))
+        arenas = ResidualArenas(
+            spec, prefix.slots.pools, lambda: None, lambda: mx.eval(arenas.saturated, take_due(arenas.tensors))
+        )
         return KeptCache(name, spec, prefix, arenas)
 
     def open(self, adapter: str) -> None:
