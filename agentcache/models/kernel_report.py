@@ -72,9 +72,10 @@ def _layers(seen: Survey, config: dict[str, Any]) -> Iterator[tuple[GroupKind, i
     """Kind, window, heads and verdict of each layer that caches something."""
     spec = seen.spec(config["model_type"], config)
     kinds = {layer: describe_group(group).kind for group in spec.groups for layer in group.layers}
-    for layer, dtype, packing in zip(seen.layers, seen.dtypes, seen.packings, strict=True):
+    for layer, latent, dtype, packing in zip(seen.layers, seen.latents, seen.dtypes, seen.packings, strict=True):
         heads = f"{seen.num_heads}/{layer.num_kv_heads} x {layer.key_dim}"
-        yield kinds[layer], layer.window, heads, layer_verdict(layer, seen.num_heads, packing, dtype)
+        rank = None if latent is None else latent.rank
+        yield kinds[layer], layer.window, heads, layer_verdict(layer, seen.num_heads, packing, dtype, rank)
     for _ in seen.recurrent:
         yield GroupKind.STATE, None, "", _OWN_CODE
 
