@@ -8,6 +8,7 @@ from benchmarks.kernels_benchmark import (
     KernelsPlan,
     Layers,
     build_report,
+    bytes_per_latent,
     bytes_per_token,
     kernels_table,
     measure_kernels,
@@ -21,6 +22,9 @@ PLAN = KernelsPlan(
     rows=(1, 2),
     prefixes=((2, 256, 256),),
     unpacked=(256,),
+    latents=((2, 256),),
+    latent_sizes=(64, 32),
+    latent_heads=3,
     kv_heads=1,
     queries_per_head=2,
     dim=64,
@@ -34,6 +38,7 @@ PLAN = KernelsPlan(
 
 def test_bytes_of_a_token() -> None:
     assert bytes_per_token(KernelsPlan()) == 2 * 8 * (64 + 2 * 4)
+    assert bytes_per_latent(KernelsPlan()) == 288 + 9 * 4
 
 
 def test_the_layers_have_the_working_set() -> None:
@@ -55,6 +60,7 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         ("decode", 1, 256),
         ("decode", 2, 256),
         ("decode, 256 shared", 2, 512),
+        ("latent decode", 2, 256),
         ("unpack", 1, 256),
     ]
     per_token = bytes_per_token(PLAN)
@@ -62,9 +68,12 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         256 * per_token,
         512 * per_token,
         768 * per_token,
+        512 * bytes_per_latent(PLAN),
         256 * (per_token + 512),
     ]
     assert all(sample.ops_us and sample.flash_us for sample in samples[:3])
+    assert samples[3].ops_us
+    assert samples[3].flash_us is None
     report = build_report(PLAN, bandwidth, samples)
     assert len(report["rows"]) == kernels_table(report).row_count == len(lines) - 1
     assert report["caveats"]
