@@ -20,12 +20,16 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena, Packed
 from agentcache.kv.spec import LayerSpec, quantisation_for
+from agentcache.kv.step_cache import PagedKV
 from agentcache.kv.step_plan import Reads
 from agentcache.metal_kernels.decode import THREADGROUPS, Residuals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
+from agentcache.metal_kernels.latent_decode import LatentPlan, latent_decode
+from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
 from agentcache.models.attention import AttentionOptions, packed_attention
+from agentcache.models.mla import packed_latent_attention
 
 CAVEATS = [
     "Random blocks in random slots; one process; the fastest of several rounds.",
@@ -45,6 +49,8 @@ class KernelsPlan:
         prefixes: (rows, tokens that they share, tokens of their own).
         residuals: (rows of one adapter, tokens of each, rank of its residuals on values).
         unpacked: contexts of a prompt's chunk.
+        latents: (rows, context) of steps over latents.
+        latent_sizes: values of a latent and of its rope part (those of DeepSeek-V2 and -V3); `latent_heads` read them.
         threadgroups: that a launch is to have, at least, where the context is long enough.
         compare: measure what is beside the kernels, too.
         working_set: bytes that the layers in rotation have, at least.
@@ -56,6 +62,9 @@ class KernelsPlan:
     prefixes: tuple[tuple[int, int, int], ...] = ((4, 32768, 256), (16, 32768, 256), (32, 32768, 256))
     residuals: tuple[tuple[int, int, int], ...] = ((1, 4096, 16), (1, 16384, 16), (16, 16384, 16), (16, 16384, 64))
     unpacked: tuple[int, ...] = (4096, 32768)
+    latents: tuple[tuple[int, int], ...] = ((1, 4096), (1, 32768), (8, 4096), (8, 32768))
+    latent_sizes: tuple[int, int] = (512, 64)
+    latent_heads: int = 128
     kv_heads: int = 8
     queries_per_head: int = 4
     dim: int = 128
@@ -85,13 +94,19 @@ class Layers:
 
     Args:
         slots: blocks of each.
+        latents: whether they hold latents in place of keys and values.
     """
 
-    def __init__(self, plan: KernelsPlan, slots: int) -> None:
+    def __init__(self, plan: KernelsPlan, slots: int, *, latents: bool = False) -> None:
         self.plan = plan
-        self.layer = LayerSpec(0, plan.kv_heads, plan.dim, plan.dim)
-        self.quantisation = quantisation_for(plan.dim)
-        per_layer = slots * BLOCK_SIZE * bytes_per_token(plan)
+        if latents:
+            self.layer = LayerSpec(0, 1, sum(plan.latent_sizes), 0)
+            self.quantisation = quantisation_for(plan.latent_sizes[0], self.layer.key_dim)
+            per_layer = slots * BLOCK_SIZE * bytes_per_latent(plan)
+        else:
+            self.layer = LayerSpec(0, plan.kv_heads, plan.dim, plan.dim)
+            self.quantisation = quantisation_for(plan.dim)
+            per_layer = slots * BLOCK_SIZE * bytes_per_token(plan)
         self.count = max(2, -(-plan.working_set // per_layer))
         self.arenas = [self._arena(slots, seed) for seed in range(self.count)]
 
@@ -114,6 +129,12 @@ def bytes_per_token(plan: KernelsPlan) -> int:
     return 2 * plan.kv_heads * (plan.dim // 2 + plan.dim // quantisation_for(plan.dim).group_size * 4)
 
 
+def bytes_per_latent(plan: KernelsPlan) -> int:
+    """Of a token of one layer that caches latents."""
+    dim = sum(plan.latent_sizes)
+    return dim // 2 + dim // quantisation_for(plan.latent_sizes[0], dim).group_size * 4
+
+
 def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple[float, list[Sample]]:
     """Copy bandwidth in bytes/s, and the samples."""
     bandwidth = copy_bandwidth(plan.copied)
@@ -130,6 +151,8 @@ def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple
         progress(_line(samples[-1], bandwidth))
     for rows, context, rank in plan.residuals:
         samples.append(_decode_sample(plan, rows, 0, context, rank))
+    for rows, context in plan.latents:
+        samples.append(_latent_sample(plan, rows, context))
         progress(_line(samples[-1], bandwidth))
     for context in plan.unpacked:
         samples.append(_unpack_sample(plan, context))
@@ -189,6 +212,40 @@ def _residuals(plan: KernelsPlan, slots: int, rank: int) -> Residuals:
     made = Residuals(low_rank, mx.random.normal((plan.kv_heads, rank, plan.dim)))
     mx.eval(made)
     return made
+
+
+def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
+    """A step over latents; flash attention has no heads of that size."""
+    blocks = -(-context // BLOCK_SIZE)
+    layers = Layers(plan, rows * blocks, latents=True)
+    order = np.random.default_rng(0).permutation(rows * blocks)
+    ids = [list(map(int, row)) for row in order.reshape(rows, blocks)]
+    dtype = getattr(mx, plan.dtype)
+    rank, rope = plan.latent_sizes
+    shape = LatentShape(rank, rope, plan.latent_heads, layers.quantisation.group_size, dtype)
+    reads = LatentPlan(StepRows(ids, [0] * rows, [context - 1] * rows, 1))
+    queries = mx.random.normal((rows, plan.latent_heads, 1, rank)).astype(dtype)
+    rope_queries = mx.random.normal((rows, plan.latent_heads, 1, rope)).astype(dtype)
+    scale = (rank + rope) ** -0.5
+    mx.eval(queries, rope_queries)
+
+    def kernel() -> mx.array:
+        x = queries
+        for arena in layers.arenas:
+            data, scales, biases = arena.arrays()
+            x = latent_decode(x, rope_queries, (data, scales, biases), reads, shape, scale=scale)
+        return x
+
+    def ops() -> mx.array:
+        x = queries
+        for arena in layers.arenas[:4]:
+            steps = PagedKV(arena, Reads([BlockTable(row) for row in ids], [context - 1] * rows, 1, None))
+            x = packed_latent_attention(x, rope_queries, steps, scale).astype(dtype)
+        return x
+
+    kernel_us = _fastest(plan.rounds, kernel) / layers.count * 1e6
+    ops_us = _fastest(plan.rounds, ops) / len(layers.arenas[:4]) * 1e6 if plan.compare else None
+    return Sample("latent decode", rows, context, rows * context * bytes_per_latent(plan), kernel_us, ops_us)
 
 
 def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, queries: mx.array) -> float:

@@ -511,7 +511,7 @@ class Prepared(NamedTuple):
         """As `decode`."""
         written = nothing_written() if written is None else written
         sinks = no_sinks() if sinks is None else sinks
-        beside = _no_residuals() if residuals is None else residuals
+        beside = no_residuals() if residuals is None else residuals
         return self.compute(queries, *keys, *values, *beside, written, sinks, *self.arrays)
 
 
@@ -545,7 +545,7 @@ def prepare(
 
 
 @cache
-def _no_residuals() -> Residuals:
+def no_residuals() -> Residuals:
     """What a launch is given where there are none."""
     return Residuals(mx.zeros(8, mx.float16), mx.zeros(8))  # of fewer than 8 elements Metal makes constants
 

@@ -15,11 +15,11 @@ Array = NDArray[np.float64]
 PackedNumpy = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def unpacked(packed: PackedNumpy) -> Array:
-    """[..., D]: value = q * scale + bias, low nibble first."""
+def unpacked(packed: PackedNumpy, bits: int = 4) -> Array:
+    """[..., D]: value = q * scale + bias, the lowest bits first."""
     data, scales, biases = packed
-    nibbles = (data[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & 15
-    values = nibbles.reshape(*data.shape[:-1], scales.shape[-1], -1).astype(np.float64)
+    codes = (data[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
+    values = codes.reshape(*data.shape[:-1], scales.shape[-1], -1).astype(np.float64)
     result: Array = (values * scales[..., None] + biases[..., None]).reshape(*data.shape[:-1], -1)
     return result
 
@@ -42,9 +42,9 @@ def packed(x: Array, group_size: int) -> tuple[NDArray[np.uint32], Array, Array]
     return words.sum(axis=-1, dtype=np.uint32), scales, biases
 
 
-def row_of(packed: PackedNumpy, block_ids: Sequence[int], num_tokens: int) -> Array:
+def row_of(packed: PackedNumpy, block_ids: Sequence[int], num_tokens: int, bits: int = 4) -> Array:
     """The first tokens of a table's blocks, [H_kv, num_tokens, D]."""
-    blocks = unpacked(tuple(part[list(block_ids)] for part in packed))  # type: ignore[arg-type]
+    blocks = unpacked(tuple(part[list(block_ids)] for part in packed), bits)  # type: ignore[arg-type]
     return blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])[:, :num_tokens]
 
 
@@ -97,6 +97,27 @@ class LowRank:
         tokens = self.low_rank[list(self.block_ids[row])].astype(np.float64)
         result: Array = tokens.reshape(-1, tokens.shape[-1])[:num_tokens] @ self.matrix
         return result
+
+
+def latent_attention(
+    queries: Array,
+    latents: PackedNumpy,
+    rank: int,
+    block_ids: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    bits: int = 4,
+) -> Array:
+    """Attention of the queries [B, H, n, rank + rope] over latents, one head of keys; [B, H, n, rank].
+
+    Values are the latents' first `rank` values.
+    """
+    rows = []
+    for query, ids, length in zip(queries, block_ids, lengths, strict=True):
+        keys = row_of(latents, ids, length + query.shape[1], bits)
+        rows.append(_row(query, keys, keys[..., :rank], 0, length, scale, None, None, None))
+    return np.stack(rows)
 
 
 def _row(

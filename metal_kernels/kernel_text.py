@@ -7,8 +7,9 @@ and address spaces on CUDA, and on both the tile primitive, products of small ma
 queries. A lane has two neighbouring elements of a row: row `tile_row(lane)` of each eight, columns
 `tile_column(lane)` and the next one; the four lanes of a row are reached by `simd_shuffle_xor` with `ROW_PEER_1` and
 `ROW_PEER_2`. `add_product_rows` multiplies with 8 rows of 16 values in threadgroup memory (keys), transposed;
-`add_product_columns` with 16 rows of 8 (values). On Metal these are `simdgroup_matrix`, on CUDA `mma.m16n8k16`, for
-float plain sums, since CUDA's matrix units round float to 10 bits.
+`add_product_columns` with K rows of 8 (values): 16, in float also 8, and then the left operand's first 8 columns. On
+Metal these are `simdgroup_matrix`, on CUDA `mma.m16n8k16`, for float plain sums, since CUDA's matrix units round float
+to 10 bits.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ METAL_FUNC void add_product_rows(thread Sums<Q>& sums, thread Left<S, Q>& left, 
             simdgroup_multiply_accumulate(sums.tile[i], left.tile[i][k], right, sums.tile[i]);
     }
 }
-template <typename S, int Q>
+template <int K = 16, typename S, int Q>
 METAL_FUNC void add_product_columns(thread Sums<Q>& sums, thread Left<S, Q>& left, const threadgroup S* from,
                                     int width) {
-    UNROLL for (int k = 0; k < 2; ++k) {
+    UNROLL for (int k = 0; k < K / 8; ++k) {
         simdgroup_matrix<S, 8, 8> right;
         simdgroup_load(right, from + k * 8 * width, ulong(width));
         UNROLL for (int i = 0; i < Q; ++i)
@@ -201,7 +202,9 @@ template <int Q> METAL_FUNC void add_product_rows(Sums<Q>& sums, Left<half, Q>& 
     const half* row = from + tile_row(own_lane()) * width + tile_column(own_lane());
     add_product(sums, left, *(const uint*)row, *(const uint*)(row + 8));
 }
-template <int Q> METAL_FUNC void add_product_columns(Sums<Q>& sums, Left<half, Q>& left, const half* from, int width) {
+template <int K = 16, int Q>
+METAL_FUNC void add_product_columns(Sums<Q>& sums, Left<half, Q>& left, const half* from, int width) {
+    static_assert(K == 16, "in half, sixteen rows at a time");
     uint b0, b1;
     const uint at = uint(__cvta_generic_to_shared(from + (own_lane() & 15) * width));
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
@@ -223,10 +226,10 @@ template <int Q> METAL_FUNC void add_product_rows(Sums<Q>& sums, Left<float, Q>&
         }
     }
 }
-template <int Q>
+template <int K = 16, int Q>
 METAL_FUNC void add_product_columns(Sums<Q>& sums, Left<float, Q>& left, const float* from, int width) {
     const float* column = from + tile_column(own_lane());
-    UNROLL for (int k = 0; k < 16; ++k) {
+    UNROLL for (int k = 0; k < K; ++k) {
         UNROLL for (int i = 0; i < Q; ++i) {
             const float x = left_element(left, i, k);
             sums.x[i][0] = fmaf(x, column[k * width], sums.x[i][0]);

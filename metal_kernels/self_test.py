@@ -21,13 +21,19 @@ from agentcache.metal_kernels.append import Places, append, packed_alone
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, as_computed, as_mlx, error
 from agentcache.metal_kernels.decode import decode
 from agentcache.metal_kernels.definition import packed, row_of, unpacked
+from agentcache.metal_kernels.latent_cases import LatentCase, Latents
+from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
 
 _COMMAND = (sys.executable, "-m", "agentcache.metal_kernels.self_test")
 _SECONDS = 180  # the first compilation on a Mac may take long
+_APPENDED_BITS = 4
 _SCALE_ROUNDING = 1e-2  # of values of about 1: scales and biases are kept in float16
 _DTYPES = {str(dtype): dtype for dtype in TOLERANCE}
+
+Shape = HeadShape | LatentShape
+_SHAPES: dict[str, type[Shape]] = {kind.__name__: kind for kind in (HeadShape, LatentShape)}
 
 
 @dataclass(frozen=True)
@@ -38,18 +44,9 @@ class Verdict:
     reason: str = ""
 
 
-def try_kernels(shape: HeadShape, command: Sequence[str] = _COMMAND) -> Verdict:
+def try_kernels(shape: Shape, command: Sequence[str] = _COMMAND) -> Verdict:
     """Have a child process compute every kind of step of this shape."""
-    asked = json.dumps(
-        {
-            "dim": shape.dim,
-            "kv_heads": shape.kv_heads,
-            "gqa": shape.queries_per_head,
-            "group": shape.group_size,
-            "dtype": str(shape.dtype),
-            "value_rank": shape.value_rank,
-        }
-    )
+    asked = json.dumps({"of": type(shape).__name__, **vars(shape), "dtype": str(shape.dtype)})
     try:
         done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -64,13 +61,17 @@ def try_kernels(shape: HeadShape, command: Sequence[str] = _COMMAND) -> Verdict:
     return Verdict(False, f"wrong numbers: {', '.join(wrong)}") if wrong else Verdict(True)
 
 
-def wrong_steps(shape: HeadShape) -> list[str]:
+def wrong_steps(shape: Shape) -> list[str]:
     """Names of the kinds of steps that come out wrong on this process's device."""
     return [f"{name} (off by {off:.2g})" for name, off in differences(shape) if not off <= TOLERANCE[shape.dtype]]
 
 
-def differences(shape: HeadShape) -> Iterator[tuple[str, float]]:
+def differences(shape: Shape) -> Iterator[tuple[str, float]]:
     """Largest difference from the definition, by kind of step."""
+    return _of_latents(shape) if isinstance(shape, LatentShape) else _of_heads(shape)
+
+
+def _of_heads(shape: HeadShape) -> Iterator[tuple[str, float]]:
     for name, case in steps(shape).items():
         arenas = Arenas.of(case)
         yield name, error(arenas.decoded(), arenas.expected())
@@ -119,6 +120,43 @@ def _steps_from_append(shape: HeadShape) -> Iterator[tuple[str, float]]:
         yield f"append and {by}", error(out, expected if by == "decode" else expected[None])
 
 
+def _of_latents(shape: LatentShape) -> Iterator[tuple[str, float]]:
+    for name, case in latent_steps(shape).items():
+        latents = Latents.of(case)
+        yield name, error(latents.decoded(), latents.expected())
+    if shape.bits != _APPENDED_BITS:
+        return
+    yield "append", _pack_error(HeadShape(shape.dim, 1, shape.heads, shape.group_size, shape.dtype))
+    latents = Latents.of(_latent_case(shape, lengths=(300,)))
+    [ids], [length] = latents.block_ids, latents.case.lengths
+    place = ids[length // BLOCK_SIZE] * BLOCK_SIZE + length % BLOCK_SIZE
+    places = Places(mx.array([place], mx.int32), mx.array([1, 1], mx.int32))
+    new = mx.random.normal((1, 1, 1, shape.dim), key=mx.random.key(7)).astype(shape.dtype)
+    after = latents.holding(place, new)
+    for by in ("latent decode", "unpack"):
+        arrays = as_mlx(latents.packed)
+        written = append([new], arrays, places, shape.group_size)
+        if by == "unpack":
+            out = unpack(arrays, mx.array(ids, mx.int32), length + 1, shape.dtype, written)
+            expected = as_computed(row_of(after.packed, ids, length + 1), shape.dtype)[None]
+        else:
+            out, expected = latents.decoded_from(arrays, written), after.expected()
+        yield f"append and {by}", error(out, expected)
+
+
+def latent_steps(shape: LatentShape) -> dict[str, LatentCase]:
+    """As `steps`; every text is compiled for the first already, the second has another grid."""
+    return {
+        "latent decode": _latent_case(shape, lengths=(300, 17)),
+        "latent decode of several tokens": _latent_case(shape, lengths=(40,), num_tokens=3),
+    }
+
+
+def _latent_case(shape: LatentShape, **of_step: object) -> LatentCase:
+    of_shape = {"rank": shape.rank, "rope": shape.rope, "heads": shape.heads, "bits": shape.bits}
+    return LatentCase(**of_shape, dtype=shape.dtype, group=shape.group_size, **of_step)  # type: ignore[arg-type]
+
+
 def steps(shape: HeadShape) -> dict[str, Case]:
     """A step for every text that is compiled for this shape."""
     if shape.value_rank:
@@ -145,8 +183,7 @@ def _case(shape: HeadShape, **of_step: object) -> Case:
 
 def main() -> None:
     asked = json.load(sys.stdin)
-    heads = asked["dim"], asked["kv_heads"], asked["gqa"], asked["group"]
-    shape = HeadShape(*heads, _DTYPES[asked["dtype"]], value_rank=asked["value_rank"])
+    shape = _SHAPES[asked.pop("of")](**asked | {"dtype": _DTYPES[asked["dtype"]]})
     print(json.dumps({"wrong": wrong_steps(shape)}))
 
 

@@ -15,6 +15,8 @@ from mlx_lm.utils import MODEL_REMAPPING
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.spec import DTYPES, CacheSpec, LayerPacking, LayerSpec, Packing, Quantisation, RecurrentSpec
 from agentcache.metal_kernels.decode_plan import MAX_SPLITS
+from agentcache.metal_kernels.latent_decode import THREADGROUPS
+from agentcache.metal_kernels.latent_shape import partial_bytes
 from agentcache.models.attention import reads_packed
 from agentcache.models.device_memory import device_memory
 from agentcache.models.fused import MAX_QUERIES, MAX_RANK
@@ -163,7 +165,15 @@ class Footprint:
         mask = num_blocks * BLOCK_SIZE * num_tokens * (1 + _FLOAT)  # and what is added to scores for it
         # A GPU gives back what a command buffer held when that is done, and several are under way. Not measured.
         ahead = 2 * (keys + values) if self.fused else keys
-        return keys + values + mask + max(ahead + 2 * scores, 3 * scores + sums)
+        by_operations = keys + values + mask + max(ahead + 2 * scores, 3 * scores + sums)
+        return max(by_operations, self._latent_bytes(kind, len(contexts) * num_tokens))
+
+    def _latent_bytes(self, kind: _LayerKind, num_queries: int) -> int:
+        """What the kernel for latents takes: its splits' sums. They do not depend on the context, and where that is
+        short they are more than operations take. (Those of the other kernels never are.)"""
+        if not self.fused or not kind.is_latent:
+            return 0
+        return partial_bytes(num_queries, self.spec.num_attention_heads, kind.key_dim, THREADGROUPS)
 
     def _rebuilt_bytes(self, kind: _LayerKind, context: int, num_tokens: int) -> int:
         """Attention of one row with residuals, a piece of its blocks at a time; rows come one after the other."""
@@ -212,6 +222,7 @@ class _LayerKind:
         key_bytes, value_bytes: of a gathered block.
         key_dim, value_dim: values per head; MLA's values are in its keys.
         cached_dim: values per token over all heads.
+        is_latent: values are in the keys.
     """
 
     window: int | None
@@ -220,6 +231,7 @@ class _LayerKind:
     key_dim: int
     value_dim: int
     cached_dim: int
+    is_latent: bool
 
     @classmethod
     def of(cls, layer: LayerSpec, packing: LayerPacking) -> _LayerKind:
@@ -227,7 +239,9 @@ class _LayerKind:
         keys = per_block * _packed_size(layer.key_dim, packing.keys, transpose=True)
         values = per_block * _packed_size(layer.value_dim, packing.values, transpose=False) if layer.value_dim else keys
         cached = layer.num_kv_heads * (layer.key_dim + layer.value_dim)
-        return cls(layer.window, keys, values, layer.key_dim, layer.value_dim or layer.key_dim, cached)
+        return cls(
+            layer.window, keys, values, layer.key_dim, layer.value_dim or layer.key_dim, cached, not layer.value_dim
+        )
 
     def num_blocks(self, contexts: Sequence[int], num_tokens: int) -> list[int]:
         """Blocks that a step of `num_tokens` tokens reads of each row."""

@@ -1,9 +1,9 @@
 """Where kernels stand in for the reference.
 
-`paged_attention` and `unpack_row` ask here, and `fused_residual` for rows with residuals. A kernel is used where the
-device compiles kernels, the shape of the heads is one that they are written for, and a child process has found them
-right for it (`metal_kernels.self_test`, once a shape and process). Everywhere else the reference serves; where kernels
-were found wrong, it does so with one warning.
+`paged_attention` and `unpack_row` ask here; `fused_residual` does for rows with residuals, `fused_latent` for latents.
+A kernel is used where the device compiles kernels, the shape of the heads is one that they are written for, and a child
+process has found them right for it (`metal_kernels.self_test`, once a shape and process). Everywhere else the reference
+serves; where kernels were found wrong, it does so with one warning.
 `AGENTCACHE_KERNELS` is `on` (the default), `off`, or `check`: everything is computed both ways, differences are
 counted, and the reference's result is used.
 """
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
+from types import MappingProxyType
 
 import mlx.core as mx
 
@@ -28,6 +29,7 @@ from agentcache.metal_kernels.append import Places, append, packed_alone
 from agentcache.metal_kernels.decode import PackedArrays, Prepared, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
+from agentcache.metal_kernels.latent_shape import UNIT, LatentShape, LatentTiling
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
@@ -39,9 +41,10 @@ VARIABLE = "AGENTCACHE_KERNELS"
 # 70 ms for every new length.
 MAX_QUERIES = 32
 _MAX_DIM = 256
-_BITS = 4
+PACKED_BITS = 4  # of keys and values; latents are also decoded in 8
 _MAX_QUERIES_PER_HEAD = 16
 MAX_RANK = 64  # of residuals
+_MAX_LATENT_DIM, _MAX_LATENT_HEADS = 576, 128
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # In `check`: of the largest value. A kernel multiplies in half where the model is in 16 bits.
 _MOST_STEPS, _MOST_MISSED = 1.05, 1.1  # of what is appended: of a value's step, and of what MLX misses
@@ -128,28 +131,41 @@ def unpacked(
     return made if mode() is Mode.ON else checked(made, reference(), "unpack")
 
 
-def writer(num_heads: int) -> Put:
+def writer(num_heads: int, ranks: Mapping[LayerSpec, int] = MappingProxyType({})) -> Put:
     """What writes a step's keys and values: kernels where they may be used, else MLX's operations.
 
     Args:
         num_heads: the model's query heads.
+        ranks: of latents, in those layers that cache latents.
     """
-    return Writes.put if why_none() else partial(_write, num_heads)
+    return Writes.put if why_none() else partial(_write, num_heads, ranks)
 
 
-def _write(num_heads: int, writes: Writes, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
+def _write(
+    num_heads: int,
+    ranks: Mapping[LayerSpec, int],
+    writes: Writes,
+    arena: LayerArena,
+    keys: mx.array,
+    values: mx.array | None,
+) -> None:
     _, kv_heads, _, dim = keys.shape
     packing = arena.keys.quantisation
     key = kv_heads, dim, keys.dtype, packing.bits, arena.is_alike
     if key not in writes.prepared:
-        shape = _head_shape(dim, kv_heads, num_heads // kv_heads, packing, keys.dtype)
-        writes.prepared[key] = arena.is_alike and usable(shape).right
-    if values is None or not isinstance(packing, Quantisation) or not writes.prepared[key]:
+        if values is None:
+            latents = latent_shape(ranks.get(arena.layer, 0), dim, num_heads, packing, keys.dtype)
+            writes.prepared[key] = packing.bits == PACKED_BITS and usable(latents).right
+        else:
+            shape = _head_shape(dim, kv_heads, num_heads // kv_heads, packing, keys.dtype)
+            writes.prepared[key] = arena.is_alike and usable(shape).right
+    if not isinstance(packing, Quantisation) or not writes.prepared[key]:
         writes.put(arena, keys, values)
     elif mode() is Mode.ON:
+        sides = (keys,) if values is None else (keys, values)
         places = Places(writes.places, writes.counts)
         before = arena.keys.written
-        arena.was_written(append((keys, values), arena.arrays(), places, packing.group_size, before))
+        arena.was_written(append(sides, arena.arrays(), places, packing.group_size, before))
     else:
         writes.put(arena, keys, values, _checked_pack)
 
@@ -189,8 +205,21 @@ def _head_shape(
     return HeadShape(dim, kv_heads, queries_per_head, group_size, dtype, packing.bits, value_rank)
 
 
+@cache  # every layer asks
+def latent_shape(rank: int, dim: int, heads: int, packing: Packing, dtype: mx.Dtype) -> LatentShape:
+    """Of latents that `dim` values are cached of, `rank` and the rope part."""
+    group_size = packing.group_size if isinstance(packing, Quantisation) else dim
+    return LatentShape(rank, dim - rank, heads, group_size, dtype, packing.bits)
+
+
 def layer_verdict(
-    layer: LayerSpec, num_heads: int, packing: LayerPacking, dtype: mx.Dtype, value_rank: int = 0
+    layer: LayerSpec,
+    num_heads: int,
+    packing: LayerPacking,
+    dtype: mx.Dtype,
+    *,
+    value_rank: int = 0,
+    latent_rank: int | None = None,
 ) -> Verdict:
     """Whether `attention`, or that of rows whose values have residuals, goes by kernels in this layer of a model.
 
@@ -198,7 +227,10 @@ def layer_verdict(
         num_heads: the model's query heads.
         dtype: of queries and keys.
         value_rank: of those residuals; 0 for none.
+        latent_rank: of the latent, in a layer that caches latents.
     """
+    if latent_rank is not None:
+        return usable(latent_shape(latent_rank, layer.key_dim, num_heads, packing.keys, dtype))
     if why := _why_no_pair(layer):
         return Verdict(False, why)
     if packing.keys != packing.values:
@@ -209,8 +241,6 @@ def layer_verdict(
 
 def _why_no_pair(layer: LayerSpec) -> str:
     """Why keys and values are not a pair that kernels read; empty where they are."""
-    if not layer.value_dim:
-        return "no kernel for latents yet"
     return (
         ""
         if layer.key_dim == layer.value_dim
@@ -218,15 +248,15 @@ def _why_no_pair(layer: LayerSpec) -> str:
     )
 
 
-def usable(shape: HeadShape) -> Verdict:
-    """Whether kernels stand in for heads of this shape; tries them the first time that one is asked about."""
-    if why := why_none() or _unsupported(shape):
+def usable(shape: HeadShape | LatentShape) -> Verdict:
+    """Whether kernels stand in for what has this shape; tries them the first time that one is asked about."""
+    if why := why_none() or (_unsupported_latents(shape) if isinstance(shape, LatentShape) else _unsupported(shape)):
         return Verdict(False, why)
     return _tried(shape, device())
 
 
 def _unsupported(shape: HeadShape) -> str:
-    if shape.bits != _BITS:
+    if shape.bits != PACKED_BITS:
         return f"no kernel for {shape.bits} bits"
     if shape.dim % 32 or shape.dim > _MAX_DIM:
         return f"no kernel for {shape.dim} values a head"
@@ -237,8 +267,21 @@ def _unsupported(shape: HeadShape) -> str:
     return "" if shape.dtype in _DTYPES else f"no kernel for {shape.dtype}"
 
 
+def _unsupported_latents(shape: LatentShape) -> str:
+    if shape.bits not in (4, 8):
+        return f"no kernel for latents in {shape.bits} bits"
+    sizes = (shape.rank, shape.rope)
+    if min(sizes) <= 0 or any(size % UNIT for size in sizes) or shape.dim > _MAX_LATENT_DIM:
+        return f"no kernel for latents of {shape.rank} and {shape.rope} values"
+    if shape.heads > _MAX_LATENT_HEADS:
+        return f"no kernel for {shape.heads} query heads on latents"
+    if not LatentTiling(shape).fits:
+        return f"no room for latents of {shape.dim} values in a threadgroup"
+    return "" if shape.dtype in _DTYPES else f"no kernel for {shape.dtype}"
+
+
 @cache
-def _tried(shape: HeadShape, where: str) -> Verdict:
+def _tried(shape: HeadShape | LatentShape, where: str) -> Verdict:
     verdict = try_kernels(shape)
     if not verdict.right:
         _warn(f"kernels on {where}: {verdict.reason}; MLX's operations are used instead (slower)")
@@ -267,7 +310,7 @@ def _packed(side: SideArena) -> PackedArrays:
 
 
 def checked(made: mx.array, expected: mx.array, what: str) -> mx.array:
-    """The reference's result, with the difference counted."""
+    """`expected`, having counted whether `made` is the same."""
     counts.checked += 1
     difference = mx.abs(made.astype(mx.float32) - expected.astype(mx.float32)).max()
     limit = _TOLERANCE[expected.dtype] * mx.abs(expected.astype(mx.float32)).max()

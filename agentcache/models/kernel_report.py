@@ -82,12 +82,17 @@ def _layers(seen: Survey, config: dict[str, Any]) -> Iterator[tuple[GroupKind, i
     """Kind, window, heads and verdict of each layer that caches something, and what is said of its residuals."""
     spec = seen.spec(config["model_type"], config)
     kinds = {layer: describe_group(group).kind for group in spec.groups for layer in group.layers}
-    for layer, dtype, packing in zip(seen.layers, seen.dtypes, seen.packings, strict=True):
+    for layer, latent, dtype, packing in zip(seen.layers, seen.latents, seen.dtypes, seen.packings, strict=True):
         heads = f"{seen.num_heads}/{layer.num_kv_heads} x {layer.key_dim}"
-        verdict = layer_verdict(layer, seen.num_heads, packing, dtype)
-        residual = layer_verdict(layer, seen.num_heads, packing, dtype, _RANK) if verdict.right else verdict
-        values = _by(residual) + (f" ({residual.reason})" if residual.reason else "")
-        residuals = f"values (of rank {_RANK}): {values}; on keys: reference ({NO_KEYS})"
+        latent_rank = None if latent is None else latent.rank
+        verdict = layer_verdict(layer, seen.num_heads, packing, dtype, latent_rank=latent_rank)
+        residuals = ""  # there are none of latents
+        if latent is None:
+            ranked = verdict
+            if verdict.right:
+                ranked = layer_verdict(layer, seen.num_heads, packing, dtype, value_rank=_RANK)
+            values = _by(ranked) + (f" ({ranked.reason})" if ranked.reason else "")
+            residuals = f"values (of rank {_RANK}): {values}; on keys: reference ({NO_KEYS})"
         yield kinds[layer], layer.window, heads, verdict, residuals
     for _ in seen.recurrent:
         yield GroupKind.STATE, None, "", _OWN_CODE, ""

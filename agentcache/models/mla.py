@@ -12,7 +12,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +22,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import Packed
 from agentcache.kv.step_cache import Handle, PagedKV, StepCache
+from agentcache.models import fused, fused_latent
 from agentcache.models.attention import (
     AttentionOptions,
     flash_attention,
@@ -106,14 +108,14 @@ def latent_attention(
     if projections is None:
         if mask is None:
             raise BrokenInvariant("latent attention without the queries' rope part")
-        return _packed(queries, _unscaled(mask, scale), kv, scale).astype(queries.dtype)
+        return _in_latent_space(queries, _RopeQueries(mask, scale), kv, scale, queries.dtype)
     nope = queries.shape[-1] - (kv.arena.keys.dim - projections.rank if mask is None else 0)
-    q_nope, q_rope = queries[..., :nope], queries[..., nope:] if mask is None else _unscaled(mask, scale)
+    q_nope = queries[..., :nope]
+    q_rope = _RopeQueries(queries[..., nope:]) if mask is None else _RopeQueries(mask, scale)
     if reads_packed(queries.shape[2], kv.reads.batch_size):
-        latent = _packed(projections.absorb(q_nope), q_rope, kv, scale).astype(queries.dtype)
-        return projections.values(latent)
-    full_queries = mx.concatenate([q_nope, q_rope.astype(q_nope.dtype)], axis=-1)
-    full_keys, full_values = decompress(unpack_row(kv.arena.keys, kv.reads, queries.dtype), projections)
+        return projections.values(_in_latent_space(projections.absorb(q_nope), q_rope, kv, scale, queries.dtype))
+    full_queries = mx.concatenate([q_nope, q_rope.plain.astype(q_nope.dtype)], axis=-1)
+    full_keys, full_values = decompress(_unpacked(queries, projections.rank, kv), projections)
     return flash_attention(full_queries, full_keys, full_values, kv.reads, AttentionOptions(scale))
 
 
@@ -125,11 +127,45 @@ def decompress(cached: mx.array, projections: Projections) -> tuple[mx.array, mx
     return mx.concatenate([k_nope, k_rope], axis=-1), projections.values(latent)
 
 
-def _unscaled(mask: mx.array, scale: float) -> mx.array:
-    return mask.astype(mx.float32) / scale
+def _unpacked(queries: mx.array, rank: int, kv: PagedKV) -> mx.array:
+    """A row's latents [1, 1, T, rank + rope], for queries [1, H, n, ·]."""
+    by_operations = partial(unpack_row, kv.arena.keys, kv.reads, queries.dtype)
+    if fused.why_none():
+        return by_operations()
+    return fused_latent.unpacked(kv.arena.keys, kv.reads, rank, queries.shape[1], queries.dtype, by_operations)
 
 
-def _packed(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, scale: float) -> mx.array:
+class _RopeQueries(NamedTuple):
+    """The queries' rope part [B, H, n, rope], or that times `scale`."""
+
+    array: mx.array
+    scale: float = 1.0
+
+    @property
+    def plain(self) -> mx.array:
+        return self.array if self.scale == 1 else self.array.astype(mx.float32) / self.scale
+
+
+def _in_latent_space(q_latent: mx.array, q_rope: _RopeQueries, kv: PagedKV, scale: float, dtype: mx.Dtype) -> mx.array:
+    """Attention of queries [B, H, n, rank], in that space and of that type: by kernels where there are some."""
+
+    def by_operations() -> mx.array:
+        return packed_latent_attention(q_latent, q_rope.plain, kv, scale).astype(dtype)
+
+    if fused.why_none():
+        return by_operations()
+    return fused_latent.attention(
+        q_latent,
+        q_rope.array,
+        kv,
+        scale=scale,
+        rope_scale=1 / q_rope.scale,
+        dtype=dtype,
+        reference=by_operations,
+    )
+
+
+def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, scale: float) -> mx.array:
     """Scores in the latent space: (q W_k) · latent; the values are the latent too."""
     queries = mx.concatenate([q_latent.astype(mx.float32), q_rope.astype(mx.float32)], axis=-1)
     side = kv.arena.keys

@@ -96,7 +96,9 @@ class ModelRunner:
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
         owners = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
         self._layers = [owners[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
-        self._put = writer(loaded.spec.num_attention_heads)
+        pairs = zip(loaded.survey.layers, loaded.survey.latents, strict=True)
+        ranks = {layer: latent.rank for layer, latent in pairs if latent is not None}
+        self._put = writer(loaded.spec.num_attention_heads, ranks)
         self._recurrent = loaded.spec.recurrent
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)

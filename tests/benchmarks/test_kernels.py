@@ -8,6 +8,7 @@ from benchmarks.kernels_benchmark import (
     KernelsPlan,
     Layers,
     build_report,
+    bytes_per_latent,
     bytes_per_token,
     kernels_table,
     measure_kernels,
@@ -22,6 +23,9 @@ PLAN = KernelsPlan(
     prefixes=((2, 256, 256),),
     residuals=((2, 256, 4),),
     unpacked=(256,),
+    latents=((2, 256),),
+    latent_sizes=(64, 32),
+    latent_heads=3,
     kv_heads=1,
     queries_per_head=2,
     dim=64,
@@ -35,6 +39,7 @@ PLAN = KernelsPlan(
 
 def test_bytes_of_a_token() -> None:
     assert bytes_per_token(KernelsPlan()) == 2 * 8 * (64 + 2 * 4)
+    assert bytes_per_latent(KernelsPlan()) == 288 + 9 * 4
 
 
 def test_the_layers_have_the_working_set() -> None:
@@ -57,6 +62,7 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         ("decode", 2, 256),
         ("decode, 256 shared", 2, 512),
         ("decode, values' residuals of rank 4", 2, 256),
+        ("latent decode", 2, 256),
         ("unpack", 1, 256),
     ]
     per_token = bytes_per_token(PLAN)
@@ -65,9 +71,11 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         512 * per_token,
         768 * per_token,
         512 * (per_token + 2 * 4),
+        512 * bytes_per_latent(PLAN),
         256 * (per_token + 512),
     ]
     assert all(sample.ops_us and sample.flash_us for sample in samples[:3])
+    assert samples[4].ops_us and samples[4].flash_us is None
     report = build_report(PLAN, bandwidth, samples)
     assert len(report["rows"]) == kernels_table(report).row_count == len(lines) - 1
     assert report["caveats"]

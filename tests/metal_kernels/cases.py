@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from agentcache.metal_kernels.cases import Case
+from agentcache.metal_kernels.latent_cases import LatentCase
 
 
 def lengths_of(length: int, rows: int) -> tuple[int, ...]:
@@ -14,9 +15,8 @@ def lengths_of(length: int, rows: int) -> tuple[int, ...]:
     return tuple(max(0, length - 1 - 3 * row) for row in range(rows))
 
 
-def ids(cases: Sequence[Case]) -> list[str]:
+def ids(cases: Sequence[Case | LatentCase], plain: Case | LatentCase = Case()) -> list[str]:  # noqa: B008
     """Names for pytest: what differs from a plain case."""
-    plain = Case()
     return [
         "-".join(
             f"{name}={value}".replace("mlx.core.", "")
@@ -86,4 +86,30 @@ UNPACK_CASES = [
     for dim in _DIMS
     for dtype in DTYPES
     for length in (1, 257)
+]
+#: Of latents: the sizes that models have, and those of the tests' models.
+LATENT_SHAPES = [
+    LatentCase(512, 64, 16, mx.bfloat16, (300,)),
+    LatentCase(512, 64, 3, mx.float32, (257,)),
+    LatentCase(512, 64, 20, mx.float16, (40,), bits=8),
+    LatentCase(64, 32, 3, mx.float32, (40, 256)),
+    LatentCase(128, 64, 9, mx.float16, (40, 256), num_tokens=3),
+    LatentCase(512, 64, 128, mx.bfloat16, (256,)),
+    LatentCase(512, 64, 64, mx.float16, (300,)),
+    LatentCase(512, 64, 16, mx.float32, (300, 90), bits=8),
+    LatentCase(256, 64, 8, mx.float32, (257,), num_tokens=2),
+    LatentCase(64, 32, 1, mx.bfloat16, (257,), bits=8),
+    LatentCase(64, 64, 17, mx.float16, (257,)),
+    LatentCase(256, 32, 40, mx.bfloat16, (40, 257)),
+]
+#: And all lengths and numbers of rows, of the size that is served most; for a device.
+LATENT_CASES = [
+    *LATENT_SHAPES,
+    *(
+        LatentCase(512, 64, 16, dtype, lengths_of(length, rows), bits=bits)
+        for length in _LENGTHS
+        for rows in (1, 3, 16)
+        for dtype in DTYPES
+        for bits in (4, 8)
+    ),
 ]

@@ -11,11 +11,12 @@ import pytest
 from agentcache.metal_kernels.append import APPEND
 from agentcache.metal_kernels.decode import DECODE, MERGE
 from agentcache.metal_kernels.kernel_text import KernelText
+from agentcache.metal_kernels.latent_decode import LATENT_DECODE
 from agentcache.metal_kernels.unpack import UNPACK
 from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.run import PLAIN, EmulatedKernel, Result, Schedule
 
-KERNELS = (APPEND, DECODE, MERGE, UNPACK)
+KERNELS = (APPEND, DECODE, LATENT_DECODE, MERGE, UNPACK)
 Emulate = Callable[..., list[Result]]
 
 

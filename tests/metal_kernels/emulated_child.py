@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from agentcache.metal_kernels import self_test
+from agentcache.metal_kernels.kernel_text import KernelText
 from tests.metal_kernels.conftest import KERNELS, emulated
 from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.run import PLAIN, Result, Schedule
@@ -19,12 +20,24 @@ def abort(launch: Launch) -> Launch:
     os.abort()
 
 
-BUGS: dict[str, Callable[[Launch], Launch]] = {
-    "none": lambda launch: launch,
-    "wrong": lambda launch: launch.edited("t <= last[i]", "t < last[i]"),
-    "syntax": lambda launch: launch.edited("const int lane =", "const int lane"),
-    "abort": abort,
+# Of a kernel that has bugs: a text that makes it wrong in place of another.
+WRONG = {
+    "agentcache_decode": ("t <= last[i]", "t < last[i]"),
+    "agentcache_latent_decode": ("at % TOKENS < stop", "at % TOKENS < stop - 1"),
 }
+
+
+def bug_in(kernel: KernelText, bug: str) -> Callable[[Launch], Launch]:
+    """What is done to a kernel's launches: nothing but to those that decode."""
+    if kernel.name not in WRONG:
+        return lambda launch: launch
+    bugs: dict[str, Callable[[Launch], Launch]] = {
+        "none": lambda launch: launch,
+        "wrong": lambda launch: launch.edited(*WRONG[kernel.name]),
+        "syntax": lambda launch: launch.edited("const int lane =", "const int lane"),
+        "abort": abort,
+    }
+    return bugs[bug]
 
 
 class Launches(list[Result]):
@@ -37,11 +50,10 @@ class Launches(list[Result]):
 
 
 def plant(bug: str, schedule: Schedule) -> Launches:
-    """From now on kernels run in the emulator, and that for decoding has this bug."""
+    """From now on kernels run in the emulator, and those for decoding have this bug."""
     launches = Launches()
     for kernel in KERNELS:
-        edit = BUGS[bug if kernel.name == "agentcache_decode" else "none"]
-        kernel.__dict__["metal"] = emulated(kernel, schedule, launches, edit)
+        kernel.__dict__["metal"] = emulated(kernel, schedule, launches, bug_in(kernel, bug))
     return launches
 
 

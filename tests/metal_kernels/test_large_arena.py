@@ -13,6 +13,8 @@ import pytest
 from agentcache.metal_kernels.cases import Arenas, Case, error
 from agentcache.metal_kernels.decode import DECODE, decode
 from agentcache.metal_kernels.kernel_text import KernelText
+from agentcache.metal_kernels.latent_cases import LatentCase, Latents
+from agentcache.metal_kernels.latent_decode import LATENT_DECODE
 from agentcache.metal_kernels.unpack import UNPACK, unpack
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.build import clang
@@ -77,7 +79,18 @@ def unpacked(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], Launch]) 
     return error(out, np.array(near).astype(np.float64))
 
 
-@pytest.mark.parametrize("compute", [decoded, unpacked])
+def latents_decoded(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Launch], Launch]) -> float:
+    latents = Latents.of(LatentCase(lengths=(40,)))
+    [[slot]] = latents.block_ids
+    memory = {2 + index: far(part, slot) for index, part in enumerate(latents.packed)}
+    install(LATENT_DECODE, memory, monkeypatch, edit)
+    expected = latents.expected()
+    latents.block_ids = [[SLOT]]
+    data, scales, biases = map(lazy, latents.packed)
+    return error(latents.decoded_from((data, scales, biases), None), expected)
+
+
+@pytest.mark.parametrize("compute", [decoded, unpacked, latents_decoded])
 def test_a_block_behind_two_to_the_31_words(
     compute: Callable[..., float], emulate: Emulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +103,7 @@ def test_a_block_behind_two_to_the_31_words(
     [
         (decoded, "data + at[u] * WORDS", "data + int(at[u]) * WORDS"),
         (unpacked, "data[row * WORDS + i % WORDS]", "data[int(row) * WORDS + i % WORDS]"),
+        (latents_decoded, "(row * (D / 32) + part) * BITS", "int(row * (D / 32) + part) * BITS"),
     ],
 )
 def test_a_place_that_overflows_is_found(

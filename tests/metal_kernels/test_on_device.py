@@ -9,8 +9,9 @@ import pytest
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, as_computed, as_mlx, error
 from agentcache.metal_kernels.definition import row_of
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
+from agentcache.metal_kernels.latent_cases import LatentCase, Latents
 from agentcache.metal_kernels.unpack import unpack
-from tests.metal_kernels.cases import DECODE_CASES, RESIDUAL_CASES, UNPACK_CASES, ids
+from tests.metal_kernels.cases import DECODE_CASES, LATENT_CASES, RESIDUAL_CASES, UNPACK_CASES, ids
 
 pytestmark = pytest.mark.device
 if device() == NO_DEVICE:
@@ -32,3 +33,11 @@ def test_unpacked_equals_its_definition(case: Case) -> None:
     out = unpack(as_mlx(arenas.keys), mx.array(np.array(block_ids, np.int32)), length, case.dtype)
     expected = as_computed(row_of(arenas.keys, block_ids, length), case.dtype)
     assert error(out[0], expected) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("case", LATENT_CASES, ids=ids(LATENT_CASES, LatentCase()))
+def test_latent_decode_equals_its_definition(case: LatentCase) -> None:
+    latents = Latents.of(case)
+    expected = latents.expected()
+    errors = [error(latents.decoded(threadgroups), expected) for threadgroups in (1, 64)]
+    assert max(errors) <= TOLERANCE[case.dtype]

@@ -10,7 +10,8 @@ import mlx.core as mx
 import pytest
 
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
-from agentcache.metal_kernels.self_test import Verdict, steps, try_kernels, wrong_steps
+from agentcache.metal_kernels.latent_shape import LatentShape
+from agentcache.metal_kernels.self_test import Shape, Verdict, differences, steps, try_kernels, wrong_steps
 from agentcache.metal_kernels.tiling import HeadShape
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.build import clang
@@ -19,6 +20,7 @@ if clang() is None:
     pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
 
 SHAPE = HeadShape(64, 1, 4, 64, mx.float32)
+LATENTS = LatentShape(64, 32, 3, 32, mx.float32)
 CHILD = Path(__file__).parent / "emulated_child.py"
 
 
@@ -27,8 +29,9 @@ def emulated(bug: str) -> tuple[str, ...]:
     return (sys.executable, str(CHILD), bug)
 
 
-def test_right_kernels_pass() -> None:
-    assert try_kernels(SHAPE, emulated("none")) == Verdict(True)
+@pytest.mark.parametrize("shape", [SHAPE, LATENTS], ids=lambda shape: type(shape).__name__)
+def test_right_kernels_pass(shape: Shape) -> None:
+    assert try_kernels(shape, emulated("none")) == Verdict(True)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,32 @@ def test_the_child_is_told_the_rank() -> None:
 @pytest.mark.slow
 def test_right_kernels_pass_with_residuals() -> None:
     assert try_kernels(replace(SHAPE, value_rank=8), emulated("none")) == Verdict(True)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new", "names"),
+    [
+        ("unpack", "& 15u), scale", "& 7u), scale", ["append and unpack"]),
+        ("append", "= places[", "= 1 + places[", ["append", "append and latent decode", "append and unpack"]),
+        (
+            "latent_decode",
+            "* 256 + place % 256;",
+            "* 256;",
+            ["append and latent decode", "latent decode", "latent decode of several tokens"],
+        ),
+    ],
+)
+def test_wrong_steps_over_latents_are_named(
+    kernel: str, old: str, new: str, names: list[str], emulate: Emulate
+) -> None:
+    emulate(edits={f"agentcache_{kernel}": lambda launch: launch.edited(old, new)})
+    assert sorted(wrong.partition(" (off by ")[0] for wrong in wrong_steps(LATENTS)) == names
+
+
+def test_of_latents_in_eight_bits_only_decoding_is_tried(emulate: Emulate) -> None:
+    emulate()
+    tried = [name for name, _ in differences(replace(LATENTS, bits=8))]
+    assert tried == ["latent decode", "latent decode of several tokens"]
 
 
 def test_each_text_of_a_shape_is_tried() -> None:

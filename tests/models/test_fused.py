@@ -22,6 +22,7 @@ from agentcache.kv.spec import LayerSpec, Quantisation, attention_group
 from agentcache.kv.step_plan import Writes
 from agentcache.llm import LLM, Completion
 from agentcache.metal_kernels.append import APPEND
+from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused
@@ -56,8 +57,9 @@ def kernel_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     def start(bug: str = "none", schedule: Schedule = PLAIN) -> list[Result]:
         log: list[Result] = []
         for kernel in KERNELS:
-            edit = emulated_child.BUGS[bug if kernel.name == "agentcache_decode" else "none"]
-            monkeypatch.setitem(kernel.__dict__, "metal", emulated(kernel, schedule, log, edit))
+            monkeypatch.setitem(
+                kernel.__dict__, "metal", emulated(kernel, schedule, log, emulated_child.bug_in(kernel, bug))
+            )
         monkeypatch.setattr(fused, "device", lambda: "metal")
         monkeypatch.setattr(fused, "try_kernels", partial(tried_in_child, bug))
         forget()
@@ -69,7 +71,7 @@ def kernel_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 @cache
-def tried_in_child(bug: str, shape: HeadShape) -> Verdict:
+def tried_in_child(bug: str, shape: HeadShape | LatentShape) -> Verdict:
     """What a child process finds; one for each bug and shape, however many tests ask."""
     return try_kernels(shape, (sys.executable, str(Path(emulated_child.__file__)), bug))
 
@@ -168,9 +170,17 @@ def test_a_plan_is_made_once_for_all_layers(kernel_device: Device) -> None:
         (HeadShape(80, 1, 4, 16, mx.float32), "80 values a head"),
         (HeadShape(64, 1, 32, 64, mx.float32), "32 query heads"),
         (HeadShape(64, 1, 4, 64, mx.int32), "int32"),
+        (LatentShape(512, 64, 16, 64, mx.float32, bits=2), "latents in 2 bits"),
+        (LatentShape(512, 48, 16, 16, mx.float32), "512 and 48 values"),
+        (LatentShape(0, 96, 16, 32, mx.float32), "0 and 96 values"),
+        (LatentShape(1024, 64, 16, 64, mx.float16), "1024 and 64 values"),
+        (LatentShape(512, 64, 192, 64, mx.float16), "192 query heads"),
+        (LatentShape(512, 64, 16, 64, mx.int32), "int32"),
     ],
 )
-def test_other_shapes_are_left_to_the_reference(shape: HeadShape, why: str, kernel_device: Device) -> None:
+def test_other_shapes_are_left_to_the_reference(
+    shape: HeadShape | LatentShape, why: str, kernel_device: Device
+) -> None:
     kernel_device()
     verdict = fused.usable(shape)
     assert not verdict.right
@@ -233,6 +243,8 @@ COVERED = {
     "granite": "a scale of its own",
     "qwen3_5": "recurrent layers beside it",
     "gemma2": "scores that are capped",
+    "deepseek_v2": "latents that the model expands",
+    "deepseek_v3": "latents that the model caches itself",
 }
 NEAR = 1e-3  # of log probabilities
 MARGIN = 1e-2  # of the two best: where it is less, rounding decides

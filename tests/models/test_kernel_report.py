@@ -14,6 +14,7 @@ import pytest
 
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import GroupKind, LayerPacking, LayerSpec, Quantisation
+from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused, kernel_report
@@ -43,11 +44,14 @@ def test_each_kind_of_layer_is_told(model_folder: ModelFolder) -> None:
     assert kinds_of(model_folder("gemma3_text")) == {("window", 32): ("kernel", ""), ("full", None): ("kernel", "")}
     assert kinds_of(model_folder("gpt_oss")) == {("window", 32): ("kernel", ""), ("full", None): ("kernel", "")}
     assert kinds_of(model_folder("phi3")) == {("full", None): ("reference", WRONG)}
+    assert kinds_of(model_folder("deepseek_v2")) == {("latent", None): ("reference", WRONG)}
+    assert kinds_of(model_folder("deepseek_v2", kv_lora_rank=32)) == {("latent", None): ("kernel", "")}
 
 
 @pytest.mark.usefixtures("on_a_device")
 def test_why_the_reference_serves(model_folder: ModelFolder, tmp_path: Path) -> None:
-    assert kinds_of(model_folder("deepseek_v2")) == {("latent", None): ("reference", "no kernel for latents yet")}
+    why = "no kernel for latents in 16 bits"
+    assert kinds_of(model_folder("deepseek_v2"), "16") == {("latent", None): ("reference", why)}
     assert kinds_of(model_folder("llama"), "8") == {("full", None): ("reference", "no kernel for 8 bits")}
     assert kinds_of(model_folder("llama"), "16") == {("full", None): ("reference", "no kernel for 16 bits")}
     why = "no kernel for keys in 8 bits, values in 4"
@@ -67,12 +71,14 @@ def test_keys_and_values_of_other_sizes_have_no_kernel() -> None:
 def test_the_shape_that_is_tried_is_what_steps_ask_for(
     model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[HeadShape] = []
+    tried: list[HeadShape | LatentShape] = []
     monkeypatch.setattr(fused, "why_none", lambda: "")
     monkeypatch.setattr(fused, "_tried", lambda shape, where: tried.append(shape) or Verdict(True))
     layer_kinds(model_folder("phi3"))
     plain = HeadShape(32, 2, 2, 32, mx.float32)
     assert set(tried) == {plain, replace(plain, value_rank=16)}
+    layer_kinds(model_folder("deepseek_v2"), "8")
+    assert set(tried) == {plain, replace(plain, value_rank=16), LatentShape(64, 32, 4, 32, mx.float32, bits=8)}
 
 
 def test_residuals_are_told_apart(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

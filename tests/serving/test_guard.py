@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -153,6 +154,17 @@ def test_recurrent_files_are_known_by_how_they_compute() -> None:
     assert users("ssm") == SSD_FILES
     with_gated_delta = users("gated_delta")
     assert with_gated_delta | (users("qwen3_5") & {"qwen3_5_moe"}) == GATED_DELTA_FILES
+
+
+def test_what_the_kernel_for_latents_takes_is_known(model_folder: ModelFolder) -> None:
+    loaded = loader.load(str(model_folder("deepseek_v2")))
+    by_operations = replace(Footprint.of(loaded.spec, loaded.config), fused=False)
+    on_a_device = replace(by_operations, fused=True)
+    # Sums of splits, of 16 heads in each threadgroup: however short the context.
+    least = 264 * 16 * 96 * 4
+    assert by_operations.step_bytes([10], 1) < least <= on_a_device.step_bytes([10], 1)
+    assert on_a_device.step_bytes([10] * 8, 8) > on_a_device.step_bytes([10], 1) + 63 * 16 * 96 * 4
+    assert on_a_device.step_bytes([8192], 1) >= by_operations.step_bytes([8192], 1)
 
 
 def test_more_of_anything_takes_more(guard: MemoryGuard) -> None:

@@ -1,0 +1,79 @@
+"""Where kernels stand in for the operations of latent attention (`models/mla.py`), as `fused` says of other attention.
+
+A step of few queries reads packed latents in place, by the kernel of `metal_kernels/latent_decode.py`; a chunk unpacks
+a row's latents by that of `metal_kernels/unpack.py`. The reference serves everywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from agentcache.kv.arena import SideArena
+from agentcache.kv.step_cache import PagedKV
+from agentcache.kv.step_plan import Reads
+from agentcache.metal_kernels.decode_plan import StepRows
+from agentcache.metal_kernels.latent_decode import LatentPlan, PreparedLatents, prepare_latents
+from agentcache.metal_kernels.unpack import unpack
+from agentcache.models.fused import PACKED_BITS, Mode, checked, latent_shape, mode, usable
+
+MAX_QUERIES = 8  # of a row: each reads the row's latents by itself
+
+
+def attention(
+    q_latent: mx.array,
+    q_rope: mx.array,
+    kv: PagedKV,
+    *,
+    scale: float,
+    rope_scale: float,
+    dtype: mx.Dtype,
+    reference: Callable[[], mx.array],
+) -> mx.array:
+    """Attention over the latents of `kv` in their own space, [B, H, n, rank].
+
+    Args:
+        q_latent: [B, H, n, rank].
+        q_rope: [B, H, n, rope], to be multiplied with `rope_scale`.
+        dtype: of the result, and of the model.
+        reference: computes the same by MLX's operations.
+    """
+    if q_latent.shape[2] > MAX_QUERIES:
+        return reference()
+    side, prepared = kv.arena.keys, kv.reads.prepared
+    shape = latent_shape(q_latent.shape[-1], side.dim, q_latent.shape[1], side.quantisation, dtype)
+    key = shape, scale, rope_scale
+    if key not in prepared:
+        right = usable(shape).right
+        prepared[key] = prepare_latents(_plan(kv.reads), shape, scale, rope_scale) if right else None
+    by_kernels: PreparedLatents | None = prepared[key]
+    if by_kernels is None:
+        return reference()
+    made = by_kernels(q_latent, q_rope, side.arrays(), side.written)
+    return made if mode() is Mode.ON else checked(made, reference(), "latent decode")
+
+
+def unpacked(
+    side: SideArena, reads: Reads, rank: int, num_heads: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
+) -> mx.array:
+    """Latents of a single row as [1, 1, T, rank + rope], T up to the end of the step.
+
+    Args:
+        num_heads: query heads.
+    """
+    shape = latent_shape(rank, side.dim, num_heads, side.quantisation, dtype)
+    if shape.bits != PACKED_BITS or not usable(shape).right:
+        return reference()
+    data, scales, biases = side.arrays()
+    made = unpack((data, scales, biases), reads.block_ids[0], reads.num_keys, dtype, side.written)
+    return made if mode() is Mode.ON else checked(made, reference(), "unpack")
+
+
+def _plan(reads: Reads) -> LatentPlan:
+    """Of this step, made once for all layers of a group."""
+    if "latents" not in reads.prepared:
+        ids, bases, lengths = zip(*((tuple(row.block_ids), row.base, row.length) for row in reads.rows), strict=True)
+        reads.prepared["latents"] = LatentPlan(StepRows(ids, bases, lengths, reads.num_tokens, reads.window))
+    plan: LatentPlan = reads.prepared["latents"]
+    return plan
