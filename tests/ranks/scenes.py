@@ -118,6 +118,14 @@ def a_turn(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
         return {"before": before, "said": [_said(first), _said(second)]}
 
 
+def chosen_bits(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
+    """In how many bits rank 0 has keys and values kept by `auto`; the other rank's own setting is another one."""
+    with LLM(model, cache_dir=cache, **SETTINGS | {"kv": "auto"}) as llm:
+        said = _said(llm.generate(list(range(10, 290)), _greedy(3), agent="anna"))
+        info = llm.model
+        return {"fingerprint": info.fingerprint, "bits": info.kv_precision, "divergence": info.kv_divergence, **said}
+
+
 def _acknowledge(completion: Completion, tokens: int) -> None:
     """Its report says whether the turn is safe; an answer whose turn could not be written says that instead."""
     if completion.report.saved:
@@ -139,7 +147,7 @@ def _die_at(step: str, occurrence: int) -> None:
     defaults["fault"] = fault
 
 
-SCENES = {"ten_turns": ten_turns, "steps": steps, "a_turn": a_turn}
+SCENES = {"ten_turns": ten_turns, "steps": steps, "a_turn": a_turn, "chosen_bits": chosen_bits}
 
 
 def _tell(scene: Callable[[], dict[str, Any]]) -> None:

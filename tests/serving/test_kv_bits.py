@@ -8,6 +8,7 @@ import pytest
 
 from agentcache.kv.precision import LayerBits, Precision
 from agentcache.llm import LLM
+from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.sampling import SamplingParams
 from agentcache.store.precision_file import NAME, read_precision, write_precision
 from tests.conftest import ModelFolder
@@ -72,3 +73,17 @@ def test_bits_that_are_asked_for_are_not_measured(model_folder: ModelFolder, tmp
     with LLM(str(model_folder("qwen2", num_hidden_layers=2)), cache_dir=tmp_path / "cache", kv="k8v4") as llm:
         assert (llm.model.kv_precision, llm.model.kv_bits, llm.model.kv_divergence) == ("k8v4", 6, None)
     assert not (tmp_path / "cache" / NAME).exists()
+
+
+def test_auto_is_the_default_and_finds_what_was_kept_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded model does with 4 bits: its caches of versions that always kept 4 are read on. Measured once."""
+    monkeypatch.delenv("AGENTCACHE_KV")
+    model = embedded_model_path(tmp_path)
+    assert ask(model, tmp_path / "cache", "4")[0] == len(PROMPT)
+    with LLM(str(model), cache_dir=tmp_path / "cache") as llm:
+        assert llm.model.kv_precision == "4" and llm.model.kv_divergence is not None
+        report = llm.generate(PROMPT, GREEDY, agent="a").report
+    assert report is not None and report.computed_tokens <= 4
+    monkeypatch.setattr("agentcache.models.precision._logits", None)  # whoever measures again fails
+    with LLM(str(model), cache_dir=tmp_path / "cache") as llm:
+        assert llm.model.kv_precision == "4"
