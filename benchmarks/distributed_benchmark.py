@@ -84,7 +84,7 @@ def measure(model: Path, cache: Path, context: int) -> dict[str, Any]:
     ids = random.Random(1).choices(range(100, 2000), k=context)
     sampling = SamplingParams(max_tokens=DECODED, temperature=0, ignore_eos=True)
     found: dict[str, Any] = {"prefill": [], "decode": [], "restore": []}
-    with LLM(model, cache_dir=cache, prefill_chunk=2048) as llm:
+    with LLM(model, cache_dir=cache, prefill_chunk=2048, kv="4") as llm:
         llm.generate(ids[:300], SamplingParams(max_tokens=8, ignore_eos=True))
         for number in range(ROUNDS):
             start, before = time.perf_counter(), llm.stats()
