@@ -134,8 +134,8 @@ class Config:
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
-        kv: bits that keys and values are kept in: 4; 8; k8v4, keys in 8 and values in 4; 16, as the model makes them;
-            or auto, 4 but in layers where that is measured to do harm. Each has files of its own.
+        kv: bits that keys and values are kept in: auto, 4 but in layers where that is measured to do harm; or in all
+            layers 4; 8; k8v4, keys in 8 and values in 4; 16, as the model makes them. Each has files of its own.
         max_body_bytes: largest request body.
         header_timeout, body_timeout: seconds within which a request's headers, and then its body, must have come.
         cors_origins: web pages that may ask, as `scheme://host[:port]`, or `*` for all.
@@ -233,8 +233,8 @@ class Config:
     )
     kv: str = _setting(
         Kind.TEXT,
-        Flag("Bits of cached keys and values (4); auto: more in layers that need it.", metavar="auto|4|8|k8v4|16"),
-        default="4",
+        Flag("Bits of cached keys and values (auto: 4, more where layers need it).", metavar="auto|4|8|k8v4|16"),
+        default="auto",
     )
     max_body_bytes: int = _setting(Kind.SIZE, above_zero=True, default=32 * 10**6)
     header_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=10.0)

@@ -170,7 +170,7 @@ def memory(
 def multilora(
     model: Annotated[str | None, typer.Option(help="Model folder. Default: the embedded model.")] = None,
     out: Out = RESULTS,
-    quick: Annotated[bool, typer.Option("--quick", help="A context of 1K tokens, and less of everything.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A short context, and less of everything.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Many adapters over common contexts, in much and in little memory: what is kept, computed and answered."""

@@ -117,7 +117,7 @@ def measure(model: Path, cache: Path, plan: DistributedPlan, note: Progress) -> 
     sampling = SamplingParams(max_tokens=plan.decoded, temperature=0, ignore_eos=True)
     found: dict[str, Any] = {"prefill": [], "decode": [], "restore": []}
     note("loading")
-    with LLM(model, cache_dir=cache, prefill_chunk=CHUNK) as llm:
+    with LLM(model, cache_dir=cache, prefill_chunk=CHUNK, kv="4") as llm:
         note("loaded; first steps")
         llm.generate(ids[:300], SamplingParams(max_tokens=8, ignore_eos=True))
         for number in agents:

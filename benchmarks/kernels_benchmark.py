@@ -151,6 +151,7 @@ def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple
         progress(_line(samples[-1], bandwidth))
     for rows, context, rank in plan.residuals:
         samples.append(_decode_sample(plan, rows, 0, context, rank))
+        progress(_line(samples[-1], bandwidth))
     for rows, context in plan.latents:
         samples.append(_latent_sample(plan, rows, context))
         progress(_line(samples[-1], bandwidth))

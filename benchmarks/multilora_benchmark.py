@@ -79,7 +79,9 @@ class MultiPlan:
         return self.context + self.turns * (self.tool_tokens + self.new_tokens)
 
 
-QUICK = MultiPlan(context=1024, rounds=3, turns=6, new_tokens=8, agents=(1, 4), ranks=(8,), targets=("q,v",))
+QUICK = MultiPlan(
+    workflows=6, context=768, rounds=3, turns=4, new_tokens=4, agents=(1, 4), ranks=(8,), targets=("q,v",)
+)
 
 
 # -- adapters, prompts, servers --------------------------------------------------------------------------------------

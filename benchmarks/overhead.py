@@ -115,7 +115,7 @@ def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None]) -> Ove
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
         folder = Path(plan.model) if plan.model else random_model_path(Path(home), **WEIGHTS_MODEL)
         bare = BareModel(folder)
-        with LLM(folder, cache_dir=Path(home) / "cache") as llm:
+        with LLM(folder, cache_dir=Path(home) / "cache", kv="4") as llm:
             ids = random.Random(plan.seed).choices(range(llm.model.vocab_size - 64), k=max(plan.contexts) + 4096)
             decode = _measure_decode(plan, ids, bare, llm)
             progress(f"decode step at {plan.decode_context} tokens: {_line(decode)}")

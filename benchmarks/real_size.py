@@ -263,7 +263,7 @@ def _requests(plan: RealSizePlan, folder: Path, cache: Path, bare: Bare | None, 
     def prompt(num_tokens: int) -> list[int]:
         return draw.choices(range(64, 2000), k=num_tokens)
 
-    with LLM(folder, cache_dir=cache) as llm:
+    with LLM(folder, cache_dir=cache, kv="4") as llm:
         for tokens in plan.prefill:
             llm.generate(prompt(tokens), one)  # kernels are compiled
             row = {"agentcache_ms": _median_ms([_timed(llm.generate, prompt(tokens), one) for _ in range(plan.rounds)])}
@@ -281,7 +281,7 @@ def _requests(plan: RealSizePlan, folder: Path, cache: Path, bare: Bare | None, 
             ids = ids + prompt(plan.turn_tokens)
             hot.append(llm.generate(ids, one, agent="a").report.time_to_first_token_ms)
         add(what=f"turn, hot, {len(ids)}", agentcache_ms=statistics.median(hot[1:]))
-    with LLM(folder, cache_dir=cache) as llm:
+    with LLM(folder, cache_dir=cache, kv="4") as llm:
         llm.generate(prompt(plan.turn_tokens), one)
         report = llm.generate(ids + prompt(plan.turn_tokens), one, agent="a").report
         add(

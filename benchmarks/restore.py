@@ -148,7 +148,7 @@ class _Measurement:
 
     @contextmanager
     def _open(self) -> Iterator[LLM]:
-        with LLM(self._model, cache_dir=self._cache_dir, max_lineages=64) as llm:
+        with LLM(self._model, cache_dir=self._cache_dir, max_lineages=64, kv="4") as llm:
             yield llm
 
     def _turn(self, llm: LLM) -> Completion:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 UNQUANTISED_BITS = 16
 
@@ -40,6 +41,15 @@ class Precision:
 
     layers: tuple[LayerBits, ...]
     divergence: float | None = None
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Precision:
+        """From what `as_data` gave; raises what a mapping of another form does."""
+        return cls(tuple(LayerBits(keys, values) for keys, values in data["layers"]), data["divergence"])
+
+    def as_data(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"layers": [[bits.keys, bits.values] for bits in self.layers], "divergence": self.divergence}
 
     def __str__(self) -> str:
         """Such as `4`, or `4 (layers 0-1, 7 in k8v4)`."""

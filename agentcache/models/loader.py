@@ -153,14 +153,19 @@ def put_on_cache(
     check_weights: Callable[[int], None] = lambda num_bytes: None,
     kv: str = "4",
     kept: Callable[[str], Precision | None] = lambda fingerprint: None,
+    settle: Callable[[float], float] = lambda divergence: divergence,
 ) -> LoadedModel:
-    """The second half of `load`, of what `read_model` gives; raises the same."""
+    """The second half of `load`, of what `read_model` gives; raises the same.
+
+    Args:
+        settle: as in `Measured`.
+    """
     model, config, tokenizer = read.model, read.config, read.tokenizer
     check_weights(weight_bytes(model))
     read.evaluate()
     current = CurrentStep()
     fingerprint = model_fingerprint(read.path, tokenizer.fingerprint, memo)
-    choose = Measured(sample_ids(tokenizer), kept(fingerprint)) if kv == AUTO else Everywhere(BITS[kv])
+    choose = Measured(sample_ids(tokenizer), kept(fingerprint), settle) if kv == AUTO else Everywhere(BITS[kv])
     hosted = host(model, config["model_type"], config, choose=choose)
     install_wanted_positions(hosted.survey, current)
     return LoadedModel(

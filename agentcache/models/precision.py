@@ -7,6 +7,7 @@ layer's bits cost is how far the next tokens' probabilities move (Kullback and L
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ MAX_DIVERGENCE = 0.005
 MAX_TOKENS = 256
 _COMPARED = 160  # the last ones, which have something to look back at
 _COMPARED_AT_ONCE = 32  # a vocabulary may have a quarter of a million entries
-_MOST_PARTS = 16  # layers of deep models are raised a few at a time, so that the time to measure is bounded
+_MOST_PARTS = 8  # layers of deep models are tried a few at a time, so that the time to measure is bounded
 _LEVELS = tuple(BITS.values())
 _COARSEST, _UNQUANTISED = _LEVELS[0], _LEVELS[-1]
 
@@ -40,11 +41,13 @@ class Measured:
     Args:
         token_ids: what the model reads; more than `MAX_TOKENS` are not read.
         kept: what was chosen before, which stands where it is for as many layers.
+        settle: makes one of the divergences that several processes have measured of one model, so that all go on alike.
         limit: divergence that is allowed.
     """
 
     token_ids: tuple[int, ...]
     kept: Precision | None = None
+    settle: Callable[[float], float] = lambda divergence: divergence
     limit: float = MAX_DIVERGENCE
 
     def __call__(self, model: nn.Module, survey: Survey) -> Precision:
@@ -57,44 +60,54 @@ class Measured:
         reference = _logits(model, survey.kept_in(Precision((_UNQUANTISED,) * count)), ids)
 
         def divergence(layers: Layers) -> float:
-            return mean_divergence(reference, _logits(model, survey.kept_in(Precision(tuple(layers))), ids))
+            logits = _logits(model, survey.kept_in(Precision(tuple(layers))), ids)
+            return self.settle(mean_divergence(reference, logits))
 
         return find_precision(divergence, count, self.limit)
 
 
 def find_precision(divergence: Callable[[Layers], float], num_layers: int, limit: float) -> Precision:
-    """Raise the bits of the layers that do most harm until the divergence is within `limit`.
+    """The fewest bits that are within `limit` in all layers, and then 4 for layers that do little harm in them.
+
+    Most models are asked once. No model is asked more than 15 times: once for each way to keep all layers, once for
+    each part of them, and four times for parts together.
 
     Args:
         divergence: of layers in these bits, from unquantised ones.
     """
-    parts = _parts(num_layers)
-    levels = [0] * len(parts)
+    level, total = _fewest_for_all(divergence, num_layers, limit)
+    raised = Precision((level,) * num_layers, total)
+    if level == _COARSEST:
+        return raised
 
-    def layers() -> list[LayerBits]:
-        return [_LEVELS[level] for part, level in zip(parts, levels, strict=True) for _ in part]
+    def lowered(parts: Sequence[range]) -> list[LayerBits]:
+        layers = list(raised.layers)
+        for part in parts:
+            layers[part.start : part.stop] = [_COARSEST] * len(part)
+        return layers
 
-    def harm(index: int) -> float:
-        """Of one part in its bits, all others unquantised."""
-        if levels[index] == len(_LEVELS) - 1:
-            return 0.0
-        alone = [_UNQUANTISED] * num_layers
-        for layer in parts[index]:
-            alone[layer] = _LEVELS[levels[index]]
-        return divergence(alone)
+    added = {part: max(0.0, divergence(lowered([part])) - total) for part in _parts(num_layers)}
+    chosen, expected = list[range](), total
+    for part in sorted(added, key=added.__getitem__):
+        expected += added[part]
+        if expected <= limit:
+            chosen.append(part)
+    # What parts add by themselves is about what they add together, which is measured.
+    while chosen:
+        together = divergence(lowered(chosen))
+        if together <= limit:
+            return Precision(tuple(lowered(chosen)), together)
+        del chosen[len(chosen) // 2 :]
+    return raised
 
-    total = divergence(layers())
-    if total <= limit:
-        return Precision(tuple(layers()), total)
-    harms = [harm(index) for index in range(len(parts))]
-    while total > limit:
-        worst = max((index for index, level in enumerate(levels) if level < len(_LEVELS) - 1), key=harms.__getitem__)
-        levels[worst] += 1
-        harms[worst] = harm(worst)
-        # Harms of single parts add up to about that of all, which is measured where they promise enough.
-        if sum(harms) <= limit:
-            total = divergence(layers()) if any(_LEVELS[level] != _UNQUANTISED for level in levels) else 0.0
-    return Precision(tuple(layers()), total)
+
+def _fewest_for_all(divergence: Callable[[Layers], float], num_layers: int, limit: float) -> tuple[LayerBits, float]:
+    """For all layers alike, with the divergence in them."""
+    for level in _LEVELS[:-1]:
+        total = divergence([level] * num_layers)
+        if total <= limit:
+            return level, total
+    return _UNQUANTISED, 0.0
 
 
 def _parts(num_layers: int) -> list[range]:
@@ -105,12 +118,17 @@ def _parts(num_layers: int) -> list[range]:
 
 
 def mean_divergence(reference: mx.array, logits: mx.array) -> float:
-    """Of the probabilities of `logits` from those of `reference`, both [n, vocabulary]: the mean over n, in nats."""
+    """Of the probabilities of `logits` from those of `reference`, both [n, vocabulary]: the mean over n, in nats.
+
+    Infinite where either is no number at some place.
+    """
     total = 0.0
     for begin in range(0, reference.shape[0], _COMPARED_AT_ONCE):
         theirs, ours = (_log_softmax(each[begin : begin + _COMPARED_AT_ONCE]) for each in (reference, logits))
-        total += (mx.exp(theirs) * (theirs - ours)).sum().item()
-    return max(0.0, total / reference.shape[0])
+        # A vocabulary's padding may have a logit of minus infinity, on both sides.
+        odds = mx.exp(theirs)
+        total += mx.where(odds > 0, odds * (theirs - ours), odds).sum().item()
+    return math.inf if math.isnan(total) else max(0.0, total / reference.shape[0])
 
 
 def _log_softmax(logits: mx.array) -> mx.array:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.config import Config
 from agentcache.errors import BrokenInvariant, ConfigError, RankLost, UnsupportedModel
-from agentcache.kv.precision import AUTO
+from agentcache.kv.precision import Precision
 from agentcache.models.loader import LoadedModel, load, put_on_cache, read_model
 from agentcache.models.runner import ModelRunner
 from agentcache.models.shards import ShardedAdapters, Shards
@@ -99,7 +100,7 @@ class Leading:
         return rank_settings(config, self._shards)
 
     def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
-        loaded = load_part(self._shards, path_or_hub_id, **options)
+        loaded = load_part(self._shards, self._wire, path_or_hub_id, **options)
         agree(self._wire, loaded)
         self._leader = self._make_leader()
         self._tickets = Tickets(self._leader)
@@ -150,13 +151,22 @@ def rank_settings(config: Config, shards: Shards) -> Config:
         raise ConfigError("max_divergence: adapters cannot share base's keys and values where ranks share the model")
     if config.trunk_budget:
         raise ConfigError("trunk_budget: hidden states are not kept where ranks share the model")
-    if config.kv == AUTO:
-        raise ConfigError("kv: each rank would choose for itself; say in how many bits keys and values are kept")
     return replace(config, trunk_budget=0, cache_dir=rank_folder(config.cache_dir, shards.rank, shards.size))
 
 
-def load_part(shards: Shards, path_or_hub_id: str, **options: Any) -> LoadedModel:
+def load_part(
+    shards: Shards,
+    wire: Wire,
+    path_or_hub_id: str,
+    *,
+    kv: str,
+    kept: Callable[[str], Precision | None] = lambda fingerprint: None,
+    **options: Any,
+) -> LoadedModel:
     """One rank's part of a model, proved as `loader.load` proves a whole one. All ranks have to call it.
+
+    In how many bits keys and values are kept, rank 0 says: by its setting, by what it has on disk of an earlier choice,
+    and by what it measures.
 
     Raises:
         UnsupportedModel: it cannot be served, or not by so many ranks.
@@ -164,10 +174,40 @@ def load_part(shards: Shards, path_or_hub_id: str, **options: Any) -> LoadedMode
     """
     read = read_model(path_or_hub_id)
     shards.spread(read.model)
+    said = PrecisionOfRank0(wire)
     with naming_the_lost():
-        loaded = put_on_cache(read, **options)
+        loaded = put_on_cache(
+            read,
+            kv=said.setting(kv),
+            kept=lambda fingerprint: said.kept(kept(fingerprint)),
+            settle=said.divergence,
+            **options,
+        )
     adapters = ShardedAdapters(loaded.model, loaded.survey, loaded.current, shards)
     return replace(loaded, spec=shards.spec(loaded.spec), adapters=adapters, ranks=shards.size)
+
+
+class PrecisionOfRank0:
+    """What `--kv` comes to, on all ranks: each calls these in the same order, and takes what rank 0 says.
+
+    Sums over ranks may differ in their last bits from rank to rank, so even what all measure is rank 0's.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def setting(self, kv: str) -> str:
+        return str(self._said(kv))
+
+    def kept(self, precision: Precision | None) -> Precision | None:
+        said = self._said(None if precision is None else precision.as_data())
+        return None if said is None else Precision.of(said)
+
+    def divergence(self, measured: float) -> float:
+        return float(self._said(measured))
+
+    def _said(self, own: Any) -> Any:
+        return json.loads(self._wire.exchange(json.dumps(own).encode())[0])
 
 
 def agree(wire: Wire, loaded: LoadedModel) -> None:
@@ -190,7 +230,7 @@ def follow(config: Config, model_path: str) -> None:
     group = join_group()
     shards, wire = Shards(group), Wire(group)
     config = rank_settings(config, shards)
-    loaded = load_part(shards, model_path, max_context=config.max_context, kv=config.kv)
+    loaded = load_part(shards, wire, model_path, max_context=config.max_context, kv=config.kv)
     agree(wire, loaded)
     slots = [Slots() for _ in loaded.spec.groups]
     # Rank 0 makes room on all, by its own budget.

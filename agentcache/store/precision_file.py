@@ -11,21 +11,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agentcache.kv.precision import LayerBits, Precision
+from agentcache.kv.precision import Precision
 from agentcache.store.atomic import Fault, as_store_error, replace_file
 from agentcache.store.cache_files import CacheFiles
 
 NAME = "precision.json"
-_VERSION = 1  # of the file and of how it is measured
+_VERSION = 1  # of the file; a choice stands, however the next one would be measured
 _MAX_BYTES = 1 << 20
 
 
 def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
     """What was chosen for the model of this fingerprint; None where nothing was."""
     entry = _read(cache_dir).get(fingerprint)
-    if entry is None:
-        return None
-    return Precision(tuple(LayerBits(keys, values) for keys, values in entry["layers"]), entry["divergence"])
+    return None if entry is None else Precision.of(entry)
 
 
 def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fault: Fault = lambda step: None) -> None:
@@ -36,8 +34,7 @@ def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fau
     """
     if read_precision(cache_dir, fingerprint) == precision:
         return
-    layers = [[bits.keys, bits.values] for bits in precision.layers]
-    models = _read(cache_dir) | {fingerprint: {"layers": layers, "divergence": precision.divergence}}
+    models = _read(cache_dir) | {fingerprint: precision.as_data()}
     content = json.dumps({"version": _VERSION, "models": models, "checksum": _checksum(models)}, indent=1)
     root = cache_dir.resolve()
     with as_store_error(f"write {root / NAME}"):

@@ -56,7 +56,7 @@ class AdaptersPlan:
     mixed: MixedPlan = field(default_factory=MixedPlan)
     model: str | None = None
     seed: int = 0
-    command: tuple[str, ...] = SERVE
+    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # what random keys need says nothing of a model's
     peer: tuple[str, ...] = COMMAND
 
 

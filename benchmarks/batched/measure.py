@@ -40,7 +40,7 @@ class BatchedPlan:
     arrivals: ArrivalsPlan = field(default_factory=ArrivalsPlan)
     model: str | None = None
     seed: int = 0
-    command: tuple[str, ...] = SERVE
+    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # what random keys need says nothing of a model's
 
 
 QUICK = BatchedPlan(

@@ -55,7 +55,7 @@ class ComparePlan:
     together_tokens: int = 48
     model: str | None = None
     seed: int = 0
-    command: tuple[str, ...] = SERVE
+    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # what random keys need says nothing of a model's
     peer: tuple[str, ...] = COMMAND
 
     @property

@@ -47,7 +47,7 @@ def measure_python(plan: PythonPlan, progress: Callable[[str], None]) -> PythonC
     """Run the plan on a random model, in this process, in a cache folder that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
-        settings = {"model": str(random_model_path(home)), "max_concurrent_requests": plan.step.rows}
+        settings = {"model": str(random_model_path(home)), "max_concurrent_requests": plan.step.rows, "kv": "4"}
         config = load_config({**settings, "cache_dir": home / "cache"})
         return asyncio.run(_measure(plan, config, progress))
 

@@ -30,7 +30,8 @@ from training.recall import recall_case
 
 HOT, WARM, EVICTED, DAMAGED, COLD = "hot", "warm: restarts", "evicted", "damaged files", "cold: computed anew"
 WAYS = (HOT, WARM, EVICTED, DAMAGED, COLD)
-_CONVERSATIONS, _TURNS, _TOKENS = 100, 3, 300
+_CONVERSATIONS, _TURNS = 200, 3
+_LENGTHS = (100, 300)  # tokens, in turn: shorter than a block, and longer
 _DAMAGED_SHARE = 3  # one block file of so many is damaged before each turn
 _GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=1)
 _COLUMNS = {
@@ -84,9 +85,10 @@ class Held:
 
 
 def write_talks(seed: int, count: int) -> list[Talk]:
-    """Conversations of about 300 tokens, each with facts of its own."""
+    """Conversations of lengths in turn, each with facts of its own."""
     corpus = Corpus(DATA, seed)
-    cases = [recall_case(corpus, _TOKENS, index, questions=_TURNS) for index in range(count)]
+    lengths = [_LENGTHS[index % len(_LENGTHS)] for index in range(count)]
+    cases = [recall_case(corpus, length, index, questions=_TURNS) for index, length in enumerate(lengths)]
     return [Talk(list(case.dialogue.messages), [(each.text, each.answer) for each in case.questions]) for case in cases]
 
 
@@ -99,8 +101,9 @@ def measure_restore(plan: QualityPlan, progress: Callable[[str], None]) -> list[
             held[way] = _hold(way, talks, held.get(HOT), plan, Path(folder))
         row = _row(way, held[way], held[HOT], talks)
         progress(f"{way:<20} {row['turns']} turns, {row['different']} with other words, {row['right']:.1%} right")
+    lengths = " or ".join(map(str, _LENGTHS))
     notes = (
-        f"{len(talks)} conversations of about {_TOKENS} tokens, {_TURNS} turns each, greedy; histories are hot's.",
+        f"{len(talks)} conversations of about {lengths} tokens, {_TURNS} turns each, greedy; histories are hot's.",
         f"Damaged: one bit of every {_DAMAGED_SHARE}rd block file is flipped before a turn, while nothing runs.",
         "Hot, warm and evicted read the same bytes; what was damaged and what is cold is computed in other steps.",
     )

@@ -7,14 +7,9 @@ reads its own.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +19,25 @@ import numpy as np
 from agentcache.bench.plots import draw_bars, new_figure, percent, save_figure
 from agentcache.bench.reporter import Report
 from agentcache.llm import LLM
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
-from agentcache.models.adapters import read_adapter
-from agentcache.models.builtin.embedded import DATA
-from agentcache.models.step import StepInputs
 from agentcache.sampling import SamplingParams
-from agentcache.training.decoder_model import FrozenBase, load_base
+from benchmarks.quality.guard import measure_guard
 from benchmarks.quality.plan import Part, QualityPlan
+from benchmarks.quality.role_bench import (
+    MAX_TOKENS,
+    UNLIMITED,
+    adapters_of,
+    cases_of,
+    family_of,
+    laboratory_of,
+    lengths_of,
+    mean,
+    roles_folder,
+    watching,
+)
 from benchmarks.quality.table import ResultTable
-from training.model import RoundedCache
-from training.role_adapters import RECIPES, Kind, load_frozen, train_roles
-from training.roles import BY_NAME, ROLES, Role, RoleCase, f1, role_cases
+from training.role_adapters import Kind
+from training.roles import BY_NAME, Role, RoleCase, f1
 
-_MAX_TOKENS = 28
-_UNLIMITED = 1e6  # nobody steps down: the table says what that costs
-_STRENGTHS = (0.0, 0.02, 0.1, 0.3, 1.0, 2.0)
 EXACT, FULL_REUSE, OWN_CACHE = "exact", "full reuse", "own cache, outside the server"
 
 
@@ -86,54 +85,26 @@ def measure_sharing(plan: QualityPlan, progress: Callable[[str], None]) -> list[
     with tempfile.TemporaryDirectory(prefix="agentcache-sharing-") as scratch:
         reused = list(_reused(plan, folders, progress))
         answers = [*_served(plan, folders, Path(scratch), progress), *reused]
-        strengths = _strengths(plan, folders, Path(scratch), progress)
-        return [_by_way(answers), _by_role(answers), _guard_table(strengths), _similarity(plan, folders)]
-
-
-def roles_folder(plan: QualityPlan, progress: Callable[[str], None]) -> Path:
-    """KIND/ROLE folders: the plan's, or those of the recipe, trained when they are first asked for."""
-    if plan.adapters:
-        return Path(plan.adapters[0])
-    recipes = json.dumps({kind.value: asdict(recipe) for kind, recipe in RECIPES.items()}, sort_keys=True)
-    roles = [asdict(role) for role in ROLES]
-    digest = hashlib.blake2b(f"{recipes} {roles}".encode(), digest_size=6).hexdigest()
-    folder = Path.home() / ".cache" / "agentcache" / f"roles-{digest}"
-    wanted = dict.fromkeys((Kind.FAMILY, Kind.CONDITIONED, Kind.ACTIVATED), ROLES)
-    if not all((folder / kind.value / role.name).is_dir() for kind, some in wanted.items() for role in some):
-        train_roles(load_frozen(DATA), folder, wanted, progress)
-    return folder
-
-
-def _adapters(folders: Path) -> dict[tuple[Kind, str], Path]:
-    """Those that are there, by kind and role."""
-    found = {(kind, role.name): folders / kind.value / role.name for kind in Kind for role in ROLES}
-    return {key: folder for key, folder in found.items() if folder.is_dir()}
-
-
-def _lengths(plan: QualityPlan) -> tuple[int, ...]:
-    return (100, 600) if plan.scale < 1 else (100, 300, 1000)
-
-
-def _cases(plan: QualityPlan, num_tokens: int) -> list[RoleCase]:
-    return list(role_cases(plan.seed, plan.scaled(16), num_tokens, is_held_out=True))
+        guard = measure_guard(plan, folders, Path(scratch), progress)
+        return [_by_way(answers), _by_role(answers), *guard, _similarity(plan, folders)]
 
 
 # -- through the server -------------------------------------------------------------------------------------------
 
 
 def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
-    found = _adapters(folders)
+    found = adapters_of(folders)
     names = {key: f"{key[0].value}-{key[1]}" for key in found}
-    sampling = SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0)
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     with LLM(
         plan.model,
         cache_dir=scratch / "served",
         adapters={names[key]: folder for key, folder in found.items()},
-        max_divergence=_UNLIMITED,
+        max_divergence=UNLIMITED,
     ) as llm:
-        for num_tokens in _lengths(plan):
+        for num_tokens in lengths_of(plan):
             progress(f"sharing: conversations of about {num_tokens} tokens")
-            for case in _cases(plan, num_tokens):
+            for case in cases_of(plan, num_tokens):
                 for way, role in ((way, role) for role in _roles(found) for way in WAYS):
                     key = None if way.kind is None else (way.kind, role.name)
                     if key is None or key in found:
@@ -156,139 +127,22 @@ def _judged(
     return Answer(way, role.name, num_tokens, text, f1(text, wanted), is_right, divergence)
 
 
-# -- outside of it ------------------------------------------------------------------------------------------------
-
-
-class _ReadCache:
-    """A layer's keys and values as the 4-bit cache gives them back, whoever has made them."""
-
-    def __init__(self) -> None:
-        self.offset = 0
-        self.held: list[mx.array] = []
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        new = RoundedCache().update_and_fetch(keys, values)
-        pairs = zip(self.held, new, strict=True) if self.held else ((each,) for each in new)
-        self.held = [mx.concatenate(list(pair), axis=2) for pair in pairs]
-        self.offset += keys.shape[2]
-        return self.held[0], self.held[1]
-
-
-@dataclass(frozen=True)
-class _Laboratory:
-    """The model with its adapters, outside of the engine."""
-
-    base: FrozenBase
-    weights: Mapping[str, AdapterWeights]
-
-    def prefix(self, ids: Sequence[int], writer: str | None) -> list[_ReadCache]:
-        """What a role, or base, makes of tokens."""
-        caches = [_ReadCache() for _ in self.base.model.layers]
-        self._forward(ids, writer, caches)
-        return caches
-
-    def answer(self, ids: Sequence[int], writer: str | None, reader: str) -> str:
-        """What `reader` says behind a prompt that `writer` has read, but for the last token."""
-        caches, said = self.prefix(ids[:-1], writer), [ids[-1]]
-        while len(said) <= _MAX_TOKENS:
-            token = int(mx.argmax(self._forward(said[-1:], reader, caches)[0, -1]).item())
-            if token in self.base.tokenizer.eos_ids:
-                break
-            said.append(token)
-        return self.base.tokenizer.spell(said[1:]).text
-
-    def _forward(self, ids: Sequence[int], role: str | None, caches: Sequence[_ReadCache]) -> mx.array:
-        acting = None if role is None else RowAdapter(self.weights[role])
-        with self.base.current.of(StepInputs(mx.array([list(ids)]), [caches[0].offset], adapters=[acting])):
-            logits: mx.array = self.base.model(mx.array([list(ids)]), cache=list(caches))
-        mx.eval(logits)
-        return logits
-
-
-def _laboratory(plan: QualityPlan, folders: Path) -> _Laboratory:
-    base = load_frozen(DATA) if plan.model is None else load_base(plan.model)
-    chosen = {name: folder for (kind, name), folder in _adapters(folders).items() if kind is Kind.FAMILY}
-    modules = base.adapters.modules
-    return _Laboratory(
-        base, {name: base.adapters.load(read_adapter(folder, modules)) for name, folder in chosen.items()}
-    )
-
-
 def _reused(plan: QualityPlan, folders: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
     """Every role behind the cache of the role before it."""
-    laboratory = _laboratory(plan, folders)
+    laboratory = laboratory_of(plan, family_of(folders))
     names = list(laboratory.weights)
-    for num_tokens in _lengths(plan):
+    for num_tokens in lengths_of(plan):
         progress(f"sharing: full reuse, about {num_tokens} tokens")
-        for case in _cases(plan, num_tokens):
-            ids = laboratory.base.tokenizer.encode(laboratory.base.tokenizer.render_chat(list(case.messages))).ids
+        for case in cases_of(plan, num_tokens):
             for index, name in enumerate(names):
                 for way, writer in ((FULL_REUSE, names[index - 1]), (OWN_CACHE, name)):
-                    answer = _judged(way, BY_NAME[name], num_tokens, case, laboratory.answer(ids, writer, name))
+                    said = laboratory.reply(case.messages, writer, name)
+                    answer = _judged(way, BY_NAME[name], num_tokens, case, said)
                     progress(f"  {way}, {name}: F1 {answer.f1:.0%} {answer.text!r}")
                     yield answer
 
 
-# -- the guard ------------------------------------------------------------------------------------------------------
-
-
-def _strengths(
-    plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """One role, weaker and stronger: what the guard says, and how many of exact's tokens residual answers have."""
-    source = next(folder for (kind, _), folder in _adapters(folders).items() if kind is Kind.FAMILY)
-    made = {f"s{index}": _scaled(source, scratch / f"s{index}", factor) for index, factor in enumerate(_STRENGTHS)}
-    cases = _cases(plan, _lengths(plan)[-1])
-    rows = []
-    progress("sharing: the guard, by strength")
-    with _open(plan, scratch / "four", made, 4) as llm, _open(plan, scratch / "eight", made, 8) as eight:
-        for name, factor in zip(made, _STRENGTHS, strict=True):
-            said = [_compared(llm, case, name) for case in cases]
-            truth = [_divergence(eight, case, name) for case in cases[:3]]
-            hit = [_divergence(llm, case, name, f"guard-{name}") for case in cases[:1]]
-            rows.append({"strength": factor, "answers": said, "truth": truth, "hit": hit})
-    with _open(plan, scratch / "four", made, 4) as llm:
-        for name, row in zip(made, rows, strict=True):
-            row["restarted"] = [_divergence(llm, case, name, f"guard-{name}") for case in cases[:1]]
-    return rows
-
-
-def _scaled(source: Path, folder: Path, factor: float) -> Path:
-    shutil.copytree(source, folder)
-    file = folder / "adapter_config.json"
-    config = json.loads(file.read_text())
-    config["lora_parameters"]["scale"] *= factor
-    file.write_text(json.dumps(config))
-    return folder
-
-
-@contextmanager
-def _open(plan: QualityPlan, cache_dir: Path, adapters: Mapping[str, Path], bits: int) -> Iterator[LLM]:
-    with LLM(plan.model, cache_dir=cache_dir, adapters=dict(adapters), max_divergence=_UNLIMITED, kv=bits) as llm:
-        yield llm
-
-
-def _compared(llm: LLM, case: RoleCase, adapter: str) -> tuple[float, float]:
-    """Divergence, and the share of exact's tokens that come before the first one that is another."""
-    sampling = SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0)
-    exact, shared = (
-        llm.chat(list(case.messages), sampling, adapter=adapter, policy=policy) for policy in ("exact", "residual")
-    )
-    pairs = list(zip(exact.token_ids, shared.token_ids, strict=False))
-    same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
-    return shared.report.divergence or 0.0, same / max(1, len(exact.token_ids))
-
-
-def _divergence(llm: LLM, case: RoleCase, adapter: str, agent: str | None = None) -> float:
-    said = llm.chat(list(case.messages), SamplingParams(max_tokens=1), adapter=adapter, policy="residual", agent=agent)
-    return said.report.divergence or 0.0
-
-
 # -- tables ---------------------------------------------------------------------------------------------------------
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
 
 
 def _by_way(answers: Sequence[Answer]) -> ResultTable:
@@ -300,13 +154,13 @@ def _by_way(answers: Sequence[Answer]) -> ResultTable:
         known = [answer.divergence for answer in mine if answer.divergence is not None]
         row: dict[str, Any] = {
             "way": way,
-            "f1": _mean([answer.f1 for answer in mine]),
-            "right": _mean([answer.is_right for answer in mine]),
-            "divergence": _mean(known),
+            "f1": mean([answer.f1 for answer in mine]),
+            "right": mean([answer.is_right for answer in mine]),
+            "divergence": mean(known),
             "answers": len(mine),
         }
         for length in lengths:
-            row[f"f1_{length}"] = _mean([answer.f1 for answer in mine if answer.num_tokens == length])
+            row[f"f1_{length}"] = mean([answer.f1 for answer in mine if answer.num_tokens == length])
         rows.append(row)
     columns = {"way": "way", "f1": "F1", "right": "right", "divergence": "divergence", "answers": "answers"}
     columns |= {f"f1_{length}": f"F1 at {length} tokens" for length in lengths}
@@ -320,68 +174,35 @@ def _by_role(answers: Sequence[Answer]) -> ResultTable:
     rows = []
     for way in dict.fromkeys(answer.way for answer in answers):
         mine = [answer for answer in answers if answer.way == way]
-        rows.append({"way": way, **{role: _mean([a.f1 for a in mine if a.role == role]) for role in roles}})
+        rows.append({"way": way, **{role: mean([a.f1 for a in mine if a.role == role]) for role in roles}})
     columns = {"way": "way", **{role: role for role in roles}}
     return ResultTable("sharing_roles", "F1 by role", columns, rows, dict.fromkeys(roles, ".1%"))
 
 
-def _guard_table(strengths: Sequence[Mapping[str, Any]]) -> ResultTable:
-    rows = [
-        {
-            "strength": f"{row['strength']:g}",
-            "divergence": _mean([far for far, _ in row["answers"][: len(row["truth"])]]),
-            "truth": _mean(row["truth"]),
-            "first": row["answers"][0][0],
-            "hit": row["hit"][0],
-            "restarted": row["restarted"][0],
-            "same": _mean([same for _, same in row["answers"]]),
-        }
-        for row in strengths
-    ]
-    pairs = [pair for row in strengths for pair in row["answers"]]
-    notes = [
-        f"Above a divergence of {limit:g}, {_mean([same for far, same in pairs if far > limit]) or 0:.0%} of exact's "
-        f"tokens ({sum(far > limit for far, _ in pairs)} answers); below, "
-        f"{_mean([same for far, same in pairs if far <= limit]) or 0:.0%} ({sum(far <= limit for far, _ in pairs)})."
-        for limit in (0.02, 0.05, 0.1, 0.2)
-        if any(far > limit for far, _ in pairs) and any(far <= limit for far, _ in pairs)
-    ]
-    columns = {
-        "strength": "strength of the adapter",
-        "divergence": "divergence through 4 bits",
-        "truth": "through 8",
-        "first": "one prompt",
-        "hit": "cached",
-        "restarted": "after a restart",
-        "same": "exact's tokens before the first other one",
-    }
-    formats = {"same": ".0%"} | dict.fromkeys(("divergence", "truth", "first", "hit", "restarted"), ".4f")
-    return ResultTable("sharing_guard", "The guard, beside the error that came of it", columns, rows, formats, notes)
-
-
 def _similarity(plan: QualityPlan, folders: Path) -> ResultTable:
-    """Cosine of what a role caches with what base caches, by layer."""
-    laboratory = _laboratory(plan, folders)
-    case = _cases(plan, _lengths(plan)[-1])[0]
-    ids = laboratory.base.tokenizer.encode(laboratory.base.tokenizer.render_chat(list(case.messages))).ids
-    base, *roles = (laboratory.prefix(ids, writer) for writer in (None, *laboratory.weights))
+    """Cosine of what a role computes and caches with what base does, by layer, as in ForkKV's and LRAgent's figures."""
+    laboratory = laboratory_of(plan, family_of(folders))
+    ids = laboratory.prompt(cases_of(plan, lengths_of(plan)[-1])[0].messages)
+
+    def computed(writer: str | None) -> list[dict[str, mx.array]]:
+        with watching(laboratory.base.model) as hidden:
+            caches = laboratory.prefix(ids, writer)
+        each = zip(caches, hidden, strict=True)
+        return [{"keys": cache.held[0], "values": cache.held[1], "hidden": out} for cache, out in each]
+
+    base, *roles = map(computed, (None, *laboratory.weights))
     rows = [
-        {
-            "layer": str(layer),
-            **{
-                side: float(np.mean([_cosine(role[layer].held[index], mine.held[index]) for role in roles]))
-                for index, side in enumerate(("keys", "values"))
-            },
-        }
+        {"layer": str(layer)}
+        | {what: float(np.mean([_cosine(role[layer][what], mine[what]) for role in roles])) for what in mine}
         for layer, mine in enumerate(base)
     ]
-    columns = {"layer": "layer", "keys": "keys", "values": "values"}
-    title = "Cosine of a role's cache with base's, of one conversation"
-    return ResultTable("sharing_cosine", title, columns, rows, {"keys": ".4f", "values": ".4f"})
+    columns = {"layer": "layer", "keys": "keys", "values": "values", "hidden": "hidden states behind it"}
+    title = "Cosine of what roles compute with what base does, of one conversation"
+    return ResultTable("sharing_cosine", title, columns, rows, dict.fromkeys(("keys", "values", "hidden"), ".4f"))
 
 
 def _cosine(one: mx.array, other: mx.array) -> float:
-    """Mean over heads and tokens of arrays [1, H, n, D]."""
+    """Mean over all vectors along the last axis."""
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     product = (one * other).sum(axis=-1)
     return float((product / (mx.linalg.norm(one, axis=-1) * mx.linalg.norm(other, axis=-1))).mean().item())

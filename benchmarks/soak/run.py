@@ -55,6 +55,7 @@ class SoakPlan:
         adapters: folders of adapters by name.
         sharers: clients that ask for them to share base residually, if there are any.
         max_divergence: that the server allows; 0 for none.
+        kv: in how many bits both servers keep keys and values.
     """
 
     model: str | None = None
@@ -68,6 +69,7 @@ class SoakPlan:
     adapters: Mapping[str, Path] = field(default_factory=dict)
     sharers: int = 10
     max_divergence: float = 0.0
+    kv: str = "auto"
     seed: int = 0
 
     @property
@@ -142,7 +144,7 @@ class Soak:
         self._check_log()
         quiet_dir = self._folder / "quiet"
         options = [option.replace(":exact", ":residual") for option in self._plan.sharing_options]
-        options = options if self._plan.max_divergence else []
+        options = ["--kv", self._plan.kv, *(options if self._plan.max_divergence else [])]
         with ServerProcess(quiet_dir, self._folder / "quiet.log", model=self._plan.model, extra=options) as quiet:
             self._judge(quiet)
             recompute(self._cache_dir, quiet.client)
@@ -154,7 +156,7 @@ class Soak:
 
     def _server(self, cache_dir: Path) -> ServerProcess:
         budgets = ["--ram-budget", self._plan.ram_budget, "--disk-budget", self._plan.disk_budget]
-        options = [*budgets, *self._plan.sharing_options]
+        options = [*budgets, "--kv", self._plan.kv, *self._plan.sharing_options]
         return ServerProcess(cache_dir, self._folder / "server.log", model=self._plan.model, extra=options)
 
     # -- load ---------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def test_every_way_is_measured(tables: dict[str, ResultTable]) -> None:
 
 def test_the_guard_sees_the_strength_and_remembers(tables: dict[str, ResultTable]) -> None:
     rows = tables["sharing_guard"].rows
-    assert rows[0]["strength"] == "0" and rows[0]["divergence"] <= 1e-3 and rows[0]["same"] == 1
+    assert rows[0]["strength"] == "0" and rows[0]["divergence"] <= 1e-3
     seen = [row["divergence"] for row in rows]
     assert seen == sorted(seen)
     for row in rows[1:]:
@@ -43,7 +43,22 @@ def test_the_guard_sees_the_strength_and_remembers(tables: dict[str, ResultTable
         assert row["restarted"] == pytest.approx(row["first"], rel=5e-3, abs=1e-4)
 
 
+def test_answers_stand_beside_the_guards_divergence(tables: dict[str, ResultTable]) -> None:
+    rows = tables["sharing_losses"].rows
+    assert {row["role"] for row in rows} == {"plan", "act"}
+    for role in ("plan", "act"):
+        seen = [row["divergence"] for row in rows if row["role"] == role]
+        assert seen == sorted(seen) and seen[0] > 0
+    assert all(0 <= row[way] <= 1 for row in rows for way in ("exact", "residual", "reused", "same"))
+    limits = tables["sharing_limits"].rows
+    for within, above in zip(limits[::2], limits[1::2], strict=True):
+        assert within["answers"] + above["answers"] == sum(row["answers"] for row in rows)
+
+
 def test_markdown(tables: dict[str, ResultTable], tmp_path: Path) -> None:
     for table in tables.values():
         assert table.title in table.as_markdown()
-    assert [row["layer"] for row in tables["sharing_cosine"].rows] == [str(layer) for layer in range(8)]
+    cosines = tables["sharing_cosine"].rows
+    assert [row["layer"] for row in cosines] == [str(layer) for layer in range(8)]
+    assert all(0.5 < row[what] <= 1.0001 for row in cosines for what in ("keys", "values", "hidden"))
+    assert cosines[0]["keys"] > 0.999  # q and v are adapted: layer 0's keys are base's

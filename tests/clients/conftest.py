@@ -31,6 +31,6 @@ def talking_model(model_folder: ModelFolder) -> Path:
 @pytest.fixture(scope="session")
 def saying(talking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("clients")
-    options = {"model": str(talking_model), "extra": BUDGETS, "command": SAYING, "ready_seconds": 120.0}
+    options = {"model": str(talking_model), "extra": (*BUDGETS, "--kv", "4"), "command": SAYING, "ready_seconds": 120.0}
     with ServerProcess(folder / "cache", folder / "server.log", **options) as server:  # type: ignore[arg-type]
         yield server

@@ -31,7 +31,8 @@ def serving(model: Path, cache_dir: Path, *extra: str, **settings: str) -> Itera
     """A server that answers; stopped at the end if it has not been killed meanwhile. `settings` have no flag."""
     log = cache_dir.parent / f"{cache_dir.name}.log"
     options: dict[str, Any] = {"model": str(model), "extra": (*BUDGETS, *extra), "ready_seconds": PATIENCE}
-    options["environment"] = {f"AGENTCACHE_{name.upper()}": value for name, value in settings.items()}
+    named = {"kv": "4"} | settings
+    options["environment"] = {f"AGENTCACHE_{name.upper()}": value for name, value in named.items()}
     with ServerProcess(cache_dir, log, **options) as server:
         server.client._http.timeout = PATIENCE  # a test that waits for ever says nothing
         yield server

@@ -27,7 +27,7 @@ def adapters(live_model: Path, tmp_path: Path) -> dict[str, Path]:
 @pytest.mark.timeout(SECONDS + 300)
 def test_soak(live_model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     """With adapters, which some ask to be answered by residually: by default nobody is."""
-    report = Soak(SoakPlan(model=str(live_model), seconds=SECONDS, adapters=adapters), tmp_path).run()
+    report = Soak(SoakPlan(model=str(live_model), seconds=SECONDS, adapters=adapters, kv="4"), tmp_path).run()
     assert report.failures == []
     assert report.answers > SECONDS and report.checked > 50
     # All that can be done to a server has been done.
@@ -42,7 +42,13 @@ def test_soak(live_model: Path, adapters: dict[str, Path], tmp_path: Path) -> No
 def test_soak_with_residual_answers(live_model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     """Those who ask get them, and nobody else; base's memory is what it is without them."""
     plan = SoakPlan(
-        model=str(live_model), seconds=SECONDS / 3, clients=60, adapters=adapters, sharers=20, max_divergence=100.0
+        model=str(live_model),
+        seconds=SECONDS / 3,
+        clients=60,
+        adapters=adapters,
+        sharers=20,
+        max_divergence=100.0,
+        kv="4",
     )
     report = Soak(plan, tmp_path).run()
     assert report.failures == []

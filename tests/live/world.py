@@ -66,7 +66,8 @@ def serving_together(
     """
     cache_dir.parent.mkdir(parents=True, exist_ok=True)
     hosts = hostfile(cache_dir.parent)
-    environment = {f"AGENTCACHE_{name.upper()}": value for name, value in settings.items()}
+    named = {"kv": "4"} | settings
+    environment = {f"AGENTCACHE_{name.upper()}": value for name, value in named.items()}
     own = {"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)}
     follower = start_follower(model, cache_dir, hosts, *extra, **environment)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,17 +79,32 @@ def test_nothing_is_raised_without_need() -> None:
     assert len(tried) == 1
 
 
-def test_what_is_measured_is_bounded() -> None:
-    """Deep models are not read once a layer: at most sixteen parts, each at most in four ways."""
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.floats(0, 2), min_size=1, max_size=96), st.floats(1e-4, 1), st.floats(1, 3))
+def test_what_is_measured_is_bounded(harms: list[float], limit: float, together: float) -> None:
+    """Deep models are not read once a layer, also where layers do more harm together than each by itself."""
     tried = 0
 
     def divergence(layers: Sequence[LayerBits]) -> float:
         nonlocal tried
         tried += 1
-        return 0.0 if set(layers) == {SIXTEEN} else 1.0
+        return costs(harms)(layers) * (together if layers.count(FOUR) > len(layers) // 4 else 1)
 
-    assert find_precision(divergence, 96, 0.01).layers == (SIXTEEN,) * 96
-    assert tried <= 1 + 16 + 3 * 16 + 3 * 16
+    found = find_precision(divergence, len(harms), limit)
+    assert found.divergence is not None and found.divergence <= limit and tried <= 15
+
+
+def test_a_model_that_stands_nothing_is_kept_as_it_is() -> None:
+    def divergence(layers: Sequence[LayerBits]) -> float:
+        return 0.0 if set(layers) == {SIXTEEN} else math.inf
+
+    assert find_precision(divergence, 96, 0.01) == Precision((SIXTEEN,) * 96, 0.0)
+
+
+def test_what_is_no_number_counts_as_harm() -> None:
+    odds, nothing = mx.log(mx.array([[0.5, 0.5, 0.0]])), mx.full((1, 3), math.nan)
+    assert mean_divergence(odds, odds) == 0  # the third entry is padding
+    assert mean_divergence(odds, nothing) == mean_divergence(nothing, odds) == math.inf
 
 
 def test_divergence_is_kullback_and_leiblers() -> None:

@@ -139,6 +139,14 @@ def bring_in(model: Path, cache: Path, files: Path) -> dict[str, Any]:
         return {"refused": refused} | _two_turns(llm)
 
 
+def chosen_bits(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
+    """In how many bits rank 0 has keys and values kept by `auto`; the other rank's own setting is another one."""
+    with LLM(model, cache_dir=cache, **SETTINGS | {"kv": "auto"}) as llm:
+        said = _said(llm.generate(list(range(10, 290)), _greedy(3), agent="anna"))
+        info = llm.model
+        return {"fingerprint": info.fingerprint, "bits": info.kv_precision, "divergence": info.kv_divergence, **said}
+
+
 def _acknowledge(completion: Completion, tokens: int) -> None:
     """Its report says whether the turn is safe; an answer whose turn could not be written says that instead."""
     if completion.report.saved:
@@ -168,7 +176,7 @@ def _keep_float32() -> None:
     Survey._packing = lambda self, bits, dtype: spec.Plain("F32")  # type: ignore[method-assign]
 
 
-SCENES = {"ten_turns": ten_turns, "steps": steps, "a_turn": a_turn, "bring_in": bring_in}
+SCENES = {"ten_turns": ten_turns, "steps": steps, "a_turn": a_turn, "bring_in": bring_in, "chosen_bits": chosen_bits}
 
 
 def _tell(scene: Callable[[], dict[str, Any]]) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from agentcache.kv.precision import LayerBits, Precision
+from agentcache.ranks.rank import rank_folder
+from agentcache.store.precision_file import read_precision, write_precision
 from agentcache.store.verify import verify_folder
 from tests.adapters_factory import make_adapter
 from tests.ranks.two_ranks import play
@@ -130,3 +133,17 @@ def test_a_decode_step_is_one_message_and_not_much_more_python(tmp_path: Path) -
     print(alone["calls"], together["calls"], together["bytes_a_token"])
     assert set(together["messages"]) == {1}
     assert together["calls"] <= 1.5 * alone["calls"]
+
+
+def test_all_ranks_keep_what_rank_0_has_chosen(tmp_path: Path) -> None:
+    """Measured at first, by both on their own heads; then as it was kept, whatever would be measured now."""
+    (tmp_path / "model").mkdir()
+    model, cache = tiny_model(tmp_path / "model", "llama", num_hidden_layers=2), tmp_path / "cache"
+    first = play("chosen_bits", model, cache).last
+    kept = read_precision(rank_folder(cache, 0, 2), first["fingerprint"])
+    assert kept is not None and (str(kept), kept.divergence) == (first["bits"], first["divergence"])
+    assert play("chosen_bits", model, cache).last["cached"] >= 256
+    other = Precision((LayerBits(16, 16), LayerBits(8, 4)), 0.001)
+    write_precision(rank_folder(cache, 0, 2), first["fingerprint"], other)
+    again = play("chosen_bits", model, cache).last
+    assert (again["bits"], again["cached"]) == (str(other), 0)

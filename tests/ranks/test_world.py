@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ import pytest
 from agentcache.cli.hosts import launch_on, without_hosts
 from agentcache.config import Config
 from agentcache.errors import ConfigError, UnsupportedModel
+from agentcache.kv.precision import LayerBits, Precision
 from agentcache.kv.spec import RecurrentSpec, StateTensor
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.loader import load, read_model
 from agentcache.models.shards import Shards
 from agentcache.ranks.rank import own_rank, rank_folder, rank_folders
-from agentcache.ranks.world import Alone, join, rank_settings
+from agentcache.ranks.world import Alone, PrecisionOfRank0, join, rank_settings
 from tests.adapters_factory import random_matrices
 from tests.conftest import ModelFolder
 from tests.kv.store_cases import SPEC
@@ -89,6 +91,26 @@ def test_an_adapters_matrices_are_cut_as_their_modules_are(model_folder: ModelFo
         in_dim, out_dim = pair.a.shape[0] // inputs, pair.b.shape[1] // outputs
         assert (part.a == pair.a[-in_dim:]).all() and part.a.shape == (in_dim, 3)
         assert (part.b == pair.b[:, -out_dim:]).all() and part.b.shape == (3, out_dim)
+
+
+def test_bits_are_as_rank_0_says() -> None:
+    """Its setting, what it has kept, and what it has measured: the others take these, also where they have others."""
+    heard: list[bytes] = []
+
+    def of_first(own: bytes) -> list[bytes]:
+        heard.append(own)
+        return [own, b"nothing"]
+
+    def of_second(own: bytes) -> list[bytes]:
+        return [heard.pop(0), own]
+
+    first, second = (PrecisionOfRank0(SimpleNamespace(exchange=each)) for each in (of_first, of_second))  # type: ignore[arg-type]
+    chosen = Precision((LayerBits(8, 4), LayerBits(4, 4)), 0.001)
+    assert first.setting("auto") == second.setting("16") == "auto"
+    assert first.kept(chosen) == second.kept(None) == chosen
+    assert first.kept(None) is second.kept(chosen) is None
+    assert first.divergence(0.004) == second.divergence(0.006) == 0.004
+    assert first.divergence(math.inf) == second.divergence(0) == math.inf
 
 
 def test_hosts_are_for_the_launcher_alone(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from agentcache.kv.precision import LayerBits, Precision
 from agentcache.llm import LLM
+from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.sampling import SamplingParams
 from agentcache.store.precision_file import NAME, read_precision, write_precision
 from agentcache.store.verify import verify_folder
@@ -89,3 +90,17 @@ def test_another_precision_leaves_agents_alone_that_say_nothing(model_folder: Mo
     assert computed("4", "idle")[0] <= 4
     report = verify_folder(tmp_path)
     assert (report.problems, report.unnamed_blocks) == ((), 0)
+
+
+def test_auto_is_the_default_and_finds_what_was_kept_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded model does with 4 bits: its caches of versions that always kept 4 are read on. Measured once."""
+    monkeypatch.delenv("AGENTCACHE_KV")
+    model = embedded_model_path(tmp_path)
+    assert ask(model, tmp_path / "cache", "4")[0] == len(PROMPT)
+    with LLM(str(model), cache_dir=tmp_path / "cache") as llm:
+        assert llm.model.kv_precision == "4" and llm.model.kv_divergence is not None
+        report = llm.generate(PROMPT, GREEDY, agent="a").report
+    assert report is not None and report.computed_tokens <= 4
+    monkeypatch.setattr("agentcache.models.precision._logits", None)  # whoever measures again fails
+    with LLM(str(model), cache_dir=tmp_path / "cache") as llm:
+        assert llm.model.kv_precision == "4"

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.kv.precision import LayerBits, Precision
+from agentcache.models.loader import load
+from agentcache.store.precision_file import write_precision
 from tests.adapters_factory import ATTENTION, MLP
 from tests.conftest import ModelFolder
 from tests.serving.adapter_cases import ask, check_differs
@@ -14,6 +17,7 @@ from tests.serving.residual_cases import check_same, open_residual, residual_fol
 
 PROMPT = make_ids(300)
 TOKENS = 8
+MIXED = Precision((LayerBits(8, 4), LayerBits(16, 16), LayerBits(8, 8)), 0.001)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,22 @@ def test_an_adapter_of_the_last_layer_says_what_it_says_exactly(
             check_differs(exact, ask(llm, PROMPT, None, TOKENS))
 
 
-@pytest.mark.parametrize("kv", ["4", "8"])
+def test_layers_whose_bits_differ_are_shared_as_others_are(model_folder: ModelFolder, tmp_path: Path) -> None:
+    """As `auto` keeps them for a model some of whose layers do not stand 4 bits."""
+    model, cache_dir = model_folder("qwen3", num_hidden_layers=3), tmp_path / "cache"
+    folders = residual_folders(tmp_path / "adapters", model, ("ann",), layers=[2], strength=1.0)
+    cache_dir.mkdir()
+    write_precision(cache_dir, load(str(model)).fingerprint, MIXED)
+    with open_residual(model, cache_dir, folders, kv="auto") as llm:
+        assert llm.model.kv_precision == str(MIXED)
+        exact = ask(llm, PROMPT, "ann", TOKENS, policy="exact")
+        shared = say(llm, PROMPT, "ann", TOKENS)
+        check_same(shared, exact, tolerance=0.05)
+        check_differs(exact, ask(llm, PROMPT, None, TOKENS))
+        assert shared.report.divergence is not None and shared.report.divergence < 0.01
+
+
+@pytest.mark.parametrize("kv", ["4", "8", "k8v4", "16"])
 def test_an_adapter_that_adds_nothing_says_what_base_says(model_folder: ModelFolder, tmp_path: Path, kv: str) -> None:
     model = model_folder("qwen2", num_hidden_layers=2)
     folders = residual_folders(tmp_path / "adapters", model, ("nil",), strength=0.0)

@@ -1,0 +1,209 @@
+"""The guard of residual sharing: what it says of roles whose adapters are weaker and stronger, and what their answers
+lose. The limit that the documents recommend follows from these tables."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentcache.llm import LLM
+from agentcache.sampling import SamplingParams
+from benchmarks.quality.plan import QualityPlan
+from benchmarks.quality.role_bench import (
+    MAX_TOKENS,
+    UNLIMITED,
+    Laboratory,
+    cases_of,
+    family_of,
+    laboratory_of,
+    lengths_of,
+    mean,
+)
+from benchmarks.quality.table import ResultTable
+from training.roles import BY_NAME, RoleCase, f1
+
+_MEASURED = (0.0, 0.02, 0.1, 0.3, 1.0, 2.0)  # of one role's strength; divergences only
+_ANSWERED = (0.2, 0.35, 0.6, 1.0)  # of every role's
+_LIMITS = (0.1, 0.2, 0.3, 0.4)
+_GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One question, answered by a role's adapter of some strength in three ways.
+
+    Args:
+        divergence: as the guard reported it.
+        exact, residual, reused: F1 of the answers with the adapter's own cache, with base's and its residual, and with
+            another role's; None where there is no other role.
+        same: the share of exact's tokens that residual's answer has before the first one that is another.
+    """
+
+    role: str
+    strength: float
+    divergence: float
+    exact: float
+    residual: float
+    reused: float | None
+    same: float
+
+
+def measure_guard(
+    plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]
+) -> list[ResultTable]:
+    """Divergences of one role, and answers of all of them, by strength."""
+    roles = family_of(folders)
+    progress("sharing: the guard, by strength")
+    divergences = _divergences(plan, next(iter(roles.values())), scratch)
+    losses = list(_losses(plan, roles, scratch / "answered", progress))
+    return [_divergence_table(divergences), _loss_table(losses), _limit_table(losses)]
+
+
+def _scaled(source: Path, folder: Path, factor: float) -> Path:
+    shutil.copytree(source, folder)
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text())
+    config["lora_parameters"]["scale"] *= factor
+    file.write_text(json.dumps(config))
+    return folder
+
+
+@contextmanager
+def _open(plan: QualityPlan, cache_dir: Path, adapters: Mapping[str, Path], bits: int) -> Iterator[LLM]:
+    with LLM(plan.model, cache_dir=cache_dir, adapters=dict(adapters), max_divergence=UNLIMITED, kv=bits) as llm:
+        yield llm
+
+
+# -- divergences ----------------------------------------------------------------------------------------------------
+
+
+def _divergences(plan: QualityPlan, source: Path, scratch: Path) -> list[dict[str, Any]]:
+    """Of prompts through 4 bits and 8, and of the first one again: from the cache, and after a restart."""
+    made = {f"s{index}": _scaled(source, scratch / f"s{index}", factor) for index, factor in enumerate(_MEASURED)}
+    first, *others = cases_of(plan, lengths_of(plan)[-1])[:3]
+    rows = []
+    with _open(plan, scratch / "four", made, 4) as llm, _open(plan, scratch / "eight", made, 8) as eight:
+        for name, factor in zip(made, _MEASURED, strict=True):
+            said = [_divergence(llm, case, name) for case in (first, *others)]
+            truth = [_divergence(eight, case, name) for case in (first, *others)]
+            hit = _divergence(llm, first, name, f"guard-{name}")
+            rows.append({"strength": f"{factor:g}", "divergence": mean(said), "truth": mean(truth)})
+            rows[-1] |= {"first": said[0], "hit": hit}
+    with _open(plan, scratch / "four", made, 4) as llm:
+        for name, row in zip(made, rows, strict=True):
+            row["restarted"] = _divergence(llm, first, name, f"guard-{name}")
+    return rows
+
+
+def _divergence(llm: LLM, case: RoleCase, adapter: str, agent: str | None = None) -> float:
+    said = llm.chat(list(case.messages), SamplingParams(max_tokens=1), adapter=adapter, policy="residual", agent=agent)
+    return said.report.divergence or 0.0
+
+
+def _divergence_table(rows: Sequence[Mapping[str, Any]]) -> ResultTable:
+    columns = {
+        "strength": "strength of the adapter",
+        "divergence": "divergence through 4 bits",
+        "truth": "through 8",
+        "first": "one prompt",
+        "hit": "cached",
+        "restarted": "after a restart",
+    }
+    formats = dict.fromkeys(("divergence", "truth", "first", "hit", "restarted"), ".4f")
+    return ResultTable("sharing_guard", "What the guard says", columns, list(map(dict, rows)), formats)
+
+
+# -- answers --------------------------------------------------------------------------------------------------------
+
+
+def _losses(
+    plan: QualityPlan, roles: Mapping[str, Path], scratch: Path, progress: Callable[[str], None]
+) -> Iterator[Loss]:
+    """Every question, answered by every role in every strength."""
+    made = {
+        (role, factor): _scaled(folder, scratch / f"{role}-{factor:g}", factor)
+        for role, folder in roles.items()
+        for factor in _ANSWERED
+    }
+    names = {key: folder.name for key, folder in made.items()}
+    laboratory = laboratory_of(plan, {names[key]: folder for key, folder in made.items()})
+    others = dict(zip(roles, [*list(roles)[1:], *list(roles)[:1]], strict=True))
+    with _open(plan, scratch / "cache", {names[key]: folder for key, folder in made.items()}, 4) as llm:
+        for case in cases_of(plan, lengths_of(plan)[0]):
+            for role, factor in made:
+                writer = None if others[role] == role else names[others[role], factor]
+                loss = _loss(llm, laboratory, case, (role, factor), (names[role, factor], writer))
+                progress(
+                    f"  {role} at {factor:g}: divergence {loss.divergence:.3f}, "
+                    f"F1 {loss.exact:.0%} exact, {loss.residual:.0%} residual"
+                )
+                yield loss
+
+
+def _loss(
+    llm: LLM, laboratory: Laboratory, case: RoleCase, which: tuple[str, float], names: tuple[str, str | None]
+) -> Loss:
+    (role, factor), (reader, writer) = which, names
+    wanted, messages = BY_NAME[role].answer(case.fact), list(case.messages)
+    exact, shared = (llm.chat(messages, _GREEDY, adapter=reader, policy=policy) for policy in ("exact", "residual"))
+    reused = None if writer is None else f1(laboratory.reply(messages, writer, reader), wanted)
+    pairs = list(zip(exact.token_ids, shared.token_ids, strict=False))
+    same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    return Loss(
+        role=role,
+        strength=factor,
+        divergence=shared.report.divergence or 0.0,
+        exact=f1(exact.text, wanted),
+        residual=f1(shared.text, wanted),
+        reused=reused,
+        same=same / max(1, len(exact.token_ids)),
+    )
+
+
+def _f1s(losses: Sequence[Loss]) -> dict[str, Any]:
+    return {
+        "answers": len(losses),
+        "exact": mean([each.exact for each in losses]),
+        "residual": mean([each.residual for each in losses]),
+        "reused": mean([each.reused for each in losses if each.reused is not None]),
+        "same": mean([each.same for each in losses]),
+    }
+
+
+_F1_COLUMNS = {
+    "answers": "answers",
+    "exact": "exact F1",
+    "residual": "residual F1",
+    "reused": "full reuse F1",
+    "same": "exact's tokens before another one",
+}
+_F1_FORMATS = {"exact": ".1%", "residual": ".1%", "reused": ".1%", "same": ".0%"}
+
+
+def _loss_table(losses: Sequence[Loss]) -> ResultTable:
+    rows = []
+    for role, strength in dict.fromkeys((each.role, each.strength) for each in losses):
+        mine = [each for each in losses if (each.role, each.strength) == (role, strength)]
+        divergence = mean([each.divergence for each in mine])
+        rows.append({"role": role, "strength": f"{strength:g}", "divergence": divergence, **_f1s(mine)})
+    columns = {"role": "role", "strength": "strength", "divergence": "divergence", **_F1_COLUMNS}
+    return ResultTable(
+        "sharing_losses", "What divergence costs in answers", columns, rows, {"divergence": ".3f", **_F1_FORMATS}
+    )
+
+
+def _limit_table(losses: Sequence[Loss]) -> ResultTable:
+    """Answers within and above each limit; those above are not given by a server that has it."""
+    rows = []
+    for limit in _LIMITS:
+        for where, is_in in (("within", True), ("above", False)):
+            mine = [each for each in losses if (each.divergence <= limit) == is_in]
+            rows.append({"limit": f"{limit:g}, {where}", **_f1s(mine)})
+    notes = ("A server with that limit answers those above it by `exact`, and says so.",)
+    columns = {"limit": "divergence", **_F1_COLUMNS}
+    return ResultTable("sharing_limits", "Answers by the guard's limit", columns, rows, _F1_FORMATS, notes)

@@ -1,0 +1,146 @@
+"""Roles of the embedded model as the laboratory meets them: their adapters, what they are asked, and the model itself
+outside of the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
+from agentcache.models.adapters import read_adapter
+from agentcache.models.builtin.embedded import DATA
+from agentcache.models.step import StepInputs
+from agentcache.training.decoder_model import FrozenBase, load_base
+from benchmarks.quality.plan import QualityPlan
+from training.model import RoundedCache
+from training.role_adapters import RECIPES, Kind, load_frozen, train_roles
+from training.roles import ROLES, RoleCase, role_cases
+
+MAX_TOKENS = 28
+UNLIMITED = 1e6  # nobody steps down: the table says what that costs
+
+
+def roles_folder(plan: QualityPlan, progress: Callable[[str], None]) -> Path:
+    """KIND/ROLE folders: the plan's, or those of the recipe, trained when they are first asked for."""
+    if plan.adapters:
+        return Path(plan.adapters[0])
+    recipes = json.dumps({kind.value: asdict(recipe) for kind, recipe in RECIPES.items()}, sort_keys=True)
+    roles = [asdict(role) for role in ROLES]
+    digest = hashlib.blake2b(f"{recipes} {roles}".encode(), digest_size=6).hexdigest()
+    folder = Path.home() / ".cache" / "agentcache" / f"roles-{digest}"
+    wanted = dict.fromkeys((Kind.FAMILY, Kind.CONDITIONED, Kind.ACTIVATED), ROLES)
+    if not all((folder / kind.value / role.name).is_dir() for kind, some in wanted.items() for role in some):
+        train_roles(load_frozen(DATA), folder, wanted, progress)
+    return folder
+
+
+def adapters_of(folders: Path) -> dict[tuple[Kind, str], Path]:
+    """Those that are there, by kind and role."""
+    found = {(kind, role.name): folders / kind.value / role.name for kind in Kind for role in ROLES}
+    return {key: folder for key, folder in found.items() if folder.is_dir()}
+
+
+def lengths_of(plan: QualityPlan) -> tuple[int, ...]:
+    return (100, 600) if plan.scale < 1 else (100, 300, 1000)
+
+
+def cases_of(plan: QualityPlan, num_tokens: int) -> list[RoleCase]:
+    return list(role_cases(plan.seed, plan.scaled(16), num_tokens, is_held_out=True))
+
+
+class ReadCache:
+    """A layer's keys and values as the 4-bit cache gives them back, whoever has made them."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self.held: list[mx.array] = []
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        new = RoundedCache().update_and_fetch(keys, values)
+        pairs = zip(self.held, new, strict=True) if self.held else ((each,) for each in new)
+        self.held = [mx.concatenate(list(pair), axis=2) for pair in pairs]
+        self.offset += keys.shape[2]
+        return self.held[0], self.held[1]
+
+
+@dataclass(frozen=True)
+class Laboratory:
+    """The model with its adapters, outside of the engine."""
+
+    base: FrozenBase
+    weights: Mapping[str, AdapterWeights]
+
+    def prefix(self, ids: Sequence[int], writer: str | None) -> list[ReadCache]:
+        """What a role, or base, makes of tokens."""
+        caches = [ReadCache() for _ in self.base.model.layers]
+        self._forward(ids, writer, caches)
+        return caches
+
+    def prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """A conversation's tokens, up to an answer."""
+        return list(self.base.tokenizer.encode(self.base.tokenizer.render_chat(list(messages))).ids)
+
+    def reply(self, messages: Sequence[dict[str, str]], writer: str | None, reader: str) -> str:
+        """What `reader` says behind a prompt that `writer` has read, but for the last token."""
+        ids = self.prompt(messages)
+        caches, said = self.prefix(ids[:-1], writer), [ids[-1]]
+        while len(said) <= MAX_TOKENS:
+            token = int(mx.argmax(self._forward(said[-1:], reader, caches)[0, -1]).item())
+            if token in self.base.tokenizer.eos_ids:
+                break
+            said.append(token)
+        return self.base.tokenizer.spell(said[1:]).text
+
+    def _forward(self, ids: Sequence[int], role: str | None, caches: Sequence[ReadCache]) -> mx.array:
+        acting = None if role is None else RowAdapter(self.weights[role])
+        with self.base.current.of(StepInputs(mx.array([list(ids)]), [caches[0].offset], adapters=[acting])):
+            logits: mx.array = self.base.model(mx.array([list(ids)]), cache=list(caches))
+        mx.eval(logits)
+        return logits
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[list[mx.array]]:
+    """Inside, what comes out of each of a model's layers is noted, layer by layer."""
+    kinds = {type(layer) for layer in model.layers}
+    calls = {kind: kind.__call__ for kind in kinds}
+    seen: list[mx.array] = []
+
+    def note(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        out = calls[type(self)](self, *arguments, **options)
+        seen.append(out[0] if isinstance(out, tuple) else out)
+        return out
+
+    for kind in kinds:
+        kind.__call__ = note
+    try:
+        yield seen
+    finally:
+        for kind, call in calls.items():
+            kind.__call__ = call
+
+
+def family_of(folders: Path) -> dict[str, Path]:
+    """The roles that are a family, by name."""
+    return {name: folder for (kind, name), folder in adapters_of(folders).items() if kind is Kind.FAMILY}
+
+
+def laboratory_of(plan: QualityPlan, adapters: Mapping[str, Path]) -> Laboratory:
+    base = load_frozen(DATA) if plan.model is None else load_base(plan.model)
+    modules = base.adapters.modules
+    return Laboratory(
+        base, {name: base.adapters.load(read_adapter(folder, modules)) for name, folder in adapters.items()}
+    )
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
