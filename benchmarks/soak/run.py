@@ -352,8 +352,7 @@ def _is_quiet(now: Numbers, before: Numbers) -> bool:
 
 @asynccontextmanager
 async def _http(server: ServerProcess) -> AsyncGenerator[httpx.AsyncClient, None]:
-    # Idle connections are given up before the server does (after 5 s, as httpx by default): both at once is an error.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100, keepalive_expiry=2)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     async with httpx.AsyncClient(
         base_url=server.client.url, timeout=PATIENCE, limits=limits, trust_env=False
     ) as client:
