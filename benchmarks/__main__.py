@@ -150,6 +150,22 @@ def python(
 
 
 @app.command()
+def forms(
+    model: Annotated[str | None, typer.Option(help="Model folder. Default: a small random one.")] = None,
+    rows: Annotated[int, typer.Option(min=1, max=64, help="Rows without a form, beside one that may have one.")] = 3,
+    rounds: Annotated[int, typer.Option(min=2, max=1000, help="Turns with the form, and without.")] = 40,
+    seed: Seed = 0,
+    out: Out = RESULTS,
+    as_json: AsJson = False,
+) -> None:
+    """What rows without a form wait for one that has a JSON schema: gaps between tokens, with it and without."""
+    from benchmarks.forms_benchmark import FORMS, FormsPlan, build_report, measure_forms
+
+    plan = FormsPlan(model, rows, rounds=rounds, seed=seed)
+    FORMS.hand_out(build_report(plan, measure_forms(plan, say)), out, as_json=as_json)
+
+
+@app.command()
 def memory(
     script: Annotated[str, typer.Option(help="A workflow script, or a shipped one's name.")] = "prisoners_dilemma",
     seeds: Annotated[int, typer.Option(min=1, max=100, help="How many seeds: 1, 2, …; each draws other facts.")] = 3,

@@ -171,7 +171,7 @@ def leave_at_once(lost: RankLost) -> NoReturn:
 def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
     import uvicorn
 
-    from agentcache.server.connection import ClientConnection, most_connections
+    from agentcache.server.connection import IDLE_SECONDS, ClientConnection, most_connections
     from agentcache.server.drain import CUT_SECONDS
 
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -183,6 +183,7 @@ def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
         server_header=False,
         lifespan="on",
         ws="none",
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=CUT_SECONDS,
     )
 

@@ -14,6 +14,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from agentcache.errors import InvalidRequest, RequestError, RequestTooSlow
 from agentcache.server.errors import wire_error
 
+# So long a connection is kept on which nothing is asked: longer than clients keep theirs (httpx 5 s, aiohttp 15 s,
+# proxies up to 60 s), for whoever asks at the moment at which it is closed here gets no answer.
+IDLE_SECONDS = 75
 # What a client that was refused may still send, so that it can read why; a reset would lose that on some systems.
 LINGER_SECONDS = 2.0
 # For everything that is no connection: the cache's files, libraries, the model.

@@ -230,6 +230,22 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
     ),
+    "function gemma": Family(
+        _saying("<start_function_call>"),
+        special=("<start_function_call>", "<end_function_call>", "<escape>"),
+        replies=(
+            (
+                "Ok<start_function_call>call:look{at:<escape>sky — 日本 🙂<escape>,n:2}<end_function_call>"
+                "<start_function_call>call:now{}<end_function_call>",
+                (Text("Ok"), _LOOK, _NOW),
+            ),
+            (
+                "<start_function_call>call:look{at:<escape>{a}, b:<escape>}<end_function_call>",
+                (Call("look", '{"at": "{a}, b:"}'),),
+            ),
+            ("<start_function_call>call:look{at:sky,n:2}<end_function_call>", (Call("look", '{"at": "sky", "n": 2}'),)),
+        ),
+    ),
     "lfm": Family(
         _saying("<|tool_list_start|>"),
         special=("<|tool_call_start|>", "<|tool_call_end|>"),

@@ -21,6 +21,7 @@ from agentcache.sampling import SamplingParams
 REPETITION_CONTEXT = 64  # tokens a repetition penalty looks back
 _SMALLEST_TEMPERATURE = 1e-5  # below it, scaled log probabilities leave float32
 _SMALLEST_TOP_P = 1e-6  # keeps the best token
+_BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))  # of a word
 _NO_TOP_P = 2.0  # sums of probabilities may pass 1 by a rounding
 
 
@@ -154,11 +155,16 @@ def masked(logits: mx.array, masks: Mapping[int, np.ndarray]) -> mx.array:
     Args:
         masks: by row, uint32 [n]: bit i of word w says whether it may have token 32 w + i.
     """
-    rows, size = mx.array(list(masks)), logits.shape[-1]
-    words = mx.array(np.stack(list(masks.values())))
-    bits = mx.bitwise_and(mx.right_shift(words[:, :, None], mx.arange(32, dtype=mx.uint32)), 1).reshape(len(masks), -1)
-    allowed = mx.pad(bits[:, :size], [(0, 0), (0, max(0, size - bits.shape[-1]))]) != 0
+    size = logits.shape[-1]
+    words = np.zeros((len(masks), -(-size // 32)), np.uint32)
+    for place, mask in enumerate(masks.values()):
+        words[place, : len(mask)] = mask[: words.shape[1]]
+    bits = mx.bitwise_and(mx.array(words)[:, :, None], mx.array(_BITS)).reshape(len(masks), -1)
+    allowed = bits[:, :size] != 0
     logits = logits.astype(mx.float32)
+    if len(masks) == len(logits):  # a row each, in order
+        return mx.where(allowed, logits, -mx.inf)
+    rows = mx.array(list(masks))
     return _replaced(logits, rows, mx.where(allowed, logits[rows], -mx.inf))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import socket
 import threading
@@ -140,6 +141,18 @@ def test_a_connection_is_used_again_and_again(server: ServerProcess) -> None:
             time.sleep(0.2)
         pool = http._transport._pool  # type: ignore[attr-defined]
         assert len(pool.connections) == 1
+
+
+def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs(server: ServerProcess) -> None:
+    """httpx gives up its own after five seconds: who sends while the server closes gets no answer."""
+    host, _, port = server.client.url.removeprefix("http://").partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE)
+    with contextlib.closing(connection):
+        for rest in (0.0, 6.0):
+            time.sleep(rest)
+            connection.request("GET", "/health")  # on the same connection, or it fails
+            with connection.getresponse() as response:
+                assert response.status == 200 and response.read()
 
 
 DOUBLE = {

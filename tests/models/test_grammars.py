@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
 from agentcache.engine.output import Output
 from agentcache.errors import InvalidRequest
+from agentcache.models.text.grammars import compiler
 from agentcache.models.text.grammars.call_syntax import call_syntax, calling_format
 from agentcache.models.text.grammars.compiler import Following
 from agentcache.models.text.grammars.reply_grammar import reply_grammar
@@ -146,9 +149,12 @@ def test_what_is_demanded_is_called_in_every_dialect(
     dialect: str, schema: dict[str, Any], seed: int, chatml: Tokenizer
 ) -> None:
     form, reply = calling([_tool(schema)]), ReplyFormat(dialect)
-    argument = call_syntax(reply).argument
+    syntax = call_syntax(reply)
+    argument = syntax.argument
     following = chatml.grammars.compile(reply_grammar(form, reply, "")).follow()
     tag = () if argument is None else ("\n" * argument.on_lines + argument.close,)
+    if syntax.fields is not None and syntax.fields.quote:
+        tag = (syntax.fields.quote,)
     text = decoded(chatml, list(walk(chatml, following, seed, closers=(*tag * 3, '"', "]", "}"))))
     blocks = read_text(reply, [_tool(schema)], text, seed)
     assert blocks and all(isinstance(block, Call) for block in blocks), text
@@ -167,18 +173,28 @@ FAMILIAR = {
 }
 
 
-@pytest.mark.parametrize("dialect", [name for name in DIALECTS if call_syntax(ReplyFormat(name)).argument])
+def _is_own(dialect: str) -> bool:
+    """Whether arguments are written in another way than as JSON."""
+    syntax = call_syntax(ReplyFormat(dialect))
+    return syntax.argument is not None or syntax.fields is not None
+
+
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if _is_own(name)])
 def test_arguments_are_written_as_the_family_writes_them(dialect: str, chatml: Tokenizer) -> None:
     """mlx-lm's parser, which knows nothing else, reads the same."""
-    form, reply = calling([_tool(FAMILIAR)], just_one=True), ReplyFormat(dialect)
+    schema = FAMILIAR
+    if dialect == "function_gemma":  # of which mlx-lm's parser reads no lists
+        schema = FAMILIAR | {"properties": {name: FAMILIAR["properties"][name] for name in ("kind", "n")}}
+    form, reply = calling([_tool(schema)], just_one=True), ReplyFormat(dialect)
     parser = import_module(f"mlx_lm.tool_parsers.{dialect}")
     for seed in range(8):
         following = chatml.grammars.compile(reply_grammar(form, reply, "")).follow()
         text = decoded(chatml, list(walk(chatml, following, seed, closers=("]",))))
-        [call] = read_text(reply, [_tool(FAMILIAR)], text, seed)
-        assert isinstance(call, Call) and is_valid(call.arguments, FAMILIAR)
+        assert '{"name"' not in text
+        [call] = read_text(reply, [_tool(schema)], text, seed)
+        assert isinstance(call, Call) and is_valid(call.arguments, schema)
         inside = text.removeprefix(parser.tool_call_start).removesuffix(parser.tool_call_end)
-        theirs = parser.parse_tool_call(inside, [_tool(FAMILIAR)])
+        theirs = parser.parse_tool_call(inside, [_tool(schema)])
         [theirs] = theirs if isinstance(theirs, list) else [theirs]
         assert (theirs["name"], theirs["arguments"]) == ("look", json.loads(call.arguments))
 
@@ -205,6 +221,44 @@ def test_what_tags_cannot_say_is_written_as_json(more: dict[str, Any], chatml: T
         following.take(token)
 
 
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        ("gemma4", '<|tool_call>call:look{a:<|"|> x} y<|"|>,l:[<|"|>p,q<|"|>,<|"|><|"|>],o:{k:[1,2]}}<tool_call|>'),
+        ("gemma4", "<|tool_call>call:look{n:-2,b:null}<tool_call|>"),
+        ("function_gemma", "<start_function_call>call:look{a:<escape>{}<escape>,o:{},b:true}<end_function_call>"),
+        ("function_gemma", "<start_function_call>call:look{l:[<escape>a, b:<escape>]}<end_function_call>"),
+        ("function_gemma", "<start_function_call>call:look{}<end_function_call>"),
+        ("pythonic", '<|tool_call_start|>[look(a="x)]\\n\\"", n=7, o={"k":[1]}, b=null)]<|tool_call_end|>'),
+        ("pythonic", '<|tool_call_start|>[look(l=["a","b"], b=true)]<|tool_call_end|>'),
+        ("pythonic", "<|tool_call_start|>[look()]<|tool_call_end|>"),
+    ],
+)
+def test_arguments_that_are_fields(dialect: str, text: str, chatml: Tokenizer) -> None:
+    """What a family writes may be written, and is read."""
+    strings = {"type": "array", "items": {"type": "string"}, "maxItems": 2}
+    numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string"},
+            "n": {"type": "integer"},
+            "l": strings,
+            "o": {"anyOf": [{"type": "object", "properties": {"k": numbers}}, {"type": "null"}]},
+            "b": {"type": ["boolean", "null"]},
+        },
+    }
+    form, reply = calling([_tool(schema)], just_one=True), ReplyFormat(dialect)
+    following = chatml.grammars.compile(reply_grammar(form, reply, "")).follow()
+    for token in chatml.encode(text).ids:
+        assert following.mask()[token // 32] >> (token % 32) & 1
+        following.take(token)
+    following.mask()
+    assert following.is_over
+    [call] = read_text(reply, [_tool(schema)], text, 0)
+    assert isinstance(call, Call) and is_valid(call.arguments, schema)
+
+
 def _tool(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "look", "parameters": schema}}
 
@@ -227,6 +281,7 @@ def test_calls_are_read_in_pieces_of_any_size(dialect: str) -> None:
     for tokens in ((), (MarkerToken("[ARGS]", 7, False),)):
         form = ReplyFormat(dialect, tokens=tokens)
         syntax, arguments = call_syntax(form), '{"at": "</x> {", "n": 2}'
+        syntax = syntax.as_json or syntax
         calls = [syntax.opened(name) + arguments + syntax.close for name in ("look", "a-b.c")]
         text = syntax.begin + syntax.between.join(calls) + syntax.end
         tools = [{"type": "function", "function": {"name": name}} for name in ("look", "a-b.c")]
@@ -384,3 +439,52 @@ def test_two_who_follow_one_grammar_know_nothing_of_each_other(chatml: Tokenizer
     one.take(token)
     assert one.is_over and not other.is_over
     assert other.mask()[token // 32] >> (token % 32) & 1 == 1
+
+
+class CountedMatcher:
+    """Stands for llguidance's: a mask takes the next of these seconds of CPU; `threads` are those that found them."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._seconds = iter(seconds)
+        self.threads: list[str] = []
+
+    def compute_bitmask(self) -> bytes:
+        self.threads.append(threading.current_thread().name.partition("_")[0])
+        until = time.thread_time() + next(self._seconds)
+        while time.thread_time() < until:
+            pass
+        return b"\xff\xff\xff\xff"
+
+    def consume_token(self, token_id: int) -> bool:
+        return True
+
+    def is_error(self) -> bool:
+        return False
+
+    def is_stopped(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("seconds", "quick", "grace", "elsewhere"),
+    [
+        ([0.0] * 10, 10.0, 1.0, 1),  # the first one's time is not known
+        ([0.0] * 10, 0.0, 1.0, 10),
+        ([0.0] * 10, 10.0, 0.0, 10),
+        ([0.04] * 10, 0.02, 1.0, 10),
+        ([0.0, 0.04] * 8, 0.02, 0.1, 3 + 10),  # one in front of each of three that were slow, then all
+    ],
+)
+def test_masks_that_are_quick_are_found_at_once(
+    seconds: list[float], quick: float, grace: float, elsewhere: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "QUICK", quick)
+    monkeypatch.setattr(compiler, "GRACE", grace)
+    matcher = CountedMatcher(seconds)
+    with ThreadPoolExecutor(1, thread_name_prefix="finder") as finders:
+        following = Following(matcher, np.zeros(1, np.uint32), finders)  # type: ignore[arg-type]
+        for _ in seconds[1:]:
+            assert following.mask().tolist() == [2**32 - 1]
+            following.take(1)
+        following.mask()
+    assert matcher.threads.count("finder") == elsewhere

@@ -103,7 +103,7 @@ def check(events: Sequence[Event], name: str) -> None:
 
 
 # mlx-lm's parsers read a call when it is complete; and where the name comes last, everything waits for it.
-AT_ONCE = ("gemma", "lfm")
+AT_ONCE = ("gemma", "function gemma", "lfm")
 STREAMED = [
     pytest.param(name, reply, id=f"{name} {number}")
     for name, family in FAMILIES.items()

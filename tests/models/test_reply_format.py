@@ -27,6 +27,7 @@ DIALECT_OF = {
     "llama": "llama3",
     "granite": "granite",
     "gemma": "gemma4",
+    "function gemma": "function_gemma",
     "lfm": "pythonic",
     "longcat": "longcat",
     "harmony": HARMONY,

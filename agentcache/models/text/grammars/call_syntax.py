@@ -1,16 +1,20 @@
 """How the calls of each dialect are written where they are demanded: as `replies` reads them.
 
-Arguments are JSON, or each has a tag of its own where a family writes them so.
+Arguments are JSON, or each has a tag of its own or is a field where a family writes them so.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from keyword import iskeyword
 
 from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 
 _NAME = "NAME"  # stands for the tool's
 _TYPE = "TYPE"  # stands for an argument's
+_WORD = re.compile("[A-Za-z0-9_]{1,100}")
+_WORDS = re.compile(r"[A-Za-z0-9_\-]+")
 
 # Of a model that has no dialect, calls are written and read as Llama's: JSON, and nothing around it.
 _BARE = "llama3"
@@ -44,6 +48,34 @@ class ArgumentSyntax:
 
 
 @dataclass(frozen=True)
+class FieldSyntax:
+    """How arguments are written of which each is a name and a value.
+
+    Args:
+        assign: between the two.
+        comma: between two arguments.
+        quote: around a string, which then is written as it is, and lists and objects as `[…]` and `{…}` of such values
+            and fields; empty where values are JSON, and names those of Python.
+    """
+
+    assign: str
+    comma: str
+    quote: str = ""
+
+    def can_name(self, name: str) -> bool:
+        """Whether an argument may have that name."""
+        return _WORD.fullmatch(name) is not None if self.quote else _is_python(name)
+
+    def can_call(self, name: str) -> bool:
+        """Whether a tool may have that name."""
+        return _WORDS.fullmatch(name) is not None if self.quote else all(map(_is_python, name.split(".")))
+
+
+def _is_python(name: str) -> bool:
+    return name.isascii() and name.isidentifier() and not iskeyword(name)
+
+
+@dataclass(frozen=True)
 class CallSyntax:
     """How calls are written.
 
@@ -52,7 +84,9 @@ class CallSyntax:
         close: behind them.
         between: two calls.
         begin, end: around all calls.
-        argument: how each argument is written; None where they are JSON.
+        argument: how each argument is written that has a tag of its own.
+        fields: how arguments are written that are fields; without either they are JSON.
+        as_json: how a call is written whose arguments have to be JSON; None where nothing else of it differs.
     """
 
     open: str
@@ -61,6 +95,8 @@ class CallSyntax:
     begin: str = ""
     end: str = ""
     argument: ArgumentSyntax | None = None
+    fields: FieldSyntax | None = None
+    as_json: CallSyntax | None = None
 
     @property
     def is_bare(self) -> bool:
@@ -77,6 +113,11 @@ class CallSyntax:
 
 def _as_object(before: str, after: str, between: str = "\n", arguments: str = "arguments") -> CallSyntax:
     return CallSyntax(f'{before}{{"name": "{_NAME}", "{arguments}": ', "}" + after, between)
+
+
+def _as_fields(begin: str, call: str, opening: str, closing: str, end: str, fields: FieldSyntax) -> CallSyntax:
+    as_json = _as_object(begin, end, "")
+    return CallSyntax(f"{begin}{call}{_NAME}{opening}", f"{closing}{end}", "", fields=fields, as_json=as_json)
 
 
 _MISTRAL_LIST = _as_object("[TOOL_CALLS][", "]", "")
@@ -149,9 +190,11 @@ _SYNTAX: dict[str, CallSyntax] = {
     "mistral": CallSyntax(f"[TOOL_CALLS]{_NAME}[ARGS]", "", ""),
     "granite": replace(_as_object("", "", ", "), begin="<|tool_call|>[", end="]"),
     "llama3": _as_object("", "", "; ", "parameters"),
-    "gemma4": _as_object("<|tool_call>", "<tool_call|>", ""),
-    "function_gemma": _as_object("<start_function_call>", "<end_function_call>", ""),
-    "pythonic": _as_object("<|tool_call_start|>", "<|tool_call_end|>", ""),
+    "gemma4": _as_fields("<|tool_call>", "call:", "{", "}", "<tool_call|>", FieldSyntax(":", ",", '<|"|>')),
+    "function_gemma": _as_fields(
+        "<start_function_call>", "call:", "{", "}", "<end_function_call>", FieldSyntax(":", ",", "<escape>")
+    ),
+    "pythonic": _as_fields("<|tool_call_start|>", "[", "(", ")]", "<|tool_call_end|>", FieldSyntax("=", ", ")),
 }
 
 

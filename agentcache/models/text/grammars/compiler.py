@@ -23,6 +23,8 @@ from agentcache.models.text.grammars.reply_grammar import Part, ReplyGrammar
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 
 GRACE = 0.05  # seconds that others may wait for the masks of one answer, in all
+# Seconds of CPU. To have another thread find a mask costs about as much, and where CPUs are busy it may be much later.
+QUICK = 0.0002
 _MOST_THREADS = 8  # that find masks
 _KEPT = 32  # grammars: agents ask for the same ones every turn
 _PLACE = re.compile(r"^(failed to compile JSON schema: |(text|reply|json)?\s*at \d+\(\d+\): )+")
@@ -156,11 +158,13 @@ class Grammar:
 class Following:
     """How far a text has come in its grammar.
 
-    What may follow is looked for from the moment at which it is known what it follows, on another thread.
+    What may follow is looked for from the moment at which it is known what it follows: at once if that was quick the
+    last time, else on another thread. What is found at once and was not quick after all comes off the answer's grace;
+    when there is none left, all is found on other threads.
 
     Args:
         ends: the mask of tokens that end a text.
-        finders: run that thread.
+        finders: run those threads.
 
     Attributes:
         is_over: nothing can follow: the text is complete.
@@ -172,21 +176,35 @@ class Following:
         self._ends = ends
         self._finders = finders
         self._grace = GRACE
+        self._seconds = QUICK  # of CPU that the last mask took
         self.is_over = False
         self.failure: str | None = None
-        self._mask = self._find()
+        self._mask = self._start()
 
-    def _find(self) -> Future[bytes]:
-        return self._finders.submit(self._matcher.compute_bitmask)
+    def _start(self) -> Future[bytes]:
+        if self._seconds >= QUICK or self._grace <= 0:
+            return self._finders.submit(self._find)
+        found = Future[bytes]()
+        found.set_result(self._find())
+        if self._seconds >= QUICK:
+            self._grace -= self._seconds
+        return found
+
+    def _find(self) -> bytes:
+        began = time.thread_time()
+        mask = self._matcher.compute_bitmask()
+        self._seconds = time.thread_time() - began
+        return mask
 
     def take(self, token_id: int) -> None:
         """The text goes on with this token, which `mask` allows."""
-        wait([self._mask])
+        if not self._mask.done():
+            wait([self._mask])
         # A small part of what the next mask takes: here, because it is wanted at once whether the text is complete.
         self._matcher.consume_token(token_id)
         self._note_end()
         if not self.is_over and self.failure is None:
-            self._mask = self._find()
+            self._mask = self._start()
 
     @property
     def is_ready(self) -> bool:
@@ -195,7 +213,7 @@ class Following:
 
     def wait(self, seconds: float) -> bool:
         """Wait until `mask` need not, for so long and for what is left of the answer's grace; whether it need not."""
-        if wait([self._mask], seconds).not_done and self._grace > 0:
+        if not self.is_ready and wait([self._mask], seconds).not_done and self._grace > 0:
             began = time.perf_counter()
             wait([self._mask], self._grace)
             self._grace -= time.perf_counter() - began

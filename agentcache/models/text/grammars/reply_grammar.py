@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llguidance import LLMatcher
@@ -12,7 +12,9 @@ from llguidance import LLMatcher
 from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
 from agentcache.errors import InvalidRequest
 from agentcache.models.text.grammars.call_syntax import ArgumentSyntax, CallSyntax, call_syntax
+from agentcache.models.text.grammars.field_grammar import FieldWriter
 from agentcache.models.text.grammars.json_schema import json_rule
+from agentcache.models.text.grammars.rules import Rules, element, escaped, has_surrogate, literal
 from agentcache.models.text.grammars.tagged_arguments import (
     AnyText,
     Json,
@@ -22,7 +24,6 @@ from agentcache.models.text.grammars.tagged_arguments import (
     TextOfLength,
     tagged_arguments,
 )
-from agentcache.models.text.marks import any_of
 from agentcache.models.text.replies.calls import SPACE
 from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 
@@ -84,9 +85,7 @@ class _Writer:
 
     def __init__(self, reply: ReplyFormat) -> None:
         self._reply = reply
-        self._ids = {token.name: token.id for token in reply.tokens}
-        self._names = any_of(self._ids)
-        self._rules: list[str] = []
+        self._rules = Rules({token.name: token.id for token in reply.tokens})
         self._parts: list[Part] = []
 
     def write(self, form: AnswerForm, prompt_end: str | None) -> ReplyGrammar:
@@ -96,7 +95,7 @@ class _Writer:
             start = self._harmony(form, prompt_end)
         else:
             start = self._marked(form, prompt_end)
-        text = _HEADER + f"start: {start}\n" + "".join(f"{rule}\n" for rule in self._rules)
+        text = _HEADER + f"start: {start}\n" + "".join(f"{rule}\n" for rule in self._rules.lines)
         grammars = [{"name": "reply", "lark_grammar": text}]
         grammars += [{"name": "text", "lark_grammar": part.source} for part in self._parts if part.is_grammar]
         return ReplyGrammar(json.dumps({"grammars": grammars}), tuple(self._parts))
@@ -112,21 +111,21 @@ class _Writer:
             return f"{self._text_until(opened)} {_WHITE_SPACE} ({body})"
         if not pairs or any(end.endswith(close) for _, close in pairs):
             return body
-        thoughts = [f"{self._spelled(start)} {self._text_until(close)}" for start, close in pairs]
+        thoughts = [f"{self._rules.spelled(start)} {self._text_until(close)}" for start, close in pairs]
         if self._reply.thinks_first:
             start, close = pairs[0]
-            return f"({self._spelled(start)})? {self._text_until(close)} {_WHITE_SPACE} ({body})"
+            return f"({self._rules.spelled(start)})? {self._text_until(close)} {_WHITE_SPACE} ({body})"
         return f"(({' | '.join(thoughts)}) {_WHITE_SPACE})? ({body})"
 
     def _text_until(self, close: str) -> str:
         """Any text up to the marker that ends it."""
-        pieces = list(self._pieces(close))
+        pieces = list(self._rules.pieces(close))
         first = pieces[0]
         if isinstance(first, int):
-            return f"{_ANY_TEXT} {self._spelled(close)}"
+            return f"{_ANY_TEXT} {self._rules.spelled(close)}"
         # No token: the text ends where it is first spelled.
-        rest = "".join(" " + _element(piece) for piece in pieces[1:])
-        return self._rule(f"/(?s:.*){_escaped(first)}/", "[lazy]") + rest
+        rest = "".join(" " + element(piece) for piece in pieces[1:])
+        return self._rules.rule(f"/(?s:.*){escaped(first)}/", "[lazy]") + rest
 
     # -- what is said -------------------------------------------------------------------------------------------------
 
@@ -141,7 +140,7 @@ class _Writer:
         syntax = call_syntax(self._reply)
         if form.text is None or not syntax.is_bare:
             return syntax
-        return syntax.behind(_CALLS_FOLLOW) if _CALLS_FOLLOW in self._ids else None
+        return syntax.behind(_CALLS_FOLLOW) if _CALLS_FOLLOW in self._rules.ids else None
 
     def _text(self, text: TextForm) -> str:
         if text.notation is Notation.JSON_SCHEMA:
@@ -163,23 +162,33 @@ class _Writer:
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param} cannot be used as a JSON schema: {error!s:.200}.", param=param) from None
         self._parts.append(Part(source, param))
-        return self._rule(source)
+        return self._rules.rule(source)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def _calls(self, calls: Calls, syntax: CallSyntax) -> str:
-        opened = [self._opened(tool, syntax) for tool in _callable(calls.tools)]
-        call = self._rule(f"({' | '.join(opened)}) {self._spelled(syntax.close)}")
-        further = "" if calls.just_one else f"({self._spelled(syntax.between)} {call})*"
-        return self._rule(f"{self._spelled(syntax.begin)} {call} {further} {self._spelled(syntax.end)}")
+        call = self._rules.rule(" | ".join(self._call(tool, syntax) for tool in _callable(calls.tools)))
+        further = "" if calls.just_one else f"({self._rules.spelled(syntax.between)} {call})*"
+        return self._rules.rule(
+            f"{self._rules.spelled(syntax.begin)} {call} {further} {self._rules.spelled(syntax.end)}"
+        )
 
-    def _opened(self, tool: CallableTool, syntax: CallSyntax) -> str:
-        """A call up to the end of its arguments."""
-        opened, whole = syntax.opened(tool.name), self._arguments(tool)
+    def _call(self, tool: CallableTool, syntax: CallSyntax) -> str:
+        whole = self._arguments(tool)  # refuses what is no schema
+        written = self._fields(tool, syntax) if syntax.fields is not None else None
+        if written is None and syntax.as_json is not None:
+            syntax = syntax.as_json
+        opened, close = syntax.opened(tool.name), self._rules.spelled(syntax.close)
         tagged = None if syntax.argument is None else self._tagged(tool, syntax.argument)
-        if tagged is None:
-            return f"{self._spelled(opened)} {whole}"
-        return f"{self._spelled(opened.removesuffix(_BREAK))} {_MAYBE_BREAK} {tagged}"
+        if tagged is not None:
+            return f"{self._rules.spelled(opened.removesuffix(_BREAK))} {_MAYBE_BREAK} {tagged} {close}"
+        return f"{self._rules.spelled(opened)} {whole if written is None else written} {close}"
+
+    def _fields(self, tool: CallableTool, syntax: CallSyntax) -> str | None:
+        """The arguments as fields; None where tool or arguments cannot be written so."""
+        assert syntax.fields is not None
+        arguments = tagged_arguments(tool.schema) if syntax.fields.can_call(tool.name) else None
+        return None if arguments is None else FieldWriter(self._rules, syntax.fields).fields(arguments)
 
     def _arguments(self, tool: CallableTool) -> str:
         return self._json(tool.schema, tool.param, must_be_object=True)
@@ -211,45 +220,44 @@ class _Writer:
                 return None
             type_ = types[0]
         spelled = self._value(value, syntax, may_be_null=argument.may_be_null)
-        return self._named(_literal(argument.name), syntax, type_, spelled)
+        return self._named(literal(argument.name), syntax, type_, spelled)
 
     def _named(self, name: str, syntax: ArgumentSyntax, type_: str, value: str) -> str:
-        before, behind = self._spelled(syntax.name_open), self._spelled(syntax.name_closed(type_))
-        opened = f"{_MAYBE_BREAK} {self._spelled(syntax.value_open)}" if syntax.value_open else ""
-        return self._rule(f"{before} {name} {behind} {opened} {value} {_MAYBE_BREAK}")
+        before, behind = self._rules.spelled(syntax.name_open), self._rules.spelled(syntax.name_closed(type_))
+        opened = f"{_MAYBE_BREAK} {self._rules.spelled(syntax.value_open)}" if syntax.value_open else ""
+        return self._rules.rule(f"{before} {name} {behind} {opened} {value} {_MAYBE_BREAK}")
 
     def _value(self, value: Text | Json, syntax: ArgumentSyntax, *, may_be_null: bool) -> str:
         """A value and what closes it."""
-        around = _literal(_BREAK) if syntax.on_lines else ""
-        closed = self._spelled(syntax.close)
+        around = literal(_BREAK) if syntax.on_lines else ""
+        closed = self._rules.spelled(syntax.close)
         if isinstance(value, AnyText):
             return f"{around} {self._text_until(syntax.close)}"
         if isinstance(value, Json):
-            return f"{around} {self._rule(value.rule)} {around} {closed}"
+            return f"{around} {self._rules.rule(value.rule)} {around} {closed}"
         # Text and what ends it in one: where the one stops and the other begins would not be clear.
-        first, *rest = self._pieces(syntax.close)
-        end = _escaped((_BREAK if syntax.on_lines else "") + first) if isinstance(first, str) else ""
+        first, *rest = self._rules.pieces(syntax.close)
+        end = escaped((_BREAK if syntax.on_lines else "") + first) if isinstance(first, str) else ""
         if not end and syntax.on_lines:
-            end = _escaped(_BREAK)
+            end = escaped(_BREAK)
         kinds = [_characters(value, end, first if isinstance(first, str) else "", syntax)]
         if may_be_null:
             kinds.append(f"/null{end}/")
-        name = f"VALUE_{len(self._rules)}"
-        self._rules.append(f"{name}: {' | '.join(kinds)}")
+        name = self._rules.terminal(" | ".join(kinds))
         behind = [*([first] if isinstance(first, int) else []), *rest]
-        return " ".join([around, name, *map(_element, behind)])
+        return " ".join([around, name, *map(element, behind)])
 
     # -- Harmony ------------------------------------------------------------------------------------------------------
 
     def _harmony(self, form: AnswerForm, prompt_end: str) -> str:
-        channel, message = self._spelled("<|channel|>"), self._spelled("<|message|>")
-        between = f"{self._spelled('<|end|><|start|>assistant')}"
+        channel, message = self._rules.spelled("<|channel|>"), self._rules.spelled("<|message|>")
+        between = f"{self._rules.spelled('<|end|><|start|>assistant')}"
         # What is said in between counts as text.
         kinds = '"analysis"' if form.calls is None or form.text is not None else '("analysis" | "commentary")'
         thought = f"{channel} {kinds} {message} {_ANY_TEXT} {between}"
         ways = []
         if form.text is not None:
-            kind = f'(" "? {self._spelled("<|constrain|>json")})?'
+            kind = f'(" "? {self._rules.spelled("<|constrain|>json")})?'
             ways.append(f'{channel} "final" {kind} {message} ({self._text(form.text)})')
         if form.calls is not None:
             ways += [self._message_to(tool) for tool in _callable(form.calls.tools)]
@@ -260,32 +268,11 @@ class _Writer:
         return f"{_ANY_TEXT} {between} ({thought})* ({' | '.join(ways)})"
 
     def _message_to(self, tool: CallableTool) -> str:
-        to, channel, message = f" to=functions.{tool.name}", self._spelled("<|channel|>"), self._spelled("<|message|>")
-        kind = f'(" json" | " "? {self._spelled("<|constrain|>json")})?'
-        headers = f'({channel} {_literal("commentary" + to)} | {_literal(to)} {channel} "commentary")'
-        return self._rule(f"{headers} {kind} {message} {self._arguments(tool)}")
-
-    # -- spelling -----------------------------------------------------------------------------------------------------
-
-    def _rule(self, source: str, attributes: str = "") -> str:
-        """A rule of its own; its name."""
-        name = f"rule_{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {source}")
-        return name
-
-    def _spelled(self, text: str) -> str:
-        """A text in which markers that are tokens are those tokens, and nothing else is."""
-        return " ".join(map(_element, self._pieces(text)))
-
-    def _pieces(self, text: str) -> Iterator[str | int]:
-        done = 0
-        for found in self._names.finditer(text):
-            if found.start() > done:
-                yield text[done : found.start()]
-            yield self._ids[found[0]]
-            done = found.end()
-        if done < len(text):
-            yield text[done:]
+        to = f" to=functions.{tool.name}"
+        channel, message = self._rules.spelled("<|channel|>"), self._rules.spelled("<|message|>")
+        kind = f'(" json" | " "? {self._rules.spelled("<|constrain|>json")})?'
+        headers = f'({channel} {literal("commentary" + to)} | {literal(to)} {channel} "commentary")'
+        return self._rules.rule(f"{headers} {kind} {message} {self._arguments(tool)}")
 
 
 def _callable(tools: Sequence[CallableTool]) -> Sequence[CallableTool]:
@@ -300,36 +287,19 @@ def _callable(tools: Sequence[CallableTool]) -> Sequence[CallableTool]:
 
 def _survives(text: str, syntax: ArgumentSyntax) -> bool:
     """Whether a text is read as it is written."""
-    if syntax.close in text or text.startswith(_CDATA) or _has_surrogate(text):
+    if syntax.close in text or text.startswith(_CDATA) or has_surrogate(text):
         return False
     return syntax.on_lines or text == text.strip(SPACE)
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _characters(value: TextOfLength | OneOf, end: str, close: str, syntax: ArgumentSyntax) -> str:
     """A terminal for a text and its `end`, of which the first `close` is read as the end."""
     if isinstance(value, OneOf):
-        return f"/({'|'.join(map(_escaped, value.texts))}){end}/"
+        return f"/({'|'.join(map(escaped, value.texts))}){end}/"
     most = "" if value.most is None else value.most
     kinds = [f"/(?s:.{{{value.least},{most}}}){end}/"]
     if close:
-        kinds.append(f"~/(?s:.*){_escaped(close)}(?s:.+)/")
+        kinds.append(f"~/(?s:.*){escaped(close)}(?s:.+)/")
     if not syntax.on_lines:
-        kinds += [f"~/{_ANY_SPACE}(?s:.*)/", f"~/(?s:.*){_ANY_SPACE}{end}/", f"~/{_escaped(_CDATA)}(?s:.*)/"]
+        kinds += [f"~/{_ANY_SPACE}(?s:.*)/", f"~/(?s:.*){_ANY_SPACE}{end}/", f"~/{escaped(_CDATA)}(?s:.*)/"]
     return " & ".join(kinds)
-
-
-def _element(piece: str | int) -> str:
-    return f"<[{piece}]>" if isinstance(piece, int) else _literal(piece)
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    """A text as a regular expression; what is no letter or digit as its number, which nothing mistakes for more."""
-    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

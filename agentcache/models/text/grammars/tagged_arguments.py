@@ -1,4 +1,4 @@
-"""What the arguments of a call may be where each has a tag of its own: values as text, and as JSON what is no string.
+"""What the arguments of a call may be where each has a tag of its own or is a field: strings as text, all else as JSON.
 
 A schema may say more than such a text can be held to (that a string has a pattern, that arguments depend on each
 other); then all arguments of the call are written as one JSON object, which every dialect's reader takes, too.
@@ -21,6 +21,7 @@ _OF_OBJECTS = _REMARKS | {
     "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id", "strict"
 }  # fmt: skip
 _OF_STRINGS = _REMARKS | {"type", "minLength", "maxLength", "enum", "const", "format"}
+_OF_LISTS = _REMARKS | {"type", "items", "minItems", "maxItems"}
 _NAME = re.compile(r"[\w.\-]{1,100}")
 _REFERS_ELSEWHERE = re.compile(r'"\$(dynamicRef|ref)": "(?!#/(\$defs|definitions)/)')
 _MOST_CHARACTERS = 1000  # of a string whose length is limited
@@ -51,10 +52,17 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Json:
-    """The right side of a rule for what is no string, and JSON schema's names of the types that it may have."""
+    """What is no string.
+
+    Args:
+        rule: the right side of a rule for it.
+        types: JSON schema's names of those that it may have.
+        parts: of a list or an object, where its schema says no more.
+    """
 
     rule: str
     types: frozenset[str]
+    parts: ListOf | TaggedArguments | None = None
 
 
 Text = AnyText | TextOfLength | OneOf
@@ -86,22 +94,40 @@ class TaggedArguments:
     any_other: bool = False
 
 
+@dataclass(frozen=True)
+class ListOf:
+    """A list.
+
+    Args:
+        item: each of its values; the name means nothing.
+        least, most: how many there are; `most` is None for no limit.
+    """
+
+    item: TaggedArgument
+    least: int
+    most: int | None
+
+
 def tagged_arguments(source: str) -> TaggedArguments | None:
     """The arguments that a schema (its JSON text) asks for; None where it says more than they can be held to."""
     root = parse_json(source)
     if root is True:
         root = {}
-    if not isinstance(root, Mapping) or not root.keys() <= _OF_OBJECTS or root.get("type", "object") != "object":
+    return _of_object(root, root) if isinstance(root, Mapping) else None
+
+
+def _of_object(schema: Mapping[str, Any], root: Mapping[str, Any]) -> TaggedArguments | None:
+    if not schema.keys() <= _OF_OBJECTS or schema.get("type", "object") != "object":
         return None
-    properties, required = root.get("properties", {}), root.get("required", [])
+    properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         return None
     if not all(isinstance(name, str) and name in properties for name in required):
         return None
-    others = root.get("additionalProperties", True)
+    others = schema.get("additionalProperties", True)
     if not isinstance(others, bool) and others != {}:
         return None
-    known = [_argument(name, schema, root, name in required) for name, schema in properties.items()]
+    known = [_argument(name, each, root, name in required) for name, each in properties.items()]
     if any(each is None for each in known):
         return None
     return TaggedArguments(tuple(each for each in known if each), any_other=not properties and others is not False)
@@ -114,7 +140,7 @@ def _argument(name: str, schema: Any, root: Mapping[str, Any], is_required: bool
         return None
     types = schema_types(other, root)
     if types and "string" not in types:
-        value = _json(meant, root)
+        value = _json(meant, other, root)
         return None if value is None else TaggedArgument(name, value, is_required)
     text = _string(other) if types else AnyText() if not other.keys() - _REMARKS else None
     return None if text is None else TaggedArgument(name, text, is_required, may_be_null)
@@ -179,9 +205,28 @@ def _is_length(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_CHARACTERS
 
 
-def _json(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Json | None:
+def _json(schema: Mapping[str, Any], other: Mapping[str, Any], root: Mapping[str, Any]) -> Json | None:
+    """`other` is `schema` without null."""
     whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
     text = json.dumps(whole)
     if _REFERS_ELSEWHERE.search(text) is not None:
         return None
-    return Json(json_rule(text), schema_types(schema, root))
+    return Json(json_rule(text), schema_types(schema, root), _parts(other))
+
+
+def _parts(schema: Mapping[str, Any]) -> ListOf | TaggedArguments | None:
+    match schema.get("type"):
+        case "array":
+            return _of_list(schema)
+        case "object":  # what its parts refer to is not followed: it may refer to itself
+            return _of_object(schema, {})
+        case _:
+            return None
+
+
+def _of_list(schema: Mapping[str, Any]) -> ListOf | None:
+    item = _argument("item", schema.get("items", {}), {}, True)
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if item is None or not schema.keys() <= _OF_LISTS or not _is_length(least):
+        return None
+    return ListOf(item, least, most) if most is None or (_is_length(most) and least <= most) else None

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+from mlx_lm.tool_parsers import gemma4
 
 from agentcache.models.text.json_values import MAX_DEPTH, parse_json, written_and_read
 from agentcache.models.text.replies.calls import CallSink, Left, Tools
 
 # Clients send calls back inside of messages: what they get must leave room for that.
+_GEMMA_QUOTE, _GEMMA4_QUOTE = "<escape>", '<|"|>'
 _MAX_DEPTH = MAX_DEPTH - 10
 
 
@@ -52,13 +56,20 @@ def parse_calls(parser: str, text: str, tools: Tools) -> list[tuple[str, str]]:
     Raises:
         ValueError: they are not written as they should be.
     """
-    module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
     try:
-        # A call that is demanded is written as JSON (`grammars/call_syntax.py`).
-        parsed = parse_json(text) if text.startswith('{"name"') else module.parse_tool_call(text, tools.shown)
+        # A call that is demanded may have to be written as JSON (`grammars/call_syntax.py`).
+        parsed = parse_json(text) if text.startswith('{"name"') else _parse(parser, text, tools)
         return [_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
     except Exception as error:  # the parsers are many, and what they raise on nonsense is not documented
         raise ValueError(f"no tool call: {error!r:.100}") from error
+
+
+def _parse(parser: str, text: str, tools: Tools) -> Any:
+    if parser == "function_gemma":
+        # Written as Gemma 4's but for the quotes; of its own parser lists and braces are the end.
+        with suppress(ValueError):
+            return gemma4.parse_tool_call(text.replace(_GEMMA_QUOTE, _GEMMA4_QUOTE))
+    return importlib.import_module(f"mlx_lm.tool_parsers.{parser}").parse_tool_call(text, tools.shown)
 
 
 def _call(call: Any) -> tuple[str, str]:

@@ -1,0 +1,64 @@
+"""Rules of a Lark grammar as they come about, and how texts are spelled in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from agentcache.models.text.marks import any_of
+
+
+class Rules:
+    """Rules of one grammar.
+
+    Args:
+        ids: markers that are single tokens, by name.
+    """
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self.ids = ids
+        self._names = any_of(ids)
+        self.lines: list[str] = []
+
+    def rule(self, source: str, attributes: str = "") -> str:
+        """A rule of its own; its name."""
+        name = f"rule_{len(self.lines)}"
+        self.lines.append(f"{name}{attributes}: {source}")
+        return name
+
+    def terminal(self, source: str) -> str:
+        """A terminal of its own; its name."""
+        name = f"VALUE_{len(self.lines)}"
+        self.lines.append(f"{name}: {source}")
+        return name
+
+    def spelled(self, text: str) -> str:
+        """A text in which markers that are tokens are those tokens, and nothing else is."""
+        return " ".join(map(element, self.pieces(text)))
+
+    def pieces(self, text: str) -> Iterator[str | int]:
+        done = 0
+        for found in self._names.finditer(text):
+            if found.start() > done:
+                yield text[done : found.start()]
+            yield self.ids[found[0]]
+            done = found.end()
+        if done < len(text):
+            yield text[done:]
+
+
+def element(piece: str | int) -> str:
+    return f"<[{piece}]>" if isinstance(piece, int) else literal(piece)
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """A text as a regular expression; what is no letter or digit as its number, which nothing mistakes for more."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,0 +1,183 @@
+"""What rows without a form wait for one that has one: the gaps between their tokens beside a row with a JSON schema.
+
+In one engine, turns of the same four greedy rows: in every other one the last row's answer has a form. What disturbs
+the machine disturbs both kinds alike, and each kind beside itself (every other one of its turns against the rest) shows
+how much of a difference is chance.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from agentcache.answer_form import AnswerForm, Notation, TextForm
+from agentcache.bench.reporter import Report, Reporter, number_table
+from agentcache.cli.serve import SWITCH_SECONDS
+from agentcache.llm import LLM
+from agentcache.models.builtin.random_model import random_model_path
+from agentcache.request import Request, TokenPrompt
+from agentcache.sampling import SamplingParams
+from benchmarks.streams import BenchmarkFailed, gaps_ms, percentile
+
+CAVEATS = [
+    "Compare ratios with those of a kind beside itself, not milliseconds; masks of larger vocabularies take longer.",
+]
+LIMIT = 1.1  # that the p95 with a form may be of the one without
+
+_PROMPT_TOKENS = 30
+_ATTEMPTS = 5  # a busy machine may let one row begin when another has ended
+_ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 3, "maxLength": 20},
+        "kind": {"enum": ["cat", "dog", "bird"]},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        "at": {"type": "string", "format": "date"},
+        "more": {"anyOf": [{"type": "null"}, {"type": "number"}, {"type": "boolean"}]},
+    },
+    "required": ["name", "kind", "sizes", "at", "more"],
+    "additionalProperties": False,
+}
+# Long enough that no answer ends while the others are measured.
+_SCHEMA = {"type": "array", "items": _ITEM, "minItems": 1000}
+
+
+@dataclass(frozen=True)
+class FormsPlan:
+    """What to measure.
+
+    Args:
+        model: folder; None for a small random one.
+        free_rows: beside the one that has a form.
+        tokens: that each row generates in a turn.
+        rounds: turns of each kind.
+    """
+
+    model: str | None = None
+    free_rows: int = 3
+    tokens: int = 60
+    rounds: int = 40
+    seed: int = 0
+
+
+@dataclass
+class Gaps:
+    """Milliseconds between the free rows' tokens, turn by turn."""
+
+    turns: list[list[float]] = field(default_factory=list)
+
+    def percentile(self, percent: float) -> float:
+        return percentile(sum(self.turns, []), percent)
+
+    def beside_itself(self, percent: float) -> float:
+        """The larger of every other turn's against the rest's, over the smaller."""
+        halves = [percentile(sum(self.turns[start::2], []), percent) for start in (0, 1)]
+        return max(halves) / min(halves)
+
+
+@dataclass(frozen=True)
+class FormsResult:
+    """What came out; `without` a form and `formed`."""
+
+    without: Gaps
+    formed: Gaps
+
+    def ratio(self, percent: float) -> float:
+        return self.formed.percentile(percent) / self.without.percentile(percent)
+
+
+def measure_forms(plan: FormsPlan, progress: Callable[[str], None]) -> FormsResult:
+    """Run the plan in a cache folder of its own, which is gone afterwards."""
+    switch_seconds = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)  # as in the server
+    try:
+        with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
+            folder = Path(plan.model) if plan.model else random_model_path(Path(home))
+            with LLM(folder, cache_dir=Path(home) / "cache") as llm:
+                return _measure(plan, llm, progress)
+    finally:
+        sys.setswitchinterval(switch_seconds)
+
+
+def _measure(plan: FormsPlan, llm: LLM, progress: Callable[[str], None]) -> FormsResult:
+    form = AnswerForm(TextForm(Notation.JSON_SCHEMA, json.dumps(_SCHEMA), "response_format"))
+    draw = random.Random(plan.seed)
+    prompts = [draw.choices(range(llm.model.vocab_size - 64), k=_PROMPT_TOKENS) for _ in range(plan.free_rows + 1)]
+    result = FormsResult(Gaps(), Gaps())
+    for each in (None, form):  # the first ones pay for first calls
+        _turn(plan, llm, prompts, each)
+    for number in range(plan.rounds):
+        kinds = [(result.without, None), (result.formed, form)]
+        for gaps, each in kinds if number % 2 else reversed(kinds):
+            gaps.turns.append(_turn(plan, llm, prompts, each))
+        if (number + 1) % 10 == 0:
+            progress(f"{number + 1} turns of each kind: p50 {result.ratio(50):.3f}, p95 {result.ratio(95):.3f}")
+    return result
+
+
+def _turn(plan: FormsPlan, llm: LLM, prompts: Sequence[list[int]], form: AnswerForm | None) -> list[float]:
+    """The gaps of the rows without a form, while all rows decode."""
+    sampling = SamplingParams(max_tokens=plan.tokens, temperature=0, ignore_eos=True)
+    last = len(prompts) - 1
+    requests = [
+        Request(f"bench-{place}", TokenPrompt(prompt), sampling, form=form if place == last else None)
+        for place, prompt in enumerate(prompts)
+    ]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        for _ in range(_ATTEMPTS):
+            rows = list(pool.map(llm.token_times, requests))
+            begin, end = max(row[0] for row in rows), min(row[-1] for row in rows)
+            if gaps := [gap for row in rows[:-1] for gap in gaps_ms(row, begin, end)]:
+                return gaps
+    raise BenchmarkFailed("one answer was over before another one began; let them decode more tokens")
+
+
+def forms_rows(result: FormsResult) -> list[dict[str, Any]]:
+    """The result as rows for a table or JSON."""
+    return [
+        {
+            "percentile": percent,
+            "without_ms": result.without.percentile(percent),
+            "formed_ms": result.formed.percentile(percent),
+            "ratio": result.ratio(percent),
+            "without_beside_itself": result.without.beside_itself(percent),
+            "formed_beside_itself": result.formed.beside_itself(percent),
+            "limit": LIMIT if percent == 95 else None,
+        }
+        for percent in (50, 90, 95, 99)
+    ]
+
+
+def build_report(plan: FormsPlan, result: FormsResult) -> Report:
+    """All of a run as plain data."""
+    samples = {"without_ms": result.without.turns, "formed_ms": result.formed.turns}
+    return FORMS.report(plan, CAVEATS, model=plan.model or "random, small", rows=forms_rows(result), samples=samples)
+
+
+def forms_table(report: Report) -> Table:
+    """A line a percentile."""
+    headings = ("gap", "without a form", "with one", "ratio", "limit", "without / without", "with / with")
+    table = number_table("Rows without a form beside one with a form", headings, named=True)
+    for row in report["rows"]:
+        table.add_row(
+            f"p{row['percentile']}",
+            f"{row['without_ms']:.2f} ms",
+            f"{row['formed_ms']:.2f} ms",
+            f"{row['ratio']:.3f}",
+            "" if row["limit"] is None else f"{row['limit']:g}",
+            f"{row['without_beside_itself']:.3f}",
+            f"{row['formed_beside_itself']:.3f}",
+        )
+    return table
+
+
+FORMS = Reporter("forms", "Rows beside an answer of a given form", (forms_table,))
