@@ -7,7 +7,8 @@
     read      plain reads of the same files, one after the other, into a buffer that is used again
     together  the same by as many threads as restore files
 
-The files are in the page cache. All sides take turns in one process; compare ratios, not milliseconds.
+The files are in the page cache. All sides take turns in one process; compare ratios, not milliseconds. Where others use
+the processor too, times say how long one waited for it: compare the processor's time of `alone` and `read` there.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class RestoreResult:
         evicted_restore_ms, restarted_restore_ms: of these, from the first read to the last block in its slot.
         alone_ms: the same without a turn.
         read_ms, together_ms: plain reads of the same files, by one thread and by several.
+        alone_cpu_ms, read_cpu_ms: what the processor worked for `alone`, on all threads, and for `read`.
         restored_bytes: what a restore brings back.
     """
 
@@ -81,6 +83,8 @@ class RestoreResult:
     alone_ms: float
     read_ms: float
     together_ms: float
+    alone_cpu_ms: float
+    read_cpu_ms: float
     restored_bytes: int
 
     def allowed_share(self, turn_ms: float) -> float:
@@ -117,6 +121,7 @@ class _Measurement:
             llm.generate(self._context, SamplingParams(max_tokens=0), agent=_AGENT)
         hot, evicted, restarted = list[Completion](), list[Completion](), list[Completion]()
         alone, reads, together = list[RestoreReport](), list[float](), list[float]()
+        alone_cpu, read_cpu = list[float](), list[float]()
         for number in range(plan.restarts):
             self._progress(f"life {number + 1} of {plan.restarts}")
             with self._open() as llm:
@@ -127,8 +132,10 @@ class _Measurement:
                     llm.evict(_AGENT)
                     evicted.append(self._turn(llm))
                     llm.evict(_AGENT)
-                    alone.append(llm.restore(_AGENT))
-                    reads.append(_read(files, 1))
+                    with _processor_time(alone_cpu):
+                        alone.append(llm.restore(_AGENT))
+                    with _processor_time(read_cpu):
+                        reads.append(_read(files, 1))
                     together.append(_read(files, READERS))
         restored = {turn.report.restored_bytes for turn in (*restarted, *evicted)}
         restored |= {report.restored_bytes for report in alone}
@@ -143,6 +150,8 @@ class _Measurement:
             statistics.median(report.restore_ms for report in alone),
             statistics.median(reads) * 1e3,
             statistics.median(together) * 1e3,
+            statistics.median(alone_cpu) * 1e3,
+            statistics.median(read_cpu) * 1e3,
             restored.pop(),
         )
 
@@ -163,6 +172,14 @@ class _Measurement:
         if completion.report.computed_tokens != plan.turn_tokens:
             raise RuntimeError(f"the context was computed anew: {completion.report}")
         return completion
+
+
+@contextmanager
+def _processor_time(into: list[float]) -> Iterator[None]:
+    """Add the seconds that this process's threads work meanwhile."""
+    before = time.process_time()
+    yield
+    into.append(time.process_time() - before)
 
 
 def _read(files: list[Path], threads: int) -> float:
@@ -195,7 +212,8 @@ def restore_rows(result: RestoreResult) -> list[dict[str, Any]]:
     ):
         share = {"allowed_share": result.allowed_share(turn_ms)}
         rows.append({"what": what, "turn_ms": turn_ms, **_restoring(result, restore_ms), **share})
-    rows.append({"what": "alone", **_restoring(result, result.alone_ms)})
+    cpu = {"cpu_ms": result.alone_cpu_ms, "cpu_share": result.read_cpu_ms / result.alone_cpu_ms}
+    rows.append({"what": "alone", **_restoring(result, result.alone_ms), **cpu})
     for what, read_ms in (("read", result.read_ms), ("together", result.together_ms)):
         rows.append({"what": what, "turn_ms": read_ms, "gb_per_s": result.rate(read_ms)})
     return rows
@@ -217,9 +235,18 @@ def build_report(plan: RestorePlan, result: RestoreResult) -> Report:
 
 def restore_table(report: Report) -> Table:
     """A line a way to the first token."""
-    columns = ("", "first token", "restoring", "GB/s", "of 1.5 hot + 1.25 read", "of reads", "of reads together")
+    columns = (
+        "",
+        "first token",
+        "restoring",
+        "GB/s",
+        "of 1.5 hot + 1.25 read",
+        "of reads",
+        "of reads together",
+        "by CPU",
+    )
     table = number_table("A short turn behind a long context", columns, named=True)
-    shares = ("gb_per_s", "allowed_share", "read_share", "together_share")
+    shares = ("gb_per_s", "allowed_share", "read_share", "together_share", "cpu_share")
     for row in report["rows"]:
         cells = [f"{row[key]:.0f} ms" if key in row else "" for key in ("turn_ms", "restore_ms")]
         cells += [f"{row[key]:.2f}" if key in row else "" for key in shares]

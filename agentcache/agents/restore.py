@@ -1,8 +1,8 @@
 """From disk into RAM: reader threads read and verify files, and only verified blocks are published.
 
 While nothing is computed, files are read to where their blocks belong in the arenas, and verified there: each byte is
-moved once. Nobody reads these slots until they are published, and meanwhile the engine thread waits: for a few files at
-a time, after which it sees to what else has come.
+moved once. Nobody reads these slots until they are published, and the engine thread, which would only wait meanwhile,
+reads with the readers: a few files at a time, after which it sees to what else has come.
 
 Beside requests that compute, batches of files are read into buffers, verified where they lie there, and copied to their
 slots by the engine thread between two steps; meanwhile the next ones are being read. So no memory is new but the slots,
@@ -35,6 +35,7 @@ from agentcache.kv.arena import shares_memory
 from agentcache.kv.block_layout import Array, Place
 from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import BlockHeader, make_header
+from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
 
 READERS = min(4, os.cpu_count() or 4)  # more would only push each other's files out of the processor's caches
@@ -123,7 +124,7 @@ class _Batch:
         return self.loads[0].group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Job:
     """One block, to be read to where it belongs."""
 
@@ -166,9 +167,9 @@ class Restorer:
         self._buffers = [np.frombuffer(mmap.mmap(-1, most), np.uint8) for _ in range(count)]
         self._due: deque[_Batch] = deque()
         self._begun = 0
-        self._readers = ThreadPoolExecutor(
-            READERS if max(sizes) >= _LARGE_BLOCK_BYTES else 1, thread_name_prefix="agentcache-reader"
-        )
+        readers = READERS if max(sizes) >= _LARGE_BLOCK_BYTES else 1
+        self._others = readers - 1  # who read beside the engine thread, where that would only wait
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="agentcache-reader")
 
     def warm_up(self, tables: Sequence[BlockTable]) -> None:
         """Fill base's slots of `tables`, one a group, with made-up blocks, by the way that blocks from files take."""
@@ -240,20 +241,27 @@ class Restorer:
             self._read_later(restore, loads)
 
     def _read_in_place(self, groups: Sequence[tuple[_Restore, list[Load]]]) -> None:
-        """Publish what is sound of these; nothing else happens on the engine thread meanwhile."""
+        """Publish what is sound of these; nothing else happens on the engine thread meanwhile, which reads too."""
         jobs: list[_Job] = []
-        reads: list[Future[Extras | None]] = []
+        results: dict[_Job, Extras | None] = {}
         try:
             for restore, loads in groups:
-                for job in self._jobs(restore, loads):
-                    jobs.append(job)
-                    reads.append(self._readers.submit(self._read_to, job))
+                jobs += self._jobs(restore, loads)
+            due = deque(jobs)
+            count = min(self._others, len(jobs) - 1)
+            others = [self._readers.submit(self._read_each, due, results) for _ in range(count)]
+            try:
+                self._read_each(due, results)
+            finally:
+                due.clear()
+                wait(others)
         finally:
-            wait(reads)
             for job in jobs:
                 job.place.let_go()
-        for job, read in zip(jobs, reads, strict=True):
-            self._settle(job.restore, [_Read(job.load, read.result())])
+        for other in others:
+            other.result()
+        for job in jobs:
+            self._settle(job.restore, [_Read(job.load, results[job])])
 
     def _jobs(self, restore: _Restore, loads: Sequence[Load]) -> list[_Job]:
         """Of blocks of one group. None where they have to be read into buffers, or not at all."""
@@ -269,11 +277,20 @@ class Restorer:
             for load, place in zip(loads, places, strict=True)
         ]
 
-    def _read_to(self, job: _Job) -> Extras | None:
-        """On a reader thread."""
+    def _read_each(self, due: deque[_Job], results: dict[_Job, Extras | None]) -> None:
+        """Take one after the other, on any of several threads, until there are none left."""
+        with self._store.reader() as blocks:
+            while True:
+                try:
+                    job = due.popleft()
+                except IndexError:
+                    return
+                results[job] = self._read_to(blocks, job)
+
+    def _read_to(self, blocks: BlockFolder, job: _Job) -> Extras | None:
         rest = self._scratch(job.place.rest_bytes)
         try:
-            extras = self._store.read_block_apart(job.header, job.place.integers, rest)
+            extras = blocks.read_apart(job.header, job.place.integers, rest)
         except (BlockMissing, BlockRejected, StoreError):
             return None  # the store has logged and counted it
         job.place.put_rest(rest)

@@ -68,8 +68,9 @@ class Place:
         """Copy the rest, uint8 [rest_bytes], to where it belongs."""
         source, begin = data.data, 0
         for run in self.rest:
-            run[:] = source[begin : begin + len(run)]
-            begin += len(run)
+            end = begin + len(run)
+            run[:] = source[begin:end]
+            begin = end
 
     def let_go(self) -> None:
         """Nobody may write there any more: what is computed next may move the array."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -39,8 +40,12 @@ HEAD_BEGIN = 8  # bytes: the length of the JSON behind them
 NO_EXTRAS: Extras = MappingProxyType({})
 _NO_CHECKSUM = "0" * 32
 _CHECKSUM_FIELD = b'"checksum":"'
-# By bytes: as unsigned integer, and the bits of its exponent. All of them ones: infinity or NaN.
-_FLOAT_EXPONENTS = {2: (np.uint16, 0x7C00), 4: (np.uint32, 0x7F800000)}
+# By bytes: the bits of infinity as a signed integer, those of minus infinity as an unsigned one. Among floats of one
+# sign what is not finite has the largest bits; so two maxima tell, and nothing is copied.
+_INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
+    2: (np.int16(0x7C00), np.uint16(0xFC00)),
+    4: (np.int32(0x7F800000), np.uint32(0xFF800000)),
+}
 
 
 @dataclass(frozen=True)
@@ -276,10 +281,9 @@ def _pack(token_ids: tuple[int, ...]) -> str:
 
 def _all_finite(array: Array) -> bool:
     """Whether no float is infinite or NaN; integers always are finite."""
-    if array.dtype.kind != "f":
+    if array.dtype.kind != "f" or not array.size:
         return True
-    unsigned, exponent = _FLOAT_EXPONENTS[array.itemsize]
-    return not array.size or bool((array.view(unsigned) & exponent).max() != exponent)
+    return all(array.view(infinity.dtype).max() < infinity for infinity in _INFINITIES[array.itemsize])
 
 
 # --- reading ---

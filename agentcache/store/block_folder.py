@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,6 +109,13 @@ class BlockFolder:
         """
         return self._files.all_there(self._folder, [f"{key[:2]}/{key}{_SUFFIX}" for key in keys])
 
+    @contextmanager
+    def reader(self) -> Iterator[BlockFolder]:
+        """The same files for one thread, which reads several and meanwhile keeps the folders above them open."""
+        files = CacheFiles(self._files.root)
+        with files.keep_open():
+            yield BlockFolder(files, self._folder, self._specs, self._usage, self._fault)
+
     def read(self, header: BlockHeader, buffer: Array | None = None) -> StoredBlock:
         """The block, verified.
 
@@ -132,27 +139,28 @@ class BlockFolder:
             integers: for the bytes in front of the block's first float, in any number of pieces.
             rest: uint8 [n], for those from there on.
         """
-        path = self._path(header.block_key)
+        name = self._checked_name(header.block_key)
         try:
-            with self._files.open_regular(path, max_encoded_size(self._spec_of(header), header)) as file:
+            with self._files.open_regular(name, max_encoded_size(self._spec_of(header), header)) as file:
                 extras = self._read_from(file, header, integers, rest)
         except FileNotFoundError:
-            self._usage.forget(path)
+            self._usage.forget(Path(name))
             raise BlockMissing(f"there is no file for block {header.block_key}") from None
         except (OSError, BlockRejected) as error:
-            self._usage.quarantine(str(error), path)
+            self._usage.quarantine(str(error), Path(name))
             raise BlockRejected(f"block {header.block_key}: {error}") from error
         self._usage.record_read(file.size)
         return extras
 
     def _read_from(self, file: RegularFile, header: BlockHeader, integers: Sequence[memoryview], rest: Array) -> Extras:
-        begin = bytearray(HEAD_BEGIN)
-        num_bytes = file.read_into([begin])
-        head_size = find_data(self._spec_of(header), header, bytes(begin[:num_bytes]), file.size)
-        head = bytearray(head_size - HEAD_BEGIN)
-        if num_bytes + file.read_into([head, *integers, rest.data]) < file.size:
+        spec = self._spec_of(header)
+        # All at once: what is not data can only be the head, or the file is refused.
+        head = bytearray(max(HEAD_BEGIN, file.size - data_bytes(spec, header)))
+        num_bytes = file.read_into([head, *integers, rest.data])
+        find_data(spec, header, bytes(head[: min(HEAD_BEGIN, num_bytes)]), file.size)
+        if num_bytes < file.size:
             raise BlockRejected(f"the file ends before its {file.size} bytes")
-        return verify_block(self._spec_of(header), header, bytes(begin + head), integers, rest)
+        return verify_block(spec, header, bytes(head), integers, rest)
 
     def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
         """What a read of a block of zeros into `buffer` would give; no file is touched."""
@@ -240,6 +248,9 @@ class BlockFolder:
         return f"{self._folder}/{key[:2]}/{key}{_SUFFIX}"
 
     def _path(self, key: str) -> Path:
+        return Path(self._checked_name(key))
+
+    def _checked_name(self, key: str) -> str:
         if not _BLOCK_KEY.fullmatch(key):
             raise BrokenInvariant(f"{key!r:.80} is no block key")
-        return Path(self._name(key))
+        return self._name(key)

@@ -58,6 +58,8 @@ class RegularFile:
 
 def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
     """What of buffers, taken one after the other, comes behind the first `count` bytes."""
+    if count == sum(map(len, views)):  # as a rule, and there may be many
+        return []
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]
@@ -196,7 +198,7 @@ class CacheFiles:
         with self.folder(path) as fd, os.scandir(fd) as entries:
             return [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
 
-    def open(self, path: Path, flags: int) -> Descriptor:
+    def open(self, path: Path | str, flags: int) -> Descriptor:
         """A file. A new one is 0600, whatever the umask."""
         above, name = os.path.split(path)
         with self.folder(above) as folder:
@@ -254,7 +256,7 @@ class CacheFiles:
             return bytes(data[: file.read_into([data])])
 
     @contextmanager
-    def open_regular(self, path: Path, max_bytes: int) -> Iterator[RegularFile]:
+    def open_regular(self, path: Path | str, max_bytes: int) -> Iterator[RegularFile]:
         """A regular file, to read; OSError also where it is longer than `max_bytes`."""
         with self.open(path, os.O_RDONLY) as fd:
             status = os.fstat(fd)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
@@ -27,7 +27,6 @@ from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.names import is_name
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.atomic import Fault, as_store_error
-from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockCopy, BlockFolder, BlockWrite
 from agentcache.store.cache_files import CacheFiles
@@ -251,14 +250,9 @@ class Store:
         """Of all blocks that there are files for, of any model."""
         return self._blocks.keys()
 
-    def read_block_apart(self, header: BlockHeader, integers: Sequence[memoryview], rest: Array) -> Extras:
-        """The same, to where its bytes are to lie; its extras. Nothing of what is there then may be used if it raises.
-
-        Args:
-            integers: for the bytes in front of the block's first float, in any number of pieces.
-            rest: uint8 [n], for those from there on.
-        """
-        return self._blocks.read_apart(header, integers, rest)
+    def reader(self) -> AbstractContextManager[BlockFolder]:
+        """For a thread that reads several blocks to where they are to lie (`BlockFolder.read_apart`)."""
+        return self._blocks.reader()
 
     def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
         """What a read of a block of zeros into `buffer` would give; no file is touched."""

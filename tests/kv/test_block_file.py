@@ -236,6 +236,16 @@ def test_values_that_are_not_finite_are_neither_written_nor_read(
         decode_block(SPEC, BLOCK.header, poisoned)
 
 
+@pytest.mark.parametrize(("unsigned", "floats"), [(np.uint16, np.float16), (np.uint32, np.float32)])
+def test_floats_are_told_from_infinity_and_nan_by_their_bits(unsigned: type, floats: type) -> None:
+    edges = np.array([0, 1, *floats([65504, np.inf, -65504, -np.inf, np.nan, -0.0]).view(unsigned)], unsigned)
+    bits = np.concatenate([edges - 1, edges, edges + 1])
+    for value in bits.view(floats):
+        beside = np.array([-1, value, 1], floats)
+        assert block_file._all_finite(beside) == np.isfinite(beside).all(), beside.view(unsigned)
+    assert block_file._all_finite(np.empty(0, floats))
+
+
 @pytest.mark.parametrize(
     "data", [BLOCK.data[:-1], np.append(BLOCK.data, 0), BLOCK.data.view(np.uint32), BLOCK.data[None]]
 )

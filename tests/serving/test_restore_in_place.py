@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,30 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
     return counted
 
 
+def counting(name: str, calls: Counter[str]) -> Callable[..., Any]:
+    """The function of `os` of that name, which counts its calls."""
+    function = getattr(os, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def load_full_blocks(made: Desk) -> None:
+    """Bring back what of alice's tokens are full blocks."""
+    base = made.caches.base
+    root = made.caches.root(base, "")
+    sequence = base.prefix.open(root, base.prefix.match_prefix(root, IDS[: FULL * 256], FULL * 256))
+    base.arenas.fit()
+    done: list[restore.Restored] = []
+    made.restorer.restore(sequence, done.append)
+    made.settle(lambda: bool(done))
+    base.prefix.abandon(sequence)
+    assert done[0].complete
+
+
 @pytest.fixture
 def saved(ram_path: Path) -> Iterator[Desk]:
     """After a restart: an agent on disk, nothing in RAM."""
@@ -67,6 +93,40 @@ def test_bytes_are_moved_once(saved: Desk, moved: Moved) -> None:
     assert moved.floats == FULL_BYTES // 9, "a scale and a bias, in 16 bits each, for 64 values in 4 bits"
     assert moved.from_buffers == ALL_BYTES - FULL_BYTES
     assert saved.info("alice").cache_state == "hot"
+
+
+def test_a_file_takes_one_call_to_read_and_two_to_open(saved: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head, integers and floats at once; the folder above the shards stays open from file to file."""
+    calls: Counter[str] = Counter()
+    for name in ("readv", "open"):
+        monkeypatch.setattr(f"agentcache.store.cache_files.os.{name}", counting(name, calls))
+    load_full_blocks(saved)
+    files = FULL * len(SPEC.groups)
+    assert calls["readv"] == files
+    assert calls["open"] <= 2 * files + 2, "the root, the folder of blocks, and then a shard and a file each"
+
+
+@pytest.fixture
+def several_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "_LARGE_BLOCK_BYTES", 1)
+    monkeypatch.setattr(restore, "READERS", 4)
+
+
+def test_readers_and_the_engine_thread_read_side_by_side(several_readers: None, saved: Desk, moved: Moved) -> None:
+    assert saved.restore("alice") == ALL_BYTES
+    assert moved.floats == FULL_BYTES // 9
+    assert saved.info("alice").cache_state == "hot"
+    saved.check()
+
+
+def test_what_is_wrong_among_many_is_not_published(several_readers: None, saved: Desk, ram_path: Path) -> None:
+    flip(block_files(ram_path)[2], -6_000)
+    done: list[Any] = []
+    saved.operations.restore("alice", done.append)
+    saved.settle(lambda: bool(done))
+    assert saved.cached(BASE_CACHE, IDS) == 256
+    assert saved.store.quarantined == 1
+    saved.check()
 
 
 def test_beside_a_request_that_computes_they_go_through_buffers(saved: Desk, moved: Moved) -> None:
