@@ -204,14 +204,14 @@ def quality(
     scale: Annotated[float, typer.Option(min=0.01, max=10, help="Share of a full run's documents.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of documents and questions.")] = 1000,
     out: Out = RESULTS,
-    quick: Annotated[bool, typer.Option("--quick", help="Under five minutes on two cores.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Under five minutes on two cores, without sharing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """What 4 bits, restoring and sharing cost in answers: perplexity, recall, divergence."""
     from benchmarks.quality.plan import QualityPlan
     from benchmarks.quality_benchmark import PARTS, QUICK, build_report, hand_out, measure_quality
 
-    parts = tuple(only.split(",")) if only else tuple(PARTS)
+    parts = tuple(only.split(",")) if only else QUICK.parts if quick else tuple(PARTS)
     if unknown := set(parts) - set(PARTS):
         raise ConfigError(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     plan = QualityPlan(parts, model, tuple(adapter or ()), QUICK.scale if quick else scale, seed)

@@ -167,7 +167,7 @@ def read_back(desk: Desk, row: BatchQuantizedKVCache) -> BatchQuantizedKVCache:
     desk.arena.grow(desk.pool.capacity)
     for _, side in desk.arena.sides:
         for name, part in zip(PARTS, side.gather(mx.array(table.block_ids)), strict=True):
-            side.parts[name].upload(mx.array(target), part)
+            side.parts[name].upload(target, part)
     return BatchQuantizedKVCache(desk.arena, desk.pool, [BlockTable(target, table.first_block)], row.lengths)
 
 

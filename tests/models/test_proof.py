@@ -89,8 +89,8 @@ def without_gate(patch: pytest.MonkeyPatch) -> None:
 
 
 def latent_without_rope(patch: pytest.MonkeyPatch) -> None:
-    original = mla._packed
-    patch.setattr(mla, "_packed", lambda latent, rope, *rest: original(latent, rope * 0, *rest))
+    original = mla.packed_latent_attention
+    patch.setattr(mla, "packed_latent_attention", lambda latent, rope, *rest: original(latent, rope * 0, *rest))
 
 
 def decompressed_without_rope(patch: pytest.MonkeyPatch) -> None:

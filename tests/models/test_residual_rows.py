@@ -236,7 +236,7 @@ def operations(driver: ResidualDriver, rows: Sequence[AnyRow], folder: Path, mon
     def counting(step: StepInputs) -> StepOutputs:
         outputs = forward(step)
         graph = folder / "step.dot"
-        mx.export_to_dot(str(graph), outputs.logits, *driver.runner._arena_arrays())
+        mx.export_to_dot(str(graph), outputs.logits, *(tensor.array for tensor in driver.runner._tensors()))
         counted.append(graph.read_text().count("shape=rectangle"))
         return outputs
 
