@@ -198,7 +198,9 @@ def set_costs(patch: pytest.MonkeyPatch, cost: Callable[[int, int, int], float])
 
     def wait_and_say(batch: Batch) -> None:
         wait(batch)
-        batch.seconds = cost(len(batch.rows), batch.num_tokens, batch.context)
+        started = batch._started
+        assert started is not None
+        started.done_at = started.began_at + cost(len(batch.rows), batch.num_tokens, batch.context)
 
     patch.setattr(Batch, "wait", wait_and_say)
 
