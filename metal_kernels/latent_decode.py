@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from agentcache.metal_kernels.decode import MERGE, PackedArrays, no_residuals
+from agentcache.metal_kernels.decode import PackedArrays, no_residuals
 from agentcache.metal_kernels.decode_plan import (
     MAX_SPLITS,
     Groups,
@@ -26,6 +26,7 @@ from agentcache.metal_kernels.decode_plan import (
     nothing_written,
     own_spans,
 )
+from agentcache.metal_kernels.decode_text import MERGE
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, KernelText, device
 from agentcache.metal_kernels.latent_shape import LatentShape, LatentTiling
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentcache.metal_kernels.append import APPEND
-from agentcache.metal_kernels.decode import DECODE, MERGE
+from agentcache.metal_kernels.decode_text import DECODE, MERGE
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.latent_decode import LATENT_DECODE
 from agentcache.metal_kernels.unpack import UNPACK

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agentcache.metal_kernels.cases import Arenas, Case
-from agentcache.metal_kernels.decode import DECODE
+from agentcache.metal_kernels.decode_text import DECODE
 from tests.metal_kernels.emulator.build import KernelSyntaxError, check, clang
 from tests.metal_kernels.emulator.capture import Launch, capture
 from tests.metal_kernels.emulator.lint import lint

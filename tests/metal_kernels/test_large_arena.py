@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from agentcache.metal_kernels.cases import Arenas, Case, error
-from agentcache.metal_kernels.decode import DECODE, decode
+from agentcache.metal_kernels.decode import decode
+from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.latent_cases import LatentCase, Latents
 from agentcache.metal_kernels.latent_decode import LATENT_DECODE
