@@ -6,6 +6,7 @@ For the demo and the benchmarks, which have to kill a server to show what it lea
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ from agentcache.errors import AgentCacheError
 SERVE = (sys.executable, "-m", "agentcache", "serve")
 PACKAGE_PARENT = Path(agentcache.errors.__file__).resolve().parent.parent
 STOP_SECONDS = 30.0
+PORTS = (20_000, 32_000)
+_CHANCE = random.SystemRandom()  # not the one that a seed makes the same for all who ask
 
 
 class ServerNotStarted(AgentCacheError):
@@ -129,11 +132,13 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A loopback TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A loopback TCP port that nobody uses now, below those that systems give to outgoing connections: one of these
+    might take it before whom it is for."""
+    while True:
+        port = _CHANCE.randrange(*PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _environment() -> dict[str, str]:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import httpx
 
 from benchmarks.soak.watch import Observed, Sample
@@ -111,9 +112,9 @@ class Client:
             action = self._careful_turn if self._careful else self._residual if sharing else self._choose()
             try:
                 await action()
-            except httpx.HTTPError as error:
+            except* httpx.HTTPError as errors:
                 if not self._killed.is_set():
-                    self._observed.complain(f"{action.__name__}: {error!r}")
+                    self._observed.complain(f"{action.__name__}: {errors.exceptions!r}")
             await asyncio.sleep(self._rng.expovariate(1 / pause))
 
     def _choose(self) -> Callable[[], Awaitable[None]]:
@@ -211,7 +212,7 @@ class Client:
         allowed = ({(200, "")} if self._sharing.allowed else _LOSSY) | _BUSY
         if rng.random() < 0.2:
             try:
-                async with asyncio.timeout(rng.uniform(0.0, 1.0)):
+                with anyio.fail_after(rng.uniform(0.0, 1.0)):
                     answer = await self._http.post(dialect.path, json=body | {"max_tokens": ENDLESS})
                 self._allowed("residual, leaving", answer, allowed)
             except TimeoutError:
@@ -252,14 +253,10 @@ class Client:
 
     async def _ask_with_title(self, talk: list[dict[str, str]], title: list[dict[str, str]]) -> dict[str, Any] | None:
         """Both at once; the answer to the first."""
-        beside = asyncio.create_task(self._ask_own("title", title))
-        try:
+        said = None
+        async with anyio.create_task_group() as both:
+            both.start_soon(self._ask_own, "title", title)
             said = await self._ask_own("careful", talk)
-            await asyncio.wait({beside})  # who is cancelled here is told so, whatever comes of the other
-        finally:
-            beside.cancel()
-            await asyncio.wait({beside})
-        beside.result()
         return said
 
     async def _ask_own(self, what: str, messages: list[dict[str, str]]) -> dict[str, Any] | None:
@@ -282,7 +279,7 @@ class Client:
         body = self._request(dialect, ENDLESS)
         if self._rng.random() < 0.5:
             try:
-                async with asyncio.timeout(self._rng.uniform(0.0, 1.5)):
+                with anyio.fail_after(self._rng.uniform(0.0, 1.5)):
                     answer = await self._http.post(dialect.path, json=body)
                 self._allowed("leave", answer, _BUSY)
             except TimeoutError:

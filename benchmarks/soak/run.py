@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import anyio
 import httpx
 from anyio.from_thread import start_blocking_portal
 
@@ -213,21 +214,15 @@ class Soak:
                 )
                 for number in range(plan.clients)
             ]
-            running = [asyncio.create_task(client.run(plan.pause)) for client in clients]
-            running.append(asyncio.create_task(self._sample(http, server.pid, killed)))
-            try:
-                yield
-            finally:
-                await self._end(running)
-
-    async def _end(self, running: Sequence[asyncio.Task[None]]) -> None:
-        for task in running:
-            task.cancel()
-        _, unfinished = await asyncio.wait(running, timeout=QUIET_SECONDS)
-        self._report.require(not unfinished, f"{len(unfinished)} clients did not end")
-        for task in running:
-            if task.done() and not task.cancelled() and (error := task.exception()):
-                raise error  # a fault of the soak itself
+            # Cancelled as anyio does it, which httpx knows: it closes its connections all the same.
+            async with anyio.create_task_group() as running:
+                running.start_soon(self._sample, http, server.pid, killed)
+                for client in clients:
+                    running.start_soon(client.run, plan.pause)
+                try:
+                    yield
+                finally:
+                    running.cancel_scope.cancel()
 
     def _note_health(self, health: Health, *, killed: bool) -> None:
         """What failed when the server was killed does not count."""
