@@ -233,7 +233,7 @@ class CacheStats:
     the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together;
     `trunk_ram_bytes` have their own. These are capacity, in use or not; `ram_accounts` tells the two apart, by kind
     (`blocks/ledger.py`). Blocks are those of all caches, adapters' residuals too. `disk_bytes_by` is by what files hold
-    (`Store.disk_bytes_by`), `evicted_blocks` counts what left RAM, by kind of cache. `/metrics` takes what is a gauge
+    (`DiskUsage.by_kind`), `evicted_blocks` counts what left RAM, by kind of cache. `/metrics` takes what is a gauge
     or a counter from here.
     """
 

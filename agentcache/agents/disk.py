@@ -22,6 +22,7 @@ from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, S
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.block_folder import BlockCopy
+from agentcache.store.disk_usage import AGENTS
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import BlockWrite, Store
 
@@ -125,7 +126,7 @@ class Disk:
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
         """Whether the budget could hold a lineage of so many tokens if no other had any blocks on disk."""
-        return self._bytes_with(record, num_tokens) <= self._store.disk_budget
+        return self._bytes_with(record, num_tokens) <= self._store.usage.budget
 
     def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
         """Bytes on disk with that lineage and all transcripts, which stay. A little more than there will be."""
@@ -137,7 +138,7 @@ class Disk:
         known = self._lineages.find(record.name)
         logged = 0 if known is None else len(known.transcript)
         log_bytes = max(0, num_tokens - logged) * _LOG_BYTES_PER_TOKEN + _MANIFEST_BYTES
-        return self._store.agent_bytes + blocks + snapshots + residuals + log_bytes
+        return self._store.usage.bytes_of(AGENTS) + blocks + snapshots + residuals + log_bytes
 
     def _residual_bytes(self, residual: ResidualBlocks) -> int:
         spec = self._residuals.get(residual.cache)
@@ -152,7 +153,7 @@ class Disk:
 
         def work(done: Committed) -> None:
             self._store.collect_orphans()
-            while self._store.free_budget < 0 and self._drop_stalest(done):
+            while self._store.usage.free < 0 and self._drop_stalest(done):
                 continue
 
         return self._run(work)
@@ -260,7 +261,7 @@ class Disk:
 
     def _require_budget(self, turn: Turn) -> None:
         """Nobody else's blocks are dropped for what cannot be saved anyhow."""
-        record, budget = turn.record, self._store.disk_budget
+        record, budget = turn.record, self._store.usage.budget
         if turn.writes and not self.fits(record, record.num_saved):
             reason = (
                 f"with it and all transcripts there would be {self._bytes_with(record, record.num_saved)} bytes on disk"
@@ -294,8 +295,9 @@ class Disk:
 
     def _could_hold(self, num_bytes: int) -> bool:
         """Whether there would be so much room if all that may go were gone."""
-        kept = self._store.agent_bytes + self._store.block_bytes(map(self._key, self._lineages.protected_blocks()))
-        return kept + num_bytes <= self._store.disk_budget
+        blocks = self._store.block_bytes(map(self._key, self._lineages.protected_blocks()))
+        kept = self._store.usage.bytes_of(AGENTS) + blocks
+        return kept + num_bytes <= self._store.usage.budget
 
     def _drop_stalest(self, done: Committed) -> bool:
         """Drop the blocks of the lineage that is missed least, of any model and precision; False if there is none.
@@ -308,9 +310,9 @@ class Disk:
             self._reduce(reduced, done)
             return True
         now = time.time()
-        victim, apart = self._lineages.stalest(now), self._store.apart_last_used()
-        if victim is None or (apart is not None and now - apart > self._lineages.staleness(victim, now)):
-            return self._store.evict_apart() > 0
+        victim, unreadable = self._lineages.stalest(now), self._store.unreadable_last_used()
+        if victim is None or (unreadable is not None and now - unreadable > self._lineages.staleness(victim, now)):
+            return self._store.evict_unreadable() > 0
         log.info("dropping the blocks of agent %s to keep the disk budget", victim.name)
         if self._lineages.is_longest(victim):
             self._reduce(Reduced(victim, victim.without_blocks()), done)

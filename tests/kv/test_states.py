@@ -122,7 +122,7 @@ def test_a_flipped_bit_shows(tmp_path: Path, offset: int) -> None:
         path.write_bytes(data)
         with pytest.raises(BlockRejected):
             store.read_block(header)
-        assert (store.quarantined, store.has(header.block_key)) == (1, False)
+        assert (store.usage.quarantined, store.has(header.block_key)) == (1, False)
 
 
 def test_what_is_not_finite_is_known() -> None:

@@ -396,7 +396,7 @@ def set_fault(engine: Engine, fault: Fault, *, blocks: bool = True) -> Callable[
     Args:
         blocks: also of blocks, and not only of agents.
     """
-    folders: list[Any] = [engine.persistence.store._agents]
+    folders: list[Any] = [engine.persistence.store._agents.served]
     if blocks:
         folders.append(engine.persistence.store._blocks)
     before = [folder._fault for folder in folders]

@@ -232,8 +232,8 @@ class DiskMachine(RuleBasedStateMachine):
         held = keys_of({name for turn in self.turns for name in turn.held})
         files = {Path(name).stem for name in tree(self.folder) if name.startswith("blocks")}
         assert named <= files <= named | held
-        assert self.store.disk_bytes == size_on_disk(self.folder)
-        assert self.store.quarantined == 0
+        assert self.store.usage.total == size_on_disk(self.folder)
+        assert self.store.usage.quarantined == 0
 
     @invariant()
     def manifests_are_what_was_saved(self) -> None:
@@ -285,7 +285,7 @@ def test_residuals_of_adapters_that_are_not_loaded_go_first(cache: str, tmp_path
     with open_store(tmp_path, disk_budget=size_on_disk(tmp_path) - 1) as store:
         disk = Disk(store, store.load_agents(), InUse(), lambda name: name == OPEN)
         outcome = disk.tidy()
-        assert outcome.error is None and store.free_budget >= 0
+        assert outcome.error is None and store.usage.free >= 0
         [reduced] = outcome.reduced
         without = new.without_residual(CLOSED) if cache == CLOSED else old.without_blocks()
         assert (reduced.before, reduced.after) == (new if cache == CLOSED else old, without)

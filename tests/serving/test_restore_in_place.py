@@ -125,7 +125,7 @@ def test_what_is_wrong_among_many_is_not_published(several_readers: None, saved:
     saved.operations.restore("alice", done.append)
     saved.settle(lambda: bool(done))
     assert saved.cached(BASE_CACHE, IDS) == 256
-    assert saved.store.quarantined == 1
+    assert saved.store.usage.quarantined == 1
     saved.check()
 
 
@@ -180,7 +180,7 @@ def test_what_is_wrong_is_not_published(offset: int, saved: Desk, ram_path: Path
     saved.operations.restore("alice", done.append)
     saved.settle(lambda: bool(done))
     assert saved.cached(BASE_CACHE, IDS) == 256
-    assert saved.store.quarantined == 1
+    assert saved.store.usage.quarantined == 1
     saved.check()
 
 
