@@ -18,28 +18,6 @@ from agentcache.engine.batch import LateToken
 from agentcache.engine.counters import Counters, cache_stats
 from agentcache.engine.device import Device, Step
 from agentcache.engine.generation import LIVE, Generation, Outcome, State
-from agentcache.engine.messages import (
-    Cancel,
-    CheckIntegrity,
-    ClearCache,
-    CreateAgent,
-    DeleteAgent,
-    DropAdapter,
-    EvictAgent,
-    ForkAgent,
-    ImportAgent,
-    ListAgents,
-    Message,
-    PutAdapter,
-    ReadStats,
-    RelieveMemory,
-    Reply,
-    RestoreAgent,
-    SaveAgent,
-    ShowAgent,
-    Submit,
-)
-from agentcache.engine.output import Output
 from agentcache.engine.passes import Pass
 from agentcache.engine.relief import MemoryRelief
 from agentcache.engine.requests import Requests
@@ -49,14 +27,12 @@ from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, RequestCancelled
-from agentcache.models.adapters import AdapterContent
 from agentcache.models.device_memory import Limits
 from agentcache.models.fused import counts as kernel_counts
 from agentcache.models.loader import LoadedModel
 from agentcache.models.sampler import TokenScore
 from agentcache.pressure import Level
 from agentcache.report import CacheStats, FinishReason, StepDown, Traffic
-from agentcache.request import ChatPrompt
 
 # What takes long to find of an answer's form is waited for within a step; not for all of it: how long a step takes is
 # measured on steps in which that was done, and would grow by itself.
@@ -111,7 +87,7 @@ class Engine:
         self.trunk = parts.trunk
         self.residuals = parts.residuals
         self.counters = Counters()
-        self._served = parts.served
+        self.served = parts.served
         self._under_way: Step | None = None
         self._holds_buffers = False  # of chunks that are done
         self._late: list[LateToken] = []  # tokens of batches that are done, but for these
@@ -145,92 +121,6 @@ class Engine:
             self._limits.restore()
             self.restorer.close()
             self.persistence.close()
-
-    # -- other threads ------------------------------------------------------------------------------------------------
-
-    def view(self) -> EngineView:
-        """What other threads may know of it; changes between two steps only."""
-        return EngineView(self._served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
-
-    def handle(self, message: Message, reply: Reply) -> None:
-        """Do what another thread asks for. `reply` gets what the message says, some time; it may be called at once."""
-        try:
-            self._handle(message, reply)
-        except AgentCacheError as error:
-            reply(error)
-
-    def _handle(self, message: Message, reply: Reply) -> None:
-        match message:
-            case Submit():
-                self.add(self._generation(message, reply))
-            case Cancel(submitted):
-                generation = next((each for each in self.requests if each.submitted is submitted), None)
-                if generation is not None:
-                    self.cancel(generation)
-                reply(None)
-            case ListAgents():
-                reply(self.operations.list())
-            case ShowAgent(agent_id):
-                reply(self.operations.info(agent_id))
-            case CreateAgent(agent_id, adapter, policy, system):
-                self.operations.create(agent_id, adapter, policy, system, reply)
-            case ImportAgent(archive):
-                self.operations.bring_in(archive, reply)
-            case ForkAgent(agent_id, new_id, lineage, adapter, policy):
-                self.operations.fork(agent_id, new_id, reply, lineage, adapter, policy)
-            case DeleteAgent(agent_id, lineage):
-                self.operations.delete(agent_id, reply, lineage)
-            case SaveAgent(agent_id, lineage):
-                self.operations.save(agent_id, reply, lineage)
-            case RestoreAgent(agent_id, lineage):
-                self.operations.restore(agent_id, reply, lineage)
-            case EvictAgent(agent_id, lineage, kind):
-                self.operations.evict(agent_id, reply, lineage, kind)
-            case PutAdapter(content):
-                is_there = self.adapters.load(content)
-                if isinstance(content, AdapterContent):
-                    self.residuals.open_for(content.adapter)
-                reply(is_there)
-            case DropAdapter(digest):
-                self.adapters.drop(digest)
-                self.residuals.close_for(digest)
-                reply(None)
-            case RelieveMemory(level):
-                self.relieve(level)
-                reply(None)
-            case ReadStats():
-                reply(self.stats())
-            case ClearCache():
-                self.clear()
-                reply(None)
-            case CheckIntegrity():
-                self.check_integrity()
-                reply(None)
-
-    def _generation(self, submitted: Submit, reply: Reply) -> Generation:
-        use, tokenizer, sampling = submitted.adapter, self._served.tokenizer, submitted.request.sampling
-        detokenizer = tokenizer.detokenizer(after=submitted.match.transcript.ids[-1])
-        return Generation(
-            request=submitted.request,
-            match=submitted.match,
-            max_tokens=submitted.max_tokens,
-            output=Output(
-                detokenizer,
-                sampling.stop,
-                tokenizer.markers if isinstance(submitted.request.prompt, ChatPrompt) else {},
-                sampling.min_tokens,
-            ),
-            emit=reply,
-            submitted=submitted,
-            submitted_at=submitted.submitted_at,
-            found=submitted.found,
-            system_tokens=submitted.system_tokens,
-            goes_on=submitted.goes_on,
-            following=None if submitted.grammar is None else submitted.grammar.follow(),
-            adapter=use,
-            producer=None if use is None else use.producer,
-            stepped_down=StepDown.FAMILY if use is not None and use.stepped_from else None,
-        )
 
     # -- the life of a request ----------------------------------------------------------------------------------------
 
@@ -467,6 +357,10 @@ class Engine:
 
     # -- the whole ----------------------------------------------------------------------------------------------------
 
+    def view(self) -> EngineView:
+        """What other threads may know of it; changes between two steps only."""
+        return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
+
     def clear(self) -> None:
         """Evict every block from RAM that nobody is reading; agents come back warm."""
         self.trunk.blocks.clear()
@@ -505,7 +399,7 @@ class Engine:
             saturated_residuals=self.residuals.saturated,
             kernel_checks=kernel_counts.checked,
             kernel_differences=kernel_counts.different,
-            memory_limit=self._served.plan.limit,
+            memory_limit=self.served.plan.limit,
             memory_pressure=self.relief.level,
             pressure_evicted_blocks=self.relief.evicted_blocks,
             pressure_freed_bytes=self.relief.freed_bytes,
