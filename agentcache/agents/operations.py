@@ -11,7 +11,8 @@ from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.in_use import InUse
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.residuals import ResidualTurn, cut_residuals
-from agentcache.agents.restore import Restored, Restorer
+from agentcache.agents.restore import Restorer
+from agentcache.agents.restoring import Restored
 from agentcache.agents.saved import Saved, when_all
 from agentcache.agents.table import AgentTable, blocks_of, emptied
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, RESIDUAL, BlockName
@@ -190,8 +191,8 @@ class AgentOperations:
         Args:
             kind: only of its blocks in caches of this kind, `base` or `residual`.
 
-        With it goes what was in RAM only as somebody's last, partly filled block, and belongs to nobody any more: it
-        would keep the blocks before it. Raises NotFound.
+        Partly filled blocks behind its own that no lineage names any more leave RAM too: they would keep the blocks
+        before them there. Raises NotFound.
         """
         known = self._agents.lineages(agent_id, lineage)
         blocks = blocks_of(known)
@@ -245,7 +246,7 @@ class AgentOperations:
         return tuple(self._cache.find_snapshots(root, ids, len(ids), record.producer))
 
     def _evict_snapshots(self, records: Iterable[AgentRecord]) -> None:
-        """All of these lineages': what is not on disk by now is not worth it."""
+        """Free the RAM of all snapshots of these lineages; those that are not on disk by now are given up."""
         for record in records:
             for node in self._snapshots_of(record):
                 assert self._cache.snapshots is not None  # it has found some
