@@ -14,7 +14,7 @@ from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.pressure import Level
 
 if TYPE_CHECKING:
-    from agentcache.kv.spec import CacheGroupInfo  # which imports numpy, and every command imports this
+    from agentcache.kv.group_info import CacheGroupInfo  # which imports numpy, and every command imports this
 
 # Characters of a prompt that tell whether a reply begins in the midst of something: a header, at most.
 PROMPT_END = 256

@@ -12,7 +12,8 @@ from agentcache.blocks.keys import STATE_GROUP, Namespace
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.errors import BlockRejected
-from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, RecurrentSpec, StateTensor, attention_group
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import CacheSpec, LayerSpec, RecurrentSpec, StateTensor, attention_group
 from agentcache.kv.states import StateArena
 from agentcache.store.block_file import make_header
 from agentcache.store.store import BlockWrite

@@ -16,7 +16,7 @@ from agentcache.errors import (
     CacheFolderInUse,
     DiskBudgetExceeded,
 )
-from agentcache.kv.spec import Quantisation
+from agentcache.kv.packing import Quantisation
 from agentcache.store.store import Store
 from tests.kv.damage import block_file, flip, quarantined
 from tests.kv.store_cases import (
