@@ -108,7 +108,7 @@ class Disk:
         self._residuals[name] = spec
 
     def learn_names(self, record: AgentRecord) -> None:
-        """What the lineage names may be held from now on, whether its adapters are loaded or not."""
+        """Learn the cache groups of a lineage's residuals, whose files are known then, its adapters loaded or not."""
         for residual in record.residuals:
             self._group_names.setdefault(residual.cache, list(residual.groups))
 
@@ -300,9 +300,9 @@ class Disk:
         return kept + num_bytes <= self._store.usage.budget
 
     def _drop_stalest(self, done: Committed) -> bool:
-        """Drop the blocks of the lineage that is missed least, of any model and precision; False if there is none.
+        """Drop the blocks of the stalest lineage, of any model and precision; False if there is none.
 
-        Of an agent's longest lineage the transcript stays, and of agents whose blocks cannot be read here.
+        The transcript stays of an agent's longest lineage, and of lineages whose blocks cannot be read here.
         """
         if (reduced := self._lineages.first_with_orphans()) is not None:
             name = reduced.before.name

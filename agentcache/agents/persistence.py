@@ -238,7 +238,7 @@ class Persistence:
         return Saved(outcome.num_bytes)
 
     def save_snapshots(self, now: float, idle: float = 0.0) -> None:
-        """Have lineages that were not used for `idle` seconds go on where they ended, whatever becomes of this process.
+        """Write the last snapshot of lineages that were not used for `idle` seconds, to compute nothing of them again.
 
         Args:
             now: as `time.monotonic` has it.
@@ -296,7 +296,7 @@ class Persistence:
         """Give up lineages as long as the agent has too many and some are idle.
 
         Args:
-            latest: the one used last, which stays; but where it is not on disk, no other goes for it.
+            latest: the one used last, which stays. If it is not on disk, it is given up itself, and not one that is.
         """
         if not self._store.has_agent(latest.name):
             self._give_up_unsaved(latest)

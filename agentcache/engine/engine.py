@@ -34,8 +34,8 @@ from agentcache.models.sampler import TokenScore
 from agentcache.pressure import Level
 from agentcache.report import CacheStats, FinishReason, StepDown, Traffic
 
-# What takes long to find of an answer's form is waited for within a step; not for all of it: how long a step takes is
-# measured on steps in which that was done, and would grow by itself.
+# Share of a step's time for which the CPU may look for what an answer's form allows next. Below 1: a step's time is
+# measured with this wait in it, so that with all of it the measure would grow from step to step.
 _OF_A_STEP = 0.8
 _NOTHING_ELSE = 0.05  # seconds to wait where there is nothing else to do, before messages are looked at again
 
@@ -113,7 +113,7 @@ class Engine:
     def close(self) -> None:
         """Write what is queued and let go of the cache folder.
 
-        What is then posted of it comes too late to do anything: run what is posted until nothing `is_writing` before.
+        Before it, run what is posted until nothing `is_writing`: outcomes that are posted later change nothing.
         """
         try:
             self.device.wait()
@@ -180,7 +180,7 @@ class Engine:
             self.requests.move(generation, State.WAITING)
 
     def _share(self, generation: Generation) -> None:
-        """A request that waits, and may be residual, is, unless it is known that it would have to step down."""
+        """Have a waiting request be computed as residuals, unless these are known to be too far from base."""
         assert generation.adapter is not None  # of base there is nothing to share
         use = generation.adapter.settled(Policy.RESIDUAL)
         if self.residuals.known_divergence(generation, use) is None:
@@ -214,7 +214,7 @@ class Engine:
         last one gave may show that a row of it is of no use (`BatchRow.is_void`): see `ModelRunner` on its slots.
 
         Where the form of an answer says what may follow the last one's token, the next one is chosen now that it is
-        known; the device is at work on its logits. Whom that takes longer sits steps out until it is known.
+        known; the device is at work on its logits. Rows for which that takes longer sit steps out until it is known.
         """
         self.trunk.sweep()
         self._admission.admit()
@@ -258,7 +258,10 @@ class Engine:
             self.scheduler.pace.step_took(batch.seconds, contended=batch.contended)
 
     def _release_buffers(self) -> None:
-        """Give back what chunks have used, once no prompt goes on whose next chunk takes it: a GPU's driver is slow."""
+        """Give back the temporaries of chunks once no prompt is left whose next chunk would use their memory again.
+
+        Not after every chunk: a GPU's driver is slow to give memory.
+        """
         if self._holds_buffers and not any(generation.can_prefill for generation in self.scheduler.running):
             self._holds_buffers = False
             self.device.release_buffers()
@@ -348,7 +351,7 @@ class Engine:
         return None if since is None else max(0.0, since + self._idle_seconds - time.monotonic())
 
     def rest(self, *, for_good: bool = False) -> None:
-        """Have agents that are idle go on where they ended, without computing anything again, after a restart.
+        """Write the last recurrent state of idle agents: after a restart nothing of theirs is computed again.
 
         Args:
             for_good: all of them: nothing comes any more.

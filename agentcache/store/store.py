@@ -109,12 +109,9 @@ class Store:
         with self._files.keep_open() as is_outermost:
             if is_outermost:
                 with as_store_error("use the cache folder"):
-                    self._look_at_folders()
+                    if not self._lock.is_in_place() or self._identities() != self._folders:
+                        self._start_over()
             yield
-
-    def _look_at_folders(self) -> None:
-        if not self._lock.is_in_place() or self._identities() != self._folders:
-            self._start_over()
 
     def _identities(self) -> list[tuple[int, int]]:
         try:
