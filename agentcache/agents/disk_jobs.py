@@ -149,7 +149,7 @@ class DiskJobs:
         for cache in self._caches:
             for node in list(cache.prefix.tree.walk()):
                 named = (BlockName(node.chain, index, cache.name) for index in node.stored)
-                for name in [name for name in named if not self._disk.has(name)]:
+                for name in [name for name in named if not self._disk.files.has(name)]:
                     cache.prefix.mark_missing(node, name.group)
 
 

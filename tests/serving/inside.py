@@ -387,7 +387,7 @@ def make_room(engine: Engine, num_bytes: int) -> bool:
 
 def block_key(engine: Engine, node: Node, group: int) -> str:
     """The name of a block's file."""
-    return engine.persistence._disk._key(BlockName(node.chain, group))
+    return engine.persistence._disk.files.key(BlockName(node.chain, group))
 
 
 def set_fault(engine: Engine, fault: Fault, *, blocks: bool = True) -> Callable[[], None]:
