@@ -72,7 +72,7 @@ def _dispatch(engine: Engine, message: Message, reply: Reply) -> None:
         case RestoreAgent(agent_id, lineage):
             agents.restore(agent_id, reply, lineage)
         case EvictAgent(agent_id, lineage, kind):
-            agents.evict(agent_id, reply, lineage, kind)
+            engine.eviction.evict(agent_id, reply, lineage, kind)
         case PutAdapter(content):
             is_there = engine.adapters.load(content)
             if isinstance(content, AdapterContent):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.caches import KeptCaches
+from agentcache.agents.eviction import Eviction
 from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
@@ -57,6 +58,7 @@ class Parts:
     turns: Turns
     agents: AgentTable
     operations: AgentOperations
+    eviction: Eviction
     persistence: Persistence
     restorer: Restorer
     adapters: AdapterWeightSet
@@ -81,6 +83,7 @@ class Engine:
         self.turns = parts.turns
         self.agents = parts.agents
         self.operations = parts.operations
+        self.eviction = parts.eviction
         self.persistence = parts.persistence
         self.restorer = parts.restorer
         self.adapters = parts.adapters
@@ -104,7 +107,7 @@ class Engine:
             self.residuals.cache_of,
         )
         self.relief = MemoryRelief(
-            parts.caches, parts.device, parts.scheduler, parts.operations, parts.trunk, parts.loaded
+            parts.caches, parts.device, parts.scheduler, parts.eviction, parts.trunk, parts.loaded
         )
         self._limits = parts.limits
         self._idle_seconds = parts.idle_seconds

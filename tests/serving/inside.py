@@ -344,7 +344,7 @@ def agent_info(engine: Engine, agent: str) -> AgentInfo:
 
 
 def evict_agent(engine: Engine, agent: str) -> None:
-    engine.operations.evict(agent, lambda _: None)
+    engine.eviction.evict(agent, lambda _: None)
 
 
 def delete_agent(engine: Engine, agent: str, done: Callable[[Saved], None]) -> None:

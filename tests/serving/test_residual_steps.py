@@ -309,7 +309,7 @@ def _some_operations(hand: Hand, rng: random.Random, count: int, forks: int) -> 
                         inside.evict_all(cache.prefix)
             case 7 if inside.agent_table(engine).ids:
                 agent = rng.choice(inside.agent_table(engine).ids)
-                engine.operations.evict(agent, lambda _: None, kind=rng.choice(["base", "residual", None]))
+                engine.eviction.evict(agent, lambda _: None, kind=rng.choice(["base", "residual", None]))
             case 8 if "al" in inside.agent_table(engine):
                 inside.fork_agent(engine, "al", f"fork{forks}-{number}", lambda saved: None)
             case 9 if not any(inside.requests(engine)) and not inside.is_saving(engine):
