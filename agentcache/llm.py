@@ -17,7 +17,8 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from agentcache.adapter_settings import AdapterFolder, Policy, parse_policy
 from agentcache.answer_form import AnswerForm
-from agentcache.config import Config, load_config
+from agentcache.config import Config
+from agentcache.config_sources import load_config
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.models.text.grammars.call_syntax import calling_format
 from agentcache.models.text.replies.calls import Tools

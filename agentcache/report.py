@@ -14,7 +14,7 @@ from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.pressure import Level
 
 if TYPE_CHECKING:
-    from agentcache.kv.spec import CacheGroupInfo  # which imports numpy, and every command imports this
+    from agentcache.kv.group_info import CacheGroupInfo  # which imports numpy, and every command imports this
 
 # Characters of a prompt that tell whether a reply begins in the midst of something: a header, at most.
 PROMPT_END = 256
@@ -233,7 +233,7 @@ class CacheStats:
     the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together;
     `trunk_ram_bytes` have their own. These are capacity, in use or not; `ram_accounts` tells the two apart, by kind
     (`blocks/ledger.py`). Blocks are those of all caches, adapters' residuals too. `disk_bytes_by` is by what files hold
-    (`Store.disk_bytes_by`), `evicted_blocks` counts what left RAM, by kind of cache. `/metrics` takes what is a gauge
+    (`DiskUsage.by_kind`), `evicted_blocks` counts what left RAM, by kind of cache. `/metrics` takes what is a gauge
     or a counter from here.
     """
 

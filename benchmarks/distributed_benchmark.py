@@ -258,7 +258,7 @@ def main(
 
 def be_a_rank(model: Path, cache: Path, plan: DistributedPlan) -> None:
     """What one process does: measure, or follow the one that does."""
-    from agentcache.config import load_config
+    from agentcache.config_sources import load_config
     from agentcache.ranks.rank import own_rank
 
     faulthandler.dump_traceback_later(SECONDS, exit=True)

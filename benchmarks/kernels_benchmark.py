@@ -19,7 +19,8 @@ from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena, Packed
-from agentcache.kv.spec import LayerSpec, quantisation_for
+from agentcache.kv.packing import quantisation_for
+from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV
 from agentcache.kv.step_plan import Reads
 from agentcache.metal_kernels.decode import THREADGROUPS, Residuals, decode

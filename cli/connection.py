@@ -16,7 +16,8 @@ import typer
 from rich.console import Console
 
 from agentcache.client import Client, ServerError
-from agentcache.config import Config, load_config
+from agentcache.config import Config
+from agentcache.config_sources import load_config
 from agentcache.errors import ConfigError
 from agentcache.server.context import SERVER_NAME
 from agentcache.server.engine import Engine

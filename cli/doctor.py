@@ -16,7 +16,8 @@ import typer
 
 from agentcache.cli.connection import AsJson, CacheDir, running_server
 from agentcache.cli.doctor_model import examine_model, local_folder
-from agentcache.config import Config, load_config
+from agentcache.config import Config
+from agentcache.config_sources import load_config
 from agentcache.errors import AgentCacheError, CacheFolderInUse, StoreError
 from agentcache.ranks.rank import RANK_FOLDER, rank_folders
 

@@ -14,7 +14,7 @@ from agentcache.config import Config
 from agentcache.memory_plan import state_budget
 
 if TYPE_CHECKING:
-    from agentcache.kv.spec import CacheGroupInfo
+    from agentcache.kv.group_info import CacheGroupInfo
 
 AGENT_TOKENS = 8192  # of the agents that are counted
 
@@ -44,7 +44,7 @@ def examine_model(config: Config, url: str | None) -> list[Finding]:
 
 
 def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Finding]:
-    from agentcache.kv.spec import CacheGroupInfo, GroupKind
+    from agentcache.kv.group_info import CacheGroupInfo, GroupKind
 
     groups = [CacheGroupInfo(**each | {"kind": GroupKind(each["kind"])}) for each in model["cache_groups"]]
     yield _model(
@@ -130,7 +130,7 @@ def _phrase(members: Sequence[CacheGroupInfo]) -> str:
 
 def _memory(groups: Sequence[CacheGroupInfo], max_context: int, plan: Mapping[str, Any], for_states: int) -> Finding:
     """What fits into RAM, of which `for_states` bytes are for recurrent state only, where there is any."""
-    from agentcache.kv.spec import GroupKind, tokens_within
+    from agentcache.kv.group_info import GroupKind, tokens_within
 
     states = [group for group in groups if group.kind is GroupKind.STATE]
     others = [group for group in groups if group.kind is not GroupKind.STATE]

@@ -16,7 +16,7 @@ import typer
 from agentcache.cli.client_settings import Change, UnreadableSettings, Value, put_in, take_out, write
 from agentcache.cli.connection import ApiKey, ApiKeyFile, Url, find_server
 from agentcache.client import Client
-from agentcache.config import default_config_file
+from agentcache.config_sources import default_config_file
 from agentcache.errors import AgentCacheError, StoreError
 
 KEY_VARIABLE = "AGENTCACHE_API_KEY"

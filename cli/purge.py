@@ -22,7 +22,8 @@ from agentcache.cli.connection import (
     running_server,
 )
 from agentcache.client import Client
-from agentcache.config import Config, load_config
+from agentcache.config import Config
+from agentcache.config_sources import load_config
 from agentcache.errors import ConfigError, StoreError
 
 FOLDERS = ("agents", "blocks", "quarantine")

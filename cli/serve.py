@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from agentcache.cli.hosts import launch_on
-from agentcache.config import SETTINGS, Config, Flag, Kind, load_config
+from agentcache.config import SETTINGS, Config, Flag, Kind
+from agentcache.config_sources import load_config
 from agentcache.errors import AgentCacheError, RankLost
 from agentcache.ranks.rank import own_rank
 

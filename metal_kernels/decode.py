@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from agentcache.metal_kernels.decode_plan import MAX_SPLITS, DecodePlan, Groups, ints, no_sinks, nothing_written
-from agentcache.metal_kernels.decode_text import DECODE, MERGE
-from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
+from agentcache.metal_kernels.decode_plan import DecodePlan, Groups, floats, ints, no_sinks, nothing_written
+from agentcache.metal_kernels.decode_text import DECODE
+from agentcache.metal_kernels.kernel_text import traced
+from agentcache.metal_kernels.merge import merge
 from agentcache.metal_kernels.tiling import TILE, HeadShape, Tiling, own_tiling, shared_tiling
 
 #: data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
@@ -162,7 +163,7 @@ def prepare(
     splits = (own.splits, 0 if shared is None else shared.splits)
     arrays = [
         plan.positions,
-        _factors(factor, (softcap or 0.0) * _LOG2_E),
+        floats(factor, (softcap or 0.0) * _LOG2_E),
         plan.places,
         ints((num_tokens, *splits)),
     ]
@@ -172,25 +173,13 @@ def prepare(
             beside = groups if plan.beside is None else plan.beside
             arrays += [groups.table, beside.table, groups.bounds, groups.members, params]
     kind = StepKind(shape, len(plan.rows.lengths), num_tokens, own, shared, softcap is not None, has_sinks)
-    return Prepared(_compiled(kind), arrays)
+    return Prepared(traced(_compute, kind), arrays)
 
 
 @cache
 def no_residuals() -> Residuals:
     """What a launch is given where there are none."""
     return Residuals(mx.zeros(8, mx.float16), mx.zeros(8))  # of fewer than 8 elements Metal makes constants
-
-
-@cache
-def _factors(scale: float, softcap: float) -> mx.array:
-    return mx.array([scale, softcap], mx.float32)
-
-
-@lru_cache(maxsize=256)
-def _compiled(kind: StepKind) -> Callable[..., mx.array]:
-    """Traced once: MLX makes a kernel's text anew for each call, which takes longer than a short kernel does."""
-    compute = partial(_compute, kind)
-    return compute if device() == NO_DEVICE else mx.compile(compute)
 
 
 def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
@@ -214,21 +203,12 @@ def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
 
     own = partial_sums(kind.own, given[14:19])
     shared = own if kind.shared is None else partial_sums(kind.shared, given[19:24])
-    [out] = MERGE.launch(
-        [*own, *shared, value_b, places, sinks.astype(mx.float32), merging],
-        {
-            "T": shape.dtype,
-            "D": shape.dim,
-            "HEADS": shape.kv_heads,
-            "GQA": shape.queries_per_head,
-            "OWN_MEMBERS": kind.own.size,
-            "SHARED_MEMBERS": 1 if kind.shared is None else kind.shared.size,
-            "SINKS": kind.has_sinks,
-            "MAX_SPLITS": 2 * MAX_SPLITS,
-            "RANK": shape.value_rank,
-        },
-        threadgroups=kind.batch * shape.kv_heads * shape.queries_per_head * kind.num_tokens,
-        threads=-(-shape.value_width // 32) * 32,
-        outputs=[(tuple(queries.shape), shape.dtype)],
+    return merge(
+        shape,
+        queries.shape,
+        [*own, *shared],
+        *(value_b, places, sinks.astype(mx.float32), merging),
+        own_members=kind.own.size,
+        shared_members=1 if kind.shared is None else kind.shared.size,
+        has_sinks=kind.has_sinks,
     )
-    return out

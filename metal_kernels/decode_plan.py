@@ -154,6 +154,12 @@ def ints(values: tuple[Any, ...]) -> mx.array:
 
 
 @cache
+def floats(*values: float) -> mx.array:
+    """Plain numbers as a float32 array: what a model's layers are scaled by, so that there are few."""
+    return mx.array(values, mx.float32)
+
+
+@cache
 def no_sinks() -> mx.array:
     """What a launch is given where there are none."""
     return mx.zeros(1)

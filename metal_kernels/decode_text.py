@@ -1,4 +1,4 @@
-"""The text of the two decode kernels; `decode` says what they compute and launches them."""
+"""The text of the decode kernel; `decode` says what it computes and launches it."""
 
 from __future__ import annotations
 
@@ -291,72 +291,6 @@ _BODY = """
     }
 """
 
-# One threadgroup a query and head, one thread a summed value: those behind the first D are of residuals, and the last
-# threads of a simdgroup may have none. Two sets of splits: places[2 * query] and the next one say in
-# which group and as which member a query took part, -1 for not at all.
-_MERGE = """
-    const int at = int(threadgroup_position_in_grid.x);
-    const int d = int(thread_index_in_threadgroup);
-    const int lane = int(thread_index_in_simdgroup);
-    const int row_tokens = params[0];
-    const int token = at % row_tokens;
-    const int head = at / row_tokens % (HEADS * GQA);
-    const int who = at / (row_tokens * HEADS * GQA) * row_tokens + token;
-    const int own = places[2 * who];
-    const int shared = places[2 * who + 1];
-    const int own_splits = own >= 0 ? params[1] : 0;
-    const int splits = own_splits + (shared >= 0 ? params[2] : 0);
-    const int own_row = (own / OWN_MEMBERS * HEADS + head / GQA) * (OWN_MEMBERS * GQA) + own % OWN_MEMBERS * GQA;
-    const int shared_row =
-        (shared / SHARED_MEMBERS * HEADS + head / GQA) * (SHARED_MEMBERS * GQA) + shared % SHARED_MEMBERS * GQA;
-    const size_t own_at = size_t(own_row + head % GQA) * params[1];
-    const size_t shared_at = size_t(shared_row + head % GQA) * params[2];
-    const float sink = SINKS ? sinks[head] * 1.4426950408889634f : -1.0e30f;
-    const int DV = D + (RANK + 7) / 8 * 8;
-    const int NSG = (DV + 31) / 32;
-    threadgroup float weights[MAX_SPLITS];
-    threadgroup float peaks[NSG];
-    threadgroup float totals[NSG];
-    threadgroup float low[RANK > 0 ? RANK : 1];
-    float top = sink;
-    for (int s = d; s < splits; s += NSG * 32) {
-        const bool mine = s < own_splits;
-        const size_t from = mine ? (own_at + s) * 2 : (shared_at + s - own_splits) * 2;
-        top = metal::max(top, mine ? own_tops[from] : shared_tops[from]);
-    }
-    UNROLL for (int b = 16; b > 0; b >>= 1) top = metal::max(top, simd_shuffle_xor(top, ushort(b)));
-    if (lane == 0) peaks[d / 32] = top;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    UNROLL for (int g = 0; g < NSG; ++g) top = metal::max(top, peaks[g]);
-    float total = 0.0f;
-    for (int s = d; s < splits; s += NSG * 32) {
-        const bool mine = s < own_splits;
-        const size_t from = mine ? (own_at + s) * 2 : (shared_at + s - own_splits) * 2;
-        const float weight = metal::exp2((mine ? own_tops[from] : shared_tops[from]) - top);
-        weights[s] = weight;
-        total += weight * (mine ? own_tops[from + 1] : shared_tops[from + 1]);
-    }
-    UNROLL for (int b = 16; b > 0; b >>= 1) total += simd_shuffle_xor(total, ushort(b));
-    if (lane == 0) totals[d / 32] = total;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    total = SINKS ? metal::exp2(sink - top) : 0.0f;
-    UNROLL for (int g = 0; g < NSG; ++g) total += totals[g];
-    float sum = 0.0f;
-    if (d < DV) {
-        for (int s = 0; s < own_splits; ++s) sum += weights[s] * own_sums[(own_at + s) * DV + d];
-        for (int s = own_splits; s < splits; ++s)
-            sum += weights[s] * shared_sums[(shared_at + s - own_splits) * DV + d];
-    }
-    if (RANK > 0) {
-        if (d >= D && d < D + RANK) low[d - D] = sum;
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (d < D) {
-            for (int r = 0; r < RANK; ++r) sum += low[r] * value_b[(head / GQA * RANK + r) * D + d];
-        }
-    }
-    if (d < D) out[size_t(at) * D + d] = static_cast<T>(sum / total);
-"""
-
 DECODE = KernelText(
     "agentcache_decode",
     (
@@ -366,10 +300,4 @@ DECODE = KernelText(
     ("sums", "tops"),
     _BODY,
     _FUNCTIONS,
-)
-MERGE = KernelText(
-    "agentcache_merge",
-    ("own_sums", "own_tops", "shared_sums", "shared_tops", "value_b", "places", "sinks", "params"),
-    ("out",),
-    _MERGE,
 )

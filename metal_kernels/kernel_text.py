@@ -15,9 +15,9 @@ to 10 bits.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -289,6 +289,16 @@ def cuda_source(body: str) -> str:
     """A body as `mx.fast.cuda_kernel` takes it: behind the attributes that it names."""
     named = [line.format(name) for name, line in _ATTRIBUTES.items() if re.search(rf"\b{name}\b", body)]
     return "\n".join([*named, body])
+
+
+@lru_cache(maxsize=512)
+def traced(compute: Callable[..., mx.array], kind: Hashable) -> Callable[..., mx.array]:
+    """`compute` for steps of one kind, which it takes in front of its arrays.
+
+    Traced once: MLX makes a kernel's text anew for each call, which takes longer than a short kernel does.
+    """
+    of_kind = partial(compute, kind)
+    return of_kind if device() == NO_DEVICE else mx.compile(of_kind)
 
 
 @dataclass(frozen=True)

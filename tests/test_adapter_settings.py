@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agentcache.adapter_settings import AdapterFolder, Policy, parse_adapters, parse_policy
-from agentcache.config import load_config
+from agentcache.config_sources import load_config
 from agentcache.errors import ConfigError, InvalidRequest
 
 POET, LAWYER = AdapterFolder("poet", "/a/poet"), AdapterFolder("lawyer", "/a/lawyer", Policy.PREFILL_SHARE)

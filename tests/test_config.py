@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from agentcache import sizes
-from agentcache.config import Config, Images, load_config
+from agentcache.config import Config, Images
+from agentcache.config_sources import load_config
 from agentcache.errors import ConfigError
 
 

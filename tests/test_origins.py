@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentcache.config import load_config
+from agentcache.config_sources import load_config
 from agentcache.errors import ConfigError
 from agentcache.origins import hosts_of, is_same_origin, parse_origins
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL, Namespace, kind_of
+from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.ledger import STATE
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Copy
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.block_layout import Array, Place
 from agentcache.kv.spec import CacheSpec
+from agentcache.store.manifest import AgentRecord
 
 if TYPE_CHECKING:
     from agentcache.kv.measures import Extras
@@ -106,6 +108,12 @@ class KeptCaches:
         if cache is self.base:
             return namespace.root
         return replace(namespace, spec=cache.spec.digest, cache=cache.name).root
+
+    def prefix_of(self, record: AgentRecord, cache: KeptCache | None = None) -> CachedPrefix:
+        """What a cache, base's unless said, has of a lineage."""
+        cache, ids = cache or self.base, record.transcript.ids
+        producer = record.producer if cache is self.base else None
+        return cache.prefix.match_prefix(self.root(cache, record.salt), ids, len(ids), producer)
 
     def open(self, cache: KeptCache) -> None:
         """There is one more cache."""

@@ -42,7 +42,8 @@ class Part:
     @property
     def needed(self) -> list[tuple[Node, BlockName]]:
         """What has to be on disk: as far as it will be attended to."""
-        # A tail in front of others is base's, for those who go on from there; the agent can do without.
+        # A partly filled block before the last one ends where an adapter begins. It is for other conversations that go
+        # on from there; this one reads the adapter's block, which has the same tokens.
         groups = self.cache.prefix.groups
         return [
             (block.node, BlockName(block.node.chain, index, self.cache.name))

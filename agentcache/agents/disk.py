@@ -13,24 +13,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from agentcache.agents.block_files import BlockFiles
 from agentcache.agents.durable_lineages import DurableLineages, Reduced
 from agentcache.agents.in_use import InUse
-from agentcache.agents.table import names_of
-from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, BlockName, block_key
-from agentcache.blocks.lanes import NamedBlock
+from agentcache.blocks.keys import BlockName
 from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
-from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.block_folder import BlockCopy
-from agentcache.store.manifest import AgentRecord, ResidualBlocks
+from agentcache.store.disk_usage import AGENTS
+from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import BlockWrite, Store
 
 log = logging.getLogger("agentcache.disk")
 
 T = TypeVar("T")
 
-# What of a file is neither keys nor values, estimated: a block's header with its tokens; a token's id, end and text.
-_BLOCK_HEADER_BYTES, _LOG_BYTES_PER_TOKEN, _MANIFEST_BYTES = 1536, 16, 1536
+# Estimated: a token's id, end and text in a log; a manifest.
+_LOG_BYTES_PER_TOKEN, _MANIFEST_BYTES = 16, 1536
 
 
 @dataclass(frozen=True)
@@ -76,23 +75,24 @@ class Committed:
 class Disk:
     """Knows which lineages are durable and which files they need, and makes room for new ones.
 
-    What looks (`needs`, `fits`, `has`) and what tells it names may be called from any thread; all else runs on one
-    thread, the writer's.
+    `files`, `needs` and `fits` may be used from any thread; all else runs on one thread, the writer's.
 
     Args:
         records: what the store holds.
         in_use: what must stay.
         is_open: whether the cache of that name is in RAM: what is on disk of others cannot be used now.
+
+    Attributes:
+        files: of blocks, by their names.
     """
 
     def __init__(
         self, store: Store, records: Iterable[AgentRecord], in_use: InUse, is_open: Callable[[str], bool]
     ) -> None:
         self._store = store
+        self.files = BlockFiles(store)
         self._in_use = in_use
         self._lineages = DurableLineages(in_use, is_open)
-        self._group_names = {BASE_CACHE: [group.name for group in store.groups]}  # by cache
-        self._residuals: dict[str, CacheSpec] = {}  # by cache, of those that were in RAM some time
         self._superseded: list[BlockName] = []  # whose files are to go when the turn's end is known
         self._behind: set[str] = set()  # lineages whose manifests may still name blocks that went for room
         for record in records:
@@ -100,50 +100,20 @@ class Disk:
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
-    def know_cache(self, name: str, spec: CacheSpec) -> None:
-        """Blocks of that cache may be named from now on."""
-        self._store.know_cache(name, spec)
-        self._group_names[name] = [group.name for group in spec.all_groups]
-        self._residuals[name] = spec
-
-    def learn_names(self, record: AgentRecord) -> None:
-        """What the lineage names may be held from now on, whether its adapters are loaded or not."""
-        for residual in record.residuals:
-            self._group_names.setdefault(residual.cache, list(residual.groups))
-
     def needs(self, name: BlockName) -> bool:
         """Whether some lineage on disk names this, or some turn counts on it."""
         return self._lineages.is_named(name) or self._in_use.has_block(name)
 
-    def has(self, name: BlockName) -> bool:
-        """Whether there is a file."""
-        return self._store.has(self._key(name))
-
-    def bytes_of(self, blocks: Iterable[NamedBlock]) -> int:
-        """Bytes of these blocks' files, as far as they are there."""
-        return self._store.block_bytes(map(self._key, names_of(blocks)))
-
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
         """Whether the budget could hold a lineage of so many tokens if no other had any blocks on disk."""
-        return self._bytes_with(record, num_tokens) <= self._store.disk_budget
+        return self._bytes_with(record, num_tokens) <= self._store.usage.budget
 
     def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
         """Bytes on disk with that lineage and all transcripts, which stay. A little more than there will be."""
-        blocks = _bytes_of((group for group in self._store.groups if not group.is_state), num_tokens)
-        snapshots = sum(
-            self._store.groups[each.group].bytes_per_block + _BLOCK_HEADER_BYTES for each in record.snapshots
-        )
-        residuals = sum(map(self._residual_bytes, record.residuals))
         known = self._lineages.find(record.name)
         logged = 0 if known is None else len(known.transcript)
         log_bytes = max(0, num_tokens - logged) * _LOG_BYTES_PER_TOKEN + _MANIFEST_BYTES
-        return self._store.agent_bytes + blocks + snapshots + residuals + log_bytes
-
-    def _residual_bytes(self, residual: ResidualBlocks) -> int:
-        spec = self._residuals.get(residual.cache)
-        if spec is None:  # then all that there is of it is on disk
-            return self._store.block_bytes(map(self._key, names_of(residual.blocks)))
-        return _bytes_of(spec.groups, residual.num_saved)
+        return self._store.usage.bytes_of(AGENTS) + self.files.estimate(record, num_tokens) + log_bytes
 
     # -- jobs -------------------------------------------------------------------------------------------------------
 
@@ -152,7 +122,7 @@ class Disk:
 
         def work(done: Committed) -> None:
             self._store.collect_orphans()
-            while self._store.free_budget < 0 and self._drop_stalest(done):
+            while self._store.usage.free < 0 and self._drop_stalest(done):
                 continue
 
         return self._run(work)
@@ -260,7 +230,7 @@ class Disk:
 
     def _require_budget(self, turn: Turn) -> None:
         """Nobody else's blocks are dropped for what cannot be saved anyhow."""
-        record, budget = turn.record, self._store.disk_budget
+        record, budget = turn.record, self._store.usage.budget
         if turn.writes and not self.fits(record, record.num_saved):
             reason = (
                 f"with it and all transcripts there would be {self._bytes_with(record, record.num_saved)} bytes on disk"
@@ -278,9 +248,9 @@ class Disk:
 
     def _require_blocks(self, names: Sequence[BlockName]) -> None:
         """A manifest must name nothing that went meanwhile, for room or by somebody's hand. Raises BlocksLost."""
-        if not all(map(self.has, names)):
+        if not all(map(self.files.has, names)):
             raise BlocksLost("an earlier block is gone from the cache folder")
-        self._store.require_blocks(map(self._key, names))
+        self._store.require_blocks(map(self.files.key, names))
 
     def _with_room(self, write: Callable[[], T], done: Committed, is_wanted: Callable[[], bool] = lambda: True) -> T:
         while True:
@@ -294,13 +264,14 @@ class Disk:
 
     def _could_hold(self, num_bytes: int) -> bool:
         """Whether there would be so much room if all that may go were gone."""
-        kept = self._store.agent_bytes + self._store.block_bytes(map(self._key, self._lineages.protected_blocks()))
-        return kept + num_bytes <= self._store.disk_budget
+        blocks = self.files.bytes_of(self._lineages.protected_blocks())
+        kept = self._store.usage.bytes_of(AGENTS) + blocks
+        return kept + num_bytes <= self._store.usage.budget
 
     def _drop_stalest(self, done: Committed) -> bool:
-        """Drop the blocks of the lineage that is missed least, of any model and precision; False if there is none.
+        """Drop the blocks of the stalest lineage, of any model and precision; False if there is none.
 
-        Of an agent's longest lineage the transcript stays, and of agents whose blocks cannot be read here.
+        The transcript stays of an agent's longest lineage, and of lineages whose blocks cannot be read here.
         """
         if (reduced := self._lineages.first_with_orphans()) is not None:
             name = reduced.before.name
@@ -308,9 +279,9 @@ class Disk:
             self._reduce(reduced, done)
             return True
         now = time.time()
-        victim, apart = self._lineages.stalest(now), self._store.apart_last_used()
-        if victim is None or (apart is not None and now - apart > self._lineages.staleness(victim, now)):
-            return self._store.evict_apart() > 0
+        victim, unreadable = self._lineages.stalest(now), self._store.unreadable_last_used()
+        if victim is None or (unreadable is not None and now - unreadable > self._lineages.staleness(victim, now)):
+            return self._store.evict_unreadable() > 0
         log.info("dropping the blocks of agent %s to keep the disk budget", victim.name)
         if self._lineages.is_longest(victim):
             self._reduce(Reduced(victim, victim.without_blocks()), done)
@@ -339,22 +310,12 @@ class Disk:
 
     def _put(self, record: AgentRecord) -> list[BlockName]:
         """The lineage is, or will be, so on disk; returns what it named before and names no more."""
-        self.learn_names(record)
+        self.files.learn_names(record)
         return self._lineages.put(record)
 
     def _delete(self, names: Iterable[BlockName], done: Committed) -> None:
         """Delete the files of those that nobody needs."""
         unneeded = [name for name in names if not self.needs(name)]
         if unneeded:
-            self._store.delete_blocks(map(self._key, unneeded))
+            self._store.delete_blocks(map(self.files.key, unneeded))
             done.deleted += unneeded
-
-    def _key(self, name: BlockName) -> str:
-        return block_key(name.chain, self._group_names[name.cache][name.group])
-
-
-def _bytes_of(groups: Iterable[GroupSpec], num_tokens: int) -> int:
-    """Bytes of the files of so many tokens, headers included."""
-    full, rest = divmod(num_tokens, BLOCK_SIZE)
-    headers = (full + bool(rest)) * _BLOCK_HEADER_BYTES
-    return sum(full * group.bytes_per_block + bool(rest) * group.bytes_of(rest) + headers for group in groups)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from agentcache.agents.caches import KeptCaches
 from agentcache.agents.commit import Target
 from agentcache.agents.disk import Committed, Disk
-from agentcache.agents.restore import header_of
+from agentcache.agents.restoring import header_of
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BlockName
 from agentcache.blocks.radix_tree import Node
@@ -128,7 +128,7 @@ class DiskJobs:
             cache.prefix.evict(block for block in named if deleted.issuperset(block.names))
 
     def _forget(self, name: BlockName) -> None:
-        """There is no file of it, and from RAM goes the tail that a longer one has replaced.
+        """Its file is gone. A tail (a partly filled block) that a longer one has replaced leaves RAM too.
 
         Other tails stay until room is needed, and go first then: an agent's next request may be with the adapter
         before last.
@@ -149,7 +149,7 @@ class DiskJobs:
         for cache in self._caches:
             for node in list(cache.prefix.tree.walk()):
                 named = (BlockName(node.chain, index, cache.name) for index in node.stored)
-                for name in [name for name in named if not self._disk.has(name)]:
+                for name in [name for name in named if not self._disk.files.has(name)]:
                     cache.prefix.mark_missing(node, name.group)
 
 

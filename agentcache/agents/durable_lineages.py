@@ -74,13 +74,13 @@ class DurableLineages:
         return self._in_use.blocks().union(*(record.block_names for record in busy))
 
     def stalest(self, now: float) -> AgentRecord | None:
-        """Of those that have blocks and that nobody is at work on, the one that is missed least."""
+        """Of those that have blocks and that nobody is at work on, the one with the largest `staleness`."""
         with_blocks = (record for record in self._lineages if record.held)
         idle = (record for record in with_blocks if not self._in_use.has_lineage(record.name))
         return max(idle, key=lambda record: self.staleness(record, now), default=None)
 
     def staleness(self, record: AgentRecord, now: float) -> float:
-        """How gladly it is given up; `now` in seconds since 1970."""
+        """As `lineages.staleness`; `now` in seconds since 1970."""
         if record.id not in self._unshared:
             self._unshared[record.id] = unshared_tokens(self._lineages.lineages(record.id))
         return staleness(record, self._unshared[record.id], now)

@@ -18,8 +18,8 @@ from agentcache.blocks.transcript import Transcript
 from agentcache.report import Volatile
 from agentcache.store.manifest import AgentRecord
 
-# Text behind something left out is known again by so many characters, at the old text's end by a few; and so often may
-# something be left out.
+# How text that a prompt leaves out is recognised: what follows it has to agree in so many characters, or in a few at
+# the transcript's end; and how many passages may be left out.
 _ANCHOR_CHARS, _LEAST_CHARS, _MOST_OMISSIONS = 32, 8, 64
 
 
@@ -29,8 +29,8 @@ class PlainPrompt:
 
     Args:
         content: marked text, or token ids where it came as these.
-        retells: transcripts in whose conversation it goes on, though it may tell in other words what was said there.
-        volatile: what its front says otherwise than the turn before; None where that is nothing.
+        retells: transcripts whose conversation it continues, though it may word differently what was said there.
+        volatile: lines in front that have changed since the last turn; None where none has.
     """
 
     content: str | array[int]
@@ -138,7 +138,7 @@ def unshared_tokens(lineages: Sequence[AgentRecord]) -> dict[str, int]:
 
 
 def staleness(record: AgentRecord, unshared: Mapping[str, int], now: float) -> float:
-    """How gladly a lineage is given up: the seconds since its last use, times what its agent has in a larger one.
+    """The larger, the sooner a lineage goes: seconds since its last use, times its agent's largest size over its own.
 
     So among lineages of one size, and among the longest ones of several agents, the least recently used goes first; a
     small one counts as the older, the smaller it is beside its agent's longest: a title of 30 tokens goes before a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -11,14 +10,14 @@ from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.in_use import InUse
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.residuals import ResidualTurn, cut_residuals
-from agentcache.agents.restore import Restored, Restorer
+from agentcache.agents.restore import Restorer
+from agentcache.agents.restoring import Restored
 from agentcache.agents.saved import Saved, when_all
 from agentcache.agents.table import AgentTable, blocks_of, emptied
-from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, RESIDUAL, BlockName
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks
 from agentcache.report import AgentInfo, CacheState, LineageInfo, RestoreReport
@@ -44,23 +43,10 @@ class AgentOperations:
         self._in_use = in_use
         self._restorer = restorer
 
-    def _prefix(self, record: AgentRecord) -> CachedPrefix:
-        """What base has of a lineage."""
-        ids = record.transcript.ids
-        return self._cache.match_prefix(self._base_root(record), ids, len(ids), record.producer)
-
-    def _base_root(self, record: AgentRecord) -> str:
-        return self._caches.root(self._caches.base, record.salt)
-
-    def _residual_prefix(self, record: AgentRecord, cache: KeptCache) -> CachedPrefix:
-        """What a further cache has of a lineage."""
-        ids = record.transcript.ids
-        return cache.prefix.match_prefix(self._caches.root(cache, record.salt), ids, len(ids))
-
     def _residual_prefixes(self, records: Iterable[AgentRecord]) -> list[tuple[KeptCache, CachedPrefix]]:
         """What of their residuals can be used: those of adapters that are loaded."""
         return [
-            (cache, self._residual_prefix(record, cache))
+            (cache, self._caches.prefix_of(record, cache))
             for record in records
             for cache in self._caches.further
             if record.residual_of(cache.name) is not None
@@ -69,7 +55,7 @@ class AgentOperations:
     def info(self, agent_id: str) -> AgentInfo:
         """An agent as clients see it. Raises NotFound."""
         lineages, record = self._agents.lineages(agent_id), self._agents.get(agent_id)
-        prefixes = {each.name: self._prefix(each) for each in lineages}
+        prefixes = {each.name: self._caches.prefix_of(each) for each in lineages}
         longest, residuals = prefixes[record.name], self._residual_prefixes(lineages)
         in_ram = self._cache.in_ram(longest) and all(
             cache.prefix.in_ram(prefix) for cache, prefix in self._residual_prefixes([record])
@@ -160,7 +146,7 @@ class AgentOperations:
         """The record without blocks that are not of its transcript: a turn may have changed it and not been saved."""
         has_state = self._cache.snapshots is not None
         layout = spans(record.num_saved, record.producer, len(self._cache.groups), has_state=has_state)
-        chains = chain_keys(self._base_root(record), record.transcript.ids, layout)
+        chains = chain_keys(self._caches.root(self._caches.base, record.salt), record.transcript.ids, layout)
         blocks, saved = name_blocks(chains, layout), set(record.block_names)
         lost = (span.begin for span, block in zip(layout, blocks, strict=True) if not saved.issuperset(block.names))
         num_saved = min(lost, default=record.num_saved)
@@ -182,75 +168,6 @@ class AgentOperations:
             for record in records:
                 self._persistence.delete_lineage(record, deleted)
 
-    def evict(
-        self, agent_id: str, done: Callable[[None], None], lineage: str | None = None, kind: str | None = None
-    ) -> None:
-        """Free the RAM of an agent (or one of its lineages): all that is on disk and that nobody reads.
-
-        Args:
-            kind: only of its blocks in caches of this kind, `base` or `residual`.
-
-        With it goes what was in RAM only as somebody's last, partly filled block, and belongs to nobody any more: it
-        would keep the blocks before it. Raises NotFound.
-        """
-        known = self._agents.lineages(agent_id, lineage)
-        blocks = blocks_of(known)
-        for record in known:
-            self._persistence.save_snapshot(record)
-
-        def evict() -> None:
-            if kind != RESIDUAL:
-                self._evict_snapshots(known)
-            for cache in self._caches:
-                if kind is None or cache.kind == kind:
-                    _evict_from(cache, [block for block in blocks if block.cache == cache.name], self._persistence)
-            done(None)
-
-        self._persistence.jobs.when_settled(evict)
-
-    def evict_unread(self, share: float) -> int:
-        """Free the RAM of a share of the blocks that nobody reads, least recently used first.
-
-        What agents have in RAM only, since it could not be written, stays. Returns how many blocks left.
-        """
-        unsaved = self._unsaved()
-        return sum(_evict_unread(cache.prefix, share, unsaved) for cache in self._caches)
-
-    def _unsaved(self) -> set[Node]:
-        """What agents have in RAM and not on disk."""
-        # The last token of a turn has been generated and not computed.
-        behind = [each for each in self._agents if each.num_saved < len(each.transcript.ids) - 1]
-        prefixes = [self._prefix(each) for each in behind]
-        prefixes += [self._residual_prefix(each, cache) for each in behind for cache in self._caches.further]
-        nodes = (node for prefix in prefixes for lane in prefix.lanes for node in lane.all_nodes)
-        return {node for node in nodes if not node.block_ids.keys() <= node.stored}
-
-    def evict_snapshots(self, share: float) -> int:
-        """Free the RAM of a share of the snapshots that nobody is about to start from, least recently used first.
-
-        The last one of each lineage is written first if it is not on disk, and stays until it is. Returns how many
-        left.
-        """
-        snapshots = self._cache.snapshots
-        if snapshots is None:
-            return 0
-        self._persistence.save_snapshots(time.monotonic())
-        nodes = list(snapshots.nodes)
-        last = {each[-1] for each in map(self._snapshots_of, self._agents) if each}
-        leaving = [node for node in nodes if node not in last or snapshots.index in node.stored]
-        return sum(snapshots.evict(node) for node in leaving[: math.ceil(share * len(nodes))])
-
-    def _snapshots_of(self, record: AgentRecord) -> tuple[Node, ...]:
-        root, ids = self._base_root(record), record.transcript.ids
-        return tuple(self._cache.find_snapshots(root, ids, len(ids), record.producer))
-
-    def _evict_snapshots(self, records: Iterable[AgentRecord]) -> None:
-        """All of these lineages': what is not on disk by now is not worth it."""
-        for record in records:
-            for node in self._snapshots_of(record):
-                assert self._cache.snapshots is not None  # it has found some
-                self._cache.snapshots.evict(node)
-
     def save(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
         """Write what of an agent is in RAM but not on disk (after a failed save). Raises NotFound."""
         records = self._agents.lineages(agent_id, lineage)
@@ -259,7 +176,7 @@ class AgentOperations:
             self._save_lineage(record, saved_all)
 
     def _save_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        prefix = self._prefix(record)
+        prefix = self._caches.prefix_of(record)
         num_saved = prefix.num_tokens
         if not all(lane.ends_with_a_block for lane in prefix.lanes):
             num_saved -= num_saved % BLOCK_SIZE  # the tail is another agent's
@@ -272,7 +189,7 @@ class AgentOperations:
 
     def _residual_turn(self, record: AgentRecord, cache: KeptCache) -> ResidualTurn | None:
         """What there is of a lineage's residuals, if that is more than it has on disk."""
-        prefix, saved = self._residual_prefix(record, cache), record.residual_of(cache.name)
+        prefix, saved = self._caches.prefix_of(record, cache), record.residual_of(cache.name)
         num_tokens = prefix.num_tokens
         if not all(lane.ends_with_a_block for lane in prefix.lanes):
             num_tokens -= num_tokens % BLOCK_SIZE
@@ -300,9 +217,8 @@ class AgentOperations:
 
         def attempt() -> None:
             record, cache = due[-1]
-            is_base = cache is self._caches.base
-            prefix = self._prefix(record) if is_base else self._residual_prefix(record, cache)
             try:
+                prefix = self._caches.prefix_of(record, cache)
                 sequence = cache.prefix.open(self._caches.root(cache, record.salt), prefix)
             except OutOfBlocks as error:
                 done(InvalidRequest(str(error), code="insufficient_memory"))
@@ -355,34 +271,3 @@ def _ram_bytes(cache: PrefixCache, prefixes: Iterable[CachedPrefix]) -> int:
     of_states = {node for prefix in prefixes if (node := prefix.snapshot) is not None and node.state is not None}
     state_bytes = 0 if cache.snapshots is None else cache.snapshots.group.bytes_per_block
     return sum(cache.groups[index].bytes_per_block for _, index in held) + state_bytes * len(of_states)
-
-
-def _evict_from(cache: KeptCache, blocks: Iterable[NamedBlock], persistence: Persistence) -> None:
-    """Free the RAM of these blocks of the cache, and of tails beside them that nobody needs any more."""
-    tree, blocks = cache.prefix.tree, list(blocks)
-    nodes = [node for block in blocks if (node := tree.node(block.chain)) is not None]
-    parents = {parent for node in nodes for parent in (node, node.parent) if parent is not None}
-    tails = [tail for parent in parents for tail in parent.children if not tail.is_full]
-    for tail in tails:
-        if not any(persistence.needs(BlockName(tail.chain, index, cache.name)) for index in tail.block_ids):
-            cache.prefix.slots.evict(tail)
-    cache.prefix.evict(block for block in blocks if _is_on_disk(cache.prefix, block))
-
-
-def _is_on_disk(cache: PrefixCache, block: NamedBlock) -> bool:
-    """Whether what is in RAM of the block is on disk too."""
-    node = cache.tree.node(block.chain)
-    return node is not None and node.block_ids.keys() & set(block.groups) <= node.stored
-
-
-def _evict_unread(cache: PrefixCache, share: float, unsaved: set[Node]) -> int:
-    slots, passed = cache.slots, set[Node]()
-    before, wanted = slots.evicted_blocks, math.ceil(share * cache.count_blocks().cached)
-    for node in list(cache.tree.residents):
-        passed.add(node)
-        # The end of a path goes before its beginning, which may have been in RAM for longer.
-        while node in passed and node.block_ids and node not in unsaved and slots.evicted_blocks - before < wanted:
-            if not slots.evict(node) or node.parent is None:
-                break
-            node = node.parent
-    return slots.evicted_blocks - before

@@ -73,7 +73,7 @@ class Persistence:
     def index(self) -> None:
         """Tell the tree what is on disk, remove what belongs to nobody, and get under the disk budget."""
         for record in self._agents:
-            index_lineage(self._caches, record, self._disk.has)
+            index_lineage(self._caches, record, self._disk.files.has)
         for agent_id in self._agents.ids:
             self.keep_bound(max(self._agents.lineages(agent_id), key=lambda record: record.last_used))
         self.jobs.flush()
@@ -82,9 +82,9 @@ class Persistence:
     def open_cache(self, cache: KeptCache) -> None:
         """There is a further cache in RAM from now on; what is on disk for it can be used."""
         self._caches.open(cache)
-        self._disk.know_cache(cache.name, cache.spec)
+        self._disk.files.know_cache(cache.name, cache.spec)
         for record in self._agents:
-            index_residuals(self._caches, cache, record, self._disk.has)
+            index_residuals(self._caches, cache, record, self._disk.files.has)
 
     def close_cache(self, name: str) -> None:
         """A further cache, in which there is no sequence any more, is gone from RAM; its files stay."""
@@ -238,7 +238,7 @@ class Persistence:
         return Saved(outcome.num_bytes)
 
     def save_snapshots(self, now: float, idle: float = 0.0) -> None:
-        """Have lineages that were not used for `idle` seconds go on where they ended, whatever becomes of this process.
+        """Write the last snapshot of lineages that were not used for `idle` seconds, to compute nothing of them again.
 
         Args:
             now: as `time.monotonic` has it.
@@ -275,7 +275,7 @@ class Persistence:
         """Make the agent of an archive durable, and then known; its id is nobody's."""
         for record in archive.records:
             self._in_use.hold_lineage(record.name)
-            self._disk.learn_names(record)
+            self._disk.files.learn_names(record)
         self._in_use.hold_blocks(archive.names)
 
         def settle(outcome: Committed) -> None:
@@ -283,7 +283,7 @@ class Persistence:
                 self._in_use.let_lineage_go(record.name)
                 if outcome.error is None:
                     self._agents.put(record)
-                    index_lineage(self._caches, record, self._disk.has)
+                    index_lineage(self._caches, record, self._disk.files.has)
             if outcome.error is None:
                 self.keep_bound(max(archive.records, key=lambda record: record.last_used))
             done(Saved(outcome.num_bytes, outcome.error))
@@ -296,7 +296,7 @@ class Persistence:
         """Give up lineages as long as the agent has too many and some are idle.
 
         Args:
-            latest: the one used last, which stays; but where it is not on disk, no other goes for it.
+            latest: the one used last, which stays. If it is not on disk, it is given up itself, and not one that is.
         """
         if not self._store.has_agent(latest.name):
             self._give_up_unsaved(latest)
@@ -330,7 +330,7 @@ class Persistence:
 
     def file_bytes(self, block: NamedBlock) -> int:
         """Bytes of a block's files, headers included."""
-        return self._disk.bytes_of([block])
+        return self._disk.files.bytes_of(block.names)
 
     @property
     def evicted_blocks(self) -> dict[str, int]:

@@ -76,7 +76,7 @@ class SavedSnapshots:
         return replace(record, snapshots=tuple(each for each in named if each.num_tokens in saved))
 
     def _returns(self, record: AgentRecord) -> list[int]:
-        """Where a prompt that goes on from the lineage may leave it, beside its end."""
+        """Positions, beside the end, at which a prompt that continues the lineage may branch off."""
         places = [self._first_thought(record.transcript), None if record.producer is None else record.producer.start]
         return [place for place in places if place is not None and place < record.num_saved]
 

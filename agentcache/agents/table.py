@@ -20,7 +20,7 @@ from agentcache.store.manifest import AgentRecord, agent_of
 class Agents:
     """All lineages of the served model's agents, as they were at one moment.
 
-    A lineage has a name of its own (`manifest.lineage_name`); what an agent is set to, each of its lineages repeats.
+    A lineage has a name of its own (`manifest.lineage_name`), and repeats the settings of its agent.
     """
 
     def __init__(self, lineages: dict[str, tuple[AgentRecord, ...]]) -> None:
@@ -99,7 +99,7 @@ class Lineages(Agents):
         self._changed(record.id)
 
     def _changed(self, agent_id: str) -> None:
-        """What is known of the agent's lineages is another now."""
+        """Called after every change of an agent's lineages."""
 
 
 class AgentTable(Lineages):
@@ -205,7 +205,7 @@ def emptied(record: AgentRecord) -> AgentRecord:
 
 
 def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
-    """All that whoever names these blocks needs on disk."""
+    """The files of these blocks: one for each of their cache groups."""
     return [name for block in blocks for name in block.names]
 
 

@@ -29,13 +29,15 @@ from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, has_base_tail, lay_out
 from agentcache.blocks.ledger import BASE, Ledger
 from agentcache.blocks.pool import BlockTable
+from agentcache.blocks.publishing import Publisher
 from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.blocks.sequence import CacheSequence, Lane, LaneBlock, Load
+from agentcache.blocks.sequence_checks import check_sequences
 from agentcache.blocks.siblings import unpack
 from agentcache.blocks.slots import BlockCounts, Group, Slots
 from agentcache.blocks.snapshot_plan import DEFAULT_INTERVAL
 from agentcache.blocks.snapshots import Snapshots
-from agentcache.errors import BrokenInvariant, OutOfBlocks
+from agentcache.errors import OutOfBlocks
 
 _FRESH_SNAPSHOTS = 2
 
@@ -77,6 +79,7 @@ class PrefixCache:
             else Snapshots(state, len(self.groups), state_budget, ledger, self.slots.prune, snapshot_tokens)
         )
         self.all_groups = self.groups if self.snapshots is None else (*self.groups, self.snapshots.group)
+        self._publisher = Publisher(self.tree, self.slots)
         self._sequences: set[CacheSequence] = set()
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
 
@@ -175,71 +178,11 @@ class PrefixCache:
         """
         was_hidden = has_base_tail(sequence.producer, sequence.num_tokens)
         sequence.token_ids.extend(token_ids)
-        published = [block for lane in sequence.lanes for block in self._publish_full(sequence, lane)]
+        published = [block for lane in sequence.lanes for block in self._publisher.publish_full(sequence, lane)]
         if has_base_tail(sequence.producer, sequence.num_tokens) and not was_hidden:
-            published.append(self._publish_base_tail(sequence))
+            published.append(self._publisher.publish_base_tail(sequence))
             self.slots.prune(published[-1].node)  # without attention there is nothing in it
         return published
-
-    def _publish_full(self, sequence: CacheSequence, lane: Lane) -> list[LaneBlock]:
-        published = []
-        while (len(lane.nodes) + 1) * BLOCK_SIZE <= sequence.num_tokens:
-            node = self._publish(sequence, lane, (len(lane.nodes) + 1) * BLOCK_SIZE)
-            node.readers += 1
-            lane.nodes.append(node)
-            if lane.ahead:
-                lane.ahead.pop(0).readers -= 1  # the same node
-            published.append(LaneBlock(node, lane.groups))
-        return published
-
-    def _publish(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
-        """The lane's node that ends in front of token `end`, with the sequence's slots, or these with the node's.
-
-        Where the node's data is on disk and not in RAM, it stays so: what this sequence computed could differ from the
-        file in a rounding, and RAM and disk hold the same, bit for bit.
-        """
-        node = self._list(sequence, lane, end)
-        for index in lane.groups:
-            self._adopt(sequence, node, index)
-        return node
-
-    def _list(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
-        """The lane's node that ends in front of token `end`, with the sequence's slots where it has no data."""
-        position = (end - 1) // BLOCK_SIZE
-        parent = lane.parent_of(position, self.tree.root(sequence.root))
-        tokens = sequence.token_ids[position * BLOCK_SIZE : end]
-        node = self.tree.insert(parent, tokens, lane.layout.producer_of(end))
-        for index in lane.groups:
-            self._offer(sequence, node, index)
-        return node
-
-    def _offer(self, sequence: CacheSequence, node: Node, index: int) -> None:
-        """Let the node list the sequence's slot of group `index`, unless its data is in RAM, on disk or on the way."""
-        table = sequence.tables[index]
-        if table.has(node.position) and not node.available(index) and index not in node.pending:
-            self.slots.list_in(node, index, table.block_id(node.position))
-
-    def _adopt(self, sequence: CacheSequence, node: Node, index: int) -> None:
-        """Read the node's slot of group `index`, if it has one instead of the sequence's own."""
-        table, theirs = sequence.tables[index], node.block_ids.get(index)
-        if theirs is not None and table.has(node.position):
-            self.slots.pools[index].retain(theirs)
-            self.slots.pools[index].release(table.block_id(node.position))
-            table.replace(node.position, theirs)
-
-    def _publish_base_tail(self, sequence: CacheSequence) -> LaneBlock:
-        """The tokens that base has computed of the block in which the producer starts, as a node of their own.
-
-        Every group's slot is listed; the sequence goes on in its own ones, whatever the node has from others.
-        """
-        assert sequence.producer is not None
-        start = sequence.producer.start
-        position = start // BLOCK_SIZE
-        parent = sequence.lanes[-1].parent_of(position, self.tree.root(sequence.root))
-        tail = self.tree.insert(parent, sequence.token_ids[position * BLOCK_SIZE : start])
-        for index in range(len(self.groups)):
-            self._offer(sequence, tail, index)
-        return LaneBlock(tail, tuple(range(len(self.groups))))
 
     def share_tail(self, sequence: CacheSequence, end: int) -> None:
         """Let others go on from the sequence's first `end` tokens, of which the last ones are in a block that it is
@@ -247,7 +190,7 @@ class PrefixCache:
         """
         if end % BLOCK_SIZE:
             for lane in sequence.lanes:
-                self.slots.prune(self._list(sequence, lane, end))
+                self.slots.prune(self._publisher.list_slots(sequence, lane, end))
 
     def leave_window(self, sequence: CacheSequence, read_from: int | None = None) -> None:
         """Drop the slots that no later token of the sequence attends to; from the tree too if nobody reads them.
@@ -279,7 +222,7 @@ class PrefixCache:
         keep = sequence.num_tokens if keep is None else keep
         blocks = [block for lane in sequence.lanes for block in self._keep(sequence, lane, keep)]
         if has_base_tail(sequence.producer, keep):
-            blocks.append(self._publish_base_tail(sequence))
+            blocks.append(self._publisher.publish_base_tail(sequence))
         self._discard(sequence)
         for block in blocks:
             if not block.node.is_full:
@@ -289,7 +232,7 @@ class PrefixCache:
     def _keep(self, sequence: CacheSequence, lane: Lane, keep: int) -> list[LaneBlock]:
         nodes = lane.nodes[: keep // BLOCK_SIZE]
         if keep % BLOCK_SIZE:
-            nodes.append(self._publish(sequence, lane, keep))
+            nodes.append(self._publisher.publish(sequence, lane, keep))
         return [LaneBlock(node, lane.groups) for node in nodes]
 
     def abandon(self, sequence: CacheSequence) -> None:
@@ -336,7 +279,7 @@ class PrefixCache:
         snapshots = self.snapshots
         if snapshots is None or not num_tokens:
             return None
-        node = self._state_node(sequence, num_tokens)
+        node = self._publisher.node_of(sequence, sequence.state_lane, num_tokens)
         if not lasts and node not in sequence.snapshots:
             sequence.snapshots.append(node)
             for older in sequence.snapshots[:-_FRESH_SNAPSHOTS]:
@@ -372,15 +315,6 @@ class PrefixCache:
             end = min(begin + BLOCK_SIZE, num_tokens)
             node = self.tree.insert(node, token_ids[begin:end], lane.producer_of(end))
         return node
-
-    def _state_node(self, sequence: CacheSequence, num_tokens: int) -> Node:
-        """The node that ends behind these tokens of a sequence; of a tail, without keys and values as yet."""
-        lane, (count, rest) = sequence.state_lane, divmod(num_tokens, BLOCK_SIZE)
-        if not rest:
-            return lane.nodes[count - 1]
-        parent = lane.parent_of(count, self.tree.root(sequence.root))
-        tokens = sequence.token_ids[count * BLOCK_SIZE : num_tokens]
-        return self.tree.insert(parent, tokens, lane.layout.producer_of(num_tokens))
 
     # -- files ------------------------------------------------------------------------------------------------------
 
@@ -419,38 +353,12 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless every reference is accounted for: free + live + cached == total, tree sound."""
         self.tree.check_integrity()
-        self._check_readers()
+        check_sequences(self._sequences, self.tree, has_state=self.snapshots is not None)
         if self.snapshots is not None:
             started = [sequence.state for sequence in self._sequences if sequence.state is not None]
             self.snapshots.check_integrity(len(self._sequences), started, self.tree.walk())
-        for sequence in self._sequences:
-            self._check_lanes(sequence)
         for index in range(len(self.groups)):
             tables = (sequence.tables[index] for sequence in self._sequences)
             self.slots.check_integrity(index, Counter(block_id for table in tables for block_id in table.block_ids))
         self.allocator.check_integrity()
         self.ledger.check_integrity()
-
-    def _check_readers(self) -> None:
-        lanes = (lane for sequence in self._sequences for lane in sequence.lanes)
-        readers = Counter(node for lane in lanes for node in lane.read_nodes)
-        for node in self.tree.walk():
-            if node.readers != readers.pop(node, 0):
-                raise BrokenInvariant(f"{node!r} miscounts its readers")
-        if readers:
-            raise BrokenInvariant(f"sequences go through {list(readers)}, which the tree has lost")
-
-    def _check_lanes(self, sequence: CacheSequence) -> None:
-        """Each group is in one lane, and each lane is a path of full blocks by who has to have computed them."""
-        if sorted(index for lane in sequence.lanes for index in lane.groups) != list(range(len(self.groups))):
-            raise BrokenInvariant("a sequence's lanes do not have each group once")
-        if [lane.has_state for lane in sequence.lanes].count(True) != (self.snapshots is not None):
-            raise BrokenInvariant("not one lane of a sequence has its state")
-        for lane in sequence.lanes:
-            if len(lane.nodes) != sequence.num_tokens // BLOCK_SIZE:
-                raise BrokenInvariant("a lane has not published what its sequence has computed")
-            parent = self.tree.peek(sequence.root)
-            for node in lane.nodes:
-                if node.parent is not parent or node.producer != lane.layout.producer_of(node.end):
-                    raise BrokenInvariant(f"{node!r} is not on its lane's path")
-                parent = node

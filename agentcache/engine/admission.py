@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache, KeptCaches
-from agentcache.agents.restore import Restored, Restorer
+from agentcache.agents.restore import Restorer
+from agentcache.agents.restoring import Restored
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.overlay_match import OverlayMatch, match_overlay

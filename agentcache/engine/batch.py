@@ -134,7 +134,7 @@ class Choice:
         self._logits = None  # its memory may serve for what follows from it
 
     def masks(self) -> dict[int, np.ndarray]:
-        """What rows may have, by their places. Those whose form has ended get anything, and nobody looks at it."""
+        """What rows may have, by their places. A row whose form has ended has none: its token is not used."""
         masks: dict[int, np.ndarray] = {}
         for place, row in enumerate(self.rows):
             following = row.generation.following
@@ -168,7 +168,7 @@ class LateToken:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is known which it may be, or nobody wants to know any more."""
+        """Whether it can be chosen now, or is of no use any more."""
         following = self.row.generation.following
         return following is None or self.row.is_void or following.is_ready
 

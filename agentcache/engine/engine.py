@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.caches import KeptCaches
+from agentcache.agents.eviction import Eviction
 from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
@@ -18,28 +19,6 @@ from agentcache.engine.batch import LateToken
 from agentcache.engine.counters import Counters, cache_stats
 from agentcache.engine.device import Device, Step
 from agentcache.engine.generation import LIVE, Generation, Outcome, State
-from agentcache.engine.messages import (
-    Cancel,
-    CheckIntegrity,
-    ClearCache,
-    CreateAgent,
-    DeleteAgent,
-    DropAdapter,
-    EvictAgent,
-    ForkAgent,
-    ImportAgent,
-    ListAgents,
-    Message,
-    PutAdapter,
-    ReadStats,
-    RelieveMemory,
-    Reply,
-    RestoreAgent,
-    SaveAgent,
-    ShowAgent,
-    Submit,
-)
-from agentcache.engine.output import Output
 from agentcache.engine.passes import Pass
 from agentcache.engine.relief import MemoryRelief
 from agentcache.engine.requests import Requests
@@ -49,17 +28,15 @@ from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, RequestCancelled
-from agentcache.models.adapters import AdapterContent
 from agentcache.models.device_memory import Limits
 from agentcache.models.fused import counts as kernel_counts
 from agentcache.models.loader import LoadedModel
 from agentcache.models.sampler import TokenScore
 from agentcache.pressure import Level
 from agentcache.report import CacheStats, FinishReason, StepDown, Traffic
-from agentcache.request import ChatPrompt
 
-# What takes long to find of an answer's form is waited for within a step; not for all of it: how long a step takes is
-# measured on steps in which that was done, and would grow by itself.
+# Share of a step's time for which the CPU may look for what an answer's form allows next. Below 1: a step's time is
+# measured with this wait in it, so that with all of it the measure would grow from step to step.
 _OF_A_STEP = 0.8
 _NOTHING_ELSE = 0.05  # seconds to wait where there is nothing else to do, before messages are looked at again
 
@@ -81,6 +58,7 @@ class Parts:
     turns: Turns
     agents: AgentTable
     operations: AgentOperations
+    eviction: Eviction
     persistence: Persistence
     restorer: Restorer
     adapters: AdapterWeightSet
@@ -105,13 +83,14 @@ class Engine:
         self.turns = parts.turns
         self.agents = parts.agents
         self.operations = parts.operations
+        self.eviction = parts.eviction
         self.persistence = parts.persistence
         self.restorer = parts.restorer
         self.adapters = parts.adapters
         self.trunk = parts.trunk
         self.residuals = parts.residuals
         self.counters = Counters()
-        self._served = parts.served
+        self.served = parts.served
         self._under_way: Step | None = None
         self._holds_buffers = False  # of chunks that are done
         self._late: list[LateToken] = []  # tokens of batches that are done, but for these
@@ -128,7 +107,7 @@ class Engine:
             self.residuals.cache_of,
         )
         self.relief = MemoryRelief(
-            parts.caches, parts.device, parts.scheduler, parts.operations, parts.trunk, parts.loaded
+            parts.caches, parts.device, parts.scheduler, parts.eviction, parts.trunk, parts.loaded
         )
         self._limits = parts.limits
         self._idle_seconds = parts.idle_seconds
@@ -137,7 +116,7 @@ class Engine:
     def close(self) -> None:
         """Write what is queued and let go of the cache folder.
 
-        What is then posted of it comes too late to do anything: run what is posted until nothing `is_writing` before.
+        Before it, run what is posted until nothing `is_writing`: outcomes that are posted later change nothing.
         """
         try:
             self.device.wait()
@@ -145,92 +124,6 @@ class Engine:
             self._limits.restore()
             self.restorer.close()
             self.persistence.close()
-
-    # -- other threads ------------------------------------------------------------------------------------------------
-
-    def view(self) -> EngineView:
-        """What other threads may know of it; changes between two steps only."""
-        return EngineView(self._served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
-
-    def handle(self, message: Message, reply: Reply) -> None:
-        """Do what another thread asks for. `reply` gets what the message says, some time; it may be called at once."""
-        try:
-            self._handle(message, reply)
-        except AgentCacheError as error:
-            reply(error)
-
-    def _handle(self, message: Message, reply: Reply) -> None:
-        match message:
-            case Submit():
-                self.add(self._generation(message, reply))
-            case Cancel(submitted):
-                generation = next((each for each in self.requests if each.submitted is submitted), None)
-                if generation is not None:
-                    self.cancel(generation)
-                reply(None)
-            case ListAgents():
-                reply(self.operations.list())
-            case ShowAgent(agent_id):
-                reply(self.operations.info(agent_id))
-            case CreateAgent(agent_id, adapter, policy, system):
-                self.operations.create(agent_id, adapter, policy, system, reply)
-            case ImportAgent(archive):
-                self.operations.bring_in(archive, reply)
-            case ForkAgent(agent_id, new_id, lineage, adapter, policy):
-                self.operations.fork(agent_id, new_id, reply, lineage, adapter, policy)
-            case DeleteAgent(agent_id, lineage):
-                self.operations.delete(agent_id, reply, lineage)
-            case SaveAgent(agent_id, lineage):
-                self.operations.save(agent_id, reply, lineage)
-            case RestoreAgent(agent_id, lineage):
-                self.operations.restore(agent_id, reply, lineage)
-            case EvictAgent(agent_id, lineage, kind):
-                self.operations.evict(agent_id, reply, lineage, kind)
-            case PutAdapter(content):
-                is_there = self.adapters.load(content)
-                if isinstance(content, AdapterContent):
-                    self.residuals.open_for(content.adapter)
-                reply(is_there)
-            case DropAdapter(digest):
-                self.adapters.drop(digest)
-                self.residuals.close_for(digest)
-                reply(None)
-            case RelieveMemory(level):
-                self.relieve(level)
-                reply(None)
-            case ReadStats():
-                reply(self.stats())
-            case ClearCache():
-                self.clear()
-                reply(None)
-            case CheckIntegrity():
-                self.check_integrity()
-                reply(None)
-
-    def _generation(self, submitted: Submit, reply: Reply) -> Generation:
-        use, tokenizer, sampling = submitted.adapter, self._served.tokenizer, submitted.request.sampling
-        detokenizer = tokenizer.detokenizer(after=submitted.match.transcript.ids[-1])
-        return Generation(
-            request=submitted.request,
-            match=submitted.match,
-            max_tokens=submitted.max_tokens,
-            output=Output(
-                detokenizer,
-                sampling.stop,
-                tokenizer.markers if isinstance(submitted.request.prompt, ChatPrompt) else {},
-                sampling.min_tokens,
-            ),
-            emit=reply,
-            submitted=submitted,
-            submitted_at=submitted.submitted_at,
-            found=submitted.found,
-            system_tokens=submitted.system_tokens,
-            goes_on=submitted.goes_on,
-            following=None if submitted.grammar is None else submitted.grammar.follow(),
-            adapter=use,
-            producer=None if use is None else use.producer,
-            stepped_down=StepDown.FAMILY if use is not None and use.stepped_from else None,
-        )
 
     # -- the life of a request ----------------------------------------------------------------------------------------
 
@@ -290,7 +183,7 @@ class Engine:
             self.requests.move(generation, State.WAITING)
 
     def _share(self, generation: Generation) -> None:
-        """A request that waits, and may be residual, is, unless it is known that it would have to step down."""
+        """Have a waiting request be computed as residuals, unless these are known to be too far from base."""
         assert generation.adapter is not None  # of base there is nothing to share
         use = generation.adapter.settled(Policy.RESIDUAL)
         if self.residuals.known_divergence(generation, use) is None:
@@ -324,7 +217,7 @@ class Engine:
         last one gave may show that a row of it is of no use (`BatchRow.is_void`): see `ModelRunner` on its slots.
 
         Where the form of an answer says what may follow the last one's token, the next one is chosen now that it is
-        known; the device is at work on its logits. Whom that takes longer sits steps out until it is known.
+        known; the device is at work on its logits. Rows for which that takes longer sit steps out until it is known.
         """
         self.trunk.sweep()
         self._admission.admit()
@@ -368,7 +261,10 @@ class Engine:
             self.scheduler.pace.step_took(batch.seconds, contended=batch.contended)
 
     def _release_buffers(self) -> None:
-        """Give back what chunks have used, once no prompt goes on whose next chunk takes it: a GPU's driver is slow."""
+        """Give back the temporaries of chunks once no prompt is left whose next chunk would use their memory again.
+
+        Not after every chunk: a GPU's driver is slow to give memory.
+        """
         if self._holds_buffers and not any(generation.can_prefill for generation in self.scheduler.running):
             self._holds_buffers = False
             self.device.release_buffers()
@@ -458,7 +354,7 @@ class Engine:
         return None if since is None else max(0.0, since + self._idle_seconds - time.monotonic())
 
     def rest(self, *, for_good: bool = False) -> None:
-        """Have agents that are idle go on where they ended, without computing anything again, after a restart.
+        """Write the last recurrent state of idle agents: after a restart nothing of theirs is computed again.
 
         Args:
             for_good: all of them: nothing comes any more.
@@ -466,6 +362,10 @@ class Engine:
         self.persistence.save_snapshots(time.monotonic(), 0.0 if for_good else self._idle_seconds)
 
     # -- the whole ----------------------------------------------------------------------------------------------------
+
+    def view(self) -> EngineView:
+        """What other threads may know of it; changes between two steps only."""
+        return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
 
     def clear(self) -> None:
         """Evict every block from RAM that nobody is reading; agents come back warm."""
@@ -505,7 +405,7 @@ class Engine:
             saturated_residuals=self.residuals.saturated,
             kernel_checks=kernel_counts.checked,
             kernel_differences=kernel_counts.different,
-            memory_limit=self._served.plan.limit,
+            memory_limit=self.served.plan.limit,
             memory_pressure=self.relief.level,
             pressure_evicted_blocks=self.relief.evicted_blocks,
             pressure_freed_bytes=self.relief.freed_bytes,

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.eviction import Eviction
 from agentcache.agents.in_use import InUse
 from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
@@ -169,6 +170,7 @@ def _put_together(
             turns=turns,
             agents=agents,
             operations=AgentOperations(caches, agents, persistence, in_use, restorer),
+            eviction=Eviction(caches, agents, persistence),
             persistence=persistence,
             restorer=restorer,
             adapters=adapters,

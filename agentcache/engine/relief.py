@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from agentcache.agents.caches import KeptCaches
-from agentcache.agents.operations import AgentOperations
+from agentcache.agents.eviction import Eviction
 from agentcache.engine.device import Device
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
@@ -35,7 +35,7 @@ class MemoryRelief:
         caches: KeptCaches,
         device: Device,
         scheduler: Scheduler,
-        operations: AgentOperations,
+        eviction: Eviction,
         trunk: Trunk,
         loaded: LoadedModel,
     ) -> None:
@@ -46,7 +46,7 @@ class MemoryRelief:
         self._cache = caches.base.prefix
         self._device = device
         self._scheduler = scheduler
-        self._operations = operations
+        self._eviction = eviction
         self._trunk = trunk
         self._loaded = loaded
 
@@ -59,7 +59,7 @@ class MemoryRelief:
         self._enter(level)
         if level is Level.NORMAL:
             return False
-        evicted = self._operations.evict_unread(_SHARES[level])
+        evicted = self._eviction.evict_unread(_SHARES[level])
         for account in self._cache.ledger.sharing:
             if account.on_loan and account.claimed and account.give_way is not None:
                 account.give_way(account.claimed, account)
@@ -70,7 +70,7 @@ class MemoryRelief:
         freed = sum(cache.prefix.allocator.give_back() for cache in self._caches)
         freed += self._loaded.trunk.blocks.keep_first(self._trunk.blocks.give_back())
         if (snapshots := self._cache.snapshots) is not None:
-            evicted_snapshots = self._operations.evict_snapshots(_SHARES[level])
+            evicted_snapshots = self._eviction.evict_snapshots(_SHARES[level])
             evicted, freed = evicted + evicted_snapshots, freed + evicted_snapshots * snapshots.group.bytes_per_block
             self._device.free_states()
         for cache in self._caches.further:

@@ -91,7 +91,7 @@ class Scheduler:
         The oldest is never preempted, so it gets done.
 
         Args:
-            residual: there is none for residuals, which only those give back who have some.
+            residual: blocks for residuals are wanted, so that only requests which hold some come into question.
         """
         running = [each for each in self.running if each.overlay is not None] if residual else self.running
         return max(running, key=_rank) if len(running) > 1 else None

@@ -29,7 +29,7 @@ def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_con
     sequence = cache.open(_ROOT, cache.match_prefix(_ROOT, (), 0))
     try:
         cache.reserve(sequence, num_tokens)
-        restorer.warm_up(sequence.tables)
+        restorer.buffered.warm_up(sequence.tables)
         started = time.perf_counter()
         for count in (min(step, num_tokens) for step in _STEPS):
             if time.perf_counter() - started > _MOST_SECONDS:

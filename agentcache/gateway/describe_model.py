@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentcache.config import Config
 from agentcache.engine.view import ServedModel
-from agentcache.kv.spec import describe_group
+from agentcache.kv.group_info import describe_group
 from agentcache.models.loader import LoadedModel
 from agentcache.report import ModelInfo
 

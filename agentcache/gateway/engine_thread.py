@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from agentcache.engine.dispatch import dispatch
 from agentcache.engine.engine import Engine
 from agentcache.engine.messages import Message
 from agentcache.engine.view import EngineView
@@ -158,7 +159,7 @@ class EngineThread:
         """Have the engine handle a message; `receive` is called with its replies, on the event loop."""
         engine = self.engine
         assert engine is not None  # who has something to tell has seen its view
-        self.post(lambda: engine.handle(message, partial(self._send, receive)))
+        self.post(lambda: dispatch(engine, message, partial(self._send, receive)))
 
     def ask(self, message: Message) -> asyncio.Future[Any]:
         """The only reply to a message, or the error that it is."""

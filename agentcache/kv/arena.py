@@ -21,18 +21,8 @@ import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.block_layout import Array, Place, block_tensors, first_float
-from agentcache.kv.spec import (
-    PARTS,
-    CacheSpec,
-    GroupSpec,
-    LayerPacking,
-    LayerSpec,
-    Packing,
-    Plain,
-    TensorSpec,
-    packed_tensors,
-    sides,
-)
+from agentcache.kv.packing import PARTS, LayerPacking, Packing, Plain
+from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, packed_tensors, sides
 
 _ALL = slice(None)
 _DTYPES = {

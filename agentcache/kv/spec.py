@@ -8,19 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from agentcache.blocks.allocator import window_blocks
 from agentcache.blocks.keys import BLOCK_SIZE, STATE_GROUP
-from agentcache.errors import BrokenInvariant, UnsupportedModel
-from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits
+from agentcache.errors import BrokenInvariant
+from agentcache.kv.packing import PARTS, LayerPacking, Packing
 
 POSITION = "@"
 # As safetensors names them.
@@ -42,75 +39,6 @@ STATE_DTYPES = {
     "uint32": "U32",
     "int64": "I64",
 }
-PARTS = ("data", "scales", "biases")  # of what `mx.quantize` packs, in the order of a block's bytes
-
-
-@dataclass(frozen=True)
-class Quantisation:
-    """MLX affine quantisation along the head dimension: value = q * scale + bias."""
-
-    bits: int = 4
-    group_size: int = 64
-
-    def __str__(self) -> str:
-        return f"affine-{self.bits}bit-g{self.group_size}"
-
-    def parts(self, dim: int) -> dict[str, tuple[str, int]]:
-        """Dtype and width of each part of a head's `dim` values, whatever the model's dtype."""
-        groups = dim // self.group_size
-        return {"data": ("U32", dim * self.bits // 32), "scales": ("F16", groups), "biases": ("F16", groups)}
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Values as they are, in 16 bits: bfloat16 where the model computes in that, else float16."""
-
-    dtype: str
-
-    @property
-    def bits(self) -> int:
-        return UNQUANTISED_BITS
-
-    def __str__(self) -> str:
-        return {"F16": "float16", "BF16": "bfloat16"}[self.dtype]
-
-    def parts(self, dim: int) -> dict[str, tuple[str, int]]:
-        """As `Quantisation.parts`."""
-        return {"data": (self.dtype, dim)}
-
-
-Packing = Quantisation | Plain
-
-
-@dataclass(frozen=True)
-class LayerPacking:
-    """How a layer's keys and values are kept."""
-
-    keys: Packing
-    values: Packing
-
-    def side(self, name: str) -> Packing:
-        """Of one of `sides`."""
-        return self.keys if name == "key_cache" else self.values
-
-    @property
-    def bits(self) -> LayerBits:
-        return LayerBits(self.keys.bits, self.values.bits)
-
-    def __str__(self) -> str:
-        return str(self.keys) if self.keys == self.values else f"{self.keys}, values {self.values}"
-
-
-def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
-    """The widest quantisation group (64, else 32) that divides all head dimensions.
-
-    Raises:
-        UnsupportedModel: a head dimension is not a multiple of 32.
-    """
-    for group_size in (64, 32):
-        if all(dim % group_size == 0 for dim in dims):
-            return Quantisation(bits, group_size)
-    raise UnsupportedModel(f"head dimensions {dims} are not multiples of 32, so {bits}-bit quantisation has no groups")
 
 
 @dataclass(frozen=True)
@@ -366,77 +294,6 @@ class CacheSpec:
     @cached_property
     def _groups_by_name(self) -> dict[str, GroupSpec]:
         return {group.name: group for group in self.all_groups}
-
-
-class GroupKind(StrEnum):
-    """What a cache group keeps."""
-
-    FULL = "full"  # keys and values of all tokens
-    WINDOW = "window"  # of the most recent ones
-    LATENT = "latent"  # of all tokens, compressed (MLA)
-    STATE = "state"  # a state of fixed size, a snapshot now and then
-
-
-@dataclass(frozen=True)
-class CacheGroupInfo:
-    """A cache group as people read of it.
-
-    Args:
-        window: tokens that are read; None for all.
-        layers: how many.
-        bytes_per_token: that each token adds.
-        bytes_per_snapshot: that a block has once, however many tokens it is for: recurrent state; 0 for none.
-        bytes_per_block: of a full block.
-        packing: how keys and values are kept; empty where none are.
-    """
-
-    name: str
-    kind: GroupKind
-    window: int | None
-    layers: int
-    bytes_per_token: int
-    bytes_per_snapshot: int
-    bytes_per_block: int
-    packing: str = ""
-
-    def bytes_for(self, num_tokens: int) -> int:
-        """What a sequence of so many tokens takes: whole blocks, and of a state one snapshot."""
-        blocks = -(-num_tokens // BLOCK_SIZE)
-        if self.kind is GroupKind.STATE:
-            return self.bytes_per_block
-        return self.bytes_per_block * (blocks if self.window is None else min(blocks, window_blocks(self.window)))
-
-
-def tokens_within(groups: Sequence[CacheGroupInfo], num_bytes: int, most: int) -> int:
-    """Tokens of the longest sequence that fits into `num_bytes`, in whole blocks; at most `most`."""
-
-    def needed(blocks: int) -> int:
-        return sum(group.bytes_for(blocks * BLOCK_SIZE) for group in groups)
-
-    return min(most, BLOCK_SIZE * bisect_right(range(1, -(-most // BLOCK_SIZE) + 1), num_bytes, key=needed))
-
-
-def describe_group(group: GroupSpec) -> CacheGroupInfo:
-    """From the tensors that the group lists."""
-    return CacheGroupInfo(
-        name=group.name,
-        kind=_kind_of(group),
-        window=group.window,
-        layers=len(group.layers),
-        bytes_per_token=group.bytes_per_token,
-        bytes_per_snapshot=group.bytes_of(0),
-        bytes_per_block=group.bytes_per_block,
-        packing=str(group.packing or ""),
-    )
-
-
-def _kind_of(group: GroupSpec) -> GroupKind:
-    if not group.bytes_per_token:
-        return GroupKind.STATE
-    if group.window is not None:
-        return GroupKind.WINDOW
-    is_latent = bool(group.layers) and not any(layer.value_dim for layer in group.layers)
-    return GroupKind.LATENT if is_latent else GroupKind.FULL
 
 
 _NEW_DEFAULTS: tuple[tuple[str, Any], ...] = (

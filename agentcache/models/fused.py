@@ -22,7 +22,8 @@ import mlx.core as mx
 
 from agentcache.errors import ConfigError
 from agentcache.kv.arena import LARGEST_VALUE, LayerArena, Packed, SideArena, dequantise, quantise
-from agentcache.kv.spec import LayerPacking, LayerSpec, Packing, Quantisation
+from agentcache.kv.packing import LayerPacking, Packing, Quantisation
+from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV, Put
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.metal_kernels.append import Places, append, packed_alone

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agentcache.kv.group_info import GroupKind, describe_group
 from agentcache.kv.precision import BITS, Precision
-from agentcache.kv.spec import GroupKind, describe_group
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.models.fused import layer_verdict
 from agentcache.models.fused_residual import NO_KEYS

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import Packed, dequantise, quantise
-from agentcache.kv.spec import Packing, Plain, Quantisation
+from agentcache.kv.packing import Packing, Plain, Quantisation
 
 log = logging.getLogger("agentcache.models")
 

@@ -24,7 +24,8 @@ from mlx_lm.models.base import create_causal_mask
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.arena import LayerArena, dequantise, quantise
-from agentcache.kv.spec import LayerPacking, LayerSpec, Packing
+from agentcache.kv.packing import LayerPacking, Packing
+from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.layers import LayerCall, hooked

@@ -157,7 +157,8 @@ class AgentFolder:
 
     def _read(self, name: str) -> SavedAgent:
         manifest = decode_manifest(self._read_whole(self._manifest_path(name), MAX_MANIFEST_BYTES))
-        if manifest.name != name or not _valid(manifest) or manifest.model[:16] != self._folder.name:
+        is_named_well = is_name(manifest.id) and valid_lineage(manifest.lineage)
+        if manifest.name != name or not is_named_well or manifest.model[:16] != self._folder.name:
             raise BlockRejected(f"the manifest is of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
         log = self._read_whole(self._log_path(name, manifest.log.generation), _MAX_LOG_BYTES)
         content = parse_log(log, name, manifest.model, manifest.log, manifest.format_version)
@@ -354,8 +355,3 @@ def check_caches(manifest: Manifest, content: Content) -> None:
             raise BlockRejected(f"the cache {cache.name!r:.80} is none that may stand beside base's")
     if strange := content.chains.keys() - {cache.name for cache in manifest.caches}:
         raise BlockRejected(f"the log has blocks of caches that the manifest does not name: {sorted(strange)!r:.100}")
-
-
-def _valid(manifest: Manifest) -> bool:
-    """Whether its ids are some."""
-    return is_name(manifest.id) and valid_lineage(manifest.lineage)

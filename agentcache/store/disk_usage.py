@@ -10,12 +10,14 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from agentcache.blocks.keys import BASE_CACHE
+from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
+from agentcache.blocks.ledger import STATE
 from agentcache.errors import DiskBudgetExceeded
 from agentcache.store.atomic import TEMP_SUFFIX
 from agentcache.store.cache_files import CacheFiles
 
-_BLOCKS = "blocks"
+AGENTS = "agents"
+_BLOCKS, _QUARANTINE = "blocks", "quarantine"
 
 logger = logging.getLogger("agentcache.store")
 
@@ -25,6 +27,12 @@ class DiskUsage:
 
     A file's kind is the folder that it is in or, of a block, what it holds: keys and values of base, unless told.
     Readers reject files on their own threads, so every method may be called from any thread.
+
+    Attributes:
+        budget: bytes that all files together may take.
+        total: bytes that they take: blocks, manifests, logs, quarantine.
+        written, read: bytes written, and bytes of blocks read, since start.
+        quarantined: blocks and agents rejected since start.
     """
 
     def __init__(self, files: CacheFiles, budget: int) -> None:
@@ -34,7 +42,7 @@ class DiskUsage:
         self.read = 0
         self.quarantined = 0
         self._files = files
-        self._quarantine = files.root / "quarantine"
+        self._quarantine = files.root / _QUARANTINE
         self._sizes: dict[str, int] = {}
         self._kinds: dict[str, str] = {}  # of blocks, where it is not base's keys and values
         self._by_kind: Counter[str] = Counter()
@@ -63,8 +71,18 @@ class DiskUsage:
         """Bytes of the file at `path`; 0 where there is none."""
         return self._sizes.get(str(path), 0)
 
+    @property
+    def free(self) -> int:
+        """Bytes left of the budget; negative when it was lowered since the files were written."""
+        return self.budget - self.total
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """The total by what files hold: keys and values of base, residuals, recurrent state, agents, rejected files."""
+        return {kind: self._by_kind[kind] for kind in (BASE_CACHE, RESIDUAL, STATE, AGENTS, _QUARANTINE)}
+
     def bytes_of(self, kind: str) -> int:
-        """Bytes of all files of that kind."""
+        """Bytes of all files of that kind, of every model."""
         return self._by_kind[kind]
 
     def classify(self, path: str, kind: str) -> None:
@@ -116,9 +134,9 @@ class DiskUsage:
         Raises:
             DiskBudgetExceeded: they do not.
         """
-        if self.total + num_bytes > self.budget:
+        if num_bytes > self.free:
             self._empty_quarantine()
-        if self.total + num_bytes > self.budget:
+        if num_bytes > self.free:
             message = f"{num_bytes} bytes more would pass the disk budget: {self.total} of {self.budget} are in use"
             raise DiskBudgetExceeded(message, num_bytes)
 

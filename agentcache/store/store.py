@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
-from agentcache.blocks.ledger import STATE
+from agentcache.blocks.keys import BASE_CACHE
 from agentcache.errors import BlockMissing, BlockRejected, BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.names import is_name
-from agentcache.store.agent_folder import AgentFolder, SavedAgent
+from agentcache.store.agent_folder import AgentFolder
 from agentcache.store.atomic import Fault, as_store_error
 from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockCopy, BlockFolder, BlockWrite
@@ -33,6 +32,7 @@ from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
 from agentcache.store.lock import FolderLock
 from agentcache.store.manifest import AgentRecord
+from agentcache.store.saved_agents import SavedAgents
 
 __all__ = ["AgentRecord", "BlockWrite", "Store"]
 
@@ -56,6 +56,7 @@ class Store:
         fault: called with the name of each step of the write path, for crash tests.
 
     Attributes:
+        usage: bytes of all files, and the budget; to be looked at, and changed by the folders of files alone.
         when_lost: called on the writer thread when files were found to be gone; `has` knows which.
 
     Raises:
@@ -78,8 +79,8 @@ class Store:
             _make_root(root)
             self._files = CacheFiles(root)
             self._block_dir, self._agent_dir = root / "blocks", root / "agents" / model_fingerprint[:16]
-            self._usage = DiskUsage(self._files, disk_budget)
-            self._blocks = BlockFolder(self._files, self._block_dir, self._specs, self._usage, fault)
+            self.usage = DiskUsage(self._files, disk_budget)
+            self._blocks = BlockFolder(self._files, self._block_dir, self._specs, self.usage, fault)
             self._lock = FolderLock(self._files)
             try:
                 self._take_stock()
@@ -93,11 +94,11 @@ class Store:
             self._files.make_folder(folder)
         lasting = (self._files.root, self._block_dir, self._agent_dir.parent, self._agent_dir)
         self._files.lasting = [str(folder) for folder in lasting]
-        self._usage.start_over()
-        self._usage.adopt_folders(self._block_dir)
-        models = self._usage.adopt_folders(self._agent_dir.parent)
-        self._agents_by_model = {path.name: AgentFolder(self._files, path, self._usage, self._fault) for path in models}
-        self._agents = self._agents_by_model[self._model[:16]]
+        self.usage.start_over()
+        self.usage.adopt_folders(self._block_dir)
+        models = self.usage.adopt_folders(self._agent_dir.parent)
+        folders = {path.name: AgentFolder(self._files, path, self.usage, self._fault) for path in models}
+        self._agents = SavedAgents(folders, self._model, self._spec.digest, self._blocks)
         self._folders = self._identities()
 
     # --- folders that somebody removes ---
@@ -108,12 +109,9 @@ class Store:
         with self._files.keep_open() as is_outermost:
             if is_outermost:
                 with as_store_error("use the cache folder"):
-                    self._look_at_folders()
+                    if not self._lock.is_in_place() or self._identities() != self._folders:
+                        self._start_over()
             yield
-
-    def _look_at_folders(self) -> None:
-        if not self._lock.is_in_place() or self._identities() != self._folders:
-            self._start_over()
 
     def _identities(self) -> list[tuple[int, int]]:
         try:
@@ -128,8 +126,7 @@ class Store:
         if not self._lock.is_in_place():
             self._lock_again()
         self._take_stock()
-        for folder in self._agents_by_model.values():
-            self._load(folder)
+        self._agents.load_all()
         self.when_lost()
 
     def _lock_again(self) -> None:
@@ -154,15 +151,7 @@ class Store:
             StoreError: the folder cannot be tidied up.
         """
         with as_store_error("load the agents"):
-            self._load(self._agents)
-        return [agent.record(self._spec.digest) for agent in self._agents.agents if agent.manifest.model == self._model]
-
-    def _load(self, folder: AgentFolder) -> None:
-        """Read a folder's agents, and learn from them what the blocks that they name hold."""
-        folder.load()
-        for agent in folder.agents:
-            for kind, keys in agent.keys_by_kind():
-                self._blocks.classify(keys, kind)
+            return [agent.record(self._spec.digest) for agent in self._agents.load_served()]
 
     def save_agent(self, record: AgentRecord) -> int:
         """Make a lineage durable; its blocks have to be. Returns the bytes written, O(what is new since its last save).
@@ -176,14 +165,15 @@ class Store:
         if record.model != self._model:
             raise BrokenInvariant(f"agent {record.id} is of model {record.model}, not of {self._model}")
         with as_store_error(f"save agent {record.name}"), self.visit():
-            unreadable = self._unreadable_blocks(record.name)
-            written = self._agents.save(record, self._spec.digest, tuple(group.name for group in self._spec.all_groups))
-            self._delete_unnamed(unreadable)
+            unreadable = self._agents.unreadable_blocks(record.name)
+            groups = tuple(group.name for group in self._spec.all_groups)
+            written = self._agents.served.save(record, self._spec.digest, groups)
+            self._delete_unreadable(unreadable)
             return written
 
     def has_agent(self, name: str) -> bool:
         """Whether the lineage of that name has ever been saved, and not deleted since. From any thread."""
-        return self._agents.has(name)
+        return self._agents.served.has(name)
 
     def delete_agent(self, name: str) -> None:
         """Remove the manifest and log of the lineage of that name, if there are any; its blocks may be shared and stay.
@@ -192,20 +182,14 @@ class Store:
             StoreError: they could not be removed.
         """
         with as_store_error(f"delete agent {name}"), self.visit():
-            unreadable = self._unreadable_blocks(name)
-            self._agents.delete(name)
-            self._delete_unnamed(unreadable)
+            unreadable = self._agents.unreadable_blocks(name)
+            self._agents.served.delete(name)
+            self._delete_unreadable(unreadable)
 
-    def _unreadable_blocks(self, name: str) -> list[str]:
-        """Keys of what the lineage of that name has on disk in another precision: only its manifest knows them."""
-        agent = self._agents.find(name)
-        return [] if agent is None or not self._is_apart(agent) else list(agent.block_keys())
-
-    def _delete_unnamed(self, unreadable: list[str]) -> None:
-        """Remove blocks in another precision that a lineage named, but for those that it shared with others."""
-        if unreadable:
-            named = {key for agent in self._all_agents() if self._is_apart(agent) for key in agent.block_keys()}
-            self.delete_blocks(key for key in unreadable if key not in named)
+    def _delete_unreadable(self, keys: Sequence[str]) -> None:
+        """Blocks in another precision that a lineage named, and no other: only its manifest knew them."""
+        if keys:
+            self.delete_blocks(keys)
 
     # --- blocks ---
 
@@ -299,39 +283,26 @@ class Store:
             StoreError: a file could not be removed.
         """
         with as_store_error("collect orphans"):
-            for folder in self._agents_by_model.values():
-                self._load(folder)
-            return self._blocks.delete_all_but(key for agent in self._all_agents() for key in agent.block_keys())
+            self._agents.load_all()
+            return self._blocks.delete_all_but(self._agents.block_keys())
 
-    def evict_apart(self) -> int:
-        """Remove the blocks of the least recently used agent of another model, or precision, that has any.
+    def evict_unreadable(self) -> int:
+        """Remove the blocks of the least recently used lineage of another model, or precision, that has any.
 
         Returns the bytes freed. Its transcript stays. The engine cannot reach these blocks, so only this, and the
-        agent's own next turn, frees the disk they take.
+        lineage's own next turn, frees the disk they take.
         Knows the other models once `collect_orphans` has run.
 
         Raises:
             StoreError: a file could not be removed.
         """
-        agent = self._stalest_apart()
+        agent = self._agents.stalest_unreadable(self.has)
         return 0 if agent is None else self.delete_blocks(agent.block_keys())
 
-    def apart_last_used(self) -> float | None:
-        """When the agent that `evict_apart` would take was used last, in seconds since 1970; None without one."""
-        agent = self._stalest_apart()
+    def unreadable_last_used(self) -> float | None:
+        """When what `evict_unreadable` would take was used last, in seconds since 1970; None without any."""
+        agent = self._agents.stalest_unreadable(self.has)
         return None if agent is None else agent.manifest.last_used
-
-    def _stalest_apart(self) -> SavedAgent | None:
-        apart = (agent for agent in self._all_agents() if self._is_apart(agent))
-        with_blocks = (agent for agent in apart if any(map(self.has, agent.block_keys())))
-        return min(with_blocks, key=lambda agent: agent.manifest.last_used, default=None)
-
-    def _all_agents(self) -> list[SavedAgent]:
-        return [agent for folder in self._agents_by_model.values() for agent in folder.agents]
-
-    def _is_apart(self, agent: SavedAgent) -> bool:
-        """Whether its blocks are of another model, or in another precision: they wait for a server that reads them."""
-        return agent.manifest.model != self._model or not agent.fits(self._spec.digest)
 
     # --- numbers ---
 
@@ -340,49 +311,9 @@ class Store:
         """The cache groups of the served model; the last one is the recurrent state's, where it has any."""
         return self._spec.all_groups
 
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of all files: blocks, manifests, logs, quarantine."""
-        return self._usage.total
-
-    @property
-    def disk_bytes_by(self) -> dict[str, int]:
-        """The same by what they hold: keys and values of base, residuals, recurrent state, agents, rejected files."""
-        return {kind: self._usage.bytes_of(kind) for kind in (BASE_CACHE, RESIDUAL, STATE, "agents", "quarantine")}
-
-    @property
-    def disk_budget(self) -> int:
-        """Bytes that they may take."""
-        return self._usage.budget
-
-    @property
-    def agent_bytes(self) -> int:
-        """Of these, bytes of all manifests and logs, of every model."""
-        return self._usage.bytes_of("agents")
-
     def block_bytes(self, keys: Iterable[str]) -> int:
-        """Of these, bytes of these blocks' files."""
+        """Bytes of these blocks' files."""
         return sum(map(self._blocks.size_of, keys))
-
-    @property
-    def free_budget(self) -> int:
-        """Bytes left of the budget; negative when it was lowered since the files were written."""
-        return self._usage.budget - self._usage.total
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes written since start."""
-        return self._usage.written
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of blocks read since start."""
-        return self._usage.read
-
-    @property
-    def quarantined(self) -> int:
-        """Blocks and agents rejected since start."""
-        return self._usage.quarantined
 
 
 def _make_root(root: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import mlx.core as mx
 import typer
 
-from agentcache.config import load_config
+from agentcache.config_sources import load_config
 from agentcache.errors import AgentCacheError
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.text.tokenizer import Tokenizer

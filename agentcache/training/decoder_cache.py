@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from agentcache.kv.arena import dequantise, quantise
-from agentcache.kv.spec import Quantisation
+from agentcache.kv.packing import Quantisation
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.spec import CacheSpec, Quantisation
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.fingerprint import model_fingerprint
 from agentcache.models.hosting import host

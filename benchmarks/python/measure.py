@@ -12,7 +12,8 @@ from typing import Any
 from rich.table import Table
 
 from agentcache.bench.reporter import Report, Reporter, number_table
-from agentcache.config import Config, load_config
+from agentcache.config import Config
+from agentcache.config_sources import load_config
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.models.builtin.random_model import random_model_path
 from agentcache.server.app import create_app

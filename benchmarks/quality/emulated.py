@@ -14,8 +14,8 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from agentcache.kv.arena import dequantise, quantise
+from agentcache.kv.packing import Packing, Plain, Quantisation
 from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits
-from agentcache.kv.spec import Packing, Plain, Quantisation
 
 _CENTRED_TOKENS = 256  # those of a first block
 

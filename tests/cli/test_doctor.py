@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 
 from agentcache.cli import doctor
 from agentcache.cli.doctor_model import examine_model
-from agentcache.config import Config, load_config
+from agentcache.config import Config
+from agentcache.config_sources import load_config
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.lock import FolderLock
 from tests.cli.conftest import Invoke

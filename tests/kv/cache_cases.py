@@ -10,7 +10,8 @@ import numpy as np
 from agentcache.blocks.pool import BlockPool
 from agentcache.kv.arena import LayerArena, Packed, dequantise, quantise
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
-from agentcache.kv.spec import LayerSpec, Quantisation
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import LayerSpec
 
 HEADS, DIM = 2, 32
 QUANTISATION = Quantisation(4, 32)

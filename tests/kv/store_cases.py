@@ -15,15 +15,8 @@ from agentcache.blocks.keys import BASE_CACHE, BASE_PRODUCER, BLOCK_SIZE, Namesp
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.kv.block_layout import Array, block_tensors
-from agentcache.kv.spec import (
-    CacheSpec,
-    GroupSpec,
-    LayerSpec,
-    Quantisation,
-    TensorSpec,
-    attention_group,
-    make_groups,
-)
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, attention_group, make_groups
 from agentcache.store import block_file
 from agentcache.store.atomic import Fault
 from agentcache.store.block_extras import Extras

@@ -28,10 +28,10 @@ def test_an_agent_survives_a_restart(tmp_path: Path) -> None:
     record = make_record("alice", make_transcript(700, stem="é"), num_saved=600, **fields)
     with open_store(tmp_path) as store:
         written = store.save_agent(record)
-        assert written == store.written_bytes == store.disk_bytes == size_on_disk(tmp_path)
+        assert written == store.usage.written == store.usage.total == size_on_disk(tmp_path)
     with open_store(tmp_path) as store:
         assert store.load_agents() == [record]
-        assert store.disk_bytes == written
+        assert store.usage.total == written
 
 
 @pytest.mark.parametrize("producer", [Producer("aa", 300, frozenset([1])), Producer("bb", 0, frozenset([0, 1]))])
@@ -134,7 +134,7 @@ def test_nothing_is_remembered_of_lineages_that_are_gone(tmp_path: Path) -> None
             store.save_agent(make_record("a", make_transcript(5), lineage=f"l{number}"))
             store.delete_agent(f"a~l{number}")
         store.save_agent(make_record("a", make_transcript(5)))
-        assert set(store._agents._generations) == {"a"}
+        assert set(store._agents.served._generations) == {"a"}
         assert store.has_agent("a") and not store.has_agent("a~l0")
 
 
@@ -152,7 +152,7 @@ def test_a_lineage_renamed_on_disk_is_rejected(tmp_path: Path) -> None:
         path.rename(path.with_name(path.name.replace("~5e", "~6f")))
     with open_store(tmp_path) as store:
         assert store.load_agents() == []
-        assert store.quarantined == 1
+        assert store.usage.quarantined == 1
 
 
 def test_a_deleted_agent_stays_deleted(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_deleted_agent_stays_deleted(tmp_path: Path) -> None:
         store.save_agent(make_record("a", make_transcript(5)))
         store.delete_agent("a")
         store.delete_agent("a")
-        assert store.disk_bytes == 0 and tree(tmp_path) == []
+        assert store.usage.total == 0 and tree(tmp_path) == []
     with open_store(tmp_path) as store:
         assert store.load_agents() == []
 
@@ -185,7 +185,7 @@ def test_a_damaged_agent_is_quarantined_and_the_others_load(
             assert len(store.load_agents()) == 2  # bytes behind the valid end of a log do not count
             return
         assert [record.id for record in store.load_agents()] == ["good"]
-        assert store.quarantined >= 1
+        assert store.usage.quarantined >= 1
         assert path.name in [name.rpartition(".")[0] for name in quarantined(tmp_path)]
         store.save_agent(make_record("bad", make_transcript(6)))
     with open_store(tmp_path, disk_budget=1 << 50) as store:
@@ -204,7 +204,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "cache", copy)
         (agents_folder(copy) / "a.json").write_bytes(damaged)
         with open_store(copy) as store:
-            assert store.load_agents() == [] and store.quarantined == 1
+            assert store.load_agents() == [] and store.usage.quarantined == 1
         shutil.rmtree(copy)
 
 
@@ -220,7 +220,7 @@ def test_agents_renamed_or_swapped_on_disk_are_rejected(tmp_path: Path) -> None:
     (folder / "c.1.log").write_bytes((folder / "a.1.log").read_bytes())
     with open_store(tmp_path) as store:
         assert store.load_agents() == []
-        assert store.quarantined == 3
+        assert store.usage.quarantined == 3
 
 
 def test_a_manifest_of_an_unknown_format_is_rejected(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_manifest_of_an_unknown_format_is_rejected(tmp_path: Path) -> None:
     manifest = agents_folder(tmp_path) / "a.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"format_version": "2"', b'"format_version": "0"'))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [] and store.quarantined == 1
+        assert store.load_agents() == [] and store.usage.quarantined == 1
 
 
 def test_a_log_lost_while_running_is_written_anew(tmp_path: Path) -> None:
@@ -248,9 +248,9 @@ def test_a_log_of_cut_back_histories_is_compacted(tmp_path: Path) -> None:
         for transcript in transcripts:
             store.save_agent(make_record("a", transcript))
             live = 200 * (3 + 11) + 1500
-            assert store.disk_bytes == size_on_disk(tmp_path) < 2 * live + 1500
+            assert store.usage.total == size_on_disk(tmp_path) < 2 * live + 1500
         assert len(_agent_files(tmp_path)) == 2
-        assert store.written_bytes < 40 * 3 * live
+        assert store.usage.written < 40 * 3 * live
     with open_store(tmp_path) as store:
         assert store.load_agents() == [make_record("a", transcripts[-1])]
 

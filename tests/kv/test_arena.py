@@ -25,16 +25,8 @@ from agentcache.kv.arena import (
     take_due,
 )
 from agentcache.kv.block_layout import Place
-from agentcache.kv.spec import (
-    CacheSpec,
-    GroupSpec,
-    LayerSpec,
-    Quantisation,
-    TensorSpec,
-    attention_group,
-    make_groups,
-    tensor_name,
-)
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, attention_group, make_groups, tensor_name
 from tests.examples import examples
 from tests.kv.store_cases import named_tensors
 

@@ -12,7 +12,7 @@ from mlx_lm.models.base import create_causal_mask
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
-from agentcache.kv.spec import PARTS
+from agentcache.kv.packing import PARTS
 from agentcache.kv.step_plan import Reads
 from tests.examples import examples
 from tests.kv.cache_cases import DIM, HEADS, Desk, History, assert_rows, batch_of, step

@@ -13,7 +13,8 @@ from safetensors.numpy import load
 
 from agentcache.blocks.keys import Namespace
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
-from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, attention_group
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import CacheSpec, LayerSpec, attention_group
 from agentcache.store import block_file
 from agentcache.store.block_file import (
     BlockHeader,

@@ -33,13 +33,13 @@ def test_blocks_survive_a_restart(tmp_path: Path) -> None:
     blocks = [make_block((1, 2, index), seed=index) for index in range(5)]
     with open_store(tmp_path) as store:
         written = store.write_blocks(blocks)
-        assert written == store.written_bytes == store.disk_bytes == size_on_disk(tmp_path)
+        assert written == store.usage.written == store.usage.total == size_on_disk(tmp_path)
     with open_store(tmp_path) as store:
         for block in blocks:
             assert store.has(block.header.block_key)
             for name, array in tensor_views(SPEC, block.header, store.read_block(block.header).data).items():
                 np.testing.assert_array_equal(array, tensors_of(block)[name])
-        assert store.read_bytes == store.disk_bytes == written
+        assert store.usage.read == store.usage.total == written
 
 
 def test_a_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_block_removed_behind_our_back_is_missing_and_can_be_written_again(tmp
         block_file(tmp_path, block).unlink()
         with pytest.raises(BlockMissing):
             store.read_block(block.header)
-        assert store.disk_bytes == 0
+        assert store.usage.total == 0
         assert store.write_blocks([block]) > 0
         assert store.read_block(block.header).data.any()
 
@@ -74,7 +74,7 @@ def test_deleting_blocks_frees_their_bytes(tmp_path: Path) -> None:
         store.write_blocks([first, second])
         assert store.delete_blocks([first.header.block_key, "0" * 40]) == encoded_size(SPEC, first)
         assert not store.has(first.header.block_key) and store.has(second.header.block_key)
-        assert store.disk_bytes == encoded_size(SPEC, second) == size_on_disk(tmp_path)
+        assert store.usage.total == encoded_size(SPEC, second) == size_on_disk(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["", "../../etc/passwd", "A" * 40, "0" * 39, "0" * 40 + "\n"])
@@ -89,7 +89,7 @@ def test_a_malformed_block_undoes_its_batch(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         with pytest.raises(StoreError, match="not finite"):
             store.write_blocks([good, bad])
-        assert tree(tmp_path) == [] and store.disk_bytes == 0 and not store.has(good.header.block_key)
+        assert tree(tmp_path) == [] and store.usage.total == 0 and not store.has(good.header.block_key)
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
@@ -108,7 +108,7 @@ def test_a_damaged_block_is_quarantined_and_counted_once(
             for _ in range(2):
                 with pytest.raises((BlockRejected, BlockMissing)):
                     store.read_block(block.header)
-        assert store.quarantined == 1
+        assert store.usage.quarantined == 1
         assert not store.has(block.header.block_key)
         assert [name.rpartition(".")[0] for name in quarantined(tmp_path)] == [f"{block.header.block_key}.safetensors"]
         if not restart:
@@ -128,7 +128,7 @@ def test_blocks_swapped_between_agents_are_rejected(tmp_path: Path) -> None:
         for block in (first, second):
             with pytest.raises(BlockRejected, match="block_key"):
                 store.read_block(block.header)
-        assert store.quarantined == 2
+        assert store.usage.quarantined == 2
 
 
 def test_a_rejected_file_cannot_break_the_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -163,8 +163,8 @@ def test_readers_on_many_threads_reject_a_file_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert len(outcomes) == 8 and BlockRejected in outcomes
-        assert store.quarantined == 1 and len(quarantined(tmp_path)) == 1
-        assert store.disk_bytes == size_on_disk(tmp_path)
+        assert store.usage.quarantined == 1 and len(quarantined(tmp_path)) == 1
+        assert store.usage.total == size_on_disk(tmp_path)
 
 
 def test_a_linked_folder_of_blocks_is_not_followed(tmp_path: Path) -> None:

@@ -80,4 +80,4 @@ def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(os, "readv", readv_once)
         with pytest.raises(BlockRejected, match="the file ends before"):
             store.read_block(block.header)
-        assert store.quarantined == 1
+        assert store.usage.quarantined == 1

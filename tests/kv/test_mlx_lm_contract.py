@@ -12,7 +12,8 @@ from mlx_lm.utils import load_model
 from agentcache.blocks.pool import BlockPool
 from agentcache.kv.arena import LayerArena, quantise
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
-from agentcache.kv.spec import LayerSpec, Quantisation
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import LayerSpec
 from tests.conftest import ModelFolder
 from tests.kv.cache_cases import DIM, HEADS, Desk, History, assert_rows, batch_of
 

@@ -169,7 +169,7 @@ def test_a_store_keeps_them_and_finds_damage(tmp_path: Path, group: str, damage:
     with open_store(tmp_path, spec=OTHER, disk_budget=1 << 50) as store:
         with pytest.raises((BlockRejected, BlockMissing)):  # what is no file is found at the start
             store.read_block(block.header)
-        assert store.quarantined == 1 and len(quarantined(tmp_path)) == 1
+        assert store.usage.quarantined == 1 and len(quarantined(tmp_path)) == 1
         store.write_blocks([block])
         assert store.read_block(block.header).data.any() and store.read_block(sound.header).data.any()
 
@@ -191,8 +191,8 @@ def test_a_lineage_may_have_blocks_in_two_caches(tmp_path: Path) -> None:
         store.know_cache(CACHE, OTHER)
         store.write_blocks([*base, *residual])
         store.save_agent(record)
-        written = store.disk_bytes_by
-        assert sum(written.values()) == store.disk_bytes
+        written = store.usage.by_kind
+        assert sum(written.values()) == store.usage.total
         assert written["residual"] == store.block_bytes(block.header.block_key for block in residual) > 0
 
     names = [name for block in blocks for name in block.names]
@@ -202,7 +202,7 @@ def test_a_lineage_may_have_blocks_in_two_caches(tmp_path: Path) -> None:
         assert store.load_agents() == [record]
         assert store.collect_orphans() == 0
         assert all(store.has(block.header.block_key) for block in residual)
-        assert store.disk_bytes_by == written
+        assert store.usage.by_kind == written
         store.save_agent(replace(record, last_used=9.0))
         store.know_cache(CACHE, OTHER)
         for block in residual:
@@ -248,7 +248,7 @@ def test_a_log_with_blocks_that_the_manifest_does_not_name_is_rejected(tmp_path:
     (folder / "alice.json").write_bytes(encode_manifest(replace(manifest, caches=caches, log=end)))
     assert len(verify_folder(tmp_path).problems) == 1
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [] and store.quarantined == 1
+        assert store.load_agents() == [] and store.usage.quarantined == 1
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_what_may_not_stand_beside_base_is_rejected(tmp_path: Path, change: dict
     (folder / "alice.1.log").write_bytes(log)
     (folder / "alice.json").write_bytes(encode_manifest(replace(manifest, caches=(manifest.base, cache), log=end)))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [] and store.quarantined == 1
+        assert store.load_agents() == [] and store.usage.quarantined == 1

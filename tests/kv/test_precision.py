@@ -9,18 +9,10 @@ import pytest
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import GroupArena, dequantise, quantise
+from agentcache.kv.group_info import describe_group
+from agentcache.kv.packing import LayerPacking, Packing, Plain, Quantisation
 from agentcache.kv.precision import BITS, LayerBits, Precision
-from agentcache.kv.spec import (
-    CacheSpec,
-    LayerPacking,
-    LayerSpec,
-    Packing,
-    Plain,
-    Quantisation,
-    attention_group,
-    describe_group,
-    make_groups,
-)
+from agentcache.kv.spec import CacheSpec, LayerSpec, attention_group, make_groups
 from agentcache.kv.step_plan import Writes
 
 FOUR, EIGHT = LayerBits(4, 4), LayerBits(8, 8)

@@ -14,20 +14,17 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.errors import UnsupportedModel
+from agentcache.kv.group_info import CacheGroupInfo, describe_group, tokens_within
+from agentcache.kv.packing import Quantisation, quantisation_for
 from agentcache.kv.spec import (
-    CacheGroupInfo,
     CacheSpec,
     GroupSpec,
     LayerSpec,
-    Quantisation,
     RecurrentSpec,
     StateTensor,
     TensorSpec,
     attention_group,
-    describe_group,
     make_groups,
-    quantisation_for,
-    tokens_within,
 )
 
 LAYER = LayerSpec(0, num_kv_heads=2, key_dim=128, value_dim=64)

@@ -12,7 +12,8 @@ from agentcache.blocks.keys import STATE_GROUP, Namespace
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.errors import BlockRejected
-from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, RecurrentSpec, StateTensor, attention_group
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import CacheSpec, LayerSpec, RecurrentSpec, StateTensor, attention_group
 from agentcache.kv.states import StateArena
 from agentcache.store.block_file import make_header
 from agentcache.store.store import BlockWrite
@@ -122,7 +123,7 @@ def test_a_flipped_bit_shows(tmp_path: Path, offset: int) -> None:
         path.write_bytes(data)
         with pytest.raises(BlockRejected):
             store.read_block(header)
-        assert (store.quarantined, store.has(header.block_key)) == (1, False)
+        assert (store.usage.quarantined, store.has(header.block_key)) == (1, False)
 
 
 def test_what_is_not_finite_is_known() -> None:

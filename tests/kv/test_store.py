@@ -16,7 +16,7 @@ from agentcache.errors import (
     CacheFolderInUse,
     DiskBudgetExceeded,
 )
-from agentcache.kv.spec import Quantisation
+from agentcache.kv.packing import Quantisation
 from agentcache.store.store import Store
 from tests.kv.damage import block_file, flip, quarantined
 from tests.kv.store_cases import (
@@ -70,7 +70,7 @@ def test_blocks_in_another_precision_wait_until_their_agent_goes_on(tmp_path: Pa
     with open_store(tmp_path, spec=EIGHT_BITS) as store:
         store.load_agents()
         store.save_agent(replace(record, num_saved=0, blocks=()))
-        assert store.block_keys() == [] and store.disk_bytes == size_on_disk(tmp_path)
+        assert store.block_keys() == [] and store.usage.total == size_on_disk(tmp_path)
     with open_store(tmp_path) as store:
         assert store.load_agents() == [replace(record, num_saved=0, blocks=())]
 
@@ -88,7 +88,7 @@ def test_what_two_agents_share_in_another_precision_stays_for_the_other(tmp_path
             store.save_agent(replace(first, num_saved=0, blocks=()))
         else:
             store.delete_agent("first")
-        assert store.evict_apart() > 0  # room is needed
+        assert store.evict_unreadable() > 0  # room is needed
         assert store.block_keys() == []
 
 
@@ -99,9 +99,9 @@ def test_blocks_in_another_precision_go_when_room_is_needed(tmp_path: Path) -> N
         store.save_agent(record)
     with open_store(tmp_path, spec=EIGHT_BITS) as store:
         store.load_agents()
-        assert store.apart_last_used() == record.last_used
-        assert store.evict_apart() > 0
-        assert (store.apart_last_used(), store.evict_apart()) == (None, 0)
+        assert store.unreadable_last_used() == record.last_used
+        assert store.evict_unreadable() > 0
+        assert (store.unreadable_last_used(), store.evict_unreadable()) == (None, 0)
         assert store.load_agents() == [replace(record, num_saved=0, blocks=())]
 
 
@@ -115,7 +115,7 @@ def test_orphans_are_collected_and_named_blocks_stay(tmp_path: Path) -> None:
         assert store.collect_orphans() == 1  # also without load_agents
         assert not store.has(orphan.header.block_key)
         assert all(store.read_block(block.header).data.any() for block in make_turn(record))
-        assert store.disk_bytes == size_on_disk(tmp_path)
+        assert store.usage.total == size_on_disk(tmp_path)
 
 
 def test_of_a_shared_block_only_the_groups_that_are_named_stay(tmp_path: Path) -> None:
@@ -142,13 +142,13 @@ def test_blocks_of_other_models_can_be_evicted_oldest_first(tmp_path: Path) -> N
             store.write_blocks(make_turn(record))
             store.save_agent(record)
         store.collect_orphans()
-        assert store.evict_apart() == 0
+        assert store.evict_unreadable() == 0
     with open_store(tmp_path, model="f" * 32) as store:
         store.collect_orphans()
-        assert store.evict_apart() > 0
+        assert store.evict_unreadable() > 0
         assert [store.has(make_turn(record)[0].header.block_key) for record in (old, new)] == [False, True]
-        assert store.evict_apart() > 0
-        assert store.evict_apart() == 0
+        assert store.evict_unreadable() > 0
+        assert store.evict_unreadable() == 0
     with open_store(tmp_path) as store:
         assert [record.id for record in store.load_agents()] == ["new", "old"]
 
@@ -219,16 +219,16 @@ def test_the_disk_budget_holds_before_a_byte_is_written(tmp_path: Path) -> None:
     size = encoded_size(SPEC, first)
     with open_store(tmp_path, disk_budget=2 * size - 1) as store:
         store.write_blocks([first])
-        assert store.free_budget == size - 1 and store.disk_budget == 2 * size - 1
+        assert store.usage.free == size - 1 and store.usage.budget == 2 * size - 1
         with pytest.raises(DiskBudgetExceeded):
             store.write_blocks([second])
         with pytest.raises(DiskBudgetExceeded):
             store.save_agent(make_record("a", make_transcript(2000)))
-        assert size_on_disk(tmp_path) == size == store.disk_bytes == store.written_bytes
+        assert size_on_disk(tmp_path) == size == store.usage.total == store.usage.written
         store.delete_blocks([first.header.block_key])
         store.write_blocks([second])
     with open_store(tmp_path, disk_budget=1) as store:
-        assert store.free_budget == 1 - size
+        assert store.usage.free == 1 - size
 
 
 def test_quarantine_counts_and_gives_way_when_the_budget_is_tight(tmp_path: Path) -> None:
@@ -239,8 +239,8 @@ def test_quarantine_counts_and_gives_way_when_the_budget_is_tight(tmp_path: Path
         flip(block_file(tmp_path, first))
         with pytest.raises(BlockRejected):
             store.read_block(first.header)
-        assert store.disk_bytes == size
+        assert store.usage.total == size
     with open_store(tmp_path, disk_budget=2 * size - 1) as store:
-        assert store.disk_bytes == size
+        assert store.usage.total == size
         store.write_blocks([second])
-        assert quarantined(tmp_path) == [] and store.disk_bytes == size
+        assert quarantined(tmp_path) == [] and store.usage.total == size

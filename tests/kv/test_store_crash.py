@@ -53,7 +53,7 @@ def check_recovery(folder: Path) -> None:
         assert not any(name.endswith(".tmp") for name in tree(folder / "cache"))
         found = {record.name: record for record in store.load_agents()}
         assert found in possible_states(folder)
-        assert store.quarantined == 0
+        assert store.usage.quarantined == 0
         store.collect_orphans()
         check_files(folder / "cache", store, found)
         later = make_record("a", make_transcript(80, seed=5))
@@ -78,9 +78,9 @@ def check_files(cache_dir: Path, store: Store, found: State) -> None:
     names = tree(cache_dir)
     assert sorted(Path(name).stem for name in names if name.startswith("blocks")) == sorted(blocks)
     assert len([name for name in names if name.startswith("agents")]) == 2 * len(found)
-    assert store.disk_bytes == size_on_disk(cache_dir)
+    assert store.usage.total == size_on_disk(cache_dir)
     residuals = [block.header.block_key for block in blocks.values() if block.header.cache != BASE_CACHE]
-    assert store.disk_bytes_by["residual"] == store.block_bytes(residuals)
+    assert store.usage.by_kind["residual"] == store.block_bytes(residuals)
 
 
 def test_the_scenario_covers_the_whole_write_path(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_failure_at_any_step_loses_nothing(ram_path: Path) -> None:
         with open_crash_store(folder, fail_at(number)) as store:
             with pytest.raises(Crash, match=expected):
                 run_operations(store, folder)
-            assert store.disk_bytes == size_on_disk(folder / "cache"), expected
+            assert store.usage.total == size_on_disk(folder / "cache"), expected
         assert not any(name.endswith(".tmp") for name in tree(folder / "cache")), expected
         check_recovery(folder)
 

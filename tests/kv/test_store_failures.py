@@ -42,7 +42,7 @@ def test_a_full_disk_leaves_nothing_half_written(
             _fail_at(patch, function, call)
             failed = _saved_in_vain(store, new)
         assert not any(name.endswith(".tmp") for name in tree(tmp_path))
-        assert store.disk_bytes == size_on_disk(tmp_path)
+        assert store.usage.total == size_on_disk(tmp_path)
         if failed:
             assert files - set(tree(tmp_path)) == set()
     with open_store(tmp_path) as store:
@@ -125,6 +125,6 @@ def test_a_log_append_torn_at_any_byte_is_harmless(tmp_path: Path, data: st.Data
     with open_store(cache_dir) as store:
         assert store.load_agents() == [make_record("a", transcript.cut(20))]
         store.save_agent(make_record("a", transcript.cut(25)))
-        assert store.disk_bytes == size_on_disk(cache_dir)
+        assert store.usage.total == size_on_disk(cache_dir)
     with open_store(cache_dir) as store:
         assert store.load_agents() == [make_record("a", transcript.cut(25))]

@@ -89,7 +89,7 @@ def test_a_folder_replaced_by_a_link_is_not_written_through(tmp_path: Path, name
         assert contents(outside) == before
         replaced.unlink()
         turn(store, AFTER)
-        assert store.disk_bytes == size_on_disk(cache_dir)
+        assert store.usage.total == size_on_disk(cache_dir)
     with open_store(cache_dir) as store:
         assert store.load_agents() == [AFTER]
         assert all(store.read_block(block.header).data.any() for block in make_turn(AFTER))
@@ -103,7 +103,7 @@ def test_a_write_into_a_linked_shard_fails_as_a_whole(tmp_path: Path) -> None:
         block_file(cache_dir, make_turn(AFTER)[-1]).parent.symlink_to(outside)
         with pytest.raises(StoreError, match="link"):
             store.write_blocks(make_turn(AFTER))
-        assert store.disk_bytes == 0 and list(outside.iterdir()) == []
+        assert store.usage.total == 0 and list(outside.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["a.1.log", "a.json"])
@@ -162,7 +162,7 @@ def test_what_is_removed_is_made_again(tmp_path: Path, name: str) -> None:
             assert name == str(SHARD)  # whose other blocks were thought to be there
             turn(store, AFTER)
         assert len(told) == 1
-        assert store.disk_bytes == size_on_disk(cache_dir)
+        assert store.usage.total == size_on_disk(cache_dir)
         assert all(store.read_block(block.header).data.any() for block in make_turn(AFTER))
         missing = [block for block in make_turn(other) if not store.has(block.header.block_key)]
         assert (len(missing) == len(make_turn(other))) == (name in ("", "blocks"))
@@ -181,7 +181,7 @@ def test_one_block_that_is_removed_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(BlocksLost):
             store.require_blocks(block.header.block_key for block in make_turn(BEFORE))
         assert [store.has(block.header.block_key) for block in make_turn(BEFORE)].count(False) == 1
-        assert store.disk_bytes == size_on_disk(tmp_path)
+        assert store.usage.total == size_on_disk(tmp_path)
 
 
 def test_deleting_from_a_folder_that_is_gone(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_deleting_from_a_folder_that_is_gone(tmp_path: Path) -> None:
         shutil.rmtree(cache_dir)
         store.delete_agent("a")
         assert store.delete_blocks([block.header.block_key for block in make_turn(BEFORE)]) == 0
-        assert store.disk_bytes == 0
+        assert store.usage.total == 0
 
 
 def test_a_folder_that_another_process_has_taken_over_is_left_alone(tmp_path: Path) -> None:

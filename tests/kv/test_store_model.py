@@ -109,8 +109,8 @@ class StoreMachine(RuleBasedStateMachine):
     def bytes_and_files_agree(self) -> None:
         if not hasattr(self, "store"):
             return
-        assert self.store.disk_bytes == size_on_disk(self.folder)
-        assert self.store.quarantined == 0
+        assert self.store.usage.total == size_on_disk(self.folder)
+        assert self.store.usage.quarantined == 0
         assert all(self.store.has(key) for key in self.blocks)
         names = tree(self.folder)
         assert len([name for name in names if name.startswith("blocks")]) == len(self.blocks)

@@ -70,7 +70,7 @@ def test_conversations_stay_and_blocks_go_quietly(old: Path, caplog: pytest.LogC
     with open_store(old) as store:
         assert store.load_agents() == [forgotten(ALICE), forgotten(BOB)]
         assert store.collect_orphans() == BLOCKS
-        assert store.quarantined == 0
+        assert store.usage.quarantined == 0
     assert not caplog.records
     assert not list((old / "blocks").glob("??/*.safetensors")) and not quarantined(old)
     with open_store(old) as store:
@@ -118,7 +118,7 @@ def test_blocks_of_other_models_go_too_and_their_conversations_stay(old: Path) -
     with open_store(old, model=OTHER_MODEL) as store:
         assert store.load_agents() == []
         assert store.collect_orphans() == BLOCKS
-        assert store.evict_apart() == 0
+        assert store.evict_unreadable() == 0
     with open_store(old) as store:
         assert [record.name for record in store.load_agents()] == ["alice", "bob~5e"]
 
@@ -127,7 +127,7 @@ def test_a_damaged_conversation_is_quarantined(old: Path) -> None:
     flip(agents_folder(old) / "alice.1.log")
     with open_store(old) as store:
         assert store.load_agents() == [forgotten(BOB)]
-        assert store.quarantined == 1
+        assert store.usage.quarantined == 1
 
 
 def test_a_log_of_one_version_does_not_fit_the_manifest_of_another(old: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.kv.spec import Quantisation
+from agentcache.kv.packing import Quantisation
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, complete

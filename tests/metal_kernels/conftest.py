@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from agentcache.metal_kernels.append import APPEND
-from agentcache.metal_kernels.decode_text import DECODE, MERGE
+from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import KernelText
-from agentcache.metal_kernels.latent_decode import LATENT_DECODE
+from agentcache.metal_kernels.latent_text import LATENT_DECODE
+from agentcache.metal_kernels.merge import MERGE
 from agentcache.metal_kernels.unpack import UNPACK
 from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.run import PLAIN, EmulatedKernel, Result, Schedule

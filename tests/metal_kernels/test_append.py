@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from agentcache.kv.arena import quantise
-from agentcache.kv.spec import Quantisation
+from agentcache.kv.packing import Quantisation
 from agentcache.metal_kernels.append import packed_alone
 from agentcache.metal_kernels.definition import packed, unpacked
 from tests.metal_kernels.cases import DTYPES

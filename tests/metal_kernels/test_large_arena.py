@@ -15,7 +15,7 @@ from agentcache.metal_kernels.decode import decode
 from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.latent_cases import LatentCase, Latents
-from agentcache.metal_kernels.latent_decode import LATENT_DECODE
+from agentcache.metal_kernels.latent_text import LATENT_DECODE
 from agentcache.metal_kernels.unpack import UNPACK, unpack
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.build import clang

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from agentcache.kv.arena import quantise
-from agentcache.kv.spec import Quantisation
+from agentcache.kv.packing import Quantisation
 from agentcache.metal_kernels.append import Places, append
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
 from tests.marks import slow

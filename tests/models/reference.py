@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from agentcache.kv.arena import dequantise, quantise
-from agentcache.kv.spec import Quantisation
+from agentcache.kv.packing import Quantisation
 
 
 def naive_attention(

@@ -11,7 +11,8 @@ import pytest
 from agentcache.blocks.pool import BlockPool
 from agentcache.kv.arena import LayerArena, Packed, dequantise
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
-from agentcache.kv.spec import LayerSpec, Quantisation
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV
 from agentcache.models import attention
 from agentcache.models.attention import MAX_PACKED_QUERIES, AttentionOptions, paged_attention

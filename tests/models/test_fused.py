@@ -18,7 +18,8 @@ import pytest
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import ConfigError
 from agentcache.kv.arena import GroupArena, LayerArena
-from agentcache.kv.spec import LayerSpec, Quantisation, attention_group
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import LayerSpec, attention_group
 from agentcache.kv.step_plan import Writes
 from agentcache.llm import LLM, Completion
 from agentcache.metal_kernels.append import APPEND

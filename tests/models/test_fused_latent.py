@@ -13,7 +13,8 @@ import pytest
 
 from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena
-from agentcache.kv.spec import LayerSpec, Quantisation
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import Handle, PagedKV
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.metal_kernels.latent_shape import LatentShape

@@ -13,7 +13,8 @@ from mlx_lm.models.cache import QuantizedKVCache
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
-from agentcache.kv.spec import LayerSpec, Quantisation
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models import interception

@@ -13,7 +13,9 @@ import mlx.core as mx
 import pytest
 
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.spec import GroupKind, LayerPacking, LayerSpec, Quantisation
+from agentcache.kv.group_info import GroupKind
+from agentcache.kv.packing import LayerPacking, Quantisation
+from agentcache.kv.spec import LayerSpec
 from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape

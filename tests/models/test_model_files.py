@@ -15,7 +15,7 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.arena import dequantise
-from agentcache.kv.spec import Quantisation
+from agentcache.kv.packing import Quantisation
 from agentcache.models.mla import is_expanded
 from agentcache.models.survey import CacheRef, Paged, Survey
 from tests.marks import slow

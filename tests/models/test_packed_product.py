@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentcache.kv.arena import Packed, dequantise, quantise
-from agentcache.kv.spec import Quantisation
+from agentcache.kv.packing import Quantisation
 from agentcache.models import packed_product as module
 from agentcache.models.packed_product import agrees, by_definition, by_kernel, packed_product
 

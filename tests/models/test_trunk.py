@@ -13,7 +13,8 @@ import pytest
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.trunk import Piece, TrunkPlan
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.spec import CacheSpec, LayerSpec, Quantisation, make_groups
+from agentcache.kv.packing import Quantisation
+from agentcache.kv.spec import CacheSpec, LayerSpec, make_groups
 from agentcache.models import loader
 from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.adapters import Adapter, producer_groups, trunk_cut

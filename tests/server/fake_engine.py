@@ -10,7 +10,7 @@ from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.blocks.ledger import RamUse
 from agentcache.blocks.prefix_match import Match
 from agentcache.errors import Conflict, NotFound, UnsupportedAdapter
-from agentcache.kv.spec import CacheGroupInfo, GroupKind
+from agentcache.kv.group_info import CacheGroupInfo, GroupKind
 from agentcache.pressure import Level
 from agentcache.report import (
     AdapterInfo,

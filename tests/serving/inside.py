@@ -344,7 +344,7 @@ def agent_info(engine: Engine, agent: str) -> AgentInfo:
 
 
 def evict_agent(engine: Engine, agent: str) -> None:
-    engine.operations.evict(agent, lambda _: None)
+    engine.eviction.evict(agent, lambda _: None)
 
 
 def delete_agent(engine: Engine, agent: str, done: Callable[[Saved], None]) -> None:
@@ -387,7 +387,7 @@ def make_room(engine: Engine, num_bytes: int) -> bool:
 
 def block_key(engine: Engine, node: Node, group: int) -> str:
     """The name of a block's file."""
-    return engine.persistence._disk._key(BlockName(node.chain, group))
+    return engine.persistence._disk.files.key(BlockName(node.chain, group))
 
 
 def set_fault(engine: Engine, fault: Fault, *, blocks: bool = True) -> Callable[[], None]:
@@ -396,7 +396,7 @@ def set_fault(engine: Engine, fault: Fault, *, blocks: bool = True) -> Callable[
     Args:
         blocks: also of blocks, and not only of agents.
     """
-    folders: list[Any] = [engine.persistence.store._agents]
+    folders: list[Any] = [engine.persistence.store._agents.served]
     if blocks:
         folders.append(engine.persistence.store._blocks)
     before = [folder._fault for folder in folders]

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.eviction import Eviction
 from agentcache.agents.in_use import InUse
 from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
@@ -88,6 +89,7 @@ class Desk:
             first_thought=lambda transcript: None,
         )
         self.restorer = Restorer(self.caches, self.store, self.posted.put, lambda: self.is_idle)
+        self.eviction = Eviction(self.caches, self.agents, self.persistence)
         self.operations = AgentOperations(self.caches, self.agents, self.persistence, self.in_use, self.restorer)
         self.persistence.index()
         for name in adapters:
@@ -194,7 +196,7 @@ class Desk:
 
     def evict(self, agent: str, kind: str | None = None) -> None:
         done: list[None] = []
-        self.operations.evict(agent, done.append, kind=kind)
+        self.eviction.evict(agent, done.append, kind=kind)
         self.settle(lambda: bool(done))
 
     def check(self) -> None:

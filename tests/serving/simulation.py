@@ -221,6 +221,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         turns=Turns(cache, tokenizer, none, persistence, InUse(), requests, device),
         agents=none,
         operations=none,
+        eviction=none,
         persistence=persistence,
         restorer=SimpleNamespace(restore=_restore),  # type: ignore[arg-type]
         adapters=adapters,

@@ -83,7 +83,7 @@ class DiskMachine(RuleBasedStateMachine):
         records = self.store.load_agents()
         assert {record.name: record for record in records} == self.saved
         self.disk = Disk(self.store, records, self.in_use, lambda cache: cache == OPEN)
-        self.disk.know_cache(OPEN, RESIDUAL_SPEC)
+        self.disk.files.know_cache(OPEN, RESIDUAL_SPEC)
         self.apply(self.disk.tidy())
 
     def fault(self, step: str) -> None:
@@ -107,7 +107,7 @@ class DiskMachine(RuleBasedStateMachine):
             idle = [name for name in before if name not in self.busy and name in self.saved]
             assert not any(self.saved[name].residual_of(CLOSED) for name in idle), "what is of no use now goes first"
         self.disk.clean_up()
-        assert not {name for name in outcome.deleted if self.disk.has(name)}
+        assert not {name for name in outcome.deleted if self.disk.files.has(name)}
         return outcome
 
     def make(self, agent_id: str, lineage: str, seed: int, num_tokens: int) -> AgentRecord:
@@ -116,7 +116,7 @@ class DiskMachine(RuleBasedStateMachine):
         if seed == 1:
             record = with_residual(record, OPEN, num_tokens)
         if seed == 2:  # its adapter goes while the turn is under way
-            self.disk.know_cache(CLOSED, RESIDUAL_SPEC)
+            self.disk.files.know_cache(CLOSED, RESIDUAL_SPEC)
             record = with_residual(record, CLOSED, num_tokens - num_tokens % 256 or num_tokens)
         return record
 
@@ -133,7 +133,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.turns.append(UnderWay(record, held))
         outcome = self.apply(self.disk.write(writes_of(record, held), held))
         assert outcome.written or outcome.error
-        assert not outcome.written or all(map(self.disk.has, held))
+        assert not outcome.written or all(map(self.disk.files.has, held))
 
     @precondition(lambda self: self.turns)
     @rule(data=st.data(), knows_all=st.booleans())
@@ -144,7 +144,7 @@ class DiskMachine(RuleBasedStateMachine):
         counted_on = [name for name in names if name not in turn.held]
         self.in_use.hold_blocks(counted_on)
         held = [*turn.held, *counted_on]
-        gone = {name for name in names if not self.disk.has(name)}
+        gone = {name for name in names if not self.disk.files.has(name)}
         writes = writes_of(turn.record, gone if knows_all else gone.difference(turn.held))
         outcome = self.apply(self.disk.commit(Turn(turn.record, names, writes, held)))
         if outcome.lost:
@@ -207,7 +207,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(step=st.sampled_from(["block", "log", "manifest"]), agent_id=IDS, seed=st.integers(0, 2))
     def commit_on_a_disk_that_fails(self, step: str, agent_id: str, seed: int) -> None:
         record = self.make(agent_id, FIRST_LINEAGE, seed, 300)
-        gone = [name for name in record.block_names if not self.disk.has(name)]
+        gone = [name for name in record.block_names if not self.disk.files.has(name)]
         self.in_use.hold_blocks(record.block_names)
         self.fails = step
         turn = Turn(record, record.block_names, writes_of(record, gone), record.block_names)
@@ -232,8 +232,8 @@ class DiskMachine(RuleBasedStateMachine):
         held = keys_of({name for turn in self.turns for name in turn.held})
         files = {Path(name).stem for name in tree(self.folder) if name.startswith("blocks")}
         assert named <= files <= named | held
-        assert self.store.disk_bytes == size_on_disk(self.folder)
-        assert self.store.quarantined == 0
+        assert self.store.usage.total == size_on_disk(self.folder)
+        assert self.store.usage.quarantined == 0
 
     @invariant()
     def manifests_are_what_was_saved(self) -> None:
@@ -285,7 +285,7 @@ def test_residuals_of_adapters_that_are_not_loaded_go_first(cache: str, tmp_path
     with open_store(tmp_path, disk_budget=size_on_disk(tmp_path) - 1) as store:
         disk = Disk(store, store.load_agents(), InUse(), lambda name: name == OPEN)
         outcome = disk.tidy()
-        assert outcome.error is None and store.free_budget >= 0
+        assert outcome.error is None and store.usage.free >= 0
         [reduced] = outcome.reduced
         without = new.without_residual(CLOSED) if cache == CLOSED else old.without_blocks()
         assert (reduced.before, reduced.after) == (new if cache == CLOSED else old, without)

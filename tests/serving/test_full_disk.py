@@ -250,7 +250,7 @@ def test_the_engine_does_not_wait_for_room(model: Path, tmp_path: Path, monkeypa
         return 0
 
     monkeypatch.setattr(Store, "write_blocks", find_no_room)
-    monkeypatch.setattr(Store, "evict_apart", evict_slowly)
+    monkeypatch.setattr(Store, "evict_unreadable", evict_slowly)
     with by_hand(model, tmp_path) as hand:
         alone = hand.submit(make_ids(700, seed=2), greedy(1), "alone")
         while not inside.is_saving(hand.engine, alone.generation):

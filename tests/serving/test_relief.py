@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.config import Config
+from agentcache.engine.dispatch import dispatch
 from agentcache.engine.messages import RelieveMemory
 from agentcache.errors import Overloaded
 from agentcache.gateway.async_engine import AsyncEngine
@@ -164,7 +165,7 @@ def test_requests_wait_for_one_another_and_none_is_refused(model: Path, tmp_path
 
 def tell(hand: ByHand, level: Level) -> None:
     told: list[object] = []
-    hand.engine.handle(RelieveMemory(level), told.append)
+    dispatch(hand.engine, RelieveMemory(level), told.append)
     assert told == [None]
     hand.engine.check_integrity()
 

@@ -39,7 +39,7 @@ def test_they_come_back_with_base_after_a_restart(ram_path: Path) -> None:
         before = made.info("alice")
         assert before.cache_state == "hot"
         assert 0 < before.residual_disk_bytes < before.residual_bytes < before.ram_bytes
-        assert made.store.disk_bytes_by["residual"] > before.residual_disk_bytes
+        assert made.store.usage.by_kind["residual"] > before.residual_disk_bytes
     assert verify_folder(ram_path).problems == ()
     with desk(ram_path) as made:
         after = made.info("alice")
@@ -137,12 +137,12 @@ def test_a_cache_that_is_closed_and_opened_again(ram_path: Path) -> None:
 def test_residuals_that_there_is_no_room_for_are_left_out(ram_path: Path) -> None:
     with desk(ram_path / "measured") as made:
         made.turn("alice", IDS, adapter=None)
-        room = made.store.disk_bytes + 8_000  # not for the residuals of 600 tokens, and their headers
+        room = made.store.usage.total + 8_000  # not for the residuals of 600 tokens, and their headers
     with desk(ram_path / "small", disk_budget=room) as made:
         assert made.turn("alice", IDS).error is None
         assert made.record("alice").residuals == () and made.record("alice").num_saved == 600
-        assert made.store.disk_bytes_by["residual"] == 0, "what was written early goes"
-        assert made.store.disk_bytes <= room
+        assert made.store.usage.by_kind["residual"] == 0, "what was written early goes"
+        assert made.store.usage.total <= room
 
 
 def test_residuals_that_are_lost_meanwhile_do_not_cost_the_turn(ram_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_residuals_that_neither_disk_nor_ram_has_are_not_named(ram_path: Path) -
         made.settle(lambda: bool(saved))
         assert saved[0].error is None
         assert made.record("alice").residuals == () and made.record("alice").num_saved == 600
-        assert made.store.disk_bytes_by["residual"] == 0
+        assert made.store.usage.by_kind["residual"] == 0
     assert verify_folder(ram_path).problems == ()
 
 
@@ -185,7 +185,7 @@ def test_residuals_that_neither_disk_nor_ram_has_are_not_named(ram_path: Path) -
 def test_a_fork_shares_residuals_and_one_with_another_adapter_base_only(ram_path: Path) -> None:
     with desk(ram_path) as made:
         made.turn("alice", IDS)
-        before = made.store.disk_bytes_by
+        before = made.store.usage.by_kind
         for name, adapter in (("bob", None), ("carl", "poet")):
             done: list[object] = []
             made.operations.fork("alice", name, done.append, adapter=adapter, policy=adapter and "residual")
@@ -193,16 +193,16 @@ def test_a_fork_shares_residuals_and_one_with_another_adapter_base_only(ram_path
         bob, carl = made.record("bob"), made.record("carl")
         assert bob.residuals == made.record("alice").residuals and carl.residuals == ()
         assert (carl.adapter, carl.policy, carl.blocks) == ("poet", "residual", bob.blocks)
-        after = made.store.disk_bytes_by
+        after = made.store.usage.by_kind
         assert (after["base"], after["residual"]) == (before["base"], before["residual"])
         for name in ("alice", "carl"):
             done = []
             made.operations.delete(name, done.append)
             made.settle(lambda done=done: bool(done))
-        assert made.store.disk_bytes_by["residual"] == before["residual"], "bob has them"
+        assert made.store.usage.by_kind["residual"] == before["residual"], "bob has them"
         made.operations.delete("bob", lambda saved: None)
         made.settle()
-        assert made.store.disk_bytes_by["residual"] == 0 == made.store.disk_bytes_by["base"]
+        assert made.store.usage.by_kind["residual"] == 0 == made.store.usage.by_kind["base"]
 
 
 @pytest.mark.parametrize("adapters", [[MATH], []], ids=["loaded", "not loaded"])
@@ -252,7 +252,7 @@ def test_a_kill_at_any_step_leaves_the_turn_before_or_this_one(ram_path: Path) -
             found.add(length)
             check_all_there(made, LONGER[:length])
             assert [each.num_saved for each in made.record("alice").residuals] == [length]
-            assert made.store.quarantined == 0
+            assert made.store.usage.quarantined == 0
         report = verify_folder(ram_path / str(number))
         assert (report.problems, report.missing_blocks, report.unnamed_blocks) == ((), 0, 0)
         shutil.rmtree(ram_path / str(number))
@@ -296,7 +296,7 @@ def test_a_damaged_file_is_quarantined_and_written_again(how: str, ram_path: Pat
     with desk(ram_path / "cache") as made:
         made.restore("alice")
         made.check()
-        assert made.store.quarantined > 0
+        assert made.store.usage.quarantined > 0
         assert made.cached(BASE_CACHE, IDS) == 600, "base is whole"
         assert made.cached(MATH, IDS) < 600
         assert made.turn("alice", LONGER).error is None

@@ -12,6 +12,7 @@ import pytest
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.engine import passes
+from agentcache.engine.dispatch import dispatch
 from agentcache.engine.messages import DropAdapter, PutAdapter
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter
 from agentcache.report import RestoreReport
@@ -68,7 +69,7 @@ def opened(model: Path, cache_dir: Path, folders: dict[str, Path], **settings: o
         modules = inside.loaded_model(hand.engine).adapters.modules
         contents = {name: read_adapter(folder, modules) for name, folder in folders.items()}
         for content in contents.values():
-            hand.engine.handle(PutAdapter(content), lambda there: None)
+            dispatch(hand.engine, PutAdapter(content), lambda there: None)
         mine = Hand(hand, contents)
         yield mine
         while hand.engine.has_work:
@@ -251,11 +252,11 @@ def test_an_adapter_goes_while_its_residuals_are_read_from_disk(hand: Hand) -> N
     hand.hand.evict("alice")
     outcome: list[object] = []
     inside.restore_agent(hand.engine, "alice", outcome.append)
-    hand.engine.handle(DropAdapter(hand.contents["ann"].adapter.digest), lambda dropped: None)
+    dispatch(hand.engine, DropAdapter(hand.contents["ann"].adapter.digest), lambda dropped: None)
     while not outcome:
         hand.hand.posted.get(timeout=30)()
     assert isinstance(outcome[0], RestoreReport) and outcome[0].restored_bytes > 0, "what there still is"
-    hand.engine.handle(PutAdapter(hand.contents["ann"]), lambda there: None)
+    dispatch(hand.engine, PutAdapter(hand.contents["ann"]), lambda there: None)
     again = hand.say("ann", [*PROMPT, 50], 4, agent="alice")
     hand.run(again)
     assert again.report.computed_tokens == 1, "its files have stayed"
@@ -308,14 +309,14 @@ def _some_operations(hand: Hand, rng: random.Random, count: int, forks: int) -> 
                         inside.evict_all(cache.prefix)
             case 7 if inside.agent_table(engine).ids:
                 agent = rng.choice(inside.agent_table(engine).ids)
-                engine.operations.evict(agent, lambda _: None, kind=rng.choice(["base", "residual", None]))
+                engine.eviction.evict(agent, lambda _: None, kind=rng.choice(["base", "residual", None]))
             case 8 if "al" in inside.agent_table(engine):
                 inside.fork_agent(engine, "al", f"fork{forks}-{number}", lambda saved: None)
             case 9 if not any(inside.requests(engine)) and not inside.is_saving(engine):
                 digest = hand.contents[rng.choice(list(hand.contents))].adapter.digest
-                engine.handle(DropAdapter(digest), lambda dropped: None)
+                dispatch(engine, DropAdapter(digest), lambda dropped: None)
                 for content in hand.contents.values():
-                    engine.handle(PutAdapter(content), lambda there: None)
+                    dispatch(engine, PutAdapter(content), lambda there: None)
             case _:
                 for _ in range(rng.randrange(1, 6)):
                     hand.hand.step()

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentcache.agents import restore
+from agentcache.agents import buffered_reads, restore
+from agentcache.agents.restoring import Restored
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.kv.arena import GroupArena, shares_memory
 from agentcache.kv.block_layout import Place
@@ -71,7 +72,7 @@ def load_full_blocks(made: Desk) -> None:
     root = made.caches.root(base, "")
     sequence = base.prefix.open(root, base.prefix.match_prefix(root, IDS[: FULL * 256], FULL * 256))
     base.arenas.fit()
-    done: list[restore.Restored] = []
+    done: list[Restored] = []
     made.restorer.restore(sequence, done.append)
     made.settle(lambda: bool(done))
     base.prefix.abandon(sequence)
@@ -125,7 +126,7 @@ def test_what_is_wrong_among_many_is_not_published(several_readers: None, saved:
     saved.operations.restore("alice", done.append)
     saved.settle(lambda: bool(done))
     assert saved.cached(BASE_CACHE, IDS) == 256
-    assert saved.store.quarantined == 1
+    assert saved.store.usage.quarantined == 1
     saved.check()
 
 
@@ -140,7 +141,7 @@ def test_a_request_that_comes_in_between_is_not_waited_for(
 ) -> None:
     """One file is read to where it belongs; then something is computed, and the others go through buffers."""
     monkeypatch.setattr(restore, "_MOST_AT_ONCE", 1)
-    monkeypatch.setattr(restore, "_BATCH_BLOCKS", 1)
+    monkeypatch.setattr(buffered_reads, "_BATCH_BLOCKS", 1)
     done: list[Any] = []
     saved.operations.restore("alice", done.append)
     while not moved.floats:
@@ -159,7 +160,7 @@ def test_slots_of_a_request_that_has_left_are_not_touched(saved: Desk, moved: Mo
     root = saved.caches.root(base, "")
     sequence = base.prefix.open(root, base.prefix.match_prefix(root, IDS, len(IDS)))
     base.arenas.fit()
-    done: list[restore.Restored] = []
+    done: list[Restored] = []
     saved.restorer.restore(sequence, done.append)
     slots = [(load.group, load.block_id) for load in sequence.loads]
     base.prefix.abandon(sequence)
@@ -180,7 +181,7 @@ def test_what_is_wrong_is_not_published(offset: int, saved: Desk, ram_path: Path
     saved.operations.restore("alice", done.append)
     saved.settle(lambda: bool(done))
     assert saved.cached(BASE_CACHE, IDS) == 256
-    assert saved.store.quarantined == 1
+    assert saved.store.usage.quarantined == 1
     saved.check()
 
 

@@ -1,0 +1,168 @@
+"""Blocks read from files into buffers while the engine computes, and copied to their slots between two steps.
+
+Batches of files are verified where they lie in their buffers; while the engine thread copies some, the next ones are
+being read. So no memory is new but the slots, however much is restored.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+
+from agentcache.agents.caches import KeptCache
+from agentcache.agents.restoring import Read, Restoring
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockTable
+from agentcache.blocks.sequence import Load
+from agentcache.blocks.slots import Group
+from agentcache.kv.arena import shares_memory
+from agentcache.kv.block_layout import Array
+from agentcache.store.block_file import BlockHeader, make_header
+from agentcache.store.store import Store
+
+# All buffers: what is read while a step keeps the engine thread busy, and what it copies before the next one. Those
+# used last are used next: beside an idle engine a few do, and stay in the processor's caches.
+_BUFFERS_BYTES = 64 << 20
+_BATCH_BLOCKS = 16  # blocks that are put into their slots at once
+# A processor's caches hold all buffers. Where bytes are uploaded, fewer and larger transfers are better.
+_BATCH_BYTES, _UPLOAD_BYTES = 2 << 20, 16 << 20
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Blocks of one group, read together, and what their files have to say of themselves."""
+
+    restore: Restoring
+    loads: Sequence[Load]
+    headers: Sequence[BlockHeader]
+
+    @property
+    def group(self) -> int:
+        return self.loads[0].group
+
+
+class BufferedReads:
+    """Reads batches of files, as far as there are buffers. Its methods belong to the engine thread, but for those that
+    say otherwise.
+
+    Args:
+        base: the cache that buffers are made for; larger blocks of others get memory of their own.
+        readers: its threads read the files.
+        most_begun: reads that are begun at a time.
+        post: runs a function on the engine thread soon; callable from any thread.
+    """
+
+    def __init__(
+        self,
+        base: KeptCache,
+        store: Store,
+        readers: Executor,
+        most_begun: int,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._base = base
+        self._store = store
+        self._readers = readers
+        self._most_begun = most_begun
+        self._post = post
+        self._batch_bytes = _BATCH_BYTES if shares_memory() else _UPLOAD_BYTES
+        # Their pages are touched when they are used: an idle process has them for nothing.
+        most = max(group.bytes_per_block * self._batch_blocks(group) for group in base.prefix.all_groups)
+        count = max(2, _BUFFERS_BYTES // most)
+        # What follows is the readers' too, under this lock. A read may be over as soon as it is begun: its callback
+        # runs where it was begun then, inside the lock.
+        self._lock = threading.RLock()
+        self._buffers = [np.frombuffer(mmap.mmap(-1, most), np.uint8) for _ in range(count)]
+        self._due: deque[_Batch] = deque()
+        self._begun = 0
+
+    def warm_up(self, tables: Sequence[BlockTable]) -> None:
+        """Fill base's slots of `tables`, one a group, with made-up blocks, by the way that blocks from files take."""
+        base = self._base
+        for index, table in enumerate(tables):
+            group = base.prefix.groups[index]
+            header, at_once = make_header("", group.name, 0, range(BLOCK_SIZE)), self._batch_blocks(group)
+            for start in range(0, len(table.block_ids), at_once):
+                block_ids = table.block_ids[start : start + at_once]
+                buffer = self._buffers[-1 - start // at_once % self._most_begun % len(self._buffers)]
+                reads = [
+                    self._readers.submit(self._store.decode_zeros, header, part)
+                    for part in _parts(buffer, group.bytes_per_block, len(block_ids))
+                ]
+                base.arenas.put_blocks(index, block_ids, [read.result() for read in reads])
+        base.arenas.evaluate()
+
+    def _batch_blocks(self, group: Group) -> int:
+        return max(1, min(_BATCH_BLOCKS, self._batch_bytes // group.bytes_per_block))
+
+    def cease(self) -> None:
+        """Begin no further reads."""
+        with self._lock:
+            self._due.clear()
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether some are begun and not done."""
+        return self._begun > 0
+
+    def read(self, restore: Restoring, loads: Sequence[Load]) -> None:
+        """Read these as soon as there are buffers."""
+        batches: list[list[Load]] = []
+        for group, same in groupby(loads, key=lambda load: load.group):
+            members, size = list(same), self._batch_blocks(restore.cache.prefix.all_groups[group])
+            batches += [members[start : start + size] for start in range(0, len(members), size)]
+        due = [_Batch(restore, each, [restore.header(load) for load in each]) for each in batches]
+        with self._lock:
+            self._due.extend(due)
+            self._begin_reads()
+
+    def _begin_reads(self) -> None:
+        """Read what is due, as far as there are buffers. Under the lock, on any thread."""
+        while self._due and self._buffers and self._begun < self._most_begun:
+            batch, buffer = self._due.popleft(), self._buffers.pop()
+            self._begun += 1
+            self._readers.submit(self._read_batch, batch, buffer).add_done_callback(
+                partial(self._hand_over, batch, buffer)
+            )
+
+    def _read_batch(self, batch: _Batch, buffer: Array) -> list[Read]:
+        """On a reader thread."""
+        size = batch.restore.block_bytes(batch.group)
+        if size * len(batch.loads) > buffer.nbytes:  # residuals of a rank so high that they are larger than base
+            buffer = np.empty(size * len(batch.loads), np.uint8)
+        parts = _parts(buffer, size, len(batch.loads))
+        blocks = self._store.read_blocks(batch.headers, parts)
+        return [
+            Read(load, None) if block is None else Read(load, block.extras, block.data)
+            for load, block in zip(batch.loads, blocks, strict=True)
+        ]
+
+    def _hand_over(self, batch: _Batch, buffer: Array, future: Future[list[Read]]) -> None:
+        """On a reader thread."""
+        with self._lock:
+            self._begun -= 1
+            self._begin_reads()
+        self._post(lambda: self._take(batch, buffer, future.result()))
+
+    def _take(self, batch: _Batch, buffer: Array, reads: Sequence[Read]) -> None:
+        good = [(read.load.block_id, read.data) for read in reads if read.data is not None]
+        if good and not batch.restore.sequence.closed:
+            block_ids, blocks = zip(*good, strict=True)
+            batch.restore.cache.arenas.put_blocks(batch.group, block_ids, blocks)
+        batch.restore.settle(reads)
+        with self._lock:
+            self._buffers.append(buffer)
+            self._begin_reads()
+
+
+def _parts(buffer: Array, size: int, count: int) -> list[Array]:
+    """The first `count` parts of a buffer, of `size` bytes each."""
+    return [buffer[start : start + size] for start in range(0, count * size, size)]

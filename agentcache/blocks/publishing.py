@@ -1,0 +1,82 @@
+"""How what a sequence has computed gets into the tree, where others find it."""
+
+from __future__ import annotations
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.blocks.sequence import CacheSequence, Lane, LaneBlock
+from agentcache.blocks.slots import Slots
+
+
+class Publisher:
+    """Makes nodes of sequences' blocks, which list the slots that these lie in."""
+
+    def __init__(self, tree: RadixTree, slots: Slots) -> None:
+        self._tree = tree
+        self._slots = slots
+
+    def publish_full(self, sequence: CacheSequence, lane: Lane) -> list[LaneBlock]:
+        """The blocks of a lane that have become full, in order."""
+        published = []
+        while (len(lane.nodes) + 1) * BLOCK_SIZE <= sequence.num_tokens:
+            node = self.publish(sequence, lane, (len(lane.nodes) + 1) * BLOCK_SIZE)
+            node.readers += 1
+            lane.nodes.append(node)
+            if lane.ahead:
+                lane.ahead.pop(0).readers -= 1  # the same node
+            published.append(LaneBlock(node, lane.groups))
+        return published
+
+    def publish(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
+        """The lane's node that ends in front of token `end`, with the sequence's slots, or these with the node's.
+
+        Where the node's data is on disk and not in RAM, it stays so: what this sequence computed could differ from the
+        file in a rounding, and RAM and disk hold the same, bit for bit.
+        """
+        node = self.list_slots(sequence, lane, end)
+        for index in lane.groups:
+            self._adopt(sequence, node, index)
+        return node
+
+    def list_slots(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
+        """The lane's node that ends in front of token `end`, with the sequence's slots where it has no data."""
+        node = self.node_of(sequence, lane, end)
+        for index in lane.groups:
+            self._offer(sequence, node, index)
+        return node
+
+    def publish_base_tail(self, sequence: CacheSequence) -> LaneBlock:
+        """The tokens that base has computed of the block in which the producer starts, as a node of their own.
+
+        Every group's slot is listed; the sequence goes on in its own ones, whatever the node has from others.
+        """
+        assert sequence.producer is not None
+        start = sequence.producer.start
+        position = start // BLOCK_SIZE
+        parent = sequence.lanes[-1].parent_of(position, self._tree.root(sequence.root))
+        tail = self._tree.insert(parent, sequence.token_ids[position * BLOCK_SIZE : start])
+        groups = tuple(range(len(sequence.tables)))
+        for index in groups:
+            self._offer(sequence, tail, index)
+        return LaneBlock(tail, groups)
+
+    def node_of(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
+        """The lane's node that ends in front of token `end`, made if it is not there, and then without any data."""
+        position = (end - 1) // BLOCK_SIZE
+        parent = lane.parent_of(position, self._tree.root(sequence.root))
+        tokens = sequence.token_ids[position * BLOCK_SIZE : end]
+        return self._tree.insert(parent, tokens, lane.layout.producer_of(end))
+
+    def _offer(self, sequence: CacheSequence, node: Node, index: int) -> None:
+        """Let the node list the sequence's slot of group `index`, unless its data is in RAM, on disk or on the way."""
+        table = sequence.tables[index]
+        if table.has(node.position) and not node.available(index) and index not in node.pending:
+            self._slots.list_in(node, index, table.block_id(node.position))
+
+    def _adopt(self, sequence: CacheSequence, node: Node, index: int) -> None:
+        """Read the node's slot of group `index`, if it has one instead of the sequence's own."""
+        table, theirs = sequence.tables[index], node.block_ids.get(index)
+        if theirs is not None and table.has(node.position):
+            self._slots.pools[index].retain(theirs)
+            self._slots.pools[index].release(table.block_id(node.position))
+            table.replace(node.position, theirs)

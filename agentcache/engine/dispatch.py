@@ -1,0 +1,121 @@
+"""What the engine does for each message of another thread."""
+
+from __future__ import annotations
+
+from agentcache.engine.engine import Engine
+from agentcache.engine.generation import Generation
+from agentcache.engine.messages import (
+    Cancel,
+    CheckIntegrity,
+    ClearCache,
+    CreateAgent,
+    DeleteAgent,
+    DropAdapter,
+    EvictAgent,
+    ForkAgent,
+    ImportAgent,
+    ListAgents,
+    Message,
+    PutAdapter,
+    ReadStats,
+    RelieveMemory,
+    Reply,
+    RestoreAgent,
+    SaveAgent,
+    ShowAgent,
+    Submit,
+)
+from agentcache.engine.output import Output
+from agentcache.errors import AgentCacheError
+from agentcache.models.adapters import AdapterContent
+from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.report import StepDown
+from agentcache.request import ChatPrompt
+
+
+def dispatch(engine: Engine, message: Message, reply: Reply) -> None:
+    """Do what a message asks for, on the engine's thread.
+
+    Args:
+        reply: gets what the message says, or an error, some time; it may be called at once.
+    """
+    try:
+        _dispatch(engine, message, reply)
+    except AgentCacheError as error:
+        reply(error)
+
+
+def _dispatch(engine: Engine, message: Message, reply: Reply) -> None:
+    agents = engine.operations
+    match message:
+        case Submit():
+            engine.add(_generation(message, engine.served.tokenizer, reply))
+        case Cancel(submitted):
+            generation = next((each for each in engine.requests if each.submitted is submitted), None)
+            if generation is not None:
+                engine.cancel(generation)
+            reply(None)
+        case ListAgents():
+            reply(agents.list())
+        case ShowAgent(agent_id):
+            reply(agents.info(agent_id))
+        case CreateAgent(agent_id, adapter, policy, system):
+            agents.create(agent_id, adapter, policy, system, reply)
+        case ImportAgent(archive):
+            agents.bring_in(archive, reply)
+        case ForkAgent(agent_id, new_id, lineage, adapter, policy):
+            agents.fork(agent_id, new_id, reply, lineage, adapter, policy)
+        case DeleteAgent(agent_id, lineage):
+            agents.delete(agent_id, reply, lineage)
+        case SaveAgent(agent_id, lineage):
+            agents.save(agent_id, reply, lineage)
+        case RestoreAgent(agent_id, lineage):
+            agents.restore(agent_id, reply, lineage)
+        case EvictAgent(agent_id, lineage, kind):
+            engine.eviction.evict(agent_id, reply, lineage, kind)
+        case PutAdapter(content):
+            is_there = engine.adapters.load(content)
+            if isinstance(content, AdapterContent):
+                engine.residuals.open_for(content.adapter)
+            reply(is_there)
+        case DropAdapter(digest):
+            engine.adapters.drop(digest)
+            engine.residuals.close_for(digest)
+            reply(None)
+        case RelieveMemory(level):
+            engine.relieve(level)
+            reply(None)
+        case ReadStats():
+            reply(engine.stats())
+        case ClearCache():
+            engine.clear()
+            reply(None)
+        case CheckIntegrity():
+            engine.check_integrity()
+            reply(None)
+
+
+def _generation(submitted: Submit, tokenizer: Tokenizer, emit: Reply) -> Generation:
+    use, sampling = submitted.adapter, submitted.request.sampling
+    detokenizer = tokenizer.detokenizer(after=submitted.match.transcript.ids[-1])
+    return Generation(
+        request=submitted.request,
+        match=submitted.match,
+        max_tokens=submitted.max_tokens,
+        output=Output(
+            detokenizer,
+            sampling.stop,
+            tokenizer.markers if isinstance(submitted.request.prompt, ChatPrompt) else {},
+            sampling.min_tokens,
+        ),
+        emit=emit,
+        submitted=submitted,
+        submitted_at=submitted.submitted_at,
+        found=submitted.found,
+        system_tokens=submitted.system_tokens,
+        goes_on=submitted.goes_on,
+        following=None if submitted.grammar is None else submitted.grammar.follow(),
+        adapter=use,
+        producer=None if use is None else use.producer,
+        stepped_down=StepDown.FAMILY if use is not None and use.stepped_from else None,
+    )

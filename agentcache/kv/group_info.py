@@ -1,0 +1,83 @@
+"""What people read of cache groups, and how many tokens fit where."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agentcache.blocks.allocator import window_blocks
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv.spec import GroupSpec
+
+
+class GroupKind(StrEnum):
+    """What a cache group keeps."""
+
+    FULL = "full"  # keys and values of all tokens
+    WINDOW = "window"  # of the most recent ones
+    LATENT = "latent"  # of all tokens, compressed (MLA)
+    STATE = "state"  # a state of fixed size, a snapshot now and then
+
+
+@dataclass(frozen=True)
+class CacheGroupInfo:
+    """A cache group as people read of it.
+
+    Args:
+        window: tokens that are read; None for all.
+        layers: how many.
+        bytes_per_token: that each token adds.
+        bytes_per_snapshot: that a block has once, however many tokens it is for: recurrent state; 0 for none.
+        bytes_per_block: of a full block.
+        packing: how keys and values are kept; empty where none are.
+    """
+
+    name: str
+    kind: GroupKind
+    window: int | None
+    layers: int
+    bytes_per_token: int
+    bytes_per_snapshot: int
+    bytes_per_block: int
+    packing: str = ""
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """What a sequence of so many tokens takes: whole blocks, and of a state one snapshot."""
+        blocks = -(-num_tokens // BLOCK_SIZE)
+        if self.kind is GroupKind.STATE:
+            return self.bytes_per_block
+        return self.bytes_per_block * (blocks if self.window is None else min(blocks, window_blocks(self.window)))
+
+
+def tokens_within(groups: Sequence[CacheGroupInfo], num_bytes: int, most: int) -> int:
+    """Tokens of the longest sequence that fits into `num_bytes`, in whole blocks; at most `most`."""
+
+    def needed(blocks: int) -> int:
+        return sum(group.bytes_for(blocks * BLOCK_SIZE) for group in groups)
+
+    return min(most, BLOCK_SIZE * bisect_right(range(1, -(-most // BLOCK_SIZE) + 1), num_bytes, key=needed))
+
+
+def describe_group(group: GroupSpec) -> CacheGroupInfo:
+    """From the tensors that the group lists."""
+    return CacheGroupInfo(
+        name=group.name,
+        kind=_kind_of(group),
+        window=group.window,
+        layers=len(group.layers),
+        bytes_per_token=group.bytes_per_token,
+        bytes_per_snapshot=group.bytes_of(0),
+        bytes_per_block=group.bytes_per_block,
+        packing=str(group.packing or ""),
+    )
+
+
+def _kind_of(group: GroupSpec) -> GroupKind:
+    if not group.bytes_per_token:
+        return GroupKind.STATE
+    if group.window is not None:
+        return GroupKind.WINDOW
+    is_latent = bool(group.layers) and not any(layer.value_dim for layer in group.layers)
+    return GroupKind.LATENT if is_latent else GroupKind.FULL

@@ -1,0 +1,74 @@
+"""The agents of every model in a cache folder, and whose blocks a server of one of these models can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from agentcache.store.agent_folder import AgentFolder, SavedAgent
+from agentcache.store.block_folder import BlockFolder
+
+
+class SavedAgents:
+    """The lineages in all folders of agents.
+
+    Blocks of another model, or of the served one in another precision, are **unreadable**: they wait for a server that
+    reads them, until their lineage is saved anew, or deleted, or room is needed.
+
+    Args:
+        folders: one for each model, by the first 16 letters of its fingerprint.
+        model: fingerprint of the served one.
+        spec: digest of its cache.
+        blocks: is told what the blocks hold that lineages name.
+    """
+
+    def __init__(self, folders: Mapping[str, AgentFolder], model: str, spec: str, blocks: BlockFolder) -> None:
+        self._folders = folders
+        self._model = model
+        self._spec = spec
+        self._blocks = blocks
+        self.served = folders[model[:16]]
+
+    def load_served(self) -> list[SavedAgent]:
+        """The lineages of the served model. What is wrong goes to quarantine."""
+        self._load(self.served)
+        return [agent for agent in self.served.agents if agent.manifest.model == self._model]
+
+    def load_all(self) -> None:
+        """From here on, what is asked below is answered for all models."""
+        for folder in self._folders.values():
+            self._load(folder)
+
+    def _load(self, folder: AgentFolder) -> None:
+        folder.load()
+        for agent in folder.agents:
+            for kind, keys in agent.keys_by_kind():
+                self._blocks.classify(keys, kind)
+
+    def __iter__(self) -> Iterator[SavedAgent]:
+        """All that have been loaded or saved."""
+        for folder in self._folders.values():
+            yield from folder.agents
+
+    def block_keys(self) -> Iterator[str]:
+        """Keys of all blocks that manifests name, of any model."""
+        for agent in self:
+            yield from agent.block_keys()
+
+    def unreadable_blocks(self, name: str) -> list[str]:
+        """Keys of blocks that nobody here can read, and that no lineage names but the served model's of this name."""
+        agent = self.served.find(name)
+        if agent is None or self._can_read(agent):
+            return []
+        shared = {key for other in self._unreadable() if other is not agent for key in other.block_keys()}
+        return [key for key in agent.block_keys() if key not in shared]
+
+    def stalest_unreadable(self, has_block: Callable[[str], bool]) -> SavedAgent | None:
+        """The least recently used lineage whose blocks nobody here can read, of those that have any on disk."""
+        with_blocks = (agent for agent in self._unreadable() if any(map(has_block, agent.block_keys())))
+        return min(with_blocks, key=lambda agent: agent.manifest.last_used, default=None)
+
+    def _unreadable(self) -> Iterator[SavedAgent]:
+        return (agent for agent in self if not self._can_read(agent))
+
+    def _can_read(self, agent: SavedAgent) -> bool:
+        return agent.manifest.model == self._model and agent.fits(self._spec)
