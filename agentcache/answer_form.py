@@ -64,5 +64,11 @@ class AnswerForm:
     calls: Calls | None = None
 
     @property
+    def num_chars(self) -> int:
+        """Of what it is defined by."""
+        schemas = () if self.calls is None else [tool.schema for tool in self.calls.tools]
+        return sum(map(len, schemas)) + (0 if self.text is None else len(self.text.definition))
+
+    @property
     def must_call(self) -> bool:
         return self.text is None and self.calls is not None

@@ -140,7 +140,8 @@ def _choice_form(body: Reader, name: str) -> TextForm:
     choices = body.get(name)
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         body.fail(name, "must be a list of at least one string, none of them empty")
-    return TextForm(Notation.LARK, "start: " + " | ".join(map(json.dumps, choices)), name)
+    # As a terminal there may be thousands.
+    return TextForm(Notation.LARK, "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)), name)
 
 
 def _demanded(body: Reader, tools: Tools | None, choice: ToolChoice, schema: str) -> tuple[CallableTool, ...]:

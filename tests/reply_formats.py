@@ -228,6 +228,9 @@ FAMILIES: dict[str, Family] = {
                 '<|channel>thought\nhm<channel|>Ok<|tool_call>call:look{at:<|"|>sky — 日本 🙂<|"|>,n:2}<tool_call|>',
                 (Reasoning("hm"), Text("Ok"), _LOOK),
             ),
+            ('<|tool_call>call:look{at:<|"|>the s', (Call("look", '{"at": "the s"}'),)),
+            (f"<|tool_call>{_CALL}<tool_call|>", (_LOOK,)),
+            ("<|tool_call>call: nothing<tool_call|> more", (Text("call: nothing more"),)),
         ),
     ),
     "function gemma": Family(
@@ -254,6 +257,10 @@ FAMILIES: dict[str, Family] = {
                 '<|tool_call_start|>[look(at="sky — 日本 🙂", n=2), now()]<|tool_call_end|>Ok',
                 (_LOOK, _NOW, Text("Ok")),
             ),
+            ("<|tool_call_start|>[look(at='the s', n=2", (Call("look", '{"at": "the s"}'),)),
+            ("<|tool_call_start|>look(at='the s", (Call("look", '{"at": "the s"}'),)),
+            (f"<|tool_call_start|>{_CALL}<|tool_call_end|>", (_LOOK,)),
+            ("<|tool_call_start|>[nothing]<|tool_call_end|> more", (Text("[nothing] more"),)),
         ),
     ),
     "longcat": Family(

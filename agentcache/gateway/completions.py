@@ -188,7 +188,7 @@ class Completions:
         def read(has_ended: HasEnded) -> T:
             return work(replace(limit, has_ended=has_ended))
 
-        return await self._workers.run(rough_size(request.prompt), read)
+        return await self._workers.run(rough_size(request), read)
 
 
 def _take_choice(take: Callable[[Update], None], index: int, update: Update) -> None:

@@ -33,8 +33,14 @@ _ROOM_TO_LEAVE_OUT = 4
 _ALWAYS_RENDERED = 1_000_000  # characters
 
 
-def rough_size(prompt: Prompt) -> int:
-    """Token ids, or about as many characters as there are. Quick, also where the prompt is huge."""
+def rough_size(request: Request) -> int:
+    """Token ids of the prompt, or about as many characters as there are, and characters of what its answer's form is
+    defined by. Quick, also where they are huge.
+    """
+    return _prompt_size(request.prompt) + (0 if request.form is None else request.form.num_chars)
+
+
+def _prompt_size(prompt: Prompt) -> int:
     if isinstance(prompt, TokenPrompt):
         return len(prompt.token_ids)
     if isinstance(prompt, TextPrompt):

@@ -141,6 +141,8 @@ def test_texts_and_choices(http: httpx.Client) -> None:
         return str(answer.json()["choices"][0]["text"])
 
     assert text_of(guided_choice=["yes", "no\n"]) in ("yes", "no\n")
+    many = ["a", "ab", *(f"number {i}" for i in range(5000))]
+    assert {text_of(guided_choice=many, seed=seed) for seed in range(9)} <= {*many}
     assert len(text_of(guided_regex=r"\d{3}-[a-c]{2}")) == 6
     assert text_of(guided_grammar='start: "(" start ")" | "x"').strip("()") in ("x", "")
     json.loads(text_of(guided_json={"enum": [1, {"a": "b"}]}))

@@ -102,14 +102,13 @@ def check(events: Sequence[Event], name: str) -> None:
     assert all(isinstance(json.loads(each.arguments), dict) for each in blocks_of(events) if isinstance(each, Call))
 
 
-# mlx-lm's parsers read a call when it is complete; and where the name comes last, everything waits for it.
-AT_ONCE = ("gemma", "function gemma", "lfm")
+# Where the name comes last, everything waits for it.
 STREAMED = [
     pytest.param(name, reply, id=f"{name} {number}")
     for name, family in FAMILIES.items()
     for number, (reply, blocks) in enumerate(family.replies)
-    if name not in AT_ONCE and '{"arguments"' not in reply
-    if any(isinstance(each, Call) and len(each.arguments) > 20 for each in blocks)
+    if '{"arguments"' not in reply
+    if any(isinstance(each, Call) and len(each.arguments) > 25 for each in blocks)
 ]
 
 
@@ -150,7 +149,9 @@ def test_text_without_markers_stays_as_it_is(name: str, text: str, size: int, fo
     assert "".join(shown) == text
 
 
-@pytest.mark.parametrize("name", ["hermes, markers in pieces", "bare function", "mistral", "kimi", "glm"])
+@pytest.mark.parametrize(
+    "name", ["hermes, markers in pieces", "bare function", "mistral", "kimi", "glm", "gemma", "lfm"]
+)
 def test_an_opening_without_a_call_holds_no_text_back(name: str, folder: Path) -> None:
     """A model that talks on behind a marker is shown while it does."""
     tokenizer = tokenizer_of(name, folder)

@@ -78,6 +78,60 @@ def test_calls_are_those_that_mlx_lm_reads(name: str, step: int) -> None:
     assert json.loads(call.arguments) == expected["arguments"]
 
 
+FIELDS = [
+    ("gemma4", 'call:make{s:<|"|>\n"\\{},]\ud7ff🙂<|"|>,a:[<|"|>x, y:<|"|>,-2.5e3,{k:{}},[]],b:true,o:{}}call:make{}'),
+    ("gemma4", "\ncall:make-it{\n}\n"),
+    ("function_gemma", "call:make{s:sky is blue,i:7}"),
+    ("pythonic", "[make(s='it\\'s \\x41\\u00e9\\U0001f642\\101\\n', i=-7, f=.5, b=False), now.make()]"),
+    (
+        "pythonic",
+        """[make(s=\"\"\"a "quoted" 'line'\nand ''\"\"\", o={'k': (1, [2, None],), "l": {}}, a=["x)", ')]'], e='')]""",
+    ),
+    ("pythonic", '[make(a=[true, null], o={"k": {"l": false}},)]'),
+    ("pythonic", "[make(s=the sky, i=7)]"),
+]
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize(("name", "inside"), FIELDS)
+def test_fields_are_those_that_mlx_lm_reads(name: str, inside: str, step: int) -> None:
+    parser = import_module(f"mlx_lm.tool_parsers.{name}")
+    theirs = parser.parse_tool_call(inside, TOOLS)
+    expected = [(call["name"], json.loads(json.dumps(call["arguments"]))) for call in _listed(theirs)]
+    assert read_pieces(name, parser.tool_call_start + inside + parser.tool_call_end, step) == expected
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("name", "inside", "arguments"),
+    [
+        ("function_gemma", "call:make{a:[<escape>{<escape>,true]}", {"a": ["{", True]}),
+        ("function_gemma", "call:make{o:{k:<escape>,x:<escape>}}", {"o": {"k": ",x:"}}),
+        ("gemma4", 'call:make{"s": "a \\"b\\" {", "o": {"k": null}}', {"s": 'a "b" {', "o": {"k": None}}),
+        ("gemma4", "call:make{e:x,f:1e400,s:<|\"|>y", {"e": "x", "f": "1e400", "s": "y"}),
+        ("pythonic", r'[make(s="\ud83d\ude42 \ud83d \/", a=1', {"s": "🙂 \ufffd /"}),
+        ("pythonic", r"""[make(s='\d\x4', a=["it's", ''])]""", {"s": "\\d\\x4", "a": ["it's", ""]}),
+        ("pythonic", '[make("sky")]', {}),
+    ],
+)  # fmt: skip
+def test_fields_that_mlx_lm_does_not_read(name: str, inside: str, arguments: dict[str, Any], step: int) -> None:
+    parser = import_module(f"mlx_lm.tool_parsers.{name}")
+    [call] = read_pieces(name, parser.tool_call_start + inside, step)
+    assert call == ("make", arguments)
+
+
+def _listed(calls: Any) -> list[Any]:
+    return calls if isinstance(calls, list) else [calls]
+
+
+def read_pieces(name: str, text: str, step: int) -> list[tuple[str, Any]]:
+    """Names and arguments of the calls in a text that comes in pieces; text beside them is left out."""
+    reader = open_reader(ReplyFormat(name), Tools(TOOLS), thoughts=False)
+    events = [event for at in range(0, len(text), step) for event in reader.add(text[at : at + step])]
+    blocks = blocks_of([*events, *reader.finish(cut_off=False)])
+    return [(block.name, json.loads(block.arguments)) for block in blocks if isinstance(block, Call)]
+
+
 @pytest.mark.parametrize("step", [1, 3, 1000])
 def test_what_closes_a_value_may_stand_in_a_string_of_a_list(step: int) -> None:
     inside = '["</parameter>", "x\\"</parameter>"]'

@@ -52,7 +52,7 @@ CHAT: list[tuple[dict[str, Any], AnswerForm | None]] = [
     ({"guided_json": SCHEMA}, text("guided_json")),
     ({"guided_regex": "a|b"}, text("guided_regex", Notation.REGEX, "a|b")),
     ({"guided_grammar": 'start: "a"'}, text("guided_grammar", Notation.LARK, 'start: "a"')),
-    ({"guided_choice": ['a"', "b"]}, text("guided_choice", Notation.LARK, 'start: "a\\"" | "b"')),
+    ({"guided_choice": ['a"', "b"]}, text("guided_choice", Notation.LARK, 'start: CHOICE\nCHOICE: "a\\"" | "b"')),
     ({"tools": CHAT_TOOLS, "tool_choice": "required"}, AnswerForm(calls=Calls((LOOK, NOW, SURE)))),
     (
         {"tools": CHAT_TOOLS, "tool_choice": "required", "parallel_tool_calls": False},

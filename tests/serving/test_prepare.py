@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from agentcache.answer_form import AnswerForm, Notation, TextForm
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import ContextLengthExceeded
 from agentcache.gateway.prepare import match, read_prompt, rough_size
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
-from agentcache.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
+from tests.schemas import calling
 
 
 def give_up(at_least: int) -> None:
@@ -58,13 +60,18 @@ def test_what_a_template_makes_too_long_is_refused(chatml: Tokenizer) -> None:
             match(read_prompt(ChatPrompt([user("a b c " * size)]), None, chatml, LIMIT), None, chatml, LIMIT)
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
 @pytest.mark.parametrize(
-    ("prompt", "size"),
+    ("prompt", "form", "size"),
     [
-        (TokenPrompt([1, 2]), 2),
-        (TextPrompt("abc"), 3),
-        (ChatPrompt([user("abc"), {"role": "assistant", "content": None}, {"role": "tool"}]), 3),
+        (TokenPrompt([1, 2]), None, 2),
+        (TextPrompt("abc"), None, 3),
+        (ChatPrompt([user("abc"), {"role": "assistant", "content": None}, {"role": "tool"}]), None, 3),
+        (TextPrompt("abc"), AnswerForm(TextForm(Notation.REGEX, "a{9}")), 7),
+        (TextPrompt("abc"), AnswerForm(TextForm(Notation.REGEX, "a{9}"), calling([TOOL, TOOL]).calls), 11),
     ],
 )
-def test_sizes(prompt: Prompt, size: int) -> None:
-    assert rough_size(prompt) == size
+def test_sizes(prompt: Prompt, form: AnswerForm | None, size: int) -> None:
+    assert rough_size(Request("r", prompt, form=form)) == size

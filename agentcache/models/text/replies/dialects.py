@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from agentcache.models.text.replies.calls import CallReader, CallSink, Tools
+from agentcache.models.text.replies.field_calls import FieldCalls, FieldNotation
 from agentcache.models.text.replies.json_calls import HeaderCall, ObjectCalls, function_name
 from agentcache.models.text.replies.markers import Codes
 from agentcache.models.text.replies.tagged_calls import TaggedCalls, Tags
-from agentcache.models.text.replies.whole_calls import WholeCalls
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def _tagged(close: str, tags: Tags) -> Open:
     return lambda parts: TaggedCalls(parts.sink, parts.codes.code(close), parts.tools, tags.coded(parts.codes.code))
 
 
-def _whole(close: str, parser: str) -> Open:
-    return lambda parts: WholeCalls(parts.sink, parts.codes.code(close), parts.tools, parser, parts.codes.spelled)
+def _fields(close: str, notation: FieldNotation) -> Open:
+    return lambda parts: FieldCalls(parts.sink, parts.codes.code(close), parts.tools, notation.coded(parts.codes.code))
 
 
 def bare_object(parts: DialectParts) -> CallReader:
@@ -80,6 +80,10 @@ _NAMED = Tags("", ">", "<param", ">", "", "</param>", "</function>", cdata=True)
 _XTML = Tags(
     "<|open|>call", "<|sep|>", "<|open|>argument", "<|sep|>", "", "<|close|>argument<|sep|>", "<|close|>call<|sep|>"
 )
+
+_GEMMA_4 = FieldNotation(",", "call:", "{", "}", ":", ('<|"|>', '"'))
+_FUNCTION_GEMMA = FieldNotation(",", "call:", "{", "}", ":", ("<escape>", '"'))
+_PYTHON = FieldNotation("[],;", "", "(", ")", "=", ('"""', "'''", '"', "'"))
 
 # By mlx-lm's names of its parsers, and names of ours for what it does not read.
 DIALECTS: dict[str, Dialect] = {
@@ -148,12 +152,12 @@ DIALECTS: dict[str, Dialect] = {
     "mistral": Dialect({"[TOOL_CALLS]": _header("")}, ("[ARGS]", "[CALL_ID]")),
     "granite": Dialect({"<|tool_call|>": _objects("<|/tool_call|>")}, ("<|/tool_call|>",)),
     "llama3": Dialect({"<|python_tag|>": _objects("")}, ("<|eom_id|>",), bare=True),
-    "gemma4": Dialect({"<|tool_call>": _whole("<tool_call|>", "gemma4")}, ("<tool_call|>", '<|"|>')),
+    "gemma4": Dialect({"<|tool_call>": _fields("<tool_call|>", _GEMMA_4)}, ("<tool_call|>", '<|"|>')),
     "function_gemma": Dialect(
-        {"<start_function_call>": _whole("<end_function_call>", "function_gemma")},
+        {"<start_function_call>": _fields("<end_function_call>", _FUNCTION_GEMMA)},
         ("<end_function_call>", "<escape>"),
     ),
-    "pythonic": Dialect({"<|tool_call_start|>": _whole("<|tool_call_end|>", "pythonic")}, ("<|tool_call_end|>",)),
+    "pythonic": Dialect({"<|tool_call_start|>": _fields("<|tool_call_end|>", _PYTHON)}, ("<|tool_call_end|>",)),
 }
 DIALECTS["laguna"] = DIALECTS["glm47"]
 

@@ -61,6 +61,11 @@ class JsonText:
         """Whether a string has begun that has not ended."""
         return self._expect is _Expect.STRING and not self.is_broken
 
+    @property
+    def expects_key(self) -> bool:
+        """Whether a key of an object has to come, or the object's end."""
+        return self._expect is _Expect.KEY_OR_END
+
     def feed(self, text: str, at: int) -> int:
         """Take `text` from `at` on, up to the value's end or where it breaks; where that is."""
         while at < len(text) and not (self.is_done or self.is_broken):
