@@ -413,6 +413,12 @@ def test_what_cannot_be_used_is_refused_soon(
     assert time.thread_time() - began < 3
 
 
+def test_many_tools_are_tried_together(chatml: Tokenizer) -> None:
+    texts = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(8)}}
+    tools = tuple(CallableTool(f"tool_{i}", json.dumps(texts | {"title": f"{i}"})) for i in range(60))
+    start(chatml, AnswerForm(calls=Calls(tools)), "")
+
+
 def test_remarks_are_no_demands(chatml: Tokenizer) -> None:
     schema = {"type": "object", "properties": {"format": {"type": "string", "format": "binary"}}, "format": "odd"}
     start(chatml, of_schema(schema))

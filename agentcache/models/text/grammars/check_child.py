@@ -17,7 +17,8 @@ from agentcache.models.text.grammars.limits import parser_limits
 
 _STEPS = 1000  # of a random text, at each of which what may come next must be found soon
 _MOST_SECONDS = 0.2  # for one, of CPU time
-_ENOUGH_SECONDS = 0.3  # for all
+_ENOUGH_SECONDS = 0.3  # for one grammar's
+_ENOUGH_FOR_ALL = 0.6  # for those of all grammars of a request, which share what is left of it
 _BYTES = 256
 
 
@@ -33,21 +34,23 @@ def main() -> None:
     tokenizer = LLTokenizer("byte")
 
     def answer(request: list[bytes]) -> tuple[bytes, bytes]:
-        for index, grammar in enumerate(marshal.loads(request.pop())):
-            if reason := _reason_against(grammar, tokenizer):
+        grammars, begun = marshal.loads(request.pop()), time.thread_time()
+        for index, grammar in enumerate(grammars):
+            left = _ENOUGH_FOR_ALL - (time.thread_time() - begun)
+            if reason := _reason_against(grammar, tokenizer, min(_ENOUGH_SECONDS, left / (len(grammars) - index))):
                 return Reply.REFUSED, marshal.dumps((index, reason))
         return Reply.FITS, b""
 
     serve(answer)
 
 
-def _reason_against(grammar: str, tokenizer: LLTokenizer) -> str | None:
-    """Why the grammar is not used; None if it can be."""
+def _reason_against(grammar: str, tokenizer: LLTokenizer, enough: float) -> str | None:
+    """Why the grammar is not used; None if it can be, as far as so many seconds of CPU on random texts tell."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     chosen, begun = random.Random(0), time.thread_time()
     for step in range(_STEPS):
         started = time.thread_time()
-        if started - begun > _ENOUGH_SECONDS:
+        if step and started - begun > enough:
             return None
         mask = matcher.compute_bitmask()
         if matcher.is_error():
