@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from agentcache.blocks.sequence import Copy
-from agentcache.engine.batch import Batch, BatchBuilder, BatchRow, LateToken, Result
+from agentcache.engine.batch import Batch, BatchRow, LateToken, Result
+from agentcache.engine.batch_builder import BatchBuilder
 from agentcache.engine.generation import Generation
 from agentcache.engine.guard import MemoryGuard
 from agentcache.models.recurrent import RowState

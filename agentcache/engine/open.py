@@ -23,7 +23,7 @@ from agentcache.blocks.ledger import RESIDUAL, WEIGHTS, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.snapshot_plan import interval_for, whole_blocks
 from agentcache.config import Config
-from agentcache.engine.batch import BatchBuilder
+from agentcache.engine.batch_builder import BatchBuilder
 from agentcache.engine.device import MlxDevice
 from agentcache.engine.engine import Engine, Parts
 from agentcache.engine.guard import MemoryGuard

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import pytest
 
-from agentcache.engine import batch
+from agentcache.engine import batch, batch_builder
 from agentcache.models.sampler import Row, Sampler
 from agentcache.sampling import SamplingParams
 
@@ -47,7 +47,7 @@ def scripted_by(script_of: Callable[[SamplingParams], Sequence[int]]) -> Iterato
         return mx.array([_token(row) for row in rows], mx.int32)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "Sampler", lambda params, eos_ids: _ScriptedSampler(params, eos_ids, script_of(params)))
+        patch.setattr(batch_builder, "Sampler", lambda params, eos: _ScriptedSampler(params, eos, script_of(params)))
         patch.setattr(batch, "choose", say)
         yield
 

@@ -1,0 +1,180 @@
+"""Makes batches of the scheduler's plans: what each row reads, writes and computes, as inputs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from agentcache.adapters.weights import AdapterWeightSet
+from agentcache.blocks.pool import BlockTable
+from agentcache.engine.batch import Batch, BatchRow, Choice
+from agentcache.engine.generation import Generation
+from agentcache.engine.passes import Overlay
+from agentcache.engine.trunk import Trunk
+from agentcache.models.residual_rows import ResidualRow
+from agentcache.models.runner import ModelRunner
+from agentcache.models.sampler import Sampler, Scores
+from agentcache.models.step import StepInputs
+
+
+class BatchBuilder:
+    """Makes batches of the scheduler's plans."""
+
+    def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet, trunk: Trunk, eos_ids: Collection[int]) -> None:
+        self._runner = runner
+        self._eos_ids = eos_ids
+        self._adapters = adapters
+        self._trunk = trunk
+
+    def prepare(self, generation: Generation) -> None:
+        """Get ready to choose tokens for a generation."""
+        generation.sampler = Sampler(generation.request.sampling, self._eos_ids)
+
+    def build(self, rows: Sequence[Generation], num_tokens: int, before: Batch | None, *, contended: bool) -> Batch:
+        """The batch that computes `num_tokens` tokens of each row, whose blocks are reserved; not yet started.
+
+        Args:
+            before: the batch under way, whose tokens rows may go on from.
+        """
+        starts = [generation.num_launched for generation in rows]
+        left = [generation.num_to_launch for generation in rows]
+        inputs = self._inputs(rows, left, num_tokens, before)
+        score_prompt = left[0] > 1 and rows[0].scores_prompt
+        made = [BatchRow.of(generation, count, num_tokens) for generation, count in zip(rows, left, strict=True)]
+        decoder = self._adapters.decoder(made[0].work.decoder)
+        cut = made[0].work.cut
+        overlays = [row.work.overlay for row in made] if self._runner.residuals else ()
+        written = () if overlays and any(overlays) else [row.work.writes.tables for row in made]
+        step = StepInputs(
+            inputs,
+            starts,
+            reads=self._runner.reads([generation.open_sequence.tables for generation in rows], starts, num_tokens, cut),
+            writes=self._runner.writes(written, starts, num_tokens, cut) if written else (),
+            model=None if decoder is None else decoder.model,
+            adapters=self._adapters.rows([row.work.computes for row in made]),
+            trunk=self._trunk.plan(rows, num_tokens),
+            all_logits=score_prompt,
+            states=[generation.launched_state for generation in rows] if self._runner.states is not None else (),
+        )
+        if not written:
+            step = self._with_overlays(step, made, overlays)
+        outputs = self._runner.forward(step)
+        logits, states = outputs.logits, outputs.states if self._runner.states is not None else ()
+        if not written:
+            logits = logits[: len(rows)]
+        ends = [start + num_tokens for start in starts]
+        complete = [row.is_complete for row in made]
+        choice = self._choose(made, ends, logits[:, -1], inputs[:, -1]) if any(complete) else None
+        batch = Batch(
+            self._runner,
+            made,
+            num_tokens=num_tokens,
+            context=starts[0],
+            choice=choice,
+            prompt_scores=_score_prompt(rows[0], logits[0]) if score_prompt else None,
+            contended=contended,
+            states=states,
+        )
+        for generation in rows:
+            generation.in_flight += num_tokens
+        for generation, state in zip(rows, states, strict=False):
+            generation.launched_state = state
+        return batch
+
+    def _with_overlays(
+        self, step: StepInputs, rows: Sequence[BatchRow], overlays: Sequence[Overlay | None]
+    ) -> StepInputs:
+        """The step of rows of which some write residuals; behind these come base's rows beside them, where it has any.
+
+        Residual rows write no keys and values: base has them already, or its row writes them in the same step.
+        """
+        num_tokens, starts = step.token_ids.shape[1], step.lengths
+        paired = [
+            i
+            for i, (row, overlay) in enumerate(zip(rows, overlays, strict=True))
+            if overlay is not None and row.work.computes is not None and overlay.is_paired(starts[i])
+        ]
+        companions = {i: len(rows) + place for place, i in enumerate(paired)}
+        lengths = [*starts, *(starts[i] for i in paired)]
+        residual_rows, tables, writers = list[ResidualRow](), list[Sequence[BlockTable]](), list[int]()
+        for i, (row, overlay) in enumerate(zip(rows, overlays, strict=True)):
+            tables.append(row.generation.open_sequence.tables)
+            made = None if overlay is None else self._residual_row(row, overlay, i, starts[i], companions.get(i))
+            if made is not None:
+                residual_rows.append(made)
+            if made is None or made.writes_base:
+                writers.append(i)
+        tables += [tables[i] for i in paired]
+        writers += range(len(rows), len(lengths))
+        return replace(
+            step,
+            token_ids=mx.concatenate([step.token_ids, step.token_ids[mx.array(paired)]]) if paired else step.token_ids,
+            lengths=lengths,
+            reads=self._runner.reads(tables, lengths, num_tokens),
+            writes=self._runner.writes([tables[i] for i in writers], [lengths[i] for i in writers], num_tokens)
+            if writers
+            else (),
+            adapters=[*step.adapters, *[None] * len(paired)],
+            residual=self._runner.residual_rows(residual_rows, len(lengths), num_tokens),
+        )
+
+    def _residual_row(
+        self, row: BatchRow, overlay: Overlay, place: int, start: int, companion: int | None
+    ) -> ResidualRow:
+        """A row that writes residuals: its adapter's, or base's that makes them for the adapter's family.
+
+        Args:
+            companion: place of base's row beside it; None without.
+        """
+        adapter = self._adapters.row(row.generation.adapter)
+        assert adapter is not None  # what has residuals is a LoRA that acts from the first token on
+        is_read = row.work.computes is not None
+        return ResidualRow(
+            place,
+            adapter.weights,
+            overlay.arenas,
+            overlay.residuals.tables,
+            start,
+            source=companion if overlay.is_family else None,
+            is_read=is_read,
+            writes_base=not is_read and overlay.is_paired(start),
+        )
+
+    def _inputs(
+        self, rows: Sequence[Generation], left: Sequence[int], num_tokens: int, before: Batch | None
+    ) -> mx.array:
+        """Token ids [B, num_tokens]: known ones, of which each row has `left`, or those that `before` chooses."""
+        if all(left):
+            return mx.array([g.token_ids[g.num_launched : g.num_launched + num_tokens] for g in rows], mx.int32)
+        choice = None if before is None else before.choice
+        assert choice is not None and choice.tokens is not None  # somebody chooses what is not known yet
+        indices = {row.generation: index for index, row in enumerate(choice.rows)}
+        known = [generation.token_ids[-1] for generation, count in zip(rows, left, strict=True) if count]
+        if not known and [indices[generation] for generation in rows] == list(range(len(indices))):
+            return choice.tokens[:, None]
+        known_indices = iter(range(len(indices), len(indices) + len(known)))
+        order = [next(known_indices) if count else indices[row] for row, count in zip(rows, left, strict=True)]
+        return mx.concatenate([choice.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
+
+    def _choose(self, rows: Sequence[BatchRow], ends: Sequence[int], logits: mx.array, last: mx.array) -> Choice:
+        """What follows the `ends` tokens that each row then has; made at once unless an answer keeps to a form."""
+        scored = [
+            i for i, row in enumerate(rows) if row.is_complete and row.generation.request.sampling.logprobs is not None
+        ]
+        choice = Choice(rows, ends, logits, last, scored)
+        forms = [row.generation.following for row in rows]
+        if not any(forms):
+            choice.make()
+        return choice
+
+
+def _score_prompt(generation: Generation, logits: mx.array) -> Scores | None:
+    """Scores of the prompt tokens that `logits` [n, vocabulary] predict; None where there is none behind the last."""
+    start = generation.num_launched + 1
+    targets = generation.token_ids[start : start + logits.shape[0]]
+    if not targets:
+        return None
+    count = generation.request.sampling.logprobs or 0
+    return Scores(logits[: len(targets)], mx.array(targets, mx.int32), count)
