@@ -13,13 +13,14 @@ from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.self_test import Shape, Verdict, differences, steps, try_kernels, wrong_steps
 from agentcache.metal_kernels.tiling import HeadShape
+from tests.marks import slow
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.build import clang
 
 if clang() is None:
     pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
 
-SHAPE = HeadShape(64, 1, 4, 64, mx.float32)
+SHAPE = HeadShape(64, 2, 2, 64, mx.float32)  # as in tests/models/test_fused.py: its texts are compiled once
 LATENTS = LatentShape(64, 32, 3, 32, mx.float32)
 CHILD = Path(__file__).parent / "emulated_child.py"
 
@@ -29,7 +30,18 @@ def emulated(bug: str) -> tuple[str, ...]:
     return (sys.executable, str(CHILD), bug)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, LATENTS], ids=lambda shape: type(shape).__name__)
+OTHERS = [
+    HeadShape(64, 4, 1, 64, mx.float32),
+    HeadShape(64, 1, 4, 64, mx.float32),
+    HeadShape(64, 1, 4, 64, mx.float16),
+    HeadShape(64, 2, 2, 64, mx.bfloat16),
+    HeadShape(96, 2, 2, 32, mx.float16),
+]
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPE, LATENTS, *(slow(shape) for shape in OTHERS)], ids=lambda shape: type(shape).__name__
+)
 def test_right_kernels_pass(shape: Shape) -> None:
     assert try_kernels(shape, emulated("none")) == Verdict(True)
 

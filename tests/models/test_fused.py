@@ -73,7 +73,12 @@ def kernel_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 @cache
 def tried_in_child(bug: str, shape: HeadShape | LatentShape) -> Verdict:
-    """What a child process finds; one for each bug and shape, however many tests ask."""
+    """What a child process finds; one for each bug and shape, however many tests ask.
+
+    Right kernels of other heads and types than SHAPE's are taken as tried: the self-test's own tests try them.
+    """
+    if bug == "none" and isinstance(shape, HeadShape) and not shape.value_rank and shape != SHAPE:
+        return Verdict(True)
     return try_kernels(shape, (sys.executable, str(Path(emulated_child.__file__)), bug))
 
 

@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 from agentcache.errors import UnsupportedAdapter
 from agentcache.llm import LLM
 from tests.adapters_factory import SCALE, linear_shapes, random_matrices, write_mlx_lm
+from tests.marks import slow
 from tests.models.test_model_files import reference
 from tests.serving import inside
 from tests.serving.adapter_cases import open_adapters
@@ -110,8 +111,13 @@ def test_what_base_has_computed_and_the_adapter_goes_on_from(
     assert abs(alone[said.token_ids[0]].item() - (said.logprobs[0].logprob or 0)) > 10 * CLOSE, "it does something"
 
 
-@pytest.mark.parametrize("policy", ["activated", "prefill-share"])
-@pytest.mark.parametrize("how", ["hot", "evicted", "stopped"])
+@pytest.mark.parametrize(
+    ("how", "policy"),
+    [
+        *(("hot", "activated"), ("evicted", "prefill-share"), ("stopped", "activated")),
+        *(slow("hot", "prefill-share"), slow("evicted", "activated"), slow("stopped", "prefill-share")),
+    ],
+)
 def test_base_goes_on_from_where_an_adapter_has_begun(
     how: str, policy: str, qwen: Path, poet: Path, tmp_path: Path
 ) -> None:

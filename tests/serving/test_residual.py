@@ -18,6 +18,7 @@ from agentcache.llm import LLM
 from agentcache.request import Request, TokenPrompt
 from tests.adapters_factory import ATTENTION, make_adapter, random_matrices, write_mlx_lm
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.schemas import of_schema
 from tests.serving import inside
 from tests.serving.adapter_cases import FOLDERS, INVOKE_A, all_ids, ask, at_once, check_differs, make_folders
@@ -82,7 +83,12 @@ def test_what_base_has_read_is_of_use_and_the_other_way_round(llm: LLM) -> None:
     assert longer.report.computed_tokens == 2, "its companion has computed all that the adapter said but the last token"
 
 
-@pytest.mark.parametrize(("of_base", "of_residuals"), list(product([0, 256, 300, 699], repeat=2)))
+# Nothing, a whole block, a part of one and all but a token; either reaching further, and both as far.
+PARTS = list(product([0, 256, 300, 699], repeat=2))
+ALWAYS = ((0, 0), (0, 699), (256, 300), (300, 256), (300, 300), (699, 0), (699, 256))
+
+
+@pytest.mark.parametrize(("of_base", "of_residuals"), [part if part in ALWAYS else slow(*part) for part in PARTS])
 def test_partial_hits(llm: LLM, of_base: int, of_residuals: int) -> None:
     whole = say(llm, PROMPT, "ann", salt="whole")
     if of_residuals:

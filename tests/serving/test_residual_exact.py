@@ -11,6 +11,7 @@ from agentcache.models.loader import load
 from agentcache.store.precision_file import write_precision
 from tests.adapters_factory import ATTENTION, MLP
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving.adapter_cases import ask, check_differs
 from tests.serving.conversation import make_ids
 from tests.serving.residual_cases import check_same, open_residual, residual_folders, say
@@ -52,7 +53,7 @@ def test_layers_whose_bits_differ_are_shared_as_others_are(model_folder: ModelFo
         assert shared.report.divergence is not None and shared.report.divergence < 0.01
 
 
-@pytest.mark.parametrize("kv", ["4", "8", "k8v4", "16"])
+@pytest.mark.parametrize("kv", ["4", slow("8"), "k8v4", "16"])
 def test_an_adapter_that_adds_nothing_says_what_base_says(model_folder: ModelFolder, tmp_path: Path, kv: str) -> None:
     model = model_folder("qwen2", num_hidden_layers=2)
     folders = residual_folders(tmp_path / "adapters", model, ("nil",), strength=0.0)

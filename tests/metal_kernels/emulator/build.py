@@ -54,7 +54,7 @@ _STRICT = [
 _RUN = [
     "-std=c++17",
     "-O1",
-    "-g",
+    "-gline-tables-only",
     "-fPIC",
     "-c",
     "-fno-vectorize",
@@ -116,9 +116,8 @@ def build(source: str, strict: bool = True) -> Path:
         _compile([*_STRICT, str(file)])
         file.write_text(_UNROLL.sub("", code))  # which changes no result, and takes clang half a minute
         _compile([*_RUN, str(file), "-o", str(work / "kernel.o")])
-        _run(
-            [_required_clang(), "-shared", str(work / "kernel.o"), str(_runtime()), "-o", str(built), "-lstdc++", "-lm"]
-        )
+        parts = [str(work / "kernel.o"), str(_runtime()), "-o", str(built), "-lstdc++", "-lm"]
+        _run([_required_clang(), "-shared", *_linker(), *parts])
         built.rename(library)
     return library
 
@@ -202,6 +201,12 @@ def _runtime() -> Path:
         _run([_required_clang(), *_RUNTIME, str(source), "-o", str(own)])
         own.replace(built)
     return built
+
+
+@cache
+def _linker() -> list[str]:
+    """gold, where it is installed, takes half of ld's time: there are hundreds of libraries to link."""
+    return ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
 
 
 @cache
