@@ -156,10 +156,10 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     server = DrainingServer(uvicorn_config(app, config), engine)
     leave_in_order(server)
     server.run(sockets=[listener])
-    if failures:
-        raise start_error(failures[0])
     if isinstance(engine.failure, RankLost):
         leave_at_once(engine.failure)
+    if failures:
+        raise start_error(failures[0])
 
 
 def leave_at_once(lost: RankLost) -> NoReturn:

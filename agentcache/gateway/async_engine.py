@@ -263,6 +263,8 @@ class AsyncEngine:
     async def _save(self, turns: Sequence[Turn], message: Message) -> None:
         saved: Saved = await _result(turns, self._thread.ask(message))
         if saved.error is not None:
+            if isinstance(self.failure, EngineStopped):  # no file of ours is at fault
+                raise self.failure
             raise StoreError(saved.error)
 
     # -- adapters ---------------------------------------------------------------------------------------------------

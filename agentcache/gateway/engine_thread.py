@@ -46,13 +46,14 @@ class EngineThread:
         self._stopping = False
         self._is_stuck = False
         self._thread: threading.Thread | None = None
+        self._started: asyncio.Future[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Open the engine; raises whatever stands in the way."""
         self._loop = asyncio.get_running_loop()
-        started: asyncio.Future[None] = self._loop.create_future()
+        started = self._started = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="agentcache-engine", daemon=True)
         self._thread.start()
         await started
@@ -147,6 +148,8 @@ class EngineThread:
     def give_up(self, failure: BaseException) -> None:
         """The thread waits for something that never comes: there is no engine any more. From any thread."""
         self.failure, self._is_stuck = failure, True
+        assert self._started is not None  # the thread runs
+        self._deliver(self._started, error=failure)
         self._loop.call_soon_threadsafe(self._tell_waiters, failure)
 
     # -- to the thread ------------------------------------------------------------------------------------------------

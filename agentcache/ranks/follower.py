@@ -115,17 +115,14 @@ class Follower:
         Raises:
             RankLost: another rank is gone.
         """
-        try:
-            while not self._is_over:
-                answers = self._files.answers.take(0.0 if self._has_started else _ANSWER_SECONDS)
-                message, *_ = self._wire.exchange(write_answers(answers))
-                heard()
-                self._has_started = False
-                with naming_the_lost():
-                    for command in read_commands(message):
-                        self._do(command)
-        finally:
-            self._files.close()
+        while not self._is_over:
+            answers = self._files.answers.take(0.0 if self._has_started else _ANSWER_SECONDS)
+            message, *_ = self._wire.exchange(write_answers(answers))
+            heard()
+            self._has_started = False
+            with naming_the_lost():
+                for command in read_commands(message):
+                    self._do(command)
 
     def close(self) -> None:
         """Finish what was told to be written, and let go of the folder; from any thread."""

@@ -6,6 +6,7 @@ message a step. Other threads ask too (blocks to write, to read); while the engi
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -15,12 +16,13 @@ from contextlib import contextmanager
 from itertools import count
 
 from agentcache.errors import RankLost
+from agentcache.ranks.connections import Connections
 from agentcache.ranks.file_commands import Question
 from agentcache.ranks.messages import Command, Stop, read_answers, write_commands
+from agentcache.ranks.patience import CUT_SECONDS, LOOK_SECONDS
 from agentcache.ranks.wire import Wire, naming_the_lost
 
 _PINGS = 4  # in the time after which a rank counts as hanging
-_LOOK_SECONDS = 0.25
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -44,13 +46,22 @@ class Leader:
 
     Args:
         post: runs a function on the engine's thread soon; callable from any thread.
-        give_up: called on a thread of its own when a rank has been silent for too long: the engine's thread waits for
-            it, for good.
+        give_up: called on a thread of its own when a rank is gone, or has been silent for too long: the engine's thread
+            waits for it, for good.
         patience: seconds after which it has.
+        connections: to the other ranks.
     """
 
-    def __init__(self, wire: Wire, post: Post, give_up: Callable[[RankLost], None], patience: float) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        post: Post,
+        give_up: Callable[[RankLost], None],
+        patience: float,
+        connections: Connections | None = None,
+    ) -> None:
         self.wire = wire
+        self._connections = connections or Connections()
         self._post = post
         self._give_up = give_up
         self._patience = patience
@@ -61,6 +72,7 @@ class Leader:
         self._is_posted = False
         self._lost: RankLost | None = None
         self._waits_since: float | None = None
+        self._waits_for = patience
         self._heard_at = time.monotonic()
         self._ended = threading.Event()
         self.is_computing: Callable[[], bool] = lambda: False
@@ -135,8 +147,13 @@ class Leader:
             self._wake()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, this thread waits for the other ranks: it is looked after."""
+    def waiting(self, seconds: float | None = None) -> Iterator[None]:
+        """Inside, this thread waits for the other ranks: it is looked after.
+
+        Args:
+            seconds: how long it may take, where that is not a rank's patience.
+        """
+        self._waits_for = self._patience if seconds is None else seconds
         self._waits_since = time.monotonic()
         try:
             with naming_the_lost():
@@ -166,13 +183,24 @@ class Leader:
     # -- the watch's own thread -------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Have ranks hear something now and then, and notice one that hangs."""
-        while not self._ended.wait(_LOOK_SECONDS):
+        """Have ranks hear something now and then, and notice one that hangs or is gone."""
+        cut_at = math.inf
+        while not self._ended.wait(LOOK_SECONDS):
             since, now = self._waits_since, time.monotonic()
-            if since is not None and now - since > self._patience:
-                lost = RankLost(f"another process that computes the model has not answered for {self._patience:.0f} s")
-                self._fail(lost)
-                self._give_up(lost)
+            if cut_at == math.inf and self._connections.are_cut():
+                cut_at = now
+            if since is None:
+                if cut_at <= now or now - self._heard_at > self._patience / _PINGS:
+                    self._wake()
+            elif now - max(since, cut_at) > CUT_SECONDS:
+                self._leave_alone(RankLost("another process that computes the model is gone"))
                 return
-            if since is None and now - self._heard_at > self._patience / _PINGS:
-                self._wake()
+            elif now - since > self._waits_for:
+                seconds = f"{self._waits_for:.0f} s"
+                self._leave_alone(RankLost(f"another process that computes the model has not answered for {seconds}"))
+                return
+
+    def _leave_alone(self, lost: RankLost) -> None:
+        """The engine's thread, which waits in vain."""
+        self._fail(lost)
+        self._give_up(lost)

@@ -1,4 +1,4 @@
-"""The end of a rank that hears nothing any more: its thread waits inside MLX, and cannot be told."""
+"""The end of a rank that waits for others in vain: its thread is inside MLX, and cannot be told."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ import threading
 import time
 from collections.abc import Callable
 
+from agentcache.ranks.connections import Connections
+
 log = logging.getLogger("agentcache.ranks")
 
 EXIT_CODE = 3
-_LOOK_SECONDS = 0.25
+LOOK_SECONDS = 0.25
+CUT_SECONDS = 1.0  # that a thread has to notice by itself that a connection is cut: MLX tells it, where it can
 
 
 class Patience:
-    """Inside, the process ends when nothing was heard for so long.
+    """Inside, the process ends when a connection is cut, or when nothing more was heard for so long.
 
     Args:
         close: called before; what is being written is whole then.
     """
 
-    def __init__(self, seconds: float, close: Callable[[], None]) -> None:
+    def __init__(self, seconds: float, connections: Connections, close: Callable[[], None] = lambda: None) -> None:
         self._seconds = seconds
+        self._connections = connections
         self._close = close
         self._heard_at: float | None = None
         self._ended = threading.Event()
@@ -41,8 +45,14 @@ class Patience:
         self._thread.join()
 
     def _look(self) -> None:
-        while not self._ended.wait(_LOOK_SECONDS):
-            if self._heard_at is not None and time.monotonic() - self._heard_at > self._seconds:
-                log.error("rank 0 has said nothing for %.0f s; this rank ends", self._seconds)
-                self._close()
-                os._exit(EXIT_CODE)
+        while not self._ended.wait(LOOK_SECONDS):
+            if self._connections.are_cut():
+                if not self._ended.wait(CUT_SECONDS):
+                    self._leave("the connection to another rank is cut")
+            elif self._heard_at is not None and time.monotonic() - self._heard_at > self._seconds:
+                self._leave(f"rank 0 has said nothing for {self._seconds:.0f} s")
+
+    def _leave(self, why: str) -> None:
+        log.error("%s; this rank ends", why)
+        self._close()
+        os._exit(EXIT_CODE)

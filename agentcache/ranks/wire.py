@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 import numpy as np
 
-from agentcache.errors import RankLost
+from agentcache.errors import RankLost, UnsupportedModel
 
 _LEAST_WORDS = 64
 _REMEMBERED = 16  # messages: as long as the longest of them, the next one has room
@@ -75,10 +75,11 @@ def _words_for(num_bytes: int) -> int:
 
 @contextmanager
 def naming_the_lost() -> Iterator[None]:
-    """Inside, what a back end of `mx.distributed` says of a connection becomes `RankLost`."""
+    """Inside, what a back end of `mx.distributed` says of a connection becomes `RankLost`, also where a model's proof
+    has taken it for the model's fault."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, UnsupportedModel) as error:
         if any(f"[{name}]" in str(error) for name in _BACK_ENDS):
             raise RankLost(f"another process that computes the model is gone: {error}") from error
         raise

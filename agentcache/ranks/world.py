@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from agentcache.kv.precision import Precision
 from agentcache.models.loader import LoadedModel, load, put_on_cache, read_model
 from agentcache.models.runner import ModelRunner
 from agentcache.models.shards import ShardedAdapters, Shards
+from agentcache.ranks.connections import ring_connections
 from agentcache.ranks.follower import Follower, Slots
 from agentcache.ranks.leader import Leader, Post
 from agentcache.ranks.patience import Patience
@@ -91,19 +92,17 @@ class Leading:
     ) -> None:
         self._shards = Shards(group)
         self._wire = Wire(group)
-        self._make_leader = partial(Leader, self._wire, post, give_up, patience)
-        self._leader: Leader | None = None
-        self._tickets: Tickets | None = None
+        self._leader = Leader(self._wire, post, give_up, patience, ring_connections())
+        self._tickets = Tickets(self._leader)
         self._adapters: LeadingAdapters | None = None
 
     def settings(self, config: Config) -> Config:
         return rank_settings(config, self._shards)
 
     def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
-        loaded = load_part(self._shards, self._wire, path_or_hub_id, **options)
-        agree(self._wire, loaded)
-        self._leader = self._make_leader()
-        self._tickets = Tickets(self._leader)
+        with self._leader.waiting(math.inf):  # weights take as long to read as they take
+            loaded = load_part(self._shards, self._wire, path_or_hub_id, **options)
+            agree(self._wire, loaded)
         self._adapters = LeadingAdapters(loaded.model, loaded.survey, loaded.current, self._shards, self._leader)
         return replace(loaded, adapters=self._adapters)
 
@@ -112,11 +111,10 @@ class Leading:
     ) -> ModelRunner:
         if snapshots is not None or measures:
             raise BrokenInvariant("ranks share neither recurrent state nor residuals")
-        assert self._leader is not None and self._tickets is not None and self._adapters is not None  # by `load`
+        assert self._adapters is not None  # by `load`
         return LeadingRunner(loaded, pools, self._adapters, self._leader, self._tickets)
 
     def store(self, config: Config, loaded: LoadedModel) -> Store:
-        assert self._leader is not None and self._tickets is not None  # by `load`
         return LeadingStore(
             config.cache_dir,
             loaded.spec,
@@ -228,6 +226,17 @@ def follow(config: Config, model_path: str) -> None:
         RankLost: another rank is gone.
     """
     group = join_group()
+    seconds, connections = config.rank_timeout * _FOLLOWERS_PATIENCE, ring_connections()
+    with Patience(seconds, connections):
+        follower = _make_follower(group, config, model_path)
+    try:
+        with Patience(seconds, connections, follower.close) as patience:
+            follower.run(patience.renew)
+    finally:
+        follower.close()
+
+
+def _make_follower(group: mx.distributed.Group, config: Config, model_path: str) -> Follower:
     shards, wire = Shards(group), Wire(group)
     config = rank_settings(config, shards)
     loaded = load_part(shards, wire, model_path, max_context=config.max_context, kv=config.kv)
@@ -235,6 +244,4 @@ def follow(config: Config, model_path: str) -> None:
     slots = [Slots() for _ in loaded.spec.groups]
     # Rank 0 makes room on all, by its own budget.
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=2**62)
-    follower = Follower(wire, loaded, ModelRunner(loaded, slots), slots, store)
-    with Patience(config.rank_timeout * _FOLLOWERS_PATIENCE, follower.close) as patience:
-        follower.run(patience.renew)
+    return Follower(wire, loaded, ModelRunner(loaded, slots), slots, store)

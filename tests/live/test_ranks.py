@@ -32,6 +32,8 @@ from tests.live.servers import (
 from tests.live.world import World, serving_together
 
 pytestmark = pytest.mark.slow
+# A signal, and the seconds that a rank may be silent: one that is dead is noticed long before.
+DEATHS = pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, "600"), (signal.SIGSTOP, "4")])
 
 
 def turn(world: World, ids: list[int], agent: str = "anna", tokens: int = 6) -> list[int]:
@@ -90,12 +92,12 @@ def ask_for_long(world: World, answers: list[httpx.Response]) -> threading.Threa
     return asking
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@DEATHS
 def test_when_rank_1_dies_or_hangs_requests_are_told_and_no_turn_is_lost(
-    model_folder: ModelFolder, tmp_path: Path, number: signal.Signals
+    model_folder: ModelFolder, tmp_path: Path, number: signal.Signals, seconds: str
 ) -> None:
     model, first, answers = model_folder("llama"), make_ids(300), list[httpx.Response]()
-    with serving_together(model, tmp_path / "cache", rank_timeout="4") as world:
+    with serving_together(model, tmp_path / "cache", rank_timeout=seconds) as world:
         said = turn(world, first)
         asking = ask_for_long(world, answers)
         os.kill(world.follower.pid, number)
@@ -114,12 +116,12 @@ def test_when_rank_1_dies_or_hangs_requests_are_told_and_no_turn_is_lost(
         assert answer["agentcache"]["cache_state"] == "warm"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@DEATHS
 def test_when_rank_0_dies_or_hangs_rank_1_ends_by_itself(
-    model_folder: ModelFolder, tmp_path: Path, number: signal.Signals
+    model_folder: ModelFolder, tmp_path: Path, number: signal.Signals, seconds: str
 ) -> None:
     model, first = model_folder("llama"), make_ids(300)
-    with serving_together(model, tmp_path / "cache", rank_timeout="1") as world:
+    with serving_together(model, tmp_path / "cache", rank_timeout=seconds) as world:
         said = turn(world, first)
         os.kill(world.server.pid, number)
         assert world.end_of_follower() in (LOST_CODE, EXIT_CODE)

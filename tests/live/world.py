@@ -14,6 +14,7 @@ from pathlib import Path
 
 from agentcache.server_process import ServerProcess, free_port
 from tests.live.servers import BUDGETS, PATIENCE, ROOT
+from tests.ranks.two_ranks import ring_of
 
 RANKS = 2
 
@@ -33,7 +34,7 @@ class World:
 def hostfile(folder: Path) -> Path:
     """Of ranks on this machine, as the ring wants it."""
     file = folder / f"hosts-{free_port()}.json"
-    file.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(RANKS)]))
+    file.write_text(json.dumps(ring_of(RANKS)))
     return file
 
 

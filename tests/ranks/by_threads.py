@@ -86,6 +86,8 @@ class TwoRanks:
             self.follower.run()
         except RankLost:
             return
+        finally:
+            self.follower.close()
 
     def _run_posted(self) -> None:
         while (function := self.posted.get(timeout=SECONDS)) is not None:

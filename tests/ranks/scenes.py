@@ -23,6 +23,8 @@ from agentcache.config import Config
 from agentcache.errors import RankLost
 from agentcache.kv import arena, spec
 from agentcache.llm import LLM, Completion
+from agentcache.models.runner import ModelRunner
+from agentcache.models.step import StepInputs, StepOutputs
 from agentcache.models.survey import Survey
 from agentcache.ranks.rank import own_rank
 from agentcache.sampling import SamplingParams
@@ -128,15 +130,15 @@ def _two_turns(llm: LLM) -> dict[str, Any]:
 
 
 def bring_in(model: Path, cache: Path, files: Path) -> dict[str, Any]:
-    """An agent of each file in a folder, by their names, as far as it is not refused; then the same turns."""
+    """An agent that is not there yet, of each file in a folder, as far as it is not refused; then the same turns."""
     with LLM(model, cache_dir=cache, **SETTINGS) as llm:
-        refused = {}
-        for file in sorted(files.iterdir()):
+        refused, known = {}, [info.id for info in llm.agents()]
+        for file in sorted(files.iterdir()) if "anna" not in known else ():
             try:
                 llm.import_agent("anna", file)
             except ArchiveRejected as error:
                 refused[file.name] = [error.code, llm.stats().disk_bytes]
-        return {"refused": refused} | _two_turns(llm)
+        return {"refused": refused, "known": known} | _two_turns(llm)
 
 
 def chosen_bits(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
@@ -153,19 +155,39 @@ def _acknowledge(completion: Completion, tokens: int) -> None:
         print(json.dumps({"acknowledged": tokens}), flush=True)
 
 
-def _die_at(step: str, occurrence: int) -> None:
-    """Have stores opened from now on end this process at a step of the write path, when it comes so often."""
-    seen = 0
+def _die_at(step: str, occurrence: int, kill: Callable[[], None]) -> None:
+    """Have this process end when it comes so often to a step of the write path of stores opened from now on; or to a
+    sum over all ranks that `loading` the model takes, or `computing` with it: the others have begun with it then."""
+    seen, is_loaded = 0, False
 
-    def fault(name: str) -> None:
+    def fault(name: str, *computed: mx.array) -> None:
         nonlocal seen
         seen += name == step
         if seen == occurrence and name == step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            mx.eval(*computed)
+            kill()
 
     defaults = Store.__init__.__kwdefaults__
     assert defaults is not None
     defaults["fault"] = fault
+    forward, all_sum = ModelRunner.forward, mx.distributed.all_sum
+
+    def note(self: ModelRunner, inputs: StepInputs) -> StepOutputs:
+        nonlocal is_loaded
+        is_loaded = True
+        return forward(self, inputs)
+
+    def summed(x: mx.array, **options: Any) -> mx.array:
+        fault("computing" if is_loaded else "loading", x)
+        return all_sum(x, **options)
+
+    ModelRunner.forward = note  # type: ignore[method-assign]
+    mx.distributed.all_sum = summed
+
+
+def _kill(*others: int) -> None:
+    for process in (*others, os.getpid()):
+        os.kill(process, signal.SIGKILL)
 
 
 def _keep_float32() -> None:
@@ -189,11 +211,14 @@ def main() -> None:
     SETTINGS["kv"] = os.environ["KV"]
     if SETTINGS["kv"] == "32":
         _keep_float32()
-    wanted = os.environ.get("DIE_AT")
-    if wanted is not None:
+    if wanted := os.environ.get("DIE_AT"):
         ranks, step, occurrence = wanted.split(":")
-        if str(rank) in ranks.split(","):
-            _die_at(step, int(occurrence))
+        of_rank_0 = cache.parent / "rank-0.pid"
+        if rank == 0:
+            of_rank_0.write_text(str(os.getpid()))
+        if str(rank) == ranks[-1]:
+            both = "0" in ranks and rank != 0
+            _die_at(step, int(occurrence), lambda: _kill(*([int(of_rank_0.read_text())] if both else [])))
     if rank:
         from agentcache.ranks.world import follow
 

@@ -1,6 +1,7 @@
 """SIGKILL of either rank, and of both, at every step of the write path: what was acknowledged is there after a restart.
 
-And nothing half-written is used: what is said then is what was said before.
+And nothing half-written is used: what is said then is what was said before. Likewise while an agent is brought in. The
+other rank ends by itself, also where it waits inside MLX for a sum that never comes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from agentcache.cli.serve import LOST_CODE
+from agentcache.ranks.agent_folders import folders_of_agent
+from agentcache.store.export import export_agent
 from agentcache.store.verify import verify_folder
-from tests.ranks.two_ranks import play
+from tests.ranks.two_ranks import Played, play
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -29,6 +33,14 @@ EVERY_CASE = [
 ]
 # A case is four processes that load a model: every eighth one, one of each kind, unless all are asked for.
 CASES = EVERY_CASE if os.environ.get("EVERY_KILL") else EVERY_CASE[::8]
+EVERY_IMPORT = [
+    *(
+        ("0", step, 1)
+        for step in ("block-temp-written", "block-replaced", "manifest-before-replace", "manifest-replaced")
+    ),
+    *((ranks, step, 2) for ranks in ("1", "0,1") for step in OF_BLOCKS),
+]
+IMPORTS = EVERY_IMPORT if os.environ.get("EVERY_KILL") else EVERY_IMPORT[2::6]
 FIRST, WHOLE = 285, 550  # tokens of the agent when its turns are acknowledged
 
 
@@ -49,14 +61,54 @@ def test_no_acknowledged_turn_is_lost(
     ranks: str, step: str, occurrence: int, model: Path, said: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     killed = play("a_turn", model, tmp_path / "cache", die_at=f"{ranks}:{step}:{occurrence}")
-    assert -signal.SIGKILL in killed.codes
+    check_codes(killed, ranks)
     acknowledged = max((line["acknowledged"] for line in killed.lines if "acknowledged" in line), default=0)
     after = play("a_turn", model, tmp_path / "cache").last
     # A turn that was durable but not told of yet may be there, too.
     assert max(after["before"], default=0) in {acknowledged, *(each for each in (FIRST, WHOLE) if each > acknowledged)}
-    for ours, theirs in zip(after["said"], said, strict=True):
-        assert ours["token_ids"] == theirs["token_ids"]
-    if acknowledged:
-        assert after["said"][0]["cache_state"] == "warm" and after["said"][0]["cached"] >= 256
+    check_after(after["said"], said, tmp_path / "cache", is_warm=acknowledged > 0)
+
+
+def check_codes(killed: Played, ranks: str) -> None:
+    """Who was killed was killed, and who was not has ended by itself."""
+    for rank, code in enumerate(killed.codes):
+        expected = -signal.SIGKILL if str(rank) in ranks else LOST_CODE
+        assert code == expected, f"rank {rank} ended with {code}, not {expected}: {killed.why}"
+
+
+def check_after(after: list[dict[str, Any]], said: list[dict[str, Any]], cache: Path, *, is_warm: bool) -> None:
+    assert [turn["token_ids"] for turn in after] == [turn["token_ids"] for turn in said]
+    if is_warm:
+        assert after[0]["cache_state"] == "warm" and after[0]["cached"] >= 256
     for rank in range(2):
-        assert not verify_folder(tmp_path / "cache" / f"rank-{rank}-of-2").problems
+        assert not verify_folder(cache / f"rank-{rank}-of-2").problems
+
+
+@pytest.fixture(scope="module")
+def archive(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an agent of two ranks as one file."""
+    folder = tmp_path_factory.mktemp("exported")
+    assert not any(play("a_turn", model, folder / "cache").codes)
+    own, *others = folders_of_agent(folder / "cache", "anna")
+    (folder / "files").mkdir()
+    export_agent(own, "anna", folder / "files" / "anna", others=others)
+    return folder / "files"
+
+
+@pytest.mark.parametrize(("ranks", "step", "occurrence"), IMPORTS)
+def test_an_agent_that_is_brought_in_is_there_whole_or_not_at_all(
+    ranks: str, step: str, occurrence: int, model: Path, archive: Path, said: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    killed = play("bring_in", model, tmp_path / "cache", archive, die_at=f"{ranks}:{step}:{occurrence}")
+    check_codes(killed, ranks)
+    assert not killed.lines  # of a turn
+    after = play("bring_in", model, tmp_path / "cache", archive).last
+    assert after["before"] == [WHOLE] and not after["refused"]
+    assert after["known"] == (["anna"] if step == "manifest-replaced" else [])
+    check_after(after["said"], said, tmp_path / "cache", is_warm=True)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_dies_while_the_model_is_loaded_is_not_waited_for(rank: str, model: Path, tmp_path: Path) -> None:
+    """The other one's thread waits inside MLX for good, and `play` would for minutes."""
+    check_codes(play("a_turn", model, tmp_path / "cache", die_at=f"{rank}:loading:3"), rank)

@@ -70,14 +70,15 @@ def compare(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) ->
     """An answer may differ where two tokens were as likely as one another, within the bound; its agent's conversation
     is another one from then on."""
     compared, others = Compared(), set[str]()
-    for our, their in zip(ours, theirs, strict=True):
+    for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         assert our["agent"] == their["agent"]
         if their["agent"] in others:
             continue
-        assert (our["cache_state"], our["cached"]) == (their["cache_state"], their["cached"])
+        kept, expected = ((said["cache_state"], said["cached"]) for said in (our, their))
+        assert kept == expected, f"answer {number} ({our['agent']}): {kept} in place of {expected}"
         pairs = zip(our["token_ids"], their["token_ids"], our["logprobs"], their["logprobs"], strict=True)
-        for token, other, logprob, expected in pairs:
-            compared.worst = max(compared.worst, abs(logprob - expected))
+        for token, other, logprob, others_logprob in pairs:
+            compared.worst = max(compared.worst, abs(logprob - others_logprob))
             if token != other:
                 others |= {their["agent"], *FORKS.get(their["agent"], ())}
                 break
@@ -110,12 +111,13 @@ def check_ten_turns(name: str, folder: Path, kv: str, bound: float, most: float)
     together = play("ten_turns", model, folder / "two", adapter, kv=kv).last
     compared = compare(together["said"], alone["said"])
     print(name, kv, f"of {len(alone['said'])} answers {compared.same} the same, logprobs within {compared.worst:.1e}")
-    assert compared.worst <= bound
-    assert together["ram_bytes"] <= most * alone["ram_bytes"]
+    assert compared.worst <= bound, f"{name}: logprobs differ by {compared.worst:.1e}, {compared.same} answers the same"
+    ram = [each["ram_bytes"] for each in (together, alone)]
+    assert ram[0] <= most * ram[1], f"{name}: RAM {ram}"
     folders = [folder / "two" / f"rank-{rank}-of-2" for rank in range(2)]
     shares = [block_bytes(each) / block_bytes(folder / "one") for each in folders]
     print(name, "RAM", together["ram_bytes"] / alone["ram_bytes"], "files", shares)
-    assert max(shares) <= (most if most < 1 else 1.01)  # a header names its rank
+    assert max(shares) <= (most if most < 1 else 1.01), f"{name}: files {shares}"  # a header names its rank
     for each in folders:
         assert not verify_folder(each).problems
     return compared.same / len(alone["said"])

@@ -24,18 +24,23 @@ class Played:
     Args:
         lines: what rank 0 has written.
         codes: exit codes, by rank.
-        errors: what all have written of errors.
+        errors: what each has written of errors, by rank.
     """
 
     lines: list[dict[str, Any]]
     codes: list[int]
-    errors: str
+    errors: list[str]
 
     @property
     def last(self) -> dict[str, Any]:
         """What the scene returned."""
-        assert not any(self.codes), self.errors
+        assert not any(self.codes), f"exit codes {self.codes}: {self.why}"
         return self.lines[-1]
+
+    @property
+    def why(self) -> str:
+        """The last that each rank has written of errors, in one line: logs of long runs are cut."""
+        return " | ".join(" / ".join(_telling(errors)) for errors in self.errors)
 
 
 def play(
@@ -52,7 +57,8 @@ def play(
 
     Args:
         kv: in how many bits keys and values are kept; 32 for as the model makes them, without rounding.
-        die_at: which ranks kill themselves, and when: `0,1:block-replaced:2` at the second such step.
+        die_at: which ranks are killed, and when: `1:block-replaced:2` at its own second such step, `0,1:…` both at that
+            of rank 1.
     """
     cache.parent.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("AGENTCACHE_", "MLX_"))}
@@ -61,7 +67,7 @@ def play(
         environment["DIE_AT"] = die_at
     if ranks > 1:
         hosts = cache.parent / f"hosts-{free_port()}.json"
-        hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(ranks)]))
+        hosts.write_text(json.dumps(ring_of(ranks)))
         environment["MLX_HOSTFILE"] = str(hosts)
     command = [sys.executable, "-m", "tests.ranks.scenes", scene, str(model), str(cache), str(adapter)]
     processes = [
@@ -85,4 +91,18 @@ def play(
                 process.communicate()
     lines = [json.loads(line) for line in ended[-1][0].splitlines() if line.startswith("{")]
     codes = [process.returncode for process in reversed(processes)]
-    return Played(lines, codes, "\n".join(errors for _, errors in reversed(ended)))
+    return Played(lines, codes, [errors for _, errors in reversed(ended)])
+
+
+def ring_of(ranks: int) -> list[list[str]]:
+    """Addresses on this machine, as MLX_HOSTFILE has them: no two on one port, which the ring would not notice."""
+    ports: set[int] = set()
+    while len(ports) < ranks:
+        ports.add(free_port())
+    return [[f"127.0.0.1:{port}"] for port in ports]
+
+
+def _telling(errors: str) -> list[str]:
+    """The last lines but for what the ring repeats, and the calls of a traceback."""
+    lines = [line for line in errors.splitlines() if line and not line.startswith((" ", "[ring] S", "Traceback"))]
+    return [line[:200] for line in lines[-3:]]
