@@ -149,10 +149,10 @@ def test_adapters_fill_their_share_before_one_evicts() -> None:
     """What none of them uses is there for the others."""
     caches = Caches()
     fill(caches.adapters[0], 1, 20)
-    fill(caches.adapters[1], 1, 16)
+    fill(caches.adapters[1], 2, 7)
     assert [cache.slots.evicted_blocks for cache in caches.adapters] == [0, 0]
     used = sum(each.used for each in caches.ledger.accounts if each.family == RESIDUAL)
-    assert used > 0.9 * SHARE
+    assert used > 0.8 * SHARE
 
 
 def test_of_adapters_the_one_used_least_recently_gives_way() -> None:
