@@ -54,7 +54,8 @@ class MultiPlan:
         turns: of a conversation; each brings `tool_tokens` and is answered with `new_tokens`.
         rounds: how often every fork of the context is asked.
         rate: conversations that begin in a second, on average.
-        fitting: caches of one workflow each that the scarce memory holds.
+        fitting: caches of one workflow each that the scarce memory holds; base's keys and values and all residuals
+            take less than that (with the defaults), all exact caches more than twice as much.
         agents, ranks, targets: of the memory table.
     """
 
@@ -66,7 +67,7 @@ class MultiPlan:
     new_tokens: int = 16
     rounds: int = 4
     rate: float = 4.0
-    fitting: float = 2.5
+    fitting: float = 3.5
     agents: tuple[int, ...] = (1, 2, 4, 8, 16)
     ranks: tuple[int, ...] = (8, 16, 32)
     targets: tuple[str, ...] = ("q,v", "q,k,v")
@@ -80,7 +81,15 @@ class MultiPlan:
 
 
 QUICK = MultiPlan(
-    workflows=6, context=768, rounds=3, turns=4, new_tokens=4, agents=(1, 4), ranks=(8,), targets=("q,v",)
+    workflows=6,
+    context=768,
+    rounds=3,
+    turns=4,
+    new_tokens=4,
+    fitting=4.0,
+    agents=(1, 4),
+    ranks=(8,),
+    targets=("q,v",),
 )
 
 

@@ -125,8 +125,14 @@ class BlockAllocator:
             needed = -(-num_tokens // BLOCK_SIZE)
             if group.window is not None:
                 needed = min(needed, min_blocks(group))
-            while self._pools[index].capacity < needed and (self._grow(index) or self._grow_at_others_expense(index)):
-                continue
+            self.grow_to(index, needed)
+
+    def grow_to(self, index: int, capacity: int) -> bool:
+        """Have so many slots in group `index`, whoever has to give way; False if nobody can any more."""
+        pool = self._pools[index]
+        while pool.capacity < capacity and (self._grow(index) or self._grow_at_others_expense(index)):
+            continue
+        return pool.capacity >= capacity
 
     # -- growth -------------------------------------------------------------------------------------------------------
 
@@ -134,6 +140,8 @@ class BlockAllocator:
         """Grow all groups of one attention kind to one size, as they fill together; False if there is no room."""
         kind, capacity = self._kinds[index], self._pools[index].capacity
         wanted = _MIN_GROWTH_BLOCKS if self.is_sparing else max(_MIN_GROWTH_BLOCKS, int(capacity * _GROWTH))
+        if kind.account.family in self._ledger.shares:
+            wanted = 1  # what it took ahead of its needs, the others of its family would lack
         added = min(wanted, self._growth_within(min(kind.account.room, self._machine_room(kind)), index))
         if added < 1:
             return False
@@ -158,10 +166,20 @@ class BlockAllocator:
         most = max(0, num_bytes // self._bytes[index])
         return bisect_right(range(1, most + 1), num_bytes, key=lambda added: self._cost(index, added))
 
-    def affordable_growth(self, index: int) -> int:
-        """Slots by which group `index` may grow within the budget, on loan or not, if its attention kind follows."""
+    def affordable_growth(self, index: int, beside: int = 0) -> int:
+        """Slots by which group `index` may grow within the budget, on loan or not, if its attention kind follows.
+
+        Args:
+            beside: bytes that others are to have meanwhile. Negative where they can have them only if it shrinks.
+        """
         kind = self._kinds[index]
-        return self._growth_within(min(kind.account.room_without_loans, self._machine_room(kind)), index)
+        room = min(kind.account.room_without_loans - beside, self._machine_room(kind))
+        return self._growth_within(room, index) if room >= 0 else room // sum(self._bytes[i] for i in kind.members)
+
+    def note_use(self) -> None:
+        """Somebody uses the cache: of those that share a part of the budget, others give way first."""
+        for kind in dict.fromkeys(self._kinds):
+            self._ledger.note_use(kind.account)
 
     def _give_way(self, num_bytes: int, asker: Account) -> None:
         """Release slots beyond the floors that nobody reads: of the other attention kinds, for one of them."""

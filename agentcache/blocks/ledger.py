@@ -165,6 +165,7 @@ class Ledger:
         shares: of it, what the accounts of a family may take together at most. Others may use what they do not.
 
     Attributes:
+        accounts: all; of a family with a share, those used least recently first.
         sharing: the accounts of the one budget.
     """
 
@@ -201,11 +202,22 @@ class Ledger:
         if account.apart is None:
             self.sharing.remove(account)
 
+    def note_use(self, account: Account) -> None:
+        """An account of a family with a share is in use: the family's others are asked before it."""
+        if account.family in self.shares:
+            self.accounts.remove(account)
+            self.accounts.append(account)
+
     def share_left(self, family: str) -> int:
         """What is left of a family's share; without a bound where it has none."""
         if family not in self.shares:
             return _UNBOUNDED
         return self.shares[family] - sum(each.claimed for each in self.accounts if each.family == family)
+
+    @property
+    def room(self) -> int:
+        """Bytes of the budget that nobody has claimed, nor has kept for it."""
+        return self.budget - sum(each.held for each in self.sharing)
 
     @property
     def floors(self) -> int:

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from agentcache.blocks import lane_search
 from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.attach_prefix import attach_prefix
+from agentcache.blocks.catch_up import append_nodes, nodes_ahead
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE, Producer
 from agentcache.blocks.lane_search import CachedPrefix
@@ -126,6 +127,7 @@ class PrefixCache:
             raise
         for lane in prefix.lanes:
             self.tree.touch(lane.all_nodes)
+        self.allocator.note_use()
         return sequence
 
     def _enter(self, root: str, prefix: CachedPrefix) -> CacheSequence:
@@ -169,6 +171,19 @@ class PrefixCache:
         for index, table in enumerate(sequence.tables):
             while table.end_block < end:
                 table.block_ids.append(self.allocator.allocate(index))
+
+    def tokens_ahead(self, sequence: CacheSequence, token_ids: Sequence[int], end: int) -> int:
+        """How many of the tokens behind the sequence's end, as far as `end`, others have computed meanwhile: whole
+        blocks that are in RAM.
+        """
+        return len(nodes_ahead(self.tree, sequence, token_ids, end)) * BLOCK_SIZE
+
+    def catch_up(self, sequence: CacheSequence, token_ids: Sequence[int], end: int) -> None:
+        """Go on behind these tokens, of `tokens_ahead`, without computing them."""
+        for nodes in nodes_ahead(self.tree, sequence, token_ids, end):
+            append_nodes(self.slots, sequence, nodes)
+        for lane in sequence.lanes:
+            self.tree.touch(lane.nodes)
 
     def advance(self, sequence: CacheSequence, token_ids: Sequence[int]) -> list[LaneBlock]:
         """`token_ids` have been computed: publish the blocks they filled and return these, lane by lane, in order.

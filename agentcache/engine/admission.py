@@ -10,6 +10,7 @@ from agentcache.agents.restore import Restorer
 from agentcache.agents.restoring import Restored
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.ledger import RESIDUAL
 from agentcache.blocks.overlay_match import OverlayMatch, match_overlay
 from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.snapshot_plan import SnapshotPlan
@@ -17,7 +18,7 @@ from agentcache.engine.device import Device
 from agentcache.engine.generation import Generation, Outcome, State
 from agentcache.engine.passes import Overlay
 from agentcache.engine.requests import Requests
-from agentcache.engine.room import Growth, has_room
+from agentcache.engine.room import Growth, has_room, slots_needed
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, OutOfMemory, Overloaded
@@ -117,20 +118,25 @@ class Admission:
         generation.adapter = use.settled(use.policy)
         prefix = self._usable_prefix(generation, root)
         num_tokens = len(generation.token_ids) + 1
-        if not has_room(self._cache.allocator, self._base_growth(), prefix, num_tokens, evicts=False):
+        allocator = self._cache.allocator
+        # Nor the residuals' part: whoever reads there could not make room for them.
+        kept = self._cache.ledger.share_left(RESIDUAL)
+        if not has_room(allocator, self._base_growth(), prefix, num_tokens, evicts=False, beside=kept):
             self._share(generation)
 
     def _open_residual(self, generation: Generation, use: AdapterUse, root: str, busy: bool) -> None:
         """The same for a request that has a sequence in its adapter's cache too: both, or none."""
         cache = self._residual_cache(use)
-        # Before base's blocks are taken: base gives up slots from its last one on, and none that is read.
-        cache.prefix.allocator.make_room(len(generation.token_ids) + 1)
         residual_root = self._caches.root(cache, generation.request.salt)
-        limit = self._most_cached(generation)
-        match = match_overlay(self._cache, root, cache.prefix, residual_root, generation.token_ids, limit)
+        known = root, cache.prefix, residual_root, generation.token_ids, self._most_cached(generation)
+        match = match_overlay(self._cache, *known)
         if busy:
-            self._check_room(generation, match.base)
-            self._check_residual_room(generation, cache, match.residuals)
+            self._check_overlay_room(generation, cache, match)
+        # Before base's blocks are taken: base gives up slots from its last one on, and none that is read.
+        has_slots = self._make_residual_room(generation, cache, match.residuals)
+        if busy and not has_slots:
+            raise OutOfBlocks("running requests read blocks where residuals are to be")
+        match = match_overlay(self._cache, *known)
         sequences = {BASE_CACHE: self._cache.open(root, match.base)}
         try:
             sequences[cache.name] = cache.prefix.open(residual_root, match.residuals)
@@ -183,26 +189,69 @@ class Admission:
             return 0
         return len(generation.token_ids) - 1
 
-    def _check_room(self, generation: Generation, prefix: CachedPrefix) -> None:
-        """Raise OutOfBlocks if the known tokens of all who are admitted would not fit: one would preempt another."""
-        if not has_room(self._cache.allocator, self._base_growth(), prefix, len(generation.token_ids) + 1):
+    def _check_room(self, generation: Generation, prefix: CachedPrefix, beside: int | None = None) -> None:
+        """Raise OutOfBlocks if the known tokens of all who are admitted would not fit: one would preempt another.
+
+        Args:
+            beside: bytes that residuals are to have; None for what those of who is admitted lack.
+        """
+        if beside is None:
+            beside = self._lacking_residuals()[0]
+        num_tokens = len(generation.token_ids) + 1
+        if not has_room(self._cache.allocator, self._base_growth(), prefix, num_tokens, beside=beside):
             raise OutOfBlocks("running requests need all the blocks there are")
+
+    @property
+    def _admitted(self) -> Sequence[Generation]:
+        return (*self._requests.running, *self._requests.loading)
 
     def _base_growth(self) -> list[Growth]:
         """What those who are admitted hold of base's cache, and need."""
-        admitted = (*self._requests.running, *self._requests.loading)
-        return [Growth(other.open_sequence.tables, len(other.token_ids) + 1) for other in admitted]
+        return [Growth(other.open_sequence.tables, len(other.token_ids) + 1) for other in self._admitted]
 
-    def _check_residual_room(self, generation: Generation, cache: KeptCache, prefix: CachedPrefix) -> None:
-        """The same in an adapter's cache."""
-        admitted = (*self._requests.running, *self._requests.loading)
-        running = [
-            Growth(other.overlay.residuals.tables, len(other.token_ids) + 1)
-            for other in admitted
-            if other.overlay is not None and other.overlay.cache is cache
-        ]
-        if not has_room(cache.prefix.allocator, running, prefix, len(generation.token_ids) + 1):
+    def _residual_growth(self, cache: KeptCache) -> list[Growth]:
+        """The same of an adapter's cache."""
+        overlays = [(other.overlay, len(other.token_ids) + 1) for other in self._admitted if other.overlay is not None]
+        return [Growth(overlay.residuals.tables, count) for overlay, count in overlays if overlay.cache is cache]
+
+    def _check_overlay_room(self, generation: Generation, cache: KeptCache, match: OverlayMatch) -> None:
+        """The same for one that has residuals too: all adapters' have one part of the budget."""
+        lacking, spare = self._lacking_residuals(cache, match.residuals, len(generation.token_ids) + 1)
+        left = self._cache.ledger.share_left(RESIDUAL)
+        if lacking > left + spare:
             raise OutOfBlocks("running requests need all the blocks there are for residuals")
+        self._check_room(generation, match.base, min(lacking, left))
+
+    def _lacking_residuals(
+        self, joins: KeptCache | None = None, prefix: CachedPrefix | None = None, num_tokens: int = 0
+    ) -> tuple[int, int]:
+        """Bytes of slots that the residuals of those who are admitted need and have not yet, and bytes that adapters'
+        caches have beyond that.
+
+        Args:
+            joins: the cache that one more is to use, with this prefix of so many tokens.
+        """
+        lacking = spare = 0
+        for cache in self._caches.further:
+            allocator, running = cache.prefix.allocator, self._residual_growth(cache)
+            new = (prefix, num_tokens) if cache is joins else (None, 0)
+            for index, group in enumerate(allocator.slots.groups):
+                short = slots_needed(allocator, index, running, *new) - allocator.slots.pools[index].capacity
+                lacking += max(0, short) * group.bytes_per_block
+                spare += max(0, -short) * group.bytes_per_block
+        return lacking, spare
+
+    def _make_residual_room(self, generation: Generation, cache: KeptCache, prefix: CachedPrefix) -> bool:
+        """Slots for all residuals of a request's known tokens; False if others who run have what it takes."""
+        allocator, running = cache.prefix.allocator, self._residual_growth(cache)
+        num_tokens = len(generation.token_ids) + 1
+        for index in range(len(allocator.slots.groups)):
+            needed = slots_needed(allocator, index, running, prefix, num_tokens)
+            if not allocator.grow_to(index, needed):
+                return False
+        # Where base could not give way, slots have gone that others will need.
+        lacking, spare = self._lacking_residuals(cache, prefix, num_tokens)
+        return lacking <= spare + self._cache.ledger.room
 
     def _restore(self, generation: Generation, due: Sequence[tuple[str, CacheSequence]]) -> None:
         """Have the files of a request's sequences read, given with their caches, one sequence after the other."""

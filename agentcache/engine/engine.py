@@ -16,6 +16,7 @@ from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
 from agentcache.engine.admission import Admission
 from agentcache.engine.batch import LateToken
+from agentcache.engine.catch_up import CatchUp
 from agentcache.engine.counters import Counters, cache_stats
 from agentcache.engine.device import Device, Step
 from agentcache.engine.generation import LIVE, Generation, Outcome, State
@@ -106,6 +107,7 @@ class Engine:
             self._share,
             self.residuals.cache_of,
         )
+        self._catch_up = CatchUp(parts.requests, parts.caches.base)
         self.relief = MemoryRelief(
             parts.caches, parts.device, parts.scheduler, parts.eviction, parts.trunk, parts.loaded
         )
@@ -221,6 +223,7 @@ class Engine:
         """
         self.trunk.sweep()
         self._admission.admit()
+        self._catch_up.look()
         late = self._choose_late()
         following = self._build(self.scheduler.schedule())
         done, self._under_way = self._under_way, following

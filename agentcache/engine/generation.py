@@ -97,6 +97,7 @@ class Generation:
         shown_tokens: as many tokens have all their text shown.
         following: what may come next in an answer of a certain form; None for any.
         is_late: the token behind what is computed is not chosen yet, for it is not known yet which it may be.
+        is_following: another request's row computes its next block, which it takes then (`CatchUp`).
     """
 
     request: Request
@@ -144,6 +145,7 @@ class Generation:
     shown_tokens: int = 0
     following: Following | None = None
     is_late: bool = False
+    is_following: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.match.transcript.ids)
@@ -191,7 +193,7 @@ class Generation:
     @property
     def can_prefill(self) -> bool:
         """Whether a chunk of it may be launched. One at a time: its slots then stay within a window's bound."""
-        return not self.in_flight and self.num_to_launch > 1
+        return not self.in_flight and not self.is_following and self.num_to_launch > 1
 
     @property
     def can_decode(self) -> bool:
@@ -227,6 +229,22 @@ class Generation:
         while len(self.passes) > 1 and self.passes[0].is_done:
             del self.passes[0]
 
+    def note_caught_up(self, begin: int, end: int) -> None:
+        """The current pass need not compute these tokens of the prompt: another request has."""
+        if self.num_generated:
+            return
+        num_tokens, cached = end - begin, self.cached
+        if self.overlay is None:
+            start = self.num_prompt_tokens if self.producer is None else self.producer.start
+            self.computed_base_tokens -= max(0, min(end, start) - begin)
+        elif self.current.computes is None:
+            self.computed_base_tokens -= num_tokens
+        if self.overlay is None or self.current.overlay is not None:
+            residual = None if cached.residual is None else cached.residual + num_tokens
+            self.cached = CachedTokens(cached.own, cached.shared + num_tokens, residual)
+            if self.overlay is None or self.current.computes is not None:
+                self.computed_prompt_tokens -= num_tokens
+
     def begin_state(self, state: RowState) -> None:
         """Its row goes on from this recurrent state."""
         self.row_state = self.launched_state = state
@@ -241,7 +259,7 @@ class Generation:
         """Its sequence has been given up; what the device computes for it has no meaning any more."""
         self.sequence = self.overlay = None
         self.in_flight = 0
-        self.is_late = False
+        self.is_late = self.is_following = False
         self.passes = []
         self.snapshots = self.row_state = self.launched_state = self.shown_state = None
 

@@ -54,6 +54,13 @@ class Overlay:
         """Whether the step that writes the token's residuals writes base's keys and values of it too."""
         return position >= self.paired_from
 
+    def written(self, base: KeptCache) -> list[tuple[KeptCache, CacheSequence]]:
+        """What the next tokens' residuals are written to, and what is written beside them."""
+        written = [(self.cache, self.residuals)]
+        if self.is_paired(self.residuals.num_tokens):
+            written.append((base, self.base))
+        return written
+
 
 @dataclass(frozen=True)
 class Pass:

@@ -11,7 +11,6 @@ from agentcache.agents.persistence import Persistence
 from agentcache.blocks.keys import BLOCK_SIZE, pack_token_ids, residual_cache
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence
 from agentcache.engine.generation import Generation
 from agentcache.engine.passes import Overlay
 from agentcache.engine.turns import Turns
@@ -124,10 +123,7 @@ class Residuals:
     def advance(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> None:
         """These tokens' residuals have been computed, and of those that are paired base's keys and values too."""
         residuals, base = overlay.residuals, self._caches.base.prefix
-        written: list[tuple[KeptCache, CacheSequence]] = [(overlay.cache, residuals)]
-        if overlay.is_paired(residuals.num_tokens):
-            written.append((self._caches.base, overlay.base))
-        for cache, sequence in written:
+        for cache, sequence in overlay.written(self._caches.base):
             if published := cache.prefix.advance(sequence, token_ids):
                 self._turns.save_early(generation, sequence, published, cache.name)
         generation.drop_passes()

@@ -27,6 +27,7 @@ def has_room(
     num_tokens: int,
     *,
     evicts: bool = True,
+    beside: int = 0,
 ) -> bool:
     """Whether all of `running` and a request of `num_tokens` tokens that starts with `prefix` fit side by side.
 
@@ -34,36 +35,58 @@ def has_room(
 
     Args:
         evicts: slots that only caches hold count as room too.
+        beside: bytes of the budget that others are to have meanwhile.
     """
     fits = _fits if evicts else _fits_beside_the_cached
-    return all(fits(allocator, index, running, prefix, num_tokens) for index in range(len(allocator.slots.groups)))
+    indices = range(len(allocator.slots.groups))
+    return all(fits(allocator, index, running, prefix, num_tokens, beside) for index in indices)
+
+
+def _fits(
+    allocator: BlockAllocator,
+    index: int,
+    running: Sequence[Growth],
+    prefix: CachedPrefix,
+    num_tokens: int,
+    beside: int,
+) -> bool:
+    room = allocator.slots.pools[index].capacity + allocator.affordable_growth(index, beside)
+    return slots_needed(allocator, index, running, prefix, num_tokens) <= room
 
 
 def _fits_beside_the_cached(
-    allocator: BlockAllocator, index: int, running: Sequence[Growth], prefix: CachedPrefix, num_tokens: int
+    allocator: BlockAllocator,
+    index: int,
+    running: Sequence[Growth],
+    prefix: CachedPrefix,
+    num_tokens: int,
+    beside: int,
 ) -> bool:
     group = allocator.slots.groups[index]
     # A block that is partly filled is copied, for others may go on from it too.
     there = sum(node.is_full and index in node.block_ids for node in prefix.lane(index).nodes)
     needed = max(0, _most_blocks(group, num_tokens) - there)
-    room = allocator.slots.pools[index].num_free + allocator.affordable_growth(index)
+    room = allocator.slots.pools[index].num_free + allocator.affordable_growth(index, beside)
     return _promised(group, index, running) + needed <= room
+
+
+def slots_needed(
+    allocator: BlockAllocator,
+    index: int,
+    running: Sequence[Growth],
+    prefix: CachedPrefix | None = None,
+    num_tokens: int = 0,
+) -> int:
+    """Slots of a group without which all of `running`, and one that starts with `prefix`, do not fit side by side."""
+    group, read = allocator.slots.groups[index], {slot for g in running for slot in g.tables[index].block_ids}
+    # What others read already costs the newcomer nothing.
+    shared = 0 if prefix is None else sum(node.block_ids.get(index) in read for node in prefix.lane(index).nodes)
+    needed = max(0, _most_blocks(group, num_tokens) - shared)
+    return len(read) + _promised(group, index, running) + needed
 
 
 def _promised(group: Group, index: int, running: Sequence[Growth]) -> int:
     return sum(max(0, _most_blocks(group, g.num_tokens) - len(g.tables[index].block_ids)) for g in running)
-
-
-def _fits(
-    allocator: BlockAllocator, index: int, running: Sequence[Growth], prefix: CachedPrefix, num_tokens: int
-) -> bool:
-    slots = allocator.slots
-    group, read = slots.groups[index], {slot for growth in running for slot in growth.tables[index].block_ids}
-    # What others read already costs the newcomer nothing.
-    shared = sum(node.block_ids.get(index) in read for node in prefix.lane(index).nodes)
-    needed = max(0, _most_blocks(group, num_tokens) - shared)
-    room = slots.pools[index].capacity - len(read) + allocator.affordable_growth(index)
-    return _promised(group, index, running) + needed <= room
 
 
 def _most_blocks(group: Group, num_tokens: int) -> int:

@@ -10,6 +10,7 @@ import json
 import os
 import select
 import socket
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -55,8 +56,10 @@ def _address(text: str) -> Address:
 
 def _connected() -> Iterator[tuple[int, Address, Address]]:
     """Descriptors of all TCP connections of this process, with the addresses of both ends."""
-    for name in os.listdir("/dev/fd"):
-        # What is no socket, or not connected, raises.
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.family == socket.AF_INET:
-                yield int(name), connection.getsockname(), connection.getpeername()
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError):  # it is closed by now, or not connected
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.family == socket.AF_INET:
+                    yield descriptor, connection.getsockname(), connection.getpeername()

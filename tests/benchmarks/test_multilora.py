@@ -42,7 +42,7 @@ def test_what_each_policy_computes(plentiful: dict[str, dict[str, Any]]) -> None
     computed = {policy: row["computed_tokens"] for policy, row in plentiful.items()}
     assert forks <= computed["exact"] < 1.3 * forks
     assert computed["residual"] > computed["exact"]
-    # All forks come at once, before base has read the context: so each has it read once more.
+    # All forks come at once: base reads the context once, and with one residual for all that is all there is to read.
     assert computed["residual-shared-a"] < 0.7 * computed["residual"]
     assert plentiful["auto"]["answered_by"] == plentiful["exact"]["answered_by"]
 

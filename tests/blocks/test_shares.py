@@ -143,3 +143,27 @@ def test_a_share_that_is_exceeded_is_noticed() -> None:
     account.claimed = SHARE + 1
     with pytest.raises(Exception, match="share of residual is exceeded"):
         caches.ledger.check_integrity()
+
+
+def test_adapters_fill_their_share_before_one_evicts() -> None:
+    """What none of them uses is there for the others."""
+    caches = Caches()
+    fill(caches.adapters[0], 1, 20)
+    fill(caches.adapters[1], 2, 7)
+    assert [cache.slots.evicted_blocks for cache in caches.adapters] == [0, 0]
+    used = sum(each.used for each in caches.ledger.accounts if each.family == RESIDUAL)
+    assert used > 0.8 * SHARE
+
+
+def test_of_adapters_the_one_used_least_recently_gives_way() -> None:
+    caches = Caches()
+    first, second = caches.adapters
+    third = PrefixCache(RESIDUAL_GROUPS, caches.ledger, name="residual.z")
+    fill(first, 1, 16)
+    fill(second, 1, 16)
+    before = second.count_blocks().cached
+    fill(first, 1, 16)  # again: all of it is there
+    fill(third, 1, 12)
+    assert first.slots.evicted_blocks == 0
+    assert second.count_blocks().cached < before
+    caches.check()

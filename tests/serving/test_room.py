@@ -62,3 +62,23 @@ def test_a_window_takes_no_more_than_its_blocks() -> None:
     running = begin(cache, 1, 3)
     assert fits(cache, [(running, 100)], 2, 100)
     assert not fits(PrefixCache([Group()], Ledger(12)), [], 2, 100)
+
+
+def test_what_others_are_to_have_is_no_room() -> None:
+    cache = PrefixCache([Group()], Ledger(12))
+    running = begin(cache, 1, 3)
+    ids = [2] * (5 * BLOCK_SIZE)
+    prefix, growth = cache.match_prefix("root", ids, len(ids)), [Growth(running.tables, 3 * BLOCK_SIZE)]
+    for evicts in (True, False):
+        room = [has_room(cache.allocator, growth, prefix, len(ids), evicts=evicts, beside=beside) for beside in (4, 5)]
+        assert room == [True, False]
+
+
+def test_others_may_need_what_it_has_taken() -> None:
+    """Slots that nobody reads count for who is to have their bytes."""
+    cache = PrefixCache([Group()], Ledger(12))
+    cache.close(begin(cache, 1, 12))
+    ids = [2] * (5 * BLOCK_SIZE)
+    prefix = cache.match_prefix("root", ids, len(ids))
+    assert [has_room(cache.allocator, [], prefix, len(ids), beside=beside) for beside in (7, 8)] == [True, False]
+    assert not has_room(cache.allocator, [], prefix, len(ids), evicts=False)

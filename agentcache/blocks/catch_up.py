@@ -1,0 +1,58 @@
+"""Blocks that others have published behind a sequence's end since it was opened: it need not compute them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.blocks.sequence import CacheSequence, Lane
+from agentcache.blocks.siblings import pack
+from agentcache.blocks.slots import Slots
+
+
+def nodes_ahead(tree: RadixTree, sequence: CacheSequence, token_ids: Sequence[int], end: int) -> list[list[Node]]:
+    """The full blocks behind the sequence's end, as far as token `end`, that all lanes have in RAM; block by block, a
+    node a lane. Changes nothing.
+
+    Args:
+        token_ids: what is to be computed with it, from its first token on.
+    """
+    if sequence.num_tokens % BLOCK_SIZE or any(lane.ahead for lane in sequence.lanes):
+        return []
+    found: list[list[Node]] = []
+    count = sequence.num_tokens // BLOCK_SIZE
+    parents = [lane.parent_of(count, tree.peek(sequence.root)) for lane in sequence.lanes]
+    for block_end in range((count + 1) * BLOCK_SIZE, end + 1, BLOCK_SIZE):
+        packed = pack(token_ids[block_end - BLOCK_SIZE : block_end])
+        nodes = [
+            node
+            for lane, parent in zip(sequence.lanes, parents, strict=True)
+            if (node := parent.child(packed, lane.layout.producer_of(block_end))) is not None and _in_ram(node, lane)
+        ]
+        if len(nodes) < len(sequence.lanes):
+            break
+        found.append(nodes)
+        parents = nodes
+    return found
+
+
+def _in_ram(node: Node, lane: Lane) -> bool:
+    return all(index in node.block_ids for index in lane.groups)
+
+
+def append_nodes(slots: Slots, sequence: CacheSequence, nodes: Sequence[Node]) -> None:
+    """The sequence goes on behind one more block, of `nodes_ahead`; a slot that it has reserved there is free again."""
+    position = sequence.num_tokens // BLOCK_SIZE
+    for lane, node in zip(sequence.lanes, nodes, strict=True):
+        lane.nodes.append(node)
+        node.readers += 1
+        for index in lane.groups:
+            table, block_id = sequence.tables[index], node.block_ids[index]
+            slots.pools[index].retain(block_id)
+            if table.has(position):
+                slots.pools[index].release(table.block_id(position))
+                table.replace(position, block_id)
+            else:
+                table.block_ids.append(block_id)
+    sequence.token_ids.extend(nodes[0].token_ids)
