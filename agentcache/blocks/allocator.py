@@ -99,18 +99,11 @@ class BlockAllocator:
         return self._pools[index].allocate()
 
     def _free_one(self, index: int) -> bool:
-        if (self.is_sparing or self._would_borrow(index)) and self._eviction.free_one(index):
+        if self.is_sparing and self._eviction.free_one(index):
             return True
         if self._grow(index) or (self._has_share(index) and self._grow_at_others_expense(index)):
             return True
         return self._eviction.free_one(index) or self._grow_at_others_expense(index)
-
-    def _would_borrow(self, index: int) -> bool:
-        """Whether it can grow only by what is left of shares that are in use. Slots that somebody reads do not come
-        back, so what is merely cached does not go there.
-        """
-        account = self._kinds[index].account
-        return account.family not in self._ledger.shares and account.room - self._cost(index, 1) < self._ledger.kept
 
     def _has_share(self, index: int) -> bool:
         """Whether its cache has a share of the budget, with room for one slot more; others may hold that meanwhile."""

@@ -215,12 +215,6 @@ class Ledger:
         return self.shares[family] - sum(each.claimed for each in self.accounts if each.family == family)
 
     @property
-    def kept(self) -> int:
-        """What is left of shares of which a part is claimed."""
-        families = {each.family for each in self.sharing if each.claimed}
-        return sum(self.share_left(family) for family in self.shares if family in families)
-
-    @property
     def room(self) -> int:
         """Bytes of the budget that nobody has claimed, nor has kept for it."""
         return self.budget - sum(each.held for each in self.sharing)
