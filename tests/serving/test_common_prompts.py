@@ -56,8 +56,8 @@ def together(llm: LLM, adapters: Sequence[str | None], policy: str | None) -> tu
         Request(str(i), TokenPrompt(prompt(i)), greedy(3), adapter=name, policy=chosen)
         for i, name in enumerate(adapters)
     ]
-    inside.hold_until(llm, len(requests))
     before = llm.stats().computed_tokens
+    inside.hold_until(llm, len(requests))
     said = at_once(llm, requests)
     check_idle(llm)
     return said, llm.stats().computed_tokens - before
