@@ -21,7 +21,7 @@ import mlx.core as mx
 from agentcache.cli.serve import LOST_CODE
 from agentcache.config import Config
 from agentcache.errors import RankLost
-from agentcache.kv import arena, spec
+from agentcache.kv import arena, packing
 from agentcache.llm import LLM, Completion
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs, StepOutputs
@@ -30,6 +30,7 @@ from agentcache.ranks.rank import own_rank
 from agentcache.sampling import SamplingParams
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.store import Store
+from tests.serving import inside
 
 SETTINGS: dict[str, Any] = {"ram_budget": 64 << 20, "disk_budget": 256 << 20, "rank_timeout": 60.0}
 TURNS = 10
@@ -49,7 +50,9 @@ def _greedy(tokens: int) -> SamplingParams:
 
 
 def _turn(llm: LLM, agents: Sequence[tuple[str, list[int], str | None]], tokens: int = 5) -> list[Completion]:
-    """A turn of each agent, all at once: rows of different lengths."""
+    """A turn of each agent, all at once: rows of different lengths. What one finds of another's does not depend on who
+    comes a little later."""
+    inside.hold_until(llm, len(agents))
     with ThreadPoolExecutor(len(agents)) as pool:
         turns = [
             pool.submit(llm.generate, ids, _greedy(tokens + place), agent=agent, adapter=adapter)
@@ -194,8 +197,8 @@ def _keep_float32() -> None:
     """Have keys and values kept as the model makes them, which nobody can ask for: nothing is rounded."""
     SETTINGS["kv"] = "16"
     arena._PLAIN_DTYPES["F32"] = mx.float32
-    spec.Plain.__str__ = lambda self: "float32"  # type: ignore[method-assign]
-    Survey._packing = lambda self, bits, dtype: spec.Plain("F32")  # type: ignore[method-assign]
+    packing.Plain.__str__ = lambda self: "float32"  # type: ignore[method-assign]
+    Survey._packing = lambda self, bits, dtype: packing.Plain("F32")  # type: ignore[method-assign]
 
 
 SCENES = {"ten_turns": ten_turns, "steps": steps, "a_turn": a_turn, "bring_in": bring_in, "chosen_bits": chosen_bits}

@@ -263,6 +263,7 @@ def test_who_loses_its_place_goes_on_in_the_same_form(model: Path, tmp_path: Pat
     with open_llm(model, tmp_path / "large") as llm:
         wanted = [llm.generate(make_ids(250, seed=n), any_way(250, seed=n), form=regex).text for n in range(3)]
     with open_llm(model, tmp_path / "small", ram_budget=5 * BLOCK_BYTES) as llm:
+        inside.hold_until(llm, 3)
         with ThreadPoolExecutor(3) as pool:
             got = pool.map(
                 lambda n: llm.generate(make_ids(250, seed=n), any_way(250, seed=n), form=regex).text, range(3)
