@@ -11,10 +11,11 @@ uploaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -173,6 +174,12 @@ class TensorArena:
                 begin = end
 
 
+class _Traced(NamedTuple):
+    """Stands for a tensor's arena where a step is traced: nothing can be assigned to it."""
+
+    array: mx.array
+
+
 class SideArena:
     """Keys or values of one layer.
 
@@ -187,6 +194,12 @@ class SideArena:
         self.parts = parts
         self._arenas = tuple(parts[part] for part in PARTS if part in parts)
         self.written: mx.array | None = None  # what the last launch gave that wrote into the arrays by itself
+
+    def made_of(self, arrays: Iterator[mx.array]) -> SideArena:
+        """See `LayerArena.made_of`."""
+        made = copy.copy(self)
+        made._arenas = tuple(cast(TensorArena, _Traced(next(arrays))) for _ in self._arenas)
+        return made
 
     @property
     def capacity(self) -> int:
@@ -279,6 +292,15 @@ class LayerArena:
     def arrays(self) -> list[mx.array]:
         """Data, scales and biases of keys, then of values. As `SideArena.arrays`: do not keep them."""
         return [array for _, side in self.sides for array in side.arrays()]
+
+    def made_of(self, arrays: Iterator[mx.array]) -> LayerArena:
+        """A layer like this one to trace a step with: of the next of these arrays, in the order of `arrays()` and
+        behind them what `append` gave. It can be read, and written by kernels."""
+        made = copy.copy(self)
+        made.keys = self.keys.made_of(arrays)
+        made.values = None if self.values is None else self.values.made_of(arrays)
+        made.was_written(next(arrays))
+        return made
 
     def was_written(self, written: mx.array) -> None:
         """A launch writes into the arrays by itself, which MLX knows nothing of.
@@ -415,6 +437,11 @@ class GroupArena:
     def take_written(self) -> list[mx.array]:
         """What launches give that write into the arrays by themselves, as far as it has yet to be evaluated."""
         return [written for layer in self.layers if (written := layer.take_written()) is not None]
+
+
+def has_due(tensors: Iterable[TensorArena]) -> bool:
+    """Whether something was assigned to any of these since `take_due`."""
+    return any(tensor.is_due for tensor in tensors)
 
 
 def take_due(tensors: Iterable[TensorArena]) -> list[mx.array]:

@@ -89,11 +89,16 @@ class Reads:
         lengths: tokens each row holds before the step.
         num_tokens: tokens added to every row.
         window: number of most recent tokens attended to; None for all.
+
+    Attributes:
+        begins_early: whether the device may begin with the first layers while the others are being laid out. Not where
+            anything is assigned to an arena in the step.
     """
 
     def __init__(
         self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int, window: int | None
     ) -> None:
+        self.begins_early = False
         self.num_tokens = num_tokens
         self.window = window
         self.prepared: dict[Any, Any] = {}  # what kernels have made of it, for all layers
@@ -114,6 +119,7 @@ class Reads:
         """The same for some of the rows."""
         part = Reads.__new__(Reads)
         part.num_tokens, part.window, part.prepared = self.num_tokens, self.window, {}
+        part.begins_early = False
         part._lengths = [self._lengths[row] for row in rows]
         part._firsts = [self._firsts[row] for row in rows]
         part._ids = [self._ids[row] for row in rows]

@@ -50,10 +50,12 @@ def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Sette
     cache is what MLX keeps of freed buffers: on a GPU as much as the memory limit, unless it is told otherwise, and
     never to be had by other programs. On the CPU none is kept: malloc keeps what is freed by itself and gives out what
     was freed last, which the processor still has at hand; with MLX's, a step's graph took a fifth longer to start.
-    Wired memory is Metal's alone.
+    A card's own memory is slow to be had, and hardly anybody else's: there an eighth is kept. Wired memory is Metal's
+    alone.
     """
     on_gpu = (device_type or mx.default_device()) == mx.gpu
-    limits = [(MEMORY, plan.limit), (CACHE, max(plan.temporaries, _LEAST_CACHE_LIMIT) if on_gpu else 0)]
+    kept = max(plan.temporaries, _LEAST_CACHE_LIMIT, plan.limit // 8 if mx.cuda.is_available() else 0)
+    limits = [(MEMORY, plan.limit), (CACHE, kept if on_gpu else 0)]
     if plan.wired is not None:
         limits.append((WIRED, plan.wired))
     return limits

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -91,6 +92,21 @@ def why_none() -> str:
     return "this device compiles no kernels" if device() == NO_DEVICE else ""
 
 
+class Attended(NamedTuple):
+    """What tells attention layers of a group apart in what is launched for them; see `Reads.prepared`."""
+
+    shape: HeadShape
+    scale: float
+    softcap: float | None
+    has_sinks: bool
+
+    def prepare(self, reads: Reads) -> Prepared | None:
+        """For all layers that are so; None where kernels are not to be used."""
+        if not usable(self.shape).right:
+            return None
+        return prepare(_plan(self.shape, reads), self.shape, self.scale, self.softcap, self.has_sinks)
+
+
 def attention(
     queries: mx.array,
     kv: PagedKV,
@@ -109,12 +125,9 @@ def attention(
     if queries.shape[2] > MAX_QUERIES or values is None or not is_pair(kv.arena):
         return reference()
     prepared = kv.reads.prepared
-    bits = keys.quantisation.bits
-    key = queries.shape[1], queries.dtype, keys.num_heads, keys.dim, bits, scale, softcap, sinks is None
+    key = Attended(shape_of(keys, queries.shape[1], queries.dtype), scale, softcap, sinks is not None)
     if key not in prepared:
-        shape = shape_of(keys, queries.shape[1], queries.dtype)
-        plan = _plan(shape, kv.reads) if usable(shape).right else None
-        prepared[key] = plan and prepare(plan, shape, scale, softcap, sinks is not None)
+        prepared[key] = key.prepare(kv.reads)
     by_kernels: Prepared | None = prepared[key]
     if by_kernels is None:
         return reference()

@@ -7,6 +7,7 @@ a row's latents by that of `metal_kernels/unpack.py`. The reference serves every
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -15,10 +16,25 @@ from agentcache.kv.step_cache import PagedKV
 from agentcache.kv.step_plan import Reads
 from agentcache.metal_kernels.decode_plan import StepRows
 from agentcache.metal_kernels.latent_decode import LatentPlan, PreparedLatents, prepare_latents
+from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.unpack import unpack
 from agentcache.models.fused import PACKED_BITS, Mode, checked, latent_shape, mode, usable
 
 MAX_QUERIES = 8  # of a row: each reads the row's latents by itself
+
+
+class AttendedLatents(NamedTuple):
+    """As `fused.Attended`."""
+
+    shape: LatentShape
+    scale: float
+    rope_scale: float
+
+    def prepare(self, reads: Reads) -> PreparedLatents | None:
+        """For all layers that are so; None where kernels are not to be used."""
+        if not usable(self.shape).right:
+            return None
+        return prepare_latents(_plan(reads), self.shape, self.scale, self.rope_scale)
 
 
 def attention(
@@ -43,10 +59,9 @@ def attention(
         return reference()
     side, prepared = kv.arena.keys, kv.reads.prepared
     shape = latent_shape(q_latent.shape[-1], side.dim, q_latent.shape[1], side.quantisation, dtype)
-    key = shape, scale, rope_scale
+    key = AttendedLatents(shape, scale, rope_scale)
     if key not in prepared:
-        right = usable(shape).right
-        prepared[key] = prepare_latents(_plan(kv.reads), shape, scale, rope_scale) if right else None
+        prepared[key] = key.prepare(kv.reads)
     by_kernels: PreparedLatents | None = prepared[key]
     if by_kernels is None:
         return reference()

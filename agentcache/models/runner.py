@@ -14,7 +14,7 @@ from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import GroupArena, TensorArena, make_arenas, take_due
+from agentcache.kv.arena import GroupArena, TensorArena, has_due, make_arenas, take_due
 from agentcache.kv.block_layout import Array, Place
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.residual_arenas import ResidualArenas
@@ -24,11 +24,14 @@ from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.malloc import give_back_freed
 from agentcache.models.divergence import StepMeasures
-from agentcache.models.fused import writer
+from agentcache.models.fused import Mode, mode, why_none, writer
 from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import RowState, join, make_caches, state_of
 from agentcache.models.residual_rows import ResidualRow, ResidualRows, make_step_caches
 from agentcache.models.step import StepInputs, StepOutputs
+from agentcache.models.step_traces import StepTraces
+
+_LONG_STEP = 512  # tokens for which the device takes longer than Python does to lay a step out
 
 Tables = Sequence[Sequence[BlockTable]]  # per row one block table per group
 
@@ -103,9 +106,12 @@ class ModelRunner:
         self._states: list[mx.array] = []  # of steps that have not been started
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
         self.residuals: list[ResidualArenas] = []
+        are_traced = not (why_none() or measures) and mode() is Mode.ON and loaded.ranks == 1
+        self._traces = StepTraces(loaded, self._layers, self._put) if are_traced else None
         self._saturated_before = 0
         self._energies = [TokenMeasures("energy", 2) for _ in self.arenas] if measures else []
         self._under_way: list[Started] = []
+        self._writes_by_kernels = False  # the last step, and nothing else
         self.forward_tokens = 0
         self.copied_blocks = 0
 
@@ -166,8 +172,16 @@ class ModelRunner:
         model = self._loaded.model if step.model is None else step.model
         states = make_caches(join(step.states, self._recurrent), self._recurrent)
         measures = StepMeasures(self._energies) if self._energies else None
-        with self._loaded.current.of(step):
-            logits = model(step.token_ids, cache=self._loaded.survey.caches(self._paged(step, measures), states))
+        if self._can_begin_early(step):
+            for reads in step.reads:
+                if reads is not None:
+                    reads.begins_early = True
+
+        def lay_out() -> mx.array:
+            with self._loaded.current.of(step):
+                return model(step.token_ids, cache=self._loaded.survey.caches(self._paged(step, measures), states))
+
+        logits = lay_out() if self._traces is None else self._traces.logits(step, lay_out)
         if measures is not None:
             own = measures.finish(step.writes)
             if step.residual is not None and own is not None:
@@ -175,6 +189,11 @@ class ModelRunner:
         after = state_of(states, len(step.lengths))
         self._states += [array for cache in after.arrays for array in cache if array is not None]
         return StepOutputs(logits if step.all_logits else logits[:, -1:], after.rows())
+
+    def _can_begin_early(self, step: StepInputs) -> bool:
+        """Whether it is worth it, and nothing is assigned in the step: see `start`."""
+        is_assigned = bool(self._energies) or step.residual is not None or not self._writes_by_kernels
+        return step.token_ids.size >= _LONG_STEP and not is_assigned and not has_due(self._tensors())
 
     def reset_counters(self) -> None:
         """What was computed until now does not count."""
@@ -213,6 +232,7 @@ class ModelRunner:
         if assigned:
             self.wait()
         written = [array for arena in self.arenas for array in arena.take_written()]
+        self._writes_by_kernels = bool(written) and not assigned
         states, self._states = self._states, []
         saturated = [arenas.saturated for arenas in self.residuals]
         started = Started(next(chain(outputs, written), None), time.perf_counter())
@@ -271,7 +291,7 @@ class ModelRunner:
 
     def release_buffers(self) -> None:
         """Give temporaries of a large step back: on a Mac they are taken from the same memory as everything else."""
-        if mx.default_device() == mx.gpu:
+        if mx.default_device() == mx.gpu and mx.metal.is_available():
             mx.clear_cache()
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,3 +62,27 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def qwen(hybrid: Callable[[str], Path]) -> Path:
     """The model of most tests with recurrent layers."""
     return hybrid("qwen3_5")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run in the emulator."""
+    from agentcache.metal_kernels.self_test import Verdict  # imports mlx; plain-Python tests stay quick without it
+    from agentcache.models import fused
+    from tests.metal_kernels.conftest import KERNELS, emulated
+    from tests.metal_kernels.emulator.build import clang
+    from tests.metal_kernels.emulator.run import Schedule
+
+    if clang() is None:
+        pytest.skip("the kernels' emulator needs clang 18 or newer")
+    for kernel in KERNELS:
+        plain = emulated(kernel, Schedule(check=False), [], lambda launch: launch)
+        monkeypatch.setitem(kernel.__dict__, "metal", plain)
+    monkeypatch.setattr(fused, "device", lambda: "metal")
+    monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(True))
+    memories = (fused.mode, fused.why_none, fused._tried)
+    for memory in memories:
+        memory.cache_clear()
+    yield
+    for memory in memories:
+        memory.cache_clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,14 +11,10 @@ import mlx.core as mx
 import pytest
 
 from agentcache.kv.arena import TensorArena, take_due
-from agentcache.metal_kernels.self_test import Verdict
-from agentcache.models import fused, runner
+from agentcache.models import runner
 from agentcache.models.runner import ModelRunner, Started
 from tests.conftest import ModelFolder
 from tests.marks import slow
-from tests.metal_kernels.conftest import KERNELS, emulated
-from tests.metal_kernels.emulator.build import clang
-from tests.metal_kernels.emulator.run import Schedule
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import BLOCK_BYTES, RAM_BUDGET, greedy, make_ids
 from tests.serving.simulation import Computed, FormulaDevice, Simulation
@@ -44,24 +40,6 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
     noted, start = Starts(), ModelRunner.start
     monkeypatch.setattr(ModelRunner, "start", lambda self, *outputs: noted.note(start(self, *outputs)))
     return noted
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels run in the emulator."""
-    if clang() is None:
-        pytest.skip("the kernels' emulator needs clang 18 or newer")
-    for kernel in KERNELS:
-        plain = emulated(kernel, Schedule(check=False), [], lambda launch: launch)
-        monkeypatch.setitem(kernel.__dict__, "metal", plain)
-    monkeypatch.setattr(fused, "device", lambda: "metal")
-    monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(True))
-    memories = (fused.mode, fused.why_none, fused._tried)
-    for memory in memories:
-        memory.cache_clear()
-    yield
-    for memory in memories:
-        memory.cache_clear()
 
 
 @pytest.fixture

@@ -1,0 +1,203 @@
+"""Decode steps, traced: what a step has laid out once, the next ones of its kind do not lay out again.
+
+On a quick device a step of a real model waits for Python, which lays out its layers one by one. So the graph of a plain
+decode step is traced (`mx.compile`), with all that differs from step to step as inputs: tokens, positions, what is read
+and where is written, and the arenas. What the graph itself depends on is in a trace's key: the number of rows, how
+launches are laid out, the shapes of the arrays.
+
+Only where all attention goes by kernels, which write into the arenas by themselves (`metal_kernels/append.py`): so
+nothing is assigned. Steps with adapters, a trunk, recurrent states, residuals or measures are laid out as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from agentcache.blocks.trunk import TrunkPlan
+from agentcache.kv.arena import LayerArena
+from agentcache.kv.step_cache import Put, StepCache
+from agentcache.kv.step_plan import Reads, Writes
+from agentcache.metal_kernels.decode import Prepared
+from agentcache.metal_kernels.decode_plan import nothing_written
+from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
+from agentcache.metal_kernels.latent_decode import PreparedLatents
+from agentcache.models.fused import Attended
+from agentcache.models.fused_latent import AttendedLatents
+from agentcache.models.loader import LoadedModel
+from agentcache.models.step import StepInputs
+
+log = logging.getLogger("agentcache.models")
+
+_MOST_TRACES = 64
+_TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 6e-2}  # of the largest logit
+
+_Kinds = tuple[Attended | AttendedLatents, ...]  # of one group's layers
+_Launches = dict[Attended | AttendedLatents, Prepared | PreparedLatents]
+
+
+class _Group(NamedTuple):
+    """What a step reads and writes in one cache group."""
+
+    reads: Reads
+    writes: Writes
+    launches: _Launches
+
+    @property
+    def arrays(self) -> Iterator[mx.array]:
+        yield self.writes.places
+        yield self.writes.counts
+        for each in self.launches.values():
+            yield from each.arrays
+
+    def of(self, arrays: Iterator[mx.array]) -> _Group:
+        """The same with other arrays, those of `arrays` in order."""
+        reads, writes = copy.copy(self.reads), copy.copy(self.writes)
+        writes.places, writes.counts = next(arrays), next(arrays)
+        launches = {
+            kind: each._replace(arrays=[next(arrays) for _ in each.arrays]) for kind, each in self.launches.items()
+        }
+        reads.prepared = dict(launches)
+        return _Group(reads, writes, launches)
+
+
+class StepTraces:
+    """The traces of one model.
+
+    Args:
+        layers: its caches of keys and values in the model's order, each with its group.
+        put: writes keys and values.
+
+    Counter: `replayed`, steps that a trace has computed.
+    """
+
+    def __init__(self, loaded: LoadedModel, layers: Sequence[tuple[int, LayerArena]], put: Put) -> None:
+        self._loaded = loaded
+        self._layers = layers
+        self._put = put
+        self._kinds: list[_Kinds] = []  # by group; nothing until a step has shown them
+        self._traces: OrderedDict[Hashable, Callable[..., Sequence[mx.array]] | None] = OrderedDict()
+        self._proved: set[bool] = set()  # whether those of several rows are, and those of one
+        self._is_off = False
+        self.replayed = 0
+
+    def logits(self, step: StepInputs, lay_out: Callable[[], mx.array]) -> mx.array:
+        """Logits of a step [B, n, vocabulary], whose keys and values are written.
+
+        Args:
+            lay_out: computes them without a trace. What it does may be done twice.
+        """
+        if self._is_off or not _is_plain(step):
+            return lay_out()
+        if not self._kinds:
+            logits = lay_out()
+            self._kinds = _kinds_of(step)
+            return logits
+        groups = self._groups(step)
+        key = _key(step, groups, self._layers)
+        if key not in self._traces:  # the next one of this kind is worth a trace
+            self._traces[key] = None
+            if len(self._traces) > _MOST_TRACES:
+                self._traces.popitem(last=False)
+            return lay_out()
+        self._traces.move_to_end(key)
+        try:
+            logits = self._replay(key, step, groups)
+        except Exception as error:  # a model may do anything with the position of a row
+            self._give_up(f"{error!s:.200}")
+            return lay_out()
+        is_batch = len(step.lengths) > 1
+        return logits if is_batch in self._proved else self._prove(logits, lay_out(), is_batch)
+
+    def _groups(self, step: StepInputs) -> list[_Group]:
+        groups = []
+        for kinds, reads, writes in zip(self._kinds, step.reads, step.writes, strict=True):
+            assert reads is not None and writes is not None  # no layer is passed by
+            launches = {kind: made for kind in kinds if (made := kind.prepare(reads)) is not None}
+            groups.append(_Group(reads, writes, launches))
+        return groups
+
+    def _replay(self, key: Hashable, step: StepInputs, groups: Sequence[_Group]) -> mx.array:
+        trace = self._traces[key]
+        if trace is None:
+            trace = partial(self._lay_out, step, groups)
+            if device() != NO_DEVICE:
+                trace = mx.compile(trace)
+            self._traces[key] = trace
+        arrays = [array for group in groups for array in group.arrays]
+        for _, layer in self._layers:
+            arrays += layer.arrays()
+            arrays.append(nothing_written() if layer.keys.written is None else layer.keys.written)
+        logits, *written = trace(step.token_ids, mx.array(step.lengths, mx.int32), *arrays)
+        for (_, layer), each in zip(self._layers, written, strict=True):
+            layer.was_written(each)
+        self.replayed += 1
+        return logits
+
+    def _lay_out(
+        self, step: StepInputs, groups: Sequence[_Group], token_ids: mx.array, offset: mx.array, *given: mx.array
+    ) -> list[mx.array]:
+        """Logits, and what each layer's launch gives that writes (`append`): of a step like `step`, of these arrays."""
+        arrays = iter(given)
+        own = [group.of(arrays) for group in groups]
+        layers = [(group, layer.made_of(arrays)) for group, layer in self._layers]
+        caches = [StepCache(layer, own[group].reads, own[group].writes, offset, self._put) for group, layer in layers]
+        traced = replace(step, token_ids=token_ids, reads=[each.reads for each in own])
+        with self._loaded.current.of(traced):
+            logits = self._loaded.model(token_ids, cache=self._loaded.survey.caches(caches, ()))
+        return [logits, *(layer.keys.written for _, layer in layers)]
+
+    def _prove(self, replayed: mx.array, expected: mx.array, is_batch: bool) -> mx.array:
+        """`expected`; traces are done with where `replayed` is something else."""
+        difference = mx.abs(replayed.astype(mx.float32) - expected.astype(mx.float32)).max()
+        largest = mx.abs(expected.astype(mx.float32)).max()
+        if (difference <= _TOLERANCE[expected.dtype] * largest).item():
+            self._proved.add(is_batch)
+        else:
+            self._give_up(f"its logits are off by {difference.item():.3g}, of {largest.item():.3g}")
+        return expected
+
+    def _give_up(self, why: str) -> None:
+        self._is_off = True
+        self._traces.clear()
+        log.warning("decode steps are laid out one by one (slower): a traced step fails: %s", why)
+
+
+def _is_plain(step: StepInputs) -> bool:
+    return (
+        step.token_ids.shape[1] == 1
+        and step.model is None
+        and step.residual is None
+        and not step.all_logits
+        and not step.states
+        and step.trunk == TrunkPlan()
+        and not any(step.adapters)
+    )
+
+
+def _kinds_of(step: StepInputs) -> list[_Kinds]:
+    """How the layers of a step attended, by group, once it has been laid out; nothing where not all by kernels."""
+    kinds = []
+    for reads, writes in zip(step.reads, step.writes, strict=True):
+        if reads is None or writes is None:
+            return []
+        own = {key: made for key, made in reads.prepared.items() if isinstance(key, Attended | AttendedLatents)}
+        if not own or None in own.values() or not writes.prepared or not all(writes.prepared.values()):
+            return []
+        kinds.append(tuple(own))
+    return kinds
+
+
+def _key(step: StepInputs, groups: Sequence[_Group], layers: Sequence[tuple[int, LayerArena]]) -> Hashable:
+    launches = [each for group in groups for each in group.launches.values()]
+    shapes = tuple(array.shape for each in launches for array in each.arrays)
+    slots = tuple({group: layer.keys.capacity for group, layer in layers}.values())
+    # A trace keeps what is launched alive, and so its identity.
+    return len(step.lengths), tuple(id(each.compute) for each in launches), shapes, slots
