@@ -10,6 +10,21 @@ from agentcache.metal_kernels.decode_plan import MAX_SPLITS
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.tiling import HeadShape
 
+# A short step waits for memory here: so eight loads are on their way at a time.
+_FUNCTIONS = """
+template <int DV>
+METAL_FUNC float add_splits(float sum, const device float* from, SHARED_POINTER(const float) weights, int count) {
+    int s = 0;
+    for (; s + 8 <= count; s += 8) {
+        float x[8];
+        UNROLL for (int e = 0; e < 8; ++e) x[e] = from[(s + e) * DV];
+        UNROLL for (int e = 0; e < 8; ++e) sum += weights[s + e] * x[e];
+    }
+    for (; s < count; ++s) sum += weights[s] * from[s * DV];
+    return sum;
+}
+"""
+
 # One threadgroup a query and head, one thread a summed value: those behind the first D are of residuals, and the last
 # threads of a simdgroup may have none. Two sets of splits: places[2 * query] and the next one say in
 # which group and as which member a query took part, -1 for not at all.
@@ -62,9 +77,8 @@ _MERGE = """
     UNROLL for (int g = 0; g < NSG; ++g) total += totals[g];
     float sum = 0.0f;
     if (d < DV) {
-        for (int s = 0; s < own_splits; ++s) sum += weights[s] * own_sums[(own_at + s) * DV + d];
-        for (int s = own_splits; s < splits; ++s)
-            sum += weights[s] * shared_sums[(shared_at + s - own_splits) * DV + d];
+        sum = add_splits<DV>(0.0f, own_sums + own_at * DV + d, weights, own_splits);
+        sum = add_splits<DV>(sum, shared_sums + shared_at * DV + d, weights + own_splits, splits - own_splits);
     }
     if (RANK > 0) {
         if (d >= D && d < D + RANK) low[d - D] = sum;
@@ -81,6 +95,7 @@ MERGE = KernelText(
     ("own_sums", "own_tops", "shared_sums", "shared_tops", "value_b", "places", "sinks", "params"),
     ("out",),
     _MERGE,
+    _FUNCTIONS,
 )
 
 

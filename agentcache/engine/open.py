@@ -42,6 +42,7 @@ from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
 from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.device_memory import Limits, device_memory, wanted_limits
 from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
+from agentcache.models.fused import memo as kernel_memo
 from agentcache.models.loader import LoadedModel
 from agentcache.models.text.replies.history import first_thought
 from agentcache.ranks.world import World, join
@@ -53,6 +54,7 @@ _PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 
 _RESIDUAL_SHARE = 4  # of the RAM budget, one part is for residuals of adapters
 # Of prefilling, until it has been measured: slow machines of their kind. The kinds are told apart by what does not
 # change, since prompts are cut by it.
+_KERNELS_FOUND = "kernels.json"
 _CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS, _SERVER_CUDA_FLOPS = 50e9, 2e12, 50e12, 400e12
 _SERVER_CUDA = (9, 10)  # compute capabilities of NVIDIA's server GPUs: H100, H200, B200
 
@@ -78,6 +80,7 @@ def open_engine(
         UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost: it cannot start.
     """
     keep_freed_memory()
+    kernel_memo.recall(config.cache_dir / _KERNELS_FOUND)
     memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
     world = join(config, post, give_up)
     config = world.settings(config)
@@ -146,6 +149,7 @@ def _put_together(
     )
     requests = Requests()
     restorer = Restorer(caches, store, post, lambda: not requests.running)
+    kernel_memo.write(config.cache_dir / _KERNELS_FOUND)  # the folder is ours by now
     persistence.index()
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
     runner.fit()

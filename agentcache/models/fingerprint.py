@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import xxhash
+
+from agentcache.models.memo import read_memo, write_memo
 
 _CHUNK_BYTES = 4 << 20
 
@@ -42,11 +40,11 @@ def _configs(folder: Path) -> list[str]:
 
 def _weight_digests(folder: Path, memo: Path | None) -> list[str]:
     files = sorted(folder.glob("model*.safetensors"))
-    known = _read_memo(memo)
+    known = read_memo(memo)
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(lambda file: known.get(file_identity(file)) or _digest(file), files))
     if memo is not None and files:
-        _write_memo(memo, {file_identity(file): digest for file, digest in zip(files, digests, strict=True)} | known)
+        write_memo(memo, {file_identity(file): digest for file, digest in zip(files, digests, strict=True)} | known)
     return digests
 
 
@@ -62,23 +60,3 @@ def _digest(file: Path) -> str:
         while chunk := stream.read(_CHUNK_BYTES):
             state.update(chunk)
     return state.hexdigest()
-
-
-def _read_memo(memo: Path | None) -> dict[str, str]:
-    try:
-        known: Any = json.loads(memo.read_text(encoding="utf-8")) if memo else {}
-    except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in known.items() if isinstance(v, str)} if isinstance(known, dict) else {}
-
-
-def _write_memo(memo: Path, digests: dict[str, str]) -> None:
-    """Best effort: without it the next start reads the weights once more."""
-    temporary = memo.with_suffix(f".{secrets.token_hex(6)}.tmp")
-    with suppress(OSError):
-        try:
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-                json.dump(digests, stream)
-            os.replace(temporary, memo)
-        except OSError:
-            temporary.unlink(missing_ok=True)

@@ -2,8 +2,8 @@
 
 `paged_attention` and `unpack_row` ask here; `fused_residual` does for rows with residuals, `fused_latent` for latents.
 A kernel is used where the device compiles kernels, the shape of the heads is one that they are written for, and a child
-process has found them right for it (`metal_kernels.self_test`, once a shape and process). Everywhere else the reference
-serves; where kernels were found wrong, it does so with one warning.
+process has found them right for it (`metal_kernels.self_test`, once a shape and machine: `kernel_memo`). Everywhere
+else the reference serves; where kernels were found wrong, it does so with one warning.
 `AGENTCACHE_KERNELS` is `on` (the default), `off`, or `check`: everything is computed both ways, differences are
 counted, and the reference's result is used.
 """
@@ -35,6 +35,7 @@ from agentcache.metal_kernels.latent_shape import UNIT, LatentShape, LatentTilin
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import unpack
+from agentcache.models.kernel_memo import KernelMemo
 
 log = logging.getLogger("agentcache.models")
 
@@ -68,6 +69,7 @@ class Counts:
 
 
 counts = Counts()
+memo = KernelMemo()
 
 
 @cache
@@ -296,8 +298,12 @@ def _unsupported_latents(shape: LatentShape) -> str:
 
 @cache
 def _tried(shape: HeadShape | LatentShape, where: str) -> Verdict:
+    if memo.knows(shape):
+        return Verdict(True)
     verdict = try_kernels(shape)
-    if not verdict.right:
+    if verdict.right:
+        memo.note(shape)
+    else:
         _warn(f"kernels on {where}: {verdict.reason}; MLX's operations are used instead (slower)")
     return verdict
 
