@@ -22,6 +22,10 @@ class HeadShape:
         dtype: of queries and results.
         bits: a key or value.
         value_rank: of the residuals that are added to values; 0 for none.
+        key_rank: of those that are added to keys.
+        pairs: of a key's values that rope turns, where there are residuals of keys; a multiple of 8.
+        interleaved: a pair are neighbours, not half of what is turned apart.
+        normed: keys are normed, head by head.
     """
 
     dim: int
@@ -31,6 +35,10 @@ class HeadShape:
     dtype: mx.Dtype
     bits: int = 4
     value_rank: int = 0
+    key_rank: int = 0
+    pairs: int = 0
+    interleaved: bool = False
+    normed: bool = False
 
     @property
     def staged(self) -> mx.Dtype:
@@ -45,7 +53,13 @@ class HeadShape:
     @property
     def row_width(self) -> int:
         """Values between two rows in threadgroup memory: a few more than needed, so that rows begin in other banks."""
-        return self.value_width + (4 if self.staged == mx.float32 else 8)
+        width = max(self.value_width, self.dim + self.padded_key_rank)
+        return width + (4 if self.staged == mx.float32 else 8)
+
+    @property
+    def padded_key_rank(self) -> int:
+        """What is multiplied at a time is sixteen of rank."""
+        return -(-self.key_rank // 16) * 16
 
     @property
     def tile_bytes(self) -> int:

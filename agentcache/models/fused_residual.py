@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from agentcache.kv.arena import LayerArena
-from agentcache.metal_kernels.decode import Prepared, Residuals, prepare
+from agentcache.metal_kernels.decode import Prepared, Residuals, ValueResiduals, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused
@@ -53,7 +53,7 @@ def attention(
     if by_kernels is None:
         return reference()
     own = queries[mx.array([row.row for row in rows], mx.int32)] if len(rows) < queries.shape[0] else queries
-    residuals = Residuals(low_rank.array, value_b)
+    residuals = Residuals(None, ValueResiduals(low_rank.array, value_b))
     made = by_kernels(own, arena.keys.arrays(), values.arrays(), sinks, arena.keys.written, residuals)
     return made if fused.mode() is fused.Mode.ON else fused.checked(made, reference(), "decode with residuals")
 
