@@ -14,9 +14,10 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.append import packed_alone
 from agentcache.metal_kernels.decode import KeyResiduals, PackedArrays, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
-from agentcache.metal_kernels.definition import LowRank, LowRankKeys, PackedNumpy, attention
-from agentcache.metal_kernels.tiling import HeadShape
+from agentcache.metal_kernels.definition import LowRank, LowRankKeys, PackedNumpy, attention, row_of
+from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.turns import NEAR, STEP, Turns, laid_out, no_turns, packed_b
+from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
 
 #: Largest difference, of values of about 1.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
@@ -64,14 +65,8 @@ class Case:
 
     @property
     def shape(self) -> HeadShape:
-        return HeadShape(
-            *(self.dim, self.kv_heads, self.gqa, self.group_size, self.dtype),
-            value_rank=self.value_rank,
-            key_rank=self.key_rank,
-            pairs=self.pairs,
-            interleaved=self.interleaved,
-            normed=self.normed,
-        )
+        kind = ResidualKind(self.value_rank, self.key_rank, self.pairs, self.interleaved, self.normed)
+        return kind.on(HeadShape(self.dim, self.kv_heads, self.gqa, self.group_size, self.dtype))
 
 
 @dataclass
@@ -179,6 +174,31 @@ class Arenas:
         values = None if of_values is None else ValueResiduals(mx.array(of_values.low_rank), _matrix(of_values))
         return Residuals(keys, values)
 
+    def unpacked(self, side: str) -> tuple[mx.array, np.ndarray]:
+        """A single row's "keys" or "values" with residuals, by the kernel and by definition: [1, H_kv, T, D]."""
+        case = self.case
+        [ids], [base], [length] = self.block_ids, self.bases, case.lengths
+        count = length + case.num_tokens - base
+        held = row_of(getattr(self, side), ids, count)
+        if side == "values":
+            assert self.residuals is not None
+            added, norms, turns = self.residuals, None, None
+            expected = held + added.of_row(0, count)
+        else:
+            assert self.key_residuals is not None
+            added, norms = self.key_residuals.added, self.key_residuals.norms
+            angles = self.key_residuals.angles
+            turns = turns_of(angles, length + 1, mx.float32, case.interleaved) if case.pairs else None
+            expected = self.key_residuals.of_row(0, held, base)
+        of_side = LowRankSide(
+            *(mx.array(added.low_rank), _matrix(added), mx.array(added.block_ids[0], mx.int32)),
+            None if norms is None else mx.array(norms),
+            turns,
+        )
+        packed = as_mlx(getattr(self, side))
+        out = unpack_residual(packed, mx.array(ids, mx.int32), of_side, count, case.dtype, base=base)
+        return out, expected[None]
+
 
 def as_computed(x: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     """float64 values as the model's type holds them."""
@@ -241,11 +261,11 @@ class _Beside:
                 used[table[(token - base) // BLOCK_SIZE], token % BLOCK_SIZE] = True
         return cls(case, random, ids, used)
 
-    def low_rank(self, rank: int) -> LowRank:
-        """Of about half a value's size."""
+    def low_rank(self, rank: int, size: float = 0.5) -> LowRank:
+        """Whose products with B are about as large as `size`."""
         low_rank = np.full((*self.used.shape, rank), np.nan, np.float16)
         low_rank[self.used] = self.random.standard_normal((self.used.sum(), rank))
-        matrix = self.random.standard_normal((self.case.kv_heads, rank, self.case.dim)) * 0.5 * rank**-0.5
+        matrix = self.random.standard_normal((self.case.kv_heads, rank, self.case.dim)) * size * rank**-0.5
         return LowRank(low_rank, as_computed(matrix, self.case.shape.staged), self.block_ids)
 
     def of_keys(self) -> LowRankKeys:
@@ -253,9 +273,9 @@ class _Beside:
         norms = None
         if case.normed:
             norms = np.full((*self.used.shape, case.kv_heads, 2), np.nan, np.float16)
-            norms[self.used] = self.random.uniform(0.5, 1.5, (self.used.sum(), case.kv_heads, 2))
+            norms[self.used] = self.random.uniform(0.8, 1.25, (self.used.sum(), case.kv_heads, 2))
         angles = 1000.0 ** -(np.arange(case.pairs) / max(1, case.pairs))
-        return LowRankKeys(self.low_rank(case.key_rank), norms, angles, case.interleaved)
+        return LowRankKeys(self.low_rank(case.key_rank, 0.3), norms, angles, case.interleaved)
 
 
 def _packed(case: Case, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from agentcache.metal_kernels.decode_plan import DecodePlan, Groups, floats, int
 from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import traced
 from agentcache.metal_kernels.merge import merge
-from agentcache.metal_kernels.tiling import TILE, HeadShape, Tiling, own_tiling, shared_tiling
+from agentcache.metal_kernels.tiling import TILE, HeadShape, ResidualKind, Tiling, own_tiling, shared_tiling
 from agentcache.metal_kernels.turns import Turns
 
 #: data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
@@ -122,20 +121,14 @@ class Residuals(NamedTuple):
     keys: KeyResiduals | None = None
     values: ValueResiduals | None = None
 
-    def in_shape(self, shape: HeadShape) -> HeadShape:
-        """Heads of a shape with these."""
-        if self.values is not None:
-            shape = replace(shape, value_rank=self.values.low_rank.shape[2])
+    @property
+    def kind(self) -> ResidualKind:
+        """What a kernel for them is compiled with."""
+        value_rank = 0 if self.values is None else self.values.low_rank.shape[2]
         if self.keys is None:
-            return shape
-        rope = self.keys.turns
-        return replace(
-            shape,
-            key_rank=self.keys.low_rank.shape[2],
-            pairs=rope.pairs,
-            interleaved=rope.interleaved,
-            normed=self.keys.norms is not None,
-        )
+            return ResidualKind(value_rank)
+        low_rank, norms, _, turns = self.keys
+        return ResidualKind(value_rank, low_rank.shape[2], turns.pairs, turns.interleaved, norms is not None)
 
     def arrays(self, shape: HeadShape) -> Sequence[mx.array]:
         """As `_compute` takes them, with something of the right type where there is nothing."""
@@ -172,7 +165,7 @@ def decode(
     kv_heads, dim = keys[0].shape[1], queries.shape[3]
     group_size = dim // keys[1].shape[3]
     shape = HeadShape(dim, kv_heads, queries.shape[1] // kv_heads, group_size, queries.dtype)
-    shape = shape if residuals is None else residuals.in_shape(shape)
+    shape = shape if residuals is None else residuals.kind.on(shape)
     key = (queries.shape, shape, scale, softcap, sinks is None, threadgroups)
     if key not in plan.launches:
         plan.launches[key] = prepare(plan, shape, scale, softcap, sinks is not None, threadgroups)

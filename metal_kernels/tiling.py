@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -64,6 +65,23 @@ class HeadShape:
     @property
     def tile_bytes(self) -> int:
         return TILE * self.row_width * self.staged.size
+
+
+class ResidualKind(NamedTuple):
+    """What of `HeadShape` is of residuals."""
+
+    value_rank: int = 0
+    key_rank: int = 0
+    pairs: int = 0
+    interleaved: bool = False
+    normed: bool = False
+
+    def on(self, shape: HeadShape) -> HeadShape:
+        """Heads of this shape, with these residuals."""
+        return replace(shape, **self._asdict())
+
+
+NO_RESIDUALS = ResidualKind()
 
 
 @dataclass(frozen=True)
