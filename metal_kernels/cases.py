@@ -261,7 +261,7 @@ class _Beside:
                 used[table[(token - base) // BLOCK_SIZE], token % BLOCK_SIZE] = True
         return cls(case, random, ids, used)
 
-    def low_rank(self, rank: int, size: float = 0.5) -> LowRank:
+    def low_rank(self, rank: int, size: float = 0.3) -> LowRank:
         """Whose products with B are about as large as `size`."""
         low_rank = np.full((*self.used.shape, rank), np.nan, np.float16)
         low_rank[self.used] = self.random.standard_normal((self.used.sum(), rank))
@@ -273,9 +273,9 @@ class _Beside:
         norms = None
         if case.normed:
             norms = np.full((*self.used.shape, case.kv_heads, 2), np.nan, np.float16)
-            norms[self.used] = self.random.uniform(0.8, 1.25, (self.used.sum(), case.kv_heads, 2))
+            norms[self.used] = self.random.uniform(0.9, 1.1, (self.used.sum(), case.kv_heads, 2))
         angles = 1000.0 ** -(np.arange(case.pairs) / max(1, case.pairs))
-        return LowRankKeys(self.low_rank(case.key_rank, 0.3), norms, angles, case.interleaved)
+        return LowRankKeys(self.low_rank(case.key_rank), norms, angles, case.interleaved)
 
 
 def _packed(case: Case, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:
