@@ -65,21 +65,20 @@ def test_packed_words_are_read_once(emulate: Emulate) -> None:
     assert result.traffic["out"].written == 260 * 2 * 128 * 2
 
 
-APART = Case(64, 2, dtype=F32, lengths=(261,), key_rank=5, pairs=16, normed=True)
+APART = Case(64, 2, dtype=F32, lengths=(261,), group=32, key_rank=5, pairs=16, normed=True)
 NEIGHBOURS = Case(64, 2, dtype=F32, lengths=(261,), key_rank=8, pairs=16, interleaved=True)
 BUGS = [
     Bug("tail unguarded", "if (token < tokens) {", "{", "out-of-bounds"),
     Bug("tail too short", "(tokens + TOKENS - 1) / TOKENS", "tokens / TOKENS", "unwritten"),
     Bug("residual of another token", "* 256 + token % 256;\n            UNROLL", "* 256;\n            UNROLL", NUMBERS),
     Bug("table of base", "size_t(residual_table[token / 256])", "size_t(table[token / 256])", NUMBERS),
-    Bug("rank not guarded", "begin + e < RANK ? from[begin + e] : half(0.0f)", "from[begin + e]", "out-of-bounds"),
     Bug("sums not begun", "x[t * 8 + e] = 0.0f;\n", "\n", NUMBERS),
     Bug("register array too short", "y[t * 8 + e] = 0.0f;", "y[t * 8 + e + 8] = 0.0f;", "undefined"),
     Bug("B of another head", "size_t(head * RANK + begin + r)", "size_t(begin + r)", NUMBERS),
     Bug("norms of another head", "norms[(at[t] * HEADS + head) * 2 + 1]", "norms[at[t] * HEADS * 2 + 1]", NUMBERS),
     Bug("turned back", "a = x * cosine - b * sine;", "a = x * cosine + b * sine;", NUMBERS),
     Bug("turns of another tile", "size_t((base + token) / STEP)", "size_t((base + token) / STEP + 1)", NUMBERS),
-    Bug("scale of another group", "row * (D / GS) + b / SHARE", "row * (D / GS) + 1 + b / SHARE", NUMBERS),
+    Bug("scale of another group", "row * (D / GS) + a / SHARE", "row * (D / GS)", NUMBERS),
     Bug("two threads, one place", "store8<T>(out + to + b * 8, w);", "store8<T>(out + to + a * 8, w);", "unwritten"),
     Bug("threads over each other", "(size_t(head) * tokens + token) * D;", "size_t(token) * D;", "race"),
     Bug("write to an input", "float agent = 1.0f;", "norms[0] = half(0); float agent = 1.0f;", SYNTAX),
