@@ -23,6 +23,7 @@ PLAN = KernelsPlan(
     prefixes=((2, 256, 256),),
     residuals=((2, 256, 4),),
     unpacked=(256,),
+    unpacked_rank=4,
     latents=((2, 256),),
     latent_sizes=(64, 32),
     latent_heads=3,
@@ -65,6 +66,7 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         ("decode, residuals of rank 4 on keys and values", 2, 256),
         ("latent decode", 2, 256),
         ("unpack", 1, 256),
+        ("unpack, residuals of rank 4 on keys and values", 1, 256),
     ]
     per_token = bytes_per_token(PLAN)
     assert [sample.bytes for sample in samples] == [
@@ -75,6 +77,7 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         512 * (per_token + 2 * 8),
         512 * bytes_per_latent(PLAN),
         256 * (per_token + 512),
+        256 * (per_token + 512 + 4 * 4),
     ]
     assert all(sample.ops_us and sample.flash_us for sample in samples[:3])
     assert samples[5].ops_us and samples[5].flash_us is None

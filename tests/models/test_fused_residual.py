@@ -206,13 +206,18 @@ def test_ranks_that_have_a_kernel(rank: int, why: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("targets", [("self_attn.q_proj", *VALUES), ("self_attn.q_proj", *KEYS_AND_VALUES)], ids=len)
 def test_an_engine_says_the_same_with_and_without_kernels(
-    model_folder: ModelFolder, kernel_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    targets: tuple[str, ...],
+    model_folder: ModelFolder,
+    kernel_device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = kernel_device(schedule=Schedule(check=False))
     monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(True))
     folder = model_folder("llama", num_hidden_layers=2)
-    adapters = residual_folders(tmp_path / "adapters", folder, ("ann", "bob"), targets=("self_attn.q_proj", *VALUES))
+    adapters = residual_folders(tmp_path / "adapters", folder, ("ann", "bob"), targets=targets)
 
     def conversation(mode: str) -> list[Completion]:
         ask_for(mode, monkeypatch)
@@ -223,5 +228,5 @@ def test_an_engine_says_the_same_with_and_without_kernels(
 
     for mine, theirs in zip(conversation("on"), conversation("off"), strict=True):
         check_same(mine, theirs)
-    widths = {result.outputs[0].shape[-1] for result in log if "residuals" in result.traffic}
+    widths = {result.outputs[0].shape[-1] for result in log if "key_residuals" in result.traffic}
     assert len(widths) == 2, "sums over values, and over values with residuals"
