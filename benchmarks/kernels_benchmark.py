@@ -18,17 +18,20 @@ from rich.table import Table
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
-from agentcache.kv.arena import LayerArena, Packed
+from agentcache.kv.arena import LayerArena, Packed, SideArena
 from agentcache.kv.packing import quantisation_for
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV
 from agentcache.kv.step_plan import Reads
-from agentcache.metal_kernels.decode import THREADGROUPS, Residuals, decode
+from agentcache.metal_kernels.cases import turns_of
+from agentcache.metal_kernels.decode import THREADGROUPS, KeyResiduals, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.latent_decode import LatentPlan, latent_decode
 from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.tiling import HeadShape
+from agentcache.metal_kernels.turns import packed_b
 from agentcache.metal_kernels.unpack import unpack
+from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
 from agentcache.models.attention import AttentionOptions, packed_attention
 from agentcache.models.mla import packed_latent_attention
 
@@ -48,8 +51,8 @@ class KernelsPlan:
     Args:
         contexts, rows: every pair whose keys fit into memory.
         prefixes: (rows, tokens that they share, tokens of their own).
-        residuals: (rows of one adapter, tokens of each, rank of its residuals on values).
-        unpacked: contexts of a prompt's chunk.
+        residuals: (rows of one adapter, tokens of each, rank of its residuals): on values, and on keys too.
+        unpacked: contexts of a prompt's chunk; also with residuals of `unpacked_rank` on keys and values.
         latents: (rows, context) of steps over latents.
         latent_sizes: values of a latent and of its rope part (those of DeepSeek-V2 and -V3); `latent_heads` read them.
         threadgroups: that a launch is to have, at least, where the context is long enough.
@@ -63,6 +66,7 @@ class KernelsPlan:
     prefixes: tuple[tuple[int, int, int], ...] = ((4, 32768, 256), (16, 32768, 256), (32, 32768, 256))
     residuals: tuple[tuple[int, int, int], ...] = ((1, 4096, 16), (1, 16384, 16), (16, 16384, 16), (16, 16384, 64))
     unpacked: tuple[int, ...] = (4096, 32768)
+    unpacked_rank: int = 16
     latents: tuple[tuple[int, int], ...] = ((1, 4096), (1, 32768), (8, 4096), (8, 32768))
     latent_sizes: tuple[int, int] = (512, 64)
     latent_heads: int = 128
@@ -151,14 +155,16 @@ def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple
         samples.append(_decode_sample(plan, rows, shared, own))
         progress(_line(samples[-1], bandwidth))
     for rows, context, rank in plan.residuals:
-        samples.append(_decode_sample(plan, rows, 0, context, rank))
-        progress(_line(samples[-1], bandwidth))
+        for on_keys in (False, True):
+            samples.append(_decode_sample(plan, rows, 0, context, rank, on_keys))
+            progress(_line(samples[-1], bandwidth))
     for rows, context in plan.latents:
         samples.append(_latent_sample(plan, rows, context))
         progress(_line(samples[-1], bandwidth))
     for context in plan.unpacked:
-        samples.append(_unpack_sample(plan, context))
-        progress(_line(samples[-1], bandwidth))
+        for rank in (0, plan.unpacked_rank):
+            samples.append(_unpack_sample(plan, context, rank))
+            progress(_line(samples[-1], bandwidth))
     return bandwidth, samples
 
 
@@ -170,8 +176,8 @@ def copy_bandwidth(size: int) -> float:
     return float(4 * 2 * source.nbytes / seconds)
 
 
-def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: int = 0) -> Sample:
-    """Of rows that share so many tokens, or whose values have residuals of this rank."""
+def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: int = 0, on_keys: bool = False) -> Sample:
+    """Of rows that share so many tokens, or whose values, or keys and values, have residuals of this rank."""
     blocks = -(-own // BLOCK_SIZE)
     common = shared // BLOCK_SIZE
     layers = Layers(plan, rows * blocks + common)
@@ -181,9 +187,10 @@ def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: in
     dtype = getattr(mx, plan.dtype)
     heads = plan.kv_heads * plan.queries_per_head
     group_size = layers.quantisation.group_size
-    shape = HeadShape(plan.dim, plan.kv_heads, plan.queries_per_head, group_size, dtype, value_rank=rank)
+    shape = HeadShape(plan.dim, plan.kv_heads, plan.queries_per_head, group_size, dtype)
     reads = DecodePlan(shape, StepRows(ids, [0] * rows, [length] * rows, 1, residual_ids=ids if rank else ()))
-    residuals = [_residuals(plan, len(order), rank) for _ in layers.arenas if rank]
+    keys_rank = rank if on_keys else 0
+    residuals = [_residuals(plan, shape, len(order), rank, keys_rank, own) for _ in layers.arenas if rank]
     queries = mx.random.normal((rows, heads, 1, plan.dim)).astype(dtype)
     scale = plan.dim**-0.5
     mx.eval(queries)
@@ -192,14 +199,15 @@ def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: in
         x = queries
         for index, arena in enumerate(layers.arenas):
             keys, values = (tuple(side.arrays()) for _, side in arena.sides)
-            own = residuals[index] if rank else None
-            x = decode(x, keys, values, reads, scale=scale, residuals=own, threadgroups=plan.threadgroups)
+            beside = residuals[index] if rank else None
+            x = decode(x, keys, values, reads, scale=scale, residuals=beside, threadgroups=plan.threadgroups)
         return x
 
     kernel_us = _fastest(plan.rounds, kernel) / layers.count * 1e6
-    moved = (common * BLOCK_SIZE + rows * own) * (bytes_per_token(plan) + 2 * rank)
+    moved = (common * BLOCK_SIZE + rows * own) * (bytes_per_token(plan) + 2 * (rank + keys_rank))
     if rank:
-        return Sample(f"decode, values' residuals of rank {rank}", rows, own, moved, kernel_us)
+        sides = "keys and values" if on_keys else "values"
+        return Sample(f"decode, residuals of rank {rank} on {sides}", rows, own, moved, kernel_us)
     ops_us = flash_us = None
     if plan.compare:
         ops_us = _ops(plan, layers, ids, length, queries)
@@ -209,11 +217,19 @@ def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: in
     return Sample(what, rows, shared + own, moved, kernel_us, ops_us, flash_us)
 
 
-def _residuals(plan: KernelsPlan, slots: int, rank: int) -> Residuals:
-    low_rank = mx.random.normal((slots, BLOCK_SIZE, rank)).astype(mx.float16)
-    made = Residuals(low_rank, mx.random.normal((plan.kv_heads, rank, plan.dim)))
-    mx.eval(made)
-    return made
+def _residuals(
+    plan: KernelsPlan, shape: HeadShape, slots: int, rank: int, keys_rank: int, num_positions: int
+) -> Residuals:
+    low_rank = mx.random.normal((2, slots, BLOCK_SIZE, rank)).astype(mx.float16)
+    b = mx.random.normal((plan.kv_heads, rank, plan.dim))
+    keys = None
+    if keys_rank:
+        turns = turns_of(_angles(plan), num_positions, shape.staged)
+        keys = KeyResiduals(low_rank[0], None, packed_b(b, turns, shape.staged), turns)
+        mx.eval(keys.low_rank, keys.b, turns.near, turns.far)
+    values = ValueResiduals(low_rank[1], b)
+    mx.eval(values)
+    return Residuals(keys, values)
 
 
 def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
@@ -282,17 +298,42 @@ def _flash(plan: KernelsPlan, rows: int, context: int, queries: mx.array) -> flo
     return _fastest(plan.rounds, flash) / count * 1e6
 
 
-def _unpack_sample(plan: KernelsPlan, context: int) -> Sample:
+def _unpack_sample(plan: KernelsPlan, context: int, rank: int) -> Sample:
+    """Of keys and values, with residuals of this rank on both; 0 for none."""
     layers = Layers(plan, context // BLOCK_SIZE)
     ids = mx.array(np.random.default_rng(0).permutation(context // BLOCK_SIZE).astype(np.int32))
     dtype = getattr(mx, plan.dtype)
+    sides: list[LowRankSide | None] = [None, None]
+    if rank:
+        low_rank = mx.random.normal((2, context // BLOCK_SIZE, BLOCK_SIZE, rank)).astype(mx.float16)
+        b = mx.random.normal((plan.kv_heads, rank, plan.dim))
+        turns = turns_of(_angles(plan), context, mx.float32)
+        on_keys, on_values = LowRankSide(low_rank[0], b, ids, None, turns), LowRankSide(low_rank[1], b, ids)
+        mx.eval(on_keys.low_rank, on_values.low_rank, b, turns.near, turns.far)
+        sides = [on_keys, on_values]
+
+    def unpacked(side: SideArena, added: LowRankSide | None) -> mx.array:
+        data, scales, biases = side.arrays()
+        if added is None:
+            return unpack((data, scales, biases), ids, context, dtype)
+        return unpack_residual((data, scales, biases), ids, added, context, dtype)
 
     def kernel() -> list[mx.array]:
-        return [unpack(tuple(side.arrays()), ids, context, dtype) for arena in layers.arenas for _, side in arena.sides]
+        return [
+            unpacked(side, added)
+            for arena in layers.arenas
+            for (_, side), added in zip(arena.sides, sides, strict=True)
+        ]
 
     kernel_us = _fastest(plan.rounds, kernel) / layers.count * 1e6
-    moved = context * (bytes_per_token(plan) + 2 * plan.kv_heads * plan.dim * dtype.size)
-    return Sample("unpack", 1, context, moved, kernel_us)
+    moved = context * (bytes_per_token(plan) + 2 * plan.kv_heads * plan.dim * dtype.size + 4 * rank)
+    what = f"unpack, residuals of rank {rank} on keys and values" if rank else "unpack"
+    return Sample(what, 1, context, moved, kernel_us)
+
+
+def _angles(plan: KernelsPlan) -> np.ndarray:
+    """Of a rope over whole heads, from a position to the next."""
+    return np.asarray(10000.0 ** -(np.arange(plan.dim // 2) / (plan.dim // 2)))
 
 
 def _fastest(rounds: int, work: Callable[[], mx.array | Sequence[mx.array]]) -> float:

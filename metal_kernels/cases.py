@@ -12,10 +12,12 @@ import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.append import packed_alone
-from agentcache.metal_kernels.decode import PackedArrays, Residuals, decode
+from agentcache.metal_kernels.decode import KeyResiduals, PackedArrays, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
-from agentcache.metal_kernels.definition import LowRank, PackedNumpy, attention
-from agentcache.metal_kernels.tiling import HeadShape
+from agentcache.metal_kernels.definition import LowRank, LowRankKeys, PackedNumpy, attention, row_of
+from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
+from agentcache.metal_kernels.turns import NEAR, STEP, Turns, laid_out, no_turns, packed_b
+from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
 
 #: Largest difference, of values of about 1.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
@@ -31,6 +33,8 @@ class Case:
         prefix: leading blocks that all rows have in common, but for those too short to have them.
         group: size of the quantisation's groups; None for the widest that divides `dim`.
         value_rank: of the residuals that are added to values; 0 for none.
+        key_rank: of those that are added to keys; then `pairs` of a key's values are turned, `interleaved` ones or
+            not, and keys are `normed` or not.
     """
 
     dim: int = 128
@@ -46,6 +50,10 @@ class Case:
     seed: int = 0
     group: int | None = None
     value_rank: int = 0
+    key_rank: int = 0
+    pairs: int = 0
+    interleaved: bool = False
+    normed: bool = False
 
     @property
     def group_size(self) -> int:
@@ -57,7 +65,8 @@ class Case:
 
     @property
     def shape(self) -> HeadShape:
-        return HeadShape(self.dim, self.kv_heads, self.gqa, self.group_size, self.dtype, value_rank=self.value_rank)
+        kind = ResidualKind(self.value_rank, self.key_rank, self.pairs, self.interleaved, self.normed)
+        return kind.on(HeadShape(self.dim, self.kv_heads, self.gqa, self.group_size, self.dtype))
 
 
 @dataclass
@@ -76,6 +85,7 @@ class Arenas:
     queries: np.ndarray
     sinks: np.ndarray | None = None
     residuals: LowRank | None = None
+    key_residuals: LowRankKeys | None = None
 
     @classmethod
     def of(cls, case: Case) -> Arenas:
@@ -100,12 +110,15 @@ class Arenas:
                 used[ids[token // BLOCK_SIZE - first], token % BLOCK_SIZE] = True
         bases = [first * BLOCK_SIZE for first in firsts]
         keys, values = (_packed(case, used, random) for _ in range(2))
-        residuals = _residuals(case, tables, bases, random) if case.value_rank else None
-        return cls(case, tables, bases, keys, values, queries, sinks, residuals)
+        beside = _Beside.of(case, tables, bases, random)
+        residuals = beside.low_rank(case.value_rank) if case.value_rank else None
+        key_residuals = beside.of_keys() if case.key_rank else None
+        return cls(case, tables, bases, keys, values, queries, sinks, residuals, key_residuals)
 
     def plan(self) -> DecodePlan:
         case = self.case
-        residual_ids = () if self.residuals is None else self.residuals.block_ids
+        beside = self.residuals or (self.key_residuals and self.key_residuals.added)
+        residual_ids = beside.block_ids if beside else ()
         rows = StepRows(self.block_ids, self.bases, case.lengths, case.num_tokens, case.window, residual_ids)
         return DecodePlan(case.shape, rows, least_saved=1)
 
@@ -123,6 +136,7 @@ class Arenas:
             softcap=case.softcap,
             sinks=self.sinks,
             residuals=self.residuals,
+            key_residuals=self.key_residuals,
         )
 
     def computed_queries(self) -> mx.array:
@@ -148,9 +162,42 @@ class Arenas:
             scale=case.scale,
             softcap=case.softcap,
             sinks=None if self.sinks is None else mx.array(self.sinks.astype(np.float32)),
-            residuals=None if self.residuals is None else as_residuals(self.residuals),
+            residuals=self.given_residuals(),
             threadgroups=threadgroups,
         )
+
+    def given_residuals(self) -> Residuals | None:
+        if not self.case.value_rank and not self.case.key_rank:
+            return None
+        keys = None if self.key_residuals is None else as_key_residuals(self.key_residuals, self.case)
+        of_values = self.residuals
+        values = None if of_values is None else ValueResiduals(mx.array(of_values.low_rank), _matrix(of_values))
+        return Residuals(keys, values)
+
+    def unpacked(self, side: str) -> tuple[mx.array, np.ndarray]:
+        """A single row's "keys" or "values" with residuals, by the kernel and by definition: [1, H_kv, T, D]."""
+        case = self.case
+        [ids], [base], [length] = self.block_ids, self.bases, case.lengths
+        count = length + case.num_tokens - base
+        held = row_of(getattr(self, side), ids, count)
+        if side == "values":
+            assert self.residuals is not None
+            added, norms, turns = self.residuals, None, None
+            expected = held + added.of_row(0, count)
+        else:
+            assert self.key_residuals is not None
+            added, norms = self.key_residuals.added, self.key_residuals.norms
+            angles = self.key_residuals.angles
+            turns = turns_of(angles, length + 1, mx.float32, case.interleaved) if case.pairs else None
+            expected = self.key_residuals.of_row(0, held, base)
+        of_side = LowRankSide(
+            *(mx.array(added.low_rank), _matrix(added), mx.array(added.block_ids[0], mx.int32)),
+            None if norms is None else mx.array(norms),
+            turns,
+        )
+        packed = as_mlx(getattr(self, side))
+        out = unpack_residual(packed, mx.array(ids, mx.int32), of_side, count, case.dtype, base=base)
+        return out, expected[None]
 
 
 def as_computed(x: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
@@ -163,8 +210,24 @@ def as_mlx(packed: PackedNumpy) -> PackedArrays:
     return data, scales, biases
 
 
-def as_residuals(residuals: LowRank) -> Residuals:
-    return Residuals(mx.array(residuals.low_rank), mx.array(residuals.matrix.astype(np.float32)))
+def _matrix(residuals: LowRank) -> mx.array:
+    return mx.array(residuals.matrix.astype(np.float32))
+
+
+def as_key_residuals(residuals: LowRankKeys, case: Case) -> KeyResiduals:
+    staged = case.shape.staged
+    farthest = max(case.lengths) + case.num_tokens
+    turns = turns_of(residuals.angles, farthest, staged, case.interleaved) if case.pairs else no_turns(staged)
+    norms = None if residuals.norms is None else mx.array(residuals.norms)
+    matrix = packed_b(_matrix(residuals.added), turns, staged)
+    return KeyResiduals(mx.array(residuals.added.low_rank), norms, matrix, turns)
+
+
+def turns_of(angles: np.ndarray, num_positions: int, dtype: mx.Dtype, interleaved: bool = False) -> Turns:
+    """Of a rope by plain angles, for so many positions."""
+    near, far = np.arange(NEAR)[:, None] * angles, np.arange(0, num_positions + STEP, STEP)[:, None] * angles
+    tables = [laid_out(mx.array(np.cos(at)), mx.array(np.sin(at)), dtype) for at in (near, far)]
+    return Turns(tables[0], tables[1], interleaved)
 
 
 def error(actual: mx.array, expected: np.ndarray) -> float:
@@ -173,18 +236,46 @@ def error(actual: mx.array, expected: np.ndarray) -> float:
     return float(np.where(np.isnan(difference), np.inf, difference).max())
 
 
-def _residuals(case: Case, tables: list[list[int]], bases: list[int], random: np.random.Generator) -> LowRank:
-    """Residuals of about half a value's size, in slots of their own; NaN in places that nobody reads."""
-    slots = list(map(int, random.permutation(sum(map(len, tables)) + 2)))
-    ids = [[slots.pop() for _ in table] for table in tables]
-    low_rank = np.full((sum(map(len, tables)) + 2, BLOCK_SIZE, case.value_rank), np.nan, np.float16)
-    for table, base, length in zip(ids, bases, case.lengths, strict=True):
-        begin = 0 if case.window is None else max(0, length - case.window + 1)
-        for token in range(begin, length + case.num_tokens):
-            place = low_rank[table[(token - base) // BLOCK_SIZE], token % BLOCK_SIZE]
-            place[:] = random.standard_normal(case.value_rank)
-    matrix = random.standard_normal((case.kv_heads, case.value_rank, case.dim)) * 0.5 * case.value_rank**-0.5
-    return LowRank(low_rank, as_computed(matrix, mx.float32), ids)
+@dataclass(frozen=True)
+class _Beside:
+    """Where the residuals of a case lie: slots of their own, NaN in places that nobody reads.
+
+    Args:
+        used: [slots, 256].
+    """
+
+    case: Case
+    random: np.random.Generator
+    block_ids: list[list[int]]
+    used: np.ndarray
+
+    @classmethod
+    def of(cls, case: Case, tables: list[list[int]], bases: list[int], random: np.random.Generator) -> _Beside:
+        count = sum(map(len, tables)) + 2
+        slots = list(map(int, random.permutation(count)))
+        ids = [[slots.pop() for _ in table] for table in tables]
+        used = np.zeros((count, BLOCK_SIZE), bool)
+        for table, base, length in zip(ids, bases, case.lengths, strict=True):
+            begin = 0 if case.window is None else max(0, length - case.window + 1)
+            for token in range(begin, length + case.num_tokens):
+                used[table[(token - base) // BLOCK_SIZE], token % BLOCK_SIZE] = True
+        return cls(case, random, ids, used)
+
+    def low_rank(self, rank: int, size: float = 0.3) -> LowRank:
+        """Whose products with B are about as large as `size`."""
+        low_rank = np.full((*self.used.shape, rank), np.nan, np.float16)
+        low_rank[self.used] = self.random.standard_normal((self.used.sum(), rank))
+        matrix = self.random.standard_normal((self.case.kv_heads, rank, self.case.dim)) * size * rank**-0.5
+        return LowRank(low_rank, as_computed(matrix, self.case.shape.staged), self.block_ids)
+
+    def of_keys(self) -> LowRankKeys:
+        case = self.case
+        norms = None
+        if case.normed:
+            norms = np.full((*self.used.shape, case.kv_heads, 2), np.nan, np.float16)
+            norms[self.used] = self.random.uniform(0.9, 1.1, (self.used.sum(), case.kv_heads, 2))
+        angles = 1000.0 ** -(np.arange(case.pairs) / max(1, case.pairs))
+        return LowRankKeys(self.low_rank(case.key_rank), norms, angles, case.interleaved)
 
 
 def _packed(case: Case, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:

@@ -7,9 +7,11 @@ prefixes as in Hydragen, arXiv 2402.05099). A second kernel merges the splits, o
 the sinks. Computed in float; 16-bit models multiply in half (queries and values are exact there, or rounded to 11
 bits), whatever their type.
 
-**Residuals.** Rows of an adapter that shares base's cache add (x·A)·B to base's values (ForkKV, arXiv 2604.06370;
-`models/residual_attention.py`). Of a token, x·A is staged behind its value, so that one product with the weights sums
-both; the merge multiplies the second sum with B, once a query and head: out = P·V + (P·x·A)·B.
+**Residuals.** Rows of an adapter that shares base's cache add (x·A)·B to base's keys and values (ForkKV, arXiv
+2604.06370; `models/residual_attention.py`). Of a token, x·A is staged behind its value, so that one product with the
+weights sums both; the merge multiplies the second sum with B, once a query and head: out = P·V + (P·x·A)·B. What is
+added to a key, R(x·A·B), is put together where it is multiplied with queries, for all query heads of a kv head at once
+(`turns` says how it gets to its place); the scores of base's keys are scaled by the norms' ratio and come beside it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from agentcache.metal_kernels.decode_plan import DecodePlan, Groups, floats, int
 from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import traced
 from agentcache.metal_kernels.merge import merge
-from agentcache.metal_kernels.tiling import TILE, HeadShape, Tiling, own_tiling, shared_tiling
+from agentcache.metal_kernels.tiling import TILE, HeadShape, ResidualKind, Tiling, own_tiling, shared_tiling
+from agentcache.metal_kernels.turns import Turns
 
 #: data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
 PackedArrays = tuple[mx.array, mx.array, mx.array]
@@ -51,6 +54,10 @@ def _constants(shape: HeadShape, tiling: Tiling, has_softcap: bool) -> Mapping[s
         "POOL": tiling.pool_size(shape),
         "SOFTCAP": has_softcap,
         "RANK": shape.value_rank,
+        "KEY_RANK": shape.key_rank,
+        "PAIRS": shape.pairs,
+        "INTERLEAVED": shape.interleaved,
+        "NORMED": shape.normed,
     }
 
 
@@ -80,16 +87,57 @@ class StepKind(NamedTuple):
     has_sinks: bool
 
 
-class Residuals(NamedTuple):
-    """What the rows of a step add to base's values, all by one adapter.
+class ValueResiduals(NamedTuple):
+    """What the rows of a step add to base's values.
 
     Args:
         low_rank: x·A, float16 [slots, 256, r], in slots of its own.
-        value_b: float32 [H_kv, r, D].
+        b: float32 [H_kv, r, D].
     """
 
     low_rank: mx.array
-    value_b: mx.array
+    b: mx.array
+
+
+class KeyResiduals(NamedTuple):
+    """What they add to base's keys.
+
+    Args:
+        low_rank: x·A, float16 [slots, 256, r].
+        norms: of each head's key without and with the adapter, float16 [slots, 256, H_kv, 2]; None without a norm.
+        b: as `packed_b` has it.
+        turns: how rope turns keys.
+    """
+
+    low_rank: mx.array
+    norms: mx.array | None
+    b: mx.array
+    turns: Turns
+
+
+class Residuals(NamedTuple):
+    """What the rows of a step add to base's keys and values, all by one adapter; of the same slots."""
+
+    keys: KeyResiduals | None = None
+    values: ValueResiduals | None = None
+
+    @property
+    def kind(self) -> ResidualKind:
+        """What a kernel for them is compiled with."""
+        value_rank = 0 if self.values is None else self.values.low_rank.shape[2]
+        if self.keys is None:
+            return ResidualKind(value_rank)
+        low_rank, norms, _, turns = self.keys
+        return ResidualKind(value_rank, low_rank.shape[2], turns.pairs, turns.interleaved, norms is not None)
+
+    def arrays(self, shape: HeadShape) -> Sequence[mx.array]:
+        """As `_compute` takes them, with something of the right type where there is nothing."""
+        none, nothing = no_residuals(shape.staged), no_residuals(mx.float16)
+        values = (nothing, no_residuals(mx.float32)) if self.values is None else self.values
+        if self.keys is None:
+            return *values, nothing, nothing, none, none, none
+        low_rank, norms, b, turns = self.keys
+        return *values, low_rank, nothing if norms is None else norms, b, turns.near, turns.far
 
 
 def decode(
@@ -114,13 +162,12 @@ def decode(
         residuals: in the slots that the plan names beside those of the values.
         threadgroups: that fill the device.
     """
-    rank = 0 if residuals is None else residuals.low_rank.shape[2]
-    heads = keys[0].shape, keys[1].shape[3], rank
-    key = (queries.shape, queries.dtype, heads, scale, softcap, sinks is None, threadgroups)
+    kv_heads, dim = keys[0].shape[1], queries.shape[3]
+    group_size = dim // keys[1].shape[3]
+    shape = HeadShape(dim, kv_heads, queries.shape[1] // kv_heads, group_size, queries.dtype)
+    shape = shape if residuals is None else residuals.kind.on(shape)
+    key = (queries.shape, shape, scale, softcap, sinks is None, threadgroups)
     if key not in plan.launches:
-        kv_heads, dim = keys[0].shape[1], queries.shape[3]
-        group_size = dim // keys[1].shape[3]
-        shape = HeadShape(dim, kv_heads, queries.shape[1] // kv_heads, group_size, queries.dtype, value_rank=rank)
         plan.launches[key] = prepare(plan, shape, scale, softcap, sinks is not None, threadgroups)
     return plan.launches[key](queries, keys, values, sinks, written, residuals)
 
@@ -129,6 +176,7 @@ class Prepared(NamedTuple):
     """What computes a step for all layers of a group, and the arrays that say which tokens are read by whom."""
 
     compute: Callable[..., mx.array]
+    shape: HeadShape
     arrays: Sequence[mx.array]
 
     def __call__(
@@ -143,7 +191,7 @@ class Prepared(NamedTuple):
         """As `decode`."""
         written = nothing_written() if written is None else written
         sinks = no_sinks() if sinks is None else sinks
-        beside = no_residuals() if residuals is None else residuals
+        beside = (residuals or Residuals()).arrays(self.shape)
         return self.compute(queries, *keys, *values, *beside, written, sinks, *self.arrays)
 
 
@@ -173,18 +221,18 @@ def prepare(
             beside = groups if plan.beside is None else plan.beside
             arrays += [groups.table, beside.table, groups.bounds, groups.members, params]
     kind = StepKind(shape, len(plan.rows.lengths), num_tokens, own, shared, softcap is not None, has_sinks)
-    return Prepared(traced(_compute, kind), arrays)
+    return Prepared(traced(_compute, kind), shape, arrays)
 
 
 @cache
-def no_residuals() -> Residuals:
+def no_residuals(dtype: mx.Dtype) -> mx.array:
     """What a launch is given where there are none."""
-    return Residuals(mx.zeros(8, mx.float16), mx.zeros(8))  # of fewer than 8 elements Metal makes constants
+    return mx.zeros(8, dtype)  # of fewer than 8 elements Metal makes constants
 
 
 def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
-    keys, values, (low_rank, value_b) = given[:3], given[3:6], given[6:8]
-    written, sinks, positions, factors, places, merging = given[8:14]
+    keys, values, (low_rank, value_b), of_keys = given[:3], given[3:6], given[6:8], given[8:13]
+    written, sinks, positions, factors, places, merging = given[13:19]
     shape = kind.shape
 
     def partial_sums(launch: Launch, arrays: Sequence[mx.array]) -> list[mx.array]:
@@ -192,7 +240,7 @@ def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
         rows = launch.num_groups * shape.kv_heads * launch.tiling.members * shape.queries_per_head
         return DECODE.launch(
             [
-                *(queries, *keys, *values, low_rank, table, residual_table),
+                *(queries, *keys, *values, low_rank, *of_keys, table, residual_table),
                 *(bounds, members, positions, factors, params, written),
             ],
             _constants(shape, launch.tiling, kind.has_softcap),
@@ -201,8 +249,8 @@ def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
             outputs=[((rows, launch.splits, shape.value_width), mx.float32), ((rows, launch.splits, 2), mx.float32)],
         )
 
-    own = partial_sums(kind.own, given[14:19])
-    shared = own if kind.shared is None else partial_sums(kind.shared, given[19:24])
+    own = partial_sums(kind.own, given[19:24])
+    shared = own if kind.shared is None else partial_sums(kind.shared, given[24:29])
     return merge(
         shape,
         queries.shape,

@@ -61,7 +61,7 @@ METAL_FUNC void load_residuals(const device half* residuals, Table slots, int t,
         const int column = (u * 32 + lane) % EIGHTS * 8;
         const int place = t + token;
         UNROLL for (int e = 0; e < 8; ++e) x[u * 8 + e] = half(0.0f);
-        if (token < 16 && place < stop) {
+        if (token < 16 && place < stop && column < RANK) {
             const device half* from = residuals + (size_t(slots[place / 256]) * 256 + place % 256) * RANK + column;
             if (RANK % 8 == 0) {
                 load8(from, x + u * 8);
@@ -78,9 +78,63 @@ METAL_FUNC void stage_residuals(SHARED_POINTER(S) stage, int width, int lane, co
     UNROLL for (int u = 0; u < LOADS; ++u) {
         const int token = (u * 32 + lane) / EIGHTS;
         const int column = (u * 32 + lane) % EIGHTS * 8;
-        if (token < 16) {
-            UNROLL for (int e = 0; e < 8; ++e) stage[token * width + column + e] = static_cast<S>(float(x[u * 8 + e]));
+        if (token < 16) stage8(stage + token * width + column, x + u * 8);
+    }
+}
+// Each of the first 16 lanes has a token's norms: of its key without the adapter, and with it.
+template <int HEADS, typename Table>
+METAL_FUNC void load_norms(const device half* norms, Table slots, int t, int stop, int head, int lane, thread half* x) {
+    x[0] = half(0.0f);
+    x[1] = half(0.0f);
+    if (lane < 16 && t + lane < stop) {
+        const size_t token = size_t(slots[(t + lane) / 256]) * 256 + (t + lane) % 256;
+        x[0] = norms[(token * HEADS + head) * 2];
+        x[1] = norms[(token * HEADS + head) * 2 + 1];
+    }
+}
+// By a factor of each token, which the first 16 lanes have.
+template <int Q> METAL_FUNC void scale_scores(thread Sums<Q>* scores, float factor, int lane) {
+    UNROLL for (int n = 0; n < 2; ++n) {
+        UNROLL for (int e = 0; e < 2; ++e) {
+            const float own = simd_shuffle(factor, ushort(n * 8 + tile_column(lane) + e));
+            UNROLL for (int i = 0; i < Q; ++i) put(scores[n], i, e, element(scores[n], i, e) * own);
         }
+    }
+}
+// What an adapter adds to 16 keys, times the queries: keys are put together, eight values at a time, and turned to
+// where they are within the tile; queries are turned back by what the tile begins at. So turns are read by the tile,
+// and nothing is computed of an angle.
+template <typename S, int D, int PAIRS, int RANKS, int Q>
+METAL_FUNC void add_keys(thread Sums<Q>* scores, thread Left<S, Q>* queries, SHARED_POINTER(const S) stage, int width,
+                         const device S* matrix, const device S* near, const device S* far, int lane) {
+    Low<S> low[RANKS];
+    UNROLL for (int r = 0; r < RANKS; ++r) load_low(low[r], stage + r * 16, width);
+    UNROLL for (int k = 0; k < D / 16; ++k) {
+        const bool turns = k < PAIRS / 8;
+        const int n = turns ? k : 2 * k;
+        const int m = turns ? k + PAIRS / 8 : 2 * k + 1;
+        Rebuilt x;
+        Rebuilt y;
+        clear(x);
+        clear(y);
+        UNROLL for (int r = 0; r < RANKS; ++r) {
+            rebuild(x, low[r], matrix + (n * 8 * RANKS + r) * 16, RANKS * 16);
+            rebuild(y, low[r], matrix + (m * 8 * RANKS + r) * 16, RANKS * 16);
+        }
+        Eight<S, Q> a;
+        Eight<S, Q> b;
+        take(a, queries[n / 2], n % 2);
+        take(b, queries[m / 2], m % 2);
+        Keys<S> first;
+        Keys<S> second;
+        if (turns) {
+            turn(first, second, x, y, near + n * 16, 2 * PAIRS, lane);
+            turn_back(a, b, far + n * 16, lane);
+        } else {
+            keep(first, x);
+            keep(second, y);
+        }
+        UNROLL for (int i = 0; i < 2; ++i) add_product_keys(scores[i], a, b, first, second, i);
     }
 }
 """
@@ -108,6 +162,8 @@ _BODY = """
     const int EIGHTS = RANK > 0 ? (RANK + 7) / 8 : 1;
     const int LOADS = (16 * EIGHTS + 31) / 32;
     const int DV = RANK > 0 ? D + EIGHTS * 8 : D;
+    const int KEY_RANKS = KEY_RANK > 0 ? (KEY_RANK + 15) / 16 : 1;
+    const int WAYS = KEY_RANK > 0 && INTERLEAVED ? 2 : 1;
     const int TILES = COOPERATIVE ? NSG : 1;
     const int ROWS = COOPERATIVE ? NSG * Q * 8 : Q * 8;
     const int own_rows = COOPERATIVE ? sg * Q * 8 : 0;
@@ -119,19 +175,25 @@ _BODY = """
     SHARED_POINTER(float) merged = (SHARED_POINTER(float))pool;
     SHARED_POINTER(S) tiles = stage + (COOPERATIVE ? 0 : sg * 16 * LD);
 
-    for (int i = tid; i < ROWS * D; i += NSG * 32) {
-        const int row = i / D;
-        const int who = row < MEMBERS * GQA ? members[group * MEMBERS + row / GQA] : -1;
-        float x = 0.0f;
-        if (who >= 0) {
-            const size_t from = size_t(who / row_tokens) * (HEADS * GQA) + head * GQA + row % GQA;
-            x = float(q[(from * row_tokens + who % row_tokens) * D + i % D]);
+    Left<S, Q> queries[WAYS * (D / 16)];
+    UNROLL for (int way = 0; way < WAYS; ++way) {
+        for (int i = tid; i < ROWS * D; i += NSG * 32) {
+            const int row = i / D;
+            const int who = row < MEMBERS * GQA ? members[group * MEMBERS + row / GQA] : -1;
+            // Once more with first values of pairs in front of second ones, as `key_b` has them.
+            const int column = way == 0 || i % D >= 2 * PAIRS ? i % D : i % D / 2 + i % 2 * PAIRS;
+            float x = 0.0f;
+            if (who >= 0) {
+                const size_t from = size_t(who / row_tokens) * (HEADS * GQA) + head * GQA + row % GQA;
+                x = float(q[(from * row_tokens + who % row_tokens) * D + i % D]);
+            }
+            stage[row * LD + column] = static_cast<S>(metal::max(-65504.0f, metal::min(65504.0f, x)));
         }
-        stage[row * LD + i % D] = static_cast<S>(metal::max(-65504.0f, metal::min(65504.0f, x)));
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        UNROLL for (int k = 0; k < D / 16; ++k)
+            load_left(queries[way * (D / 16) + k], stage + own_rows * LD + k * 16, LD);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    Left<S, Q> queries[D / 16];
-    UNROLL for (int k = 0; k < D / 16; ++k) load_left(queries[k], stage + own_rows * LD + k * 16, LD);
     int last[Q];
     float m[Q];
     float z[Q];
@@ -144,7 +206,6 @@ _BODY = """
     }
     Sums<Q> out[DV / 8];
     UNROLL for (int n = 0; n < DV / 8; ++n) clear(out[n]);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
 
     const int per = (end - begin + splits * NSG * 16 - 1) / (splits * NSG * 16) * (NSG * 16);
     const int first = begin + split * per;
@@ -156,6 +217,8 @@ _BODY = """
     half vsc[UNITS];
     half vbi[UNITS];
     half low[LOADS * 8];
+    half key_low[KEY_RANKS * 8];
+    half norms[2];
     size_t at[UNITS];
     bool there[UNITS];
     find_tile<HEADS, GROUPS, UNITS>(table + group * width, first + sg * 16 - base, stop - base, head, lane, at, there);
@@ -164,12 +227,27 @@ _BODY = """
     if (RANK > 0)
         load_residuals<RANK, EIGHTS, LOADS>(
             residuals, residual_table + group * width, first + sg * 16 - base, stop - base, lane, low);
+    if (KEY_RANK > 0)
+        load_residuals<KEY_RANK, KEY_RANKS * 2, KEY_RANKS>(
+            key_residuals, residual_table + group * width, first + sg * 16 - base, stop - base, lane, key_low);
+    if (NORMED)
+        load_norms<HEADS>(
+            key_norms, residual_table + group * width, first + sg * 16 - base, stop - base, head, lane, norms);
     for (int t0 = first; t0 < stop; t0 += NSG * 16) {
         // What comes next is on its way while this is computed.
         const int next = t0 + NSG * 16 + sg * 16 - base;
         find_tile<HEADS, GROUPS, UNITS>(table + group * width, next, stop - base, head, lane, at, there);
         stage_tile<S, GROUPS, WORDS, UNITS>(stage + sg * 16 * LD, LD, lane, kw, ksc, kbi);
         load_tile<WORDS, UNITS>(kq, ks, kb, at, there, kw, ksc, kbi);
+        const float without = NORMED ? float(norms[0]) : 1.0f;
+        const float agent = NORMED ? float(norms[1]) : 1.0f;
+        if (NORMED)
+            load_norms<HEADS>(key_norms, residual_table + group * width, next, stop - base, head, lane, norms);
+        if (KEY_RANK > 0) {
+            stage_residuals<S, KEY_RANKS * 2, KEY_RANKS>(stage + sg * 16 * LD + D, LD, lane, key_low);
+            load_residuals<KEY_RANK, KEY_RANKS * 2, KEY_RANKS>(
+                key_residuals, residual_table + group * width, next, stop - base, lane, key_low);
+        }
         if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
         else simdgroup_barrier(mem_flags::mem_threadgroup);
         Sums<Q> scores[TILES * 2];
@@ -177,6 +255,15 @@ _BODY = """
         UNROLL for (int k = 0; k < D / 16; ++k) {
             UNROLL for (int n = 0; n < TILES * 2; ++n)
                 add_product_rows(scores[n], queries[k], tiles + n * 8 * LD + k * 16, LD);
+        }
+        if (KEY_RANK > 0) {
+            if (NORMED) scale_scores(scores, without > 0.0f ? 1.0f / without : 0.0f, lane);
+            const int begins = metal::min(t0 + sg * 16, end - 1);
+            add_keys<S, D, PAIRS, KEY_RANKS, Q>(
+                scores, queries + (WAYS - 1) * (D / 16), stage + sg * 16 * LD + D, LD,
+                key_b + size_t(head) * (D * KEY_RANKS * 16), near_turns + begins % 16 * (2 * PAIRS),
+                far_turns + size_t(begins / 16) * (2 * PAIRS), lane);
+            if (NORMED) scale_scores(scores, agent, lane);
         }
         if (COOPERATIVE) threadgroup_barrier(mem_flags::mem_threadgroup);
         else simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -294,7 +381,8 @@ _BODY = """
 DECODE = KernelText(
     "agentcache_decode",
     (
-        *("q", "kq", "ks", "kb", "vq", "vs", "vb", "residuals", "table", "residual_table"),
+        *("q", "kq", "ks", "kb", "vq", "vs", "vb", "residuals", "key_residuals", "key_norms", "key_b"),
+        *("near_turns", "far_turns", "table", "residual_table"),
         *("spans", "members", "positions", "factors", "params", "written"),
     ),
     ("sums", "tops"),

@@ -61,11 +61,12 @@ def attention(
     softcap: float | None = None,
     sinks: Array | None = None,
     residuals: LowRank | None = None,
+    key_residuals: LowRankKeys | None = None,
 ) -> Array:
     """Attention of the queries [B, H_q, n, D] over rows that hold `lengths` tokens before theirs; [B, H_q, n, D].
 
     Args:
-        residuals: to be added to values.
+        residuals, key_residuals: to be added to values and to keys.
     """
     rows = []
     for row, (query, ids, base, length) in enumerate(zip(queries, block_ids, bases, lengths, strict=True)):
@@ -74,7 +75,10 @@ def attention(
         v = row_of(values, ids, held)
         if residuals is not None:
             v = v + residuals.of_row(row, held)
-        rows.append(_row(query, row_of(keys, ids, held), v, base, length, scale, window, softcap, sinks))
+        k = row_of(keys, ids, held)
+        if key_residuals is not None:
+            k = key_residuals.of_row(row, k, base)
+        rows.append(_row(query, k, v, base, length, scale, window, softcap, sinks))
     return np.stack(rows)
 
 
@@ -97,6 +101,48 @@ class LowRank:
         tokens = self.low_rank[list(self.block_ids[row])].astype(np.float64)
         result: Array = tokens.reshape(-1, tokens.shape[-1])[:num_tokens] @ self.matrix
         return result
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankKeys:
+    """What an adapter adds to the keys of rows.
+
+    Args:
+        added: x·A·B, before rope; with γ, where keys are normed.
+        norms: ρ of keys without and with it, [slots, 256, H_kv, 2]; None where they are not.
+        angles: by which rope turns each pair from a position to the next, [pairs].
+        interleaved: a pair are neighbours, not half of what is turned apart.
+    """
+
+    added: LowRank
+    norms: np.ndarray | None
+    angles: Array
+    interleaved: bool
+
+    def of_row(self, row: int, keys: Array, base: int) -> Array:
+        """Keys [H_kv, num_tokens, D] of a row whose first is at position `base`."""
+        count = keys.shape[1]
+        added = self.turned(self.added.of_row(row, count), base)
+        if self.norms is None:
+            return keys + added
+        norms = self.norms[list(self.added.block_ids[row])].astype(np.float64)
+        without, agent = norms.reshape(-1, *norms.shape[2:])[:count].T[..., None]
+        result: Array = agent / without * keys + agent * added
+        return result
+
+    def turned(self, x: Array, base: int) -> Array:
+        """[H_kv, num_tokens, D], the first at position `base`."""
+        pairs = len(self.angles)
+        first, second = (
+            (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+            if self.interleaved
+            else (slice(0, pairs), slice(pairs, 2 * pairs))
+        )
+        angles = (base + np.arange(x.shape[1]))[:, None] * self.angles
+        turned = x.copy()
+        turned[..., first] = x[..., first] * np.cos(angles) - x[..., second] * np.sin(angles)
+        turned[..., second] = x[..., second] * np.cos(angles) + x[..., first] * np.sin(angles)
+        return turned
 
 
 def latent_attention(

@@ -10,6 +10,11 @@ queries. A lane has two neighbouring elements of a row: row `tile_row(lane)` of 
 `add_product_columns` with K rows of 8 (values): 16, in float also 8, and then the left operand's first 8 columns. On
 Metal these are `simdgroup_matrix`, on CUDA `mma.m16n8k16`, for float plain sums, since CUDA's matrix units round float
 to 10 bits.
+
+**Keys made on chip.** `rebuild` makes 8 values of 16 keys out of 16 low-rank ones; `turn` and `keep` make a right
+operand of them where they are, in registers. So each back end has them as its right operands are: on CUDA a lane has
+two neighbouring values of a token, on Metal, where operands are as sums are, a value of two neighbouring tokens. A row
+of turns has, for each two neighbouring pairs of values, their two cosines and two sines.
 """
 
 from __future__ import annotations
@@ -77,6 +82,77 @@ METAL_FUNC void add_product_columns(thread Sums<Q>& sums, thread Left<S, Q>& lef
             simdgroup_multiply_accumulate(sums.tile[i], left.tile[i][k], right, sums.tile[i]);
     }
 }
+template <typename S> struct Low { simdgroup_matrix<S, 8, 8> tile[2][2]; };
+struct Rebuilt { simdgroup_matrix<float, 8, 8> tile[2]; };
+template <typename S> struct Keys { simdgroup_matrix<S, 8, 8> tile[2]; };
+template <typename S, int Q> struct Eight { simdgroup_matrix<S, 8, 8> tile[Q]; };
+
+METAL_FUNC void clear(thread Rebuilt& made) {
+    UNROLL for (int i = 0; i < 2; ++i) made.tile[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+}
+template <typename S> METAL_FUNC void load_low(thread Low<S>& low, const threadgroup S* from, int width) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        UNROLL for (int k = 0; k < 2; ++k)
+            simdgroup_load(low.tile[i][k], from + i * 8 * width + k * 8, ulong(width), ulong2(0, 0), true);
+    }
+}
+template <typename S>
+METAL_FUNC void rebuild(thread Rebuilt& made, thread Low<S>& low, const device S* matrix, int width) {
+    UNROLL for (int k = 0; k < 2; ++k) {
+        simdgroup_matrix<S, 8, 8> left;
+        simdgroup_load(left, matrix + k * 8, ulong(width));
+        UNROLL for (int i = 0; i < 2; ++i)
+            simdgroup_multiply_accumulate(made.tile[i], left, low.tile[i][k], made.tile[i]);
+    }
+}
+template <typename S>
+METAL_FUNC void turn(thread Keys<S>& a, thread Keys<S>& b, thread Rebuilt& x, thread Rebuilt& y,
+                     const device S* turns, int width, int lane) {
+    const int value = tile_row(lane);
+    UNROLL for (int i = 0; i < 2; ++i) {
+        UNROLL for (int e = 0; e < 2; ++e) {
+            const device S* at = turns + (i * 8 + tile_column(lane) + e) * width + value / 2 * 4 + value % 2;
+            const float cosine = float(at[0]);
+            const float sine = float(at[2]);
+            const float first = x.tile[i].thread_elements()[e];
+            const float second = y.tile[i].thread_elements()[e];
+            a.tile[i].thread_elements()[e] = static_cast<S>(first * cosine - second * sine);
+            b.tile[i].thread_elements()[e] = static_cast<S>(second * cosine + first * sine);
+        }
+    }
+}
+template <typename S> METAL_FUNC void keep(thread Keys<S>& a, thread Rebuilt& x) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        UNROLL for (int e = 0; e < 2; ++e)
+            a.tile[i].thread_elements()[e] = static_cast<S>(x.tile[i].thread_elements()[e]);
+    }
+}
+template <typename S, int Q> METAL_FUNC void take(thread Eight<S, Q>& eight, thread Left<S, Q>& left, int k) {
+    UNROLL for (int i = 0; i < Q; ++i) eight.tile[i] = left.tile[i][k];
+}
+template <typename S, int Q>
+METAL_FUNC void turn_back(thread Eight<S, Q>& a, thread Eight<S, Q>& b, const device S* turns, int lane) {
+    const device S* at = turns + tile_column(lane) * 2;
+    UNROLL for (int e = 0; e < 2; ++e) {
+        const float cosine = float(at[e]);
+        const float sine = float(at[2 + e]);
+        UNROLL for (int i = 0; i < Q; ++i) {
+            const float first = float(a.tile[i].thread_elements()[e]);
+            const float second = float(b.tile[i].thread_elements()[e]);
+            a.tile[i].thread_elements()[e] = static_cast<S>(first * cosine + second * sine);
+            b.tile[i].thread_elements()[e] = static_cast<S>(second * cosine - first * sine);
+        }
+    }
+}
+// Of the 16 keys, eight number `i`.
+template <typename S, int Q>
+METAL_FUNC void add_product_keys(thread Sums<Q>& sums, thread Eight<S, Q>& a, thread Eight<S, Q>& b,
+                                 thread Keys<S>& x, thread Keys<S>& y, int i) {
+    UNROLL for (int r = 0; r < Q; ++r) {
+        simdgroup_multiply_accumulate(sums.tile[r], a.tile[r], x.tile[i], sums.tile[r]);
+        simdgroup_multiply_accumulate(sums.tile[r], b.tile[r], y.tile[i], sums.tile[r]);
+    }
+}
 // Eight 4-bit values, low nibble first, to where they are multiplied.
 METAL_FUNC void unpack_word(threadgroup half* to, uint word, half scale, half bias) {
     UNROLL for (int i = 0; i < 2; ++i) {
@@ -98,6 +174,20 @@ METAL_FUNC void load8(const device half* from, thread half* x) {
     UNROLL for (int i = 0; i < 2; ++i) {
         const half4 four = ((const device half4*)from)[i];
         UNROLL for (int e = 0; e < 4; ++e) x[4 * i + e] = four[e];
+    }
+}
+METAL_FUNC void stage8(threadgroup half* to, const thread half* x) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        half4 four = half4(half(0));
+        UNROLL for (int e = 0; e < 4; ++e) four[e] = x[4 * i + e];
+        ((threadgroup half4*)to)[i] = four;
+    }
+}
+METAL_FUNC void stage8(threadgroup float* to, const thread half* x) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        float4 four = float4(0.0f);
+        UNROLL for (int e = 0; e < 4; ++e) four[e] = float(x[4 * i + e]);
+        ((threadgroup float4*)to)[i] = four;
     }
 }
 template <typename T> METAL_FUNC void store8(device T* to, const thread float* x) {
@@ -237,6 +327,117 @@ METAL_FUNC void add_product_columns(Sums<Q>& sums, Left<float, Q>& left, const f
         }
     }
 }
+template <typename S> using Low = Left<S, 2>;
+using Rebuilt = Sums<2>;
+template <typename S> struct Keys;
+template <> struct Keys<half> { uint x[2]; };
+template <> struct Keys<float> { float x[2][2]; };
+template <typename S, int Q> struct Eight;
+template <int Q> struct Eight<half, Q> { uint x[Q]; };
+template <int Q> struct Eight<float, Q> { float x[Q][2]; };
+
+// Four values of rank a lane, in one load; the order of what is summed over is free, so long as it is one.
+METAL_FUNC void load_low(Left<half, 2>& low, const half* from, int width) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        const uint2 four = *(const uint2*)(from + (i * 8 + tile_row(own_lane())) * width + tile_column(own_lane()) * 2);
+        low.x[i][0] = four.x;
+        low.x[i][1] = four.y;
+    }
+}
+METAL_FUNC void load_low(Left<float, 2>& low, const float* from, int width) { load_left(low, from, width); }
+METAL_FUNC void rebuild(Rebuilt& made, Left<half, 2>& low, const half* matrix, int width) {
+    const uint2 four = *(const uint2*)(matrix + tile_row(own_lane()) * width + tile_column(own_lane()) * 2);
+    add_product(made, low, four.x, four.y);
+}
+METAL_FUNC void rebuild(Rebuilt& made, Left<float, 2>& low, const float* matrix, int width) {
+    // As sums are: a lane's two columns are two rows of the matrix.
+    add_product_rows(made, low, matrix, width);
+}
+METAL_FUNC void turn(Keys<half>& a, Keys<half>& b, Rebuilt& x, Rebuilt& y, const half* turns, int width, int lane) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        const uint2 at = *(const uint2*)(turns + (i * 8 + tile_row(lane)) * width + tile_column(lane) * 2);
+        const __half2 cosines = as_half2(at.x), sines = as_half2(at.y);
+        const __half2 first = __floats2half2_rn(x.x[i][0], x.x[i][1]), second = __floats2half2_rn(y.x[i][0], y.x[i][1]);
+        a.x[i] = as_uint(__hfma2(first, cosines, __hneg2(__hmul2(second, sines))));
+        b.x[i] = as_uint(__hfma2(second, cosines, __hmul2(first, sines)));
+    }
+}
+METAL_FUNC void turn(Keys<float>& a, Keys<float>& b, Rebuilt& x, Rebuilt& y, const float* turns, int width, int lane) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        const float* at = turns + (i * 8 + tile_row(lane)) * width + tile_column(lane) * 2;
+        UNROLL for (int e = 0; e < 2; ++e) {
+            a.x[i][e] = x.x[i][e] * at[e] - y.x[i][e] * at[2 + e];
+            b.x[i][e] = y.x[i][e] * at[e] + x.x[i][e] * at[2 + e];
+        }
+    }
+}
+METAL_FUNC void keep(Keys<half>& a, Rebuilt& x) {
+    UNROLL for (int i = 0; i < 2; ++i) a.x[i] = as_uint(__floats2half2_rn(x.x[i][0], x.x[i][1]));
+}
+METAL_FUNC void keep(Keys<float>& a, Rebuilt& x) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+        UNROLL for (int e = 0; e < 2; ++e) a.x[i][e] = x.x[i][e];
+    }
+}
+template <int Q> METAL_FUNC void take(Eight<half, Q>& eight, Left<half, Q>& left, int k) {
+    UNROLL for (int i = 0; i < Q; ++i) eight.x[i] = left.x[i][k];
+}
+template <int Q> METAL_FUNC void take(Eight<float, Q>& eight, Left<float, Q>& left, int k) {
+    UNROLL for (int i = 0; i < Q; ++i) {
+        UNROLL for (int e = 0; e < 2; ++e) eight.x[i][e] = left.x[i][k][e];
+    }
+}
+template <int Q> METAL_FUNC void turn_back(Eight<half, Q>& a, Eight<half, Q>& b, const half* turns, int lane) {
+    const uint2 at = *(const uint2*)(turns + tile_column(lane) * 2);
+    const __half2 cosines = as_half2(at.x), sines = as_half2(at.y);
+    UNROLL for (int i = 0; i < Q; ++i) {
+        const __half2 first = as_half2(a.x[i]), second = as_half2(b.x[i]);
+        a.x[i] = as_uint(__hfma2(first, cosines, __hmul2(second, sines)));
+        b.x[i] = as_uint(__hfma2(second, cosines, __hneg2(__hmul2(first, sines))));
+    }
+}
+template <int Q> METAL_FUNC void turn_back(Eight<float, Q>& a, Eight<float, Q>& b, const float* turns, int lane) {
+    const float* at = turns + tile_column(lane) * 2;
+    UNROLL for (int i = 0; i < Q; ++i) {
+        UNROLL for (int e = 0; e < 2; ++e) {
+            const float first = a.x[i][e], second = b.x[i][e];
+            a.x[i][e] = first * at[e] + second * at[2 + e];
+            b.x[i][e] = second * at[e] - first * at[2 + e];
+        }
+    }
+}
+METAL_FUNC void add_product_keys(Sums<1>& sums, Eight<half, 1>& a, Eight<half, 1>& b, Keys<half>& x, Keys<half>& y,
+                                 int i) {
+    float none0 = 0.0f, none1 = 0.0f;
+    mma(sums.x[0][0], sums.x[0][1], none0, none1, a.x[0], 0u, b.x[0], 0u, x.x[i], y.x[i]);
+}
+template <int Q>
+METAL_FUNC void add_product_keys(Sums<Q>& sums, Eight<half, Q>& a, Eight<half, Q>& b, Keys<half>& x, Keys<half>& y,
+                                 int i) {
+    UNROLL for (int r = 0; r < Q; r += 2)
+        mma(sums.x[r][0], sums.x[r][1], sums.x[r + 1][0], sums.x[r + 1][1],
+            a.x[r], a.x[r + 1], b.x[r], b.x[r + 1], x.x[i], y.x[i]);
+}
+// A query's value k is in the lane of its row that has column k, a token's in that of the row that the token is.
+template <int Q>
+METAL_FUNC void add_product_keys(Sums<Q>& sums, Eight<float, Q>& a, Eight<float, Q>& b, Keys<float>& x, Keys<float>& y,
+                                 int i) {
+    UNROLL for (int k = 0; k < 8; ++k) {
+        float left[2][Q], right[2][2];
+        UNROLL for (int r = 0; r < Q; ++r) {
+            left[0][r] = __shfl_sync(~0u, a.x[r][k % 2], (own_lane() & ~3) | k / 2);
+            left[1][r] = __shfl_sync(~0u, b.x[r][k % 2], (own_lane() & ~3) | k / 2);
+        }
+        UNROLL for (int e = 0; e < 2; ++e) {
+            right[0][e] = __shfl_sync(~0u, x.x[i][k % 2], (tile_column(own_lane()) + e) * 4 + k / 2);
+            right[1][e] = __shfl_sync(~0u, y.x[i][k % 2], (tile_column(own_lane()) + e) * 4 + k / 2);
+        }
+        UNROLL for (int r = 0; r < Q; ++r) {
+            UNROLL for (int e = 0; e < 2; ++e)
+                sums.x[r][e] = fmaf(left[0][r], right[0][e], fmaf(left[1][r], right[1][e], sums.x[r][e]));
+        }
+    }
+}
 // Nibbles 0 and 4 of a word, 1 and 5, ... are two halves of 1024 + n; then they are put in order.
 METAL_FUNC void unpack_word(half* to, uint word, half scale, half bias) {
     const __half2 s = __half2half2(scale), b = __half2half2(bias), offset = as_half2(0x64006400u);
@@ -257,6 +458,14 @@ METAL_FUNC void unpack_word(float* to, uint word, half scale, half bias) {
 METAL_FUNC void load8(const half* from, half* x) {
     const uint4 eight = *(const uint4*)from;
     memcpy(x, &eight, 16);
+}
+METAL_FUNC void stage8(half* to, const half* x) {
+    uint4 eight;
+    memcpy(&eight, x, 16);
+    *(uint4*)to = eight;
+}
+METAL_FUNC void stage8(float* to, const half* x) {
+    UNROLL for (int e = 0; e < 8; ++e) to[e] = __half2float(x[e]);
 }
 template <typename T> METAL_FUNC void store8(T* to, const float* x) {
     alignas(16) T eight[8];

@@ -137,7 +137,7 @@ def _compute(step: LatentStep, queries: mx.array, rope_queries: mx.array, *given
     )
     heads = HeadShape(shape.rank, 1, shape.heads, shape.group_size, shape.dtype)
     out_shape = (step.batch, shape.heads, step.num_tokens, shape.rank)
-    return merge(heads, out_shape, [sums, tops, sums, tops], no_residuals().value_b, places, no_sinks(), merging)
+    return merge(heads, out_shape, [sums, tops, sums, tops], no_residuals(mx.float32), places, no_sinks(), merging)
 
 
 def constants(tiling: LatentTiling) -> Mapping[str, Any]:

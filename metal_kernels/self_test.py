@@ -23,7 +23,7 @@ from agentcache.metal_kernels.decode import decode
 from agentcache.metal_kernels.definition import packed, row_of, unpacked
 from agentcache.metal_kernels.latent_cases import LatentCase, Latents
 from agentcache.metal_kernels.latent_shape import LatentShape
-from agentcache.metal_kernels.tiling import HeadShape
+from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
 
 _COMMAND = (sys.executable, "-m", "agentcache.metal_kernels.self_test")
@@ -75,7 +75,11 @@ def _of_heads(shape: HeadShape) -> Iterator[tuple[str, float]]:
     for name, case in steps(shape).items():
         arenas = Arenas.of(case)
         yield name, error(arenas.decoded(), arenas.expected())
-    if shape.value_rank:
+    if has_residuals(shape):
+        arenas = Arenas.of(_case(shape, lengths=(300,)))
+        for side in (*(["keys"] if shape.key_rank else []), *(["values"] if shape.value_rank else [])):
+            out, expected = arenas.unpacked(side)
+            yield f"unpack of {side} with residuals", error(out, expected) / max(1.0, np.nanmax(np.abs(expected)))
         return  # the others know nothing of residuals
     arenas = Arenas.of(_case(shape, lengths=(300,)))
     [ids] = arenas.block_ids
@@ -159,7 +163,7 @@ def _latent_case(shape: LatentShape, **of_step: object) -> LatentCase:
 
 def steps(shape: HeadShape) -> dict[str, Case]:
     """A step for every text that is compiled for this shape."""
-    if shape.value_rank:
+    if has_residuals(shape):
         return {
             "decode with residuals": _case(shape, lengths=(300, 17)),
             "decode with residuals, window, softcap and sinks": _case(
@@ -175,10 +179,15 @@ def steps(shape: HeadShape) -> dict[str, Case]:
     }
 
 
+def has_residuals(shape: HeadShape) -> bool:
+    return bool(shape.value_rank or shape.key_rank)
+
+
 def _case(shape: HeadShape, **of_step: object) -> Case:
     heads = {"dim": shape.dim, "kv_heads": shape.kv_heads, "gqa": shape.queries_per_head}
-    kept = {"dtype": shape.dtype, "group": shape.group_size, "value_rank": shape.value_rank}
-    return Case(**heads, **kept, **of_step)  # type: ignore[arg-type]
+    kept = {"dtype": shape.dtype, "group": shape.group_size}
+    residuals = {name: getattr(shape, name) for name in ResidualKind._fields}
+    return Case(**heads, **kept, **residuals, **of_step)  # type: ignore[arg-type]
 
 
 def main() -> None:

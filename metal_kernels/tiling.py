@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -22,6 +23,10 @@ class HeadShape:
         dtype: of queries and results.
         bits: a key or value.
         value_rank: of the residuals that are added to values; 0 for none.
+        key_rank: of those that are added to keys.
+        pairs: of a key's values that rope turns, where there are residuals of keys; a multiple of 8.
+        interleaved: a pair are neighbours, not half of what is turned apart.
+        normed: keys are normed, head by head.
     """
 
     dim: int
@@ -31,6 +36,10 @@ class HeadShape:
     dtype: mx.Dtype
     bits: int = 4
     value_rank: int = 0
+    key_rank: int = 0
+    pairs: int = 0
+    interleaved: bool = False
+    normed: bool = False
 
     @property
     def staged(self) -> mx.Dtype:
@@ -45,11 +54,34 @@ class HeadShape:
     @property
     def row_width(self) -> int:
         """Values between two rows in threadgroup memory: a few more than needed, so that rows begin in other banks."""
-        return self.value_width + (4 if self.staged == mx.float32 else 8)
+        width = max(self.value_width, self.dim + self.padded_key_rank)
+        return width + (4 if self.staged == mx.float32 else 8)
+
+    @property
+    def padded_key_rank(self) -> int:
+        """What is multiplied at a time is sixteen of rank."""
+        return -(-self.key_rank // 16) * 16
 
     @property
     def tile_bytes(self) -> int:
         return TILE * self.row_width * self.staged.size
+
+
+class ResidualKind(NamedTuple):
+    """What of `HeadShape` is of residuals."""
+
+    value_rank: int = 0
+    key_rank: int = 0
+    pairs: int = 0
+    interleaved: bool = False
+    normed: bool = False
+
+    def on(self, shape: HeadShape) -> HeadShape:
+        """Heads of this shape, with these residuals."""
+        return replace(shape, **self._asdict())
+
+
+NO_RESIDUALS = ResidualKind()
 
 
 @dataclass(frozen=True)

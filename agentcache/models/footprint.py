@@ -122,7 +122,12 @@ class Footprint:
         reads = max((attention(kind, contexts, num_tokens) for kind in self._kinds), default=0) if contexts else 0
         if residual:
             rebuilt = max(self._rebuilt_bytes(kind, each, num_tokens) for kind in self._kinds for each in residual)
-            reads += max(rebuilt, self._summed_bytes(len(residual), num_tokens))
+            by_kernels = self._summed_bytes(len(residual), num_tokens)
+            if self.fused and num_tokens > MAX_QUERIES and self.softcap is None:
+                by_kernels = max(
+                    self._unpacked_bytes(kind, [each], num_tokens) for kind in self._kinds for each in residual
+                )
+            reads += max(rebuilt, by_kernels)
         scans = rows * max((self._scan_bytes(each, num_tokens) for each in self._scans), default=0)
         return activations + logits + states + reads + scans + _SMALL_ARRAYS
 

@@ -33,7 +33,7 @@ from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_shape import UNIT, LatentShape, LatentTiling
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
-from agentcache.metal_kernels.tiling import HeadShape
+from agentcache.metal_kernels.tiling import NO_RESIDUALS, HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
 from agentcache.models.kernel_memo import KernelMemo
 
@@ -209,16 +209,14 @@ def is_pair(arena: LayerArena) -> bool:
     return not _why_no_pair(arena.layer) and arena.is_alike
 
 
-def shape_of(side: SideArena, num_heads: int, dtype: mx.Dtype, value_rank: int = 0) -> HeadShape:
-    return _head_shape(side.dim, side.num_heads, num_heads // side.num_heads, side.quantisation, dtype, value_rank)
+def shape_of(side: SideArena, num_heads: int, dtype: mx.Dtype) -> HeadShape:
+    return _head_shape(side.dim, side.num_heads, num_heads // side.num_heads, side.quantisation, dtype)
 
 
 @cache  # every layer asks
-def _head_shape(
-    dim: int, kv_heads: int, queries_per_head: int, packing: Packing, dtype: mx.Dtype, value_rank: int = 0
-) -> HeadShape:
+def _head_shape(dim: int, kv_heads: int, queries_per_head: int, packing: Packing, dtype: mx.Dtype) -> HeadShape:
     group_size = packing.group_size if isinstance(packing, Quantisation) else dim
-    return HeadShape(dim, kv_heads, queries_per_head, group_size, dtype, packing.bits, value_rank)
+    return HeadShape(dim, kv_heads, queries_per_head, group_size, dtype, packing.bits)
 
 
 @cache  # every layer asks
@@ -234,15 +232,15 @@ def layer_verdict(
     packing: LayerPacking,
     dtype: mx.Dtype,
     *,
-    value_rank: int = 0,
+    residuals: ResidualKind = NO_RESIDUALS,
     latent_rank: int | None = None,
 ) -> Verdict:
-    """Whether `attention`, or that of rows whose values have residuals, goes by kernels in this layer of a model.
+    """Whether `attention`, or that of rows with residuals, goes by kernels in this layer of a model.
 
     Args:
         num_heads: the model's query heads.
         dtype: of queries and keys.
-        value_rank: of those residuals; 0 for none.
+        residuals: of those rows.
         latent_rank: of the latent, in a layer that caches latents.
     """
     if latent_rank is not None:
@@ -252,7 +250,7 @@ def layer_verdict(
     if packing.keys != packing.values:
         return Verdict(False, f"no kernel for keys in {packing.keys.bits} bits, values in {packing.values.bits}")
     queries_per_head = num_heads // layer.num_kv_heads
-    return usable(_head_shape(layer.key_dim, layer.num_kv_heads, queries_per_head, packing.keys, dtype, value_rank))
+    return usable(residuals.on(_head_shape(layer.key_dim, layer.num_kv_heads, queries_per_head, packing.keys, dtype)))
 
 
 def _why_no_pair(layer: LayerSpec) -> str:
@@ -278,8 +276,8 @@ def _unsupported(shape: HeadShape) -> str:
         return f"no kernel for {shape.dim} values a head"
     if shape.queries_per_head > _MAX_QUERIES_PER_HEAD:
         return f"no kernel for {shape.queries_per_head} query heads a kv head"
-    if shape.value_rank > MAX_RANK:
-        return f"no kernel for residuals of rank {shape.value_rank}"
+    if (rank := max(shape.value_rank, shape.key_rank)) > MAX_RANK:
+        return f"no kernel for residuals of rank {rank}"
     return "" if shape.dtype in _DTYPES else f"no kernel for {shape.dtype}"
 
 

@@ -1,8 +1,7 @@
-"""Where a kernel stands in for the reference in rows whose values have residuals.
+"""Where kernels stand in for the reference in rows whose keys and values have residuals.
 
-Rows of one adapter are computed together, each over its own blocks: what they share of base's is read by each of them.
-Keys' residuals have to be multiplied out, normed and brought to their place by the layer's own rope before they are
-added; there is no kernel for that, so the reference serves layers where an adapter acts on keys.
+Few tokens of rows of one adapter are computed together, each over its own blocks: what they share of base's is read by
+each of them. For a prompt's chunk a row's blocks are unpacked with their residuals in front of flash attention.
 """
 
 from __future__ import annotations
@@ -11,24 +10,24 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from agentcache.kv.arena import LayerArena
-from agentcache.metal_kernels.decode import Prepared, Residuals, prepare
+from agentcache.kv.arena import LayerArena, SideArena
+from agentcache.metal_kernels.decode import KeyResiduals, Prepared, Residuals, ValueResiduals, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
-from agentcache.metal_kernels.tiling import HeadShape
+from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
+from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
 from agentcache.models import fused
+from agentcache.models.attention import AttentionOptions, flash_attention, unpack_for
 from agentcache.models.overlay import RowOverlay
+from agentcache.models.residual_turns import turning_of
 
-NO_KEYS = "no kernel for residuals of keys yet"
+FAMILY_NORMS = "no kernel for the norms of a family's keys"
 
 
 def attention(
     queries: mx.array,
     arena: LayerArena,
     rows: Sequence[RowOverlay],
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: mx.array | None,
+    options: AttentionOptions,
     reference: Callable[[], mx.array],
 ) -> mx.array:
     """Attention of a step's `queries` [B, H_q, n, D] over rows of one adapter: [rows, H_q, n, D], in their order.
@@ -36,26 +35,111 @@ def attention(
     Args:
         reference: computes the same by MLX's operations.
     """
-    first, values = rows[0], arena.values
-    low_rank, value_b = first.value_a, first.matrices.value_b
-    if fused.why_none() or queries.shape[2] > fused.MAX_QUERIES or first.key_a is not None:
+    first = rows[0]
+    if fused.why_none() or not fused.is_pair(arena):
         return reference()
-    if values is None or low_rank is None or value_b is None or not fused.is_pair(arena):
+    is_chunk = queries.shape[2] > fused.MAX_QUERIES
+    if is_chunk and options.softcap is not None:
         return reference()
-    shape = fused.shape_of(arena.keys, queries.shape[1], queries.dtype, low_rank.array.shape[2])
     # The first row knows how they are read, for all layers of a group.
-    key = "residual", tuple(row.row for row in rows), shape, scale, softcap, sinks is None
+    shape = _shape_of(first, arena, queries.shape[1], queries.dtype)
+    if shape is None:
+        return reference()
+    key = "residual", tuple(row.row for row in rows), shape, *options[:2], options.sinks is None
     prepared = first.reads.prepared
     if key not in prepared:
-        is_right = fused.usable(shape).right
-        prepared[key] = prepare(_plan(shape, rows), shape, scale, softcap, sinks is not None) if is_right else None
-    by_kernels: Prepared | None = prepared[key]
-    if by_kernels is None:
+        prepared[key] = fused.usable(shape).right
+        if prepared[key] and not is_chunk:
+            prepared[key] = prepare(_plan(shape, rows), shape, *options[:2], options.sinks is not None)
+    found: Prepared | bool = prepared[key]
+    if not found:
         return reference()
+    if isinstance(found, Prepared):
+        made, what = _decoded(queries, arena, rows, found, options), "decode with residuals"
+    else:
+        made, what = _flash(queries, arena, rows, options), "unpack with residuals"
+    return made if fused.mode() is fused.Mode.ON else fused.checked(made, reference(), what)
+
+
+def _shape_of(row: RowOverlay, arena: LayerArena, num_heads: int, dtype: mx.Dtype) -> HeadShape | None:
+    """What kernels are compiled for; None where there are none."""
+    kind = _kind(row, arena)
+    return None if kind is None else kind.on(fused.shape_of(arena.keys, num_heads, dtype))
+
+
+def _kind(row: RowOverlay, arena: LayerArena) -> ResidualKind | None:
+    """None where no kernel can put together what the row's adapter adds."""
+    value_rank = 0 if row.value_a is None else row.value_a.array.shape[2]
+    if row.key_a is None:
+        return ResidualKind(value_rank)
+    turning = turning_of(row.form, arena.keys.dim)
+    is_normed = row.key_norms is not None
+    if turning.why_not or (row.key_norms is not None and row.key_norms.array.shape[-1] < 2):
+        return None
+    return ResidualKind(value_rank, row.key_a.array.shape[2], turning.pairs, turning.interleaved, is_normed)
+
+
+def _decoded(
+    queries: mx.array, arena: LayerArena, rows: Sequence[RowOverlay], prepared: Prepared, options: AttentionOptions
+) -> mx.array:
+    assert arena.values is not None  # they are a pair
     own = queries[mx.array([row.row for row in rows], mx.int32)] if len(rows) < queries.shape[0] else queries
-    residuals = Residuals(low_rank.array, value_b)
-    made = by_kernels(own, arena.keys.arrays(), values.arrays(), sinks, arena.keys.written, residuals)
-    return made if fused.mode() is fused.Mode.ON else fused.checked(made, reference(), "decode with residuals")
+    first, matrices = rows[0], rows[0].matrices.for_kernels
+    keys = values = None
+    if first.key_a is not None:
+        staged = prepared.shape.staged
+        turns = turning_of(first.form, arena.keys.dim).turns(_end(rows), staged)
+        norms = None if first.key_norms is None else first.key_norms.array
+        keys = KeyResiduals(first.key_a.array, norms, matrices.packed_key_b(turns, staged), turns)
+    if first.value_a is not None and matrices.value_b is not None:
+        values = ValueResiduals(first.value_a.array, matrices.value_b)
+    residuals = Residuals(keys, values)
+    return prepared(own, arena.keys.arrays(), arena.values.arrays(), options.sinks, arena.keys.written, residuals)
+
+
+def _flash(queries: mx.array, arena: LayerArena, rows: Sequence[RowOverlay], options: AttentionOptions) -> mx.array:
+    """Row by row, one after the other: what a row needs in memory is gone before the next one begins."""
+    assert arena.values is not None  # they are a pair
+    done: list[mx.array] = []
+    for row in rows:
+        q = queries[row.row : row.row + 1]
+        q = mx.depends([q], [done[-1]])[0] if done else q
+        keys = _unpacked(q, arena.keys, row, _key_side(row, arena))
+        values = _unpacked(q, arena.values, row, _value_side(row))
+        done.append(flash_attention(q, keys, values, row.reads, options))
+    return mx.concatenate(done)
+
+
+def _key_side(row: RowOverlay, arena: LayerArena) -> LowRankSide | None:
+    b = row.matrices.for_kernels.key_b
+    if row.key_a is None or b is None:
+        return None
+    norms = None if row.key_norms is None else row.key_norms.array
+    turns = turning_of(row.form, arena.keys.dim).turns(_end([row]), mx.float32)
+    return LowRankSide(row.key_a.array, b, row.residual_ids, norms, turns)
+
+
+def _value_side(row: RowOverlay) -> LowRankSide | None:
+    b = row.matrices.for_kernels.value_b
+    return None if row.value_a is None or b is None else LowRankSide(row.value_a.array, b, row.residual_ids)
+
+
+def _unpacked(queries: mx.array, side: SideArena, row: RowOverlay, added: LowRankSide | None) -> mx.array:
+    """A row's keys or values, [1, H_kv, T, D]."""
+    if added is None:
+        return unpack_for(queries, side, row.reads)
+    data, scales, biases = side.arrays()
+    ids, reads = mx.depends([row.reads.block_ids[0]], [queries])[0], row.reads
+    return unpack_residual(
+        *((data, scales, biases), ids, added, reads.num_keys, queries.dtype),
+        base=reads.key_start,
+        written=side.written,
+    )
+
+
+def _end(rows: Sequence[RowOverlay]) -> int:
+    """Behind the last position that they read."""
+    return max(own.length for row in rows for own in row.reads.rows) + rows[0].reads.num_tokens
 
 
 def _plan(shape: HeadShape, rows: Sequence[RowOverlay]) -> DecodePlan:

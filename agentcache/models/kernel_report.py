@@ -10,17 +10,24 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+
 from agentcache.kv.group_info import GroupKind, describe_group
 from agentcache.kv.precision import BITS, Precision
+from agentcache.kv.spec import LayerSpec
 from agentcache.metal_kernels.self_test import Verdict
+from agentcache.metal_kernels.tiling import ResidualKind
+from agentcache.models.adapters import TargetModules, target_modules
 from agentcache.models.fused import layer_verdict
-from agentcache.models.fused_residual import NO_KEYS
 from agentcache.models.loader import read_model
+from agentcache.models.residual_forms import likely_key_form
+from agentcache.models.residual_turns import turning_of
 from agentcache.models.survey import Survey, survey
 
 _SECONDS = 420  # two self-tests for each shape of heads
@@ -67,7 +74,7 @@ def layer_kinds(folder: Path, kv: str = "4") -> list[LayerKind]:
     read = read_model(str(folder))
     seen = survey(read.model)
     seen = seen.kept_in(Precision((BITS[kv],) * len(seen.layers)))
-    counted = Counter(_layers(seen, read.config))
+    counted = Counter(_layers(read.model, seen, read.config))
     return [
         LayerKind(kind, window, heads, layers, _by(verdict), verdict.reason, residuals)
         for (kind, window, heads, verdict, residuals), layers in counted.items()
@@ -78,24 +85,45 @@ def _by(verdict: Verdict) -> str:
     return "kernel" if verdict.right else "reference"
 
 
-def _layers(seen: Survey, config: dict[str, Any]) -> Iterator[tuple[GroupKind, int | None, str, Verdict, str]]:
+def _layers(
+    model: nn.Module, seen: Survey, config: dict[str, Any]
+) -> Iterator[tuple[GroupKind, int | None, str, Verdict, str]]:
     """Kind, window, heads and verdict of each layer that caches something, and what is said of its residuals."""
     spec = seen.spec(config["model_type"], config)
     kinds = {layer: describe_group(group).kind for group in spec.groups for layer in group.layers}
+    modules = target_modules(model.layers, seen)
     for layer, latent, dtype, packing in zip(seen.layers, seen.latents, seen.dtypes, seen.packings, strict=True):
         heads = f"{seen.num_heads}/{layer.num_kv_heads} x {layer.key_dim}"
         latent_rank = None if latent is None else latent.rank
         verdict = layer_verdict(layer, seen.num_heads, packing, dtype, latent_rank=latent_rank)
         residuals = ""  # there are none of latents
         if latent is None:
-            ranked = verdict
+            on_values, on_both = verdict, verdict
             if verdict.right:
-                ranked = layer_verdict(layer, seen.num_heads, packing, dtype, value_rank=_RANK)
-            values = _by(ranked) + (f" ({ranked.reason})" if ranked.reason else "")
-            residuals = f"values (of rank {_RANK}): {values}; on keys: reference ({NO_KEYS})"
+                heads_of = partial(layer_verdict, layer, seen.num_heads, packing, dtype)
+                on_values = heads_of(residuals=ResidualKind(_RANK))
+                on_both = _with_keys(model.layers[layer.index], layer, modules, heads_of)
+            residuals = f"values (of rank {_RANK}): {_said(on_values)}; on keys, too: {_said(on_both)}"
         yield kinds[layer], layer.window, heads, verdict, residuals
     for _ in seen.recurrent:
         yield GroupKind.STATE, None, "", _OWN_CODE, ""
+
+
+def _said(verdict: Verdict) -> str:
+    return _by(verdict) + (f" ({verdict.reason})" if verdict.reason else "")
+
+
+def _with_keys(
+    module: nn.Module, layer: LayerSpec, modules: TargetModules, verdict_of: Callable[..., Verdict]
+) -> Verdict:
+    form = likely_key_form(module, layer, modules)
+    if isinstance(form, str):
+        return Verdict(False, form)
+    turning = turning_of(form, layer.key_dim)
+    if turning.why_not:
+        return Verdict(False, turning.why_not)
+    kind = ResidualKind(_RANK, _RANK, turning.pairs, turning.interleaved, form.norm is not None)
+    return verdict_of(residuals=kind)
 
 
 def in_child(folder: Path, kv: str) -> list[LayerKind]:

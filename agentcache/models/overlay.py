@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import TensorArena
 from agentcache.kv.step_plan import Reads
+from agentcache.metal_kernels.turns import Turns, packed_b
 
 Rope = Callable[..., mx.array]
 
@@ -107,12 +108,35 @@ class LayerMatrices:
         key_a, value_a: [in, r].
         key_b: [r, H_kv * D_k].
         value_b: [H_kv, r, D_v].
+        for_kernels: the same for these.
     """
 
     key_a: mx.array | None
     key_b: mx.array | None
     value_a: mx.array | None
     value_b: mx.array | None
+    for_kernels: KernelMatrices
+
+
+@dataclass(frozen=True, eq=False)
+class KernelMatrices:
+    """An adapter's Bs in one layer as kernels read them: made once, and kept as long as the adapter is on the device.
+
+    Args:
+        key_b: float32 [H_kv, r, D_k], times the norm's weights where keys are normed; None without.
+        value_b: float32 [H_kv, r, D_v]; None without.
+    """
+
+    key_b: mx.array | None
+    value_b: mx.array | None
+    _packed: dict[mx.Dtype, mx.array] = field(default_factory=dict)
+
+    def packed_key_b(self, turns: Turns, dtype: mx.Dtype) -> mx.array:
+        """As `turns.packed_b` has it."""
+        assert self.key_b is not None  # who asks has seen it
+        if dtype not in self._packed:
+            self._packed[dtype] = packed_b(self.key_b, turns, dtype)
+        return self._packed[dtype]
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,7 @@ def overlaid_attention(
     for _, rows in groupby(overlay.rows, lambda row: id(row.matrices)):
         alike = list(rows)  # of one adapter
         reference = partial(_by_operations, queries, arena, alike, options, done[-1:])
-        done.append(fused_residual.attention(queries, arena, alike, **options._asdict(), reference=reference))
+        done.append(fused_residual.attention(queries, arena, alike, options, reference))
     return mx.concatenate(done)[overlay.order]
 
 

@@ -183,6 +183,15 @@ def _key_norm(module: nn.Module, spec: LayerSpec) -> KeyNorm:
     return KeyNorm(module(mx.ones(spec.key_dim)).astype(mx.float32) * math.sqrt(1 + eps), eps)
 
 
+def likely_key_form(layer: nn.Module, spec: LayerSpec, modules: TargetModules) -> KeyForm | str:
+    """What a layer seems to do to its keys, by the modules that it has, without running it; or why it is unknown."""
+    try:
+        parts = _parts_of(layer, spec, modules)
+    except _Unfit as unfit:
+        return str(unfit)
+    return KeyForm(parts.ropes[0], parts.norms[0])
+
+
 def _no_rope(x: mx.array, offset: Any = 0) -> mx.array:
     return x
 

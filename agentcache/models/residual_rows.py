@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
@@ -25,7 +26,7 @@ from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.adapter_rows import AdapterWeights
 from agentcache.models.divergence import StepMeasures
-from agentcache.models.overlay import LayerMatrices, LayerOverlay, RowOverlay
+from agentcache.models.overlay import KernelMatrices, LayerMatrices, LayerOverlay, RowOverlay
 from agentcache.models.residual_forms import LayerForm, ResidualForms
 from agentcache.models.residual_sides import Side
 
@@ -66,9 +67,30 @@ def layer_matrices(weights: AdapterWeights, form: LayerForm) -> LayerMatrices:
     key_a, key_b = _pair(weights, sides.keys.get(layer.index))
     value_a, value_b = _pair(weights, sides.values.get(layer.index))
     if value_b is not None:
-        # In order, for a kernel: else each launch would have it put in order first.
-        value_b = mx.contiguous(value_b.reshape(value_b.shape[0], layer.num_kv_heads, -1).swapaxes(0, 1))
-    return LayerMatrices(key_a, key_b, value_a, value_b)
+        value_b = _by_heads(value_b, layer.num_kv_heads)
+    return LayerMatrices(key_a, key_b, value_a, value_b, _for_kernels(weights, form, key_b, value_b))
+
+
+def _by_heads(b: mx.array, num_heads: int) -> mx.array:
+    """[r, H_kv * D] as [H_kv, r, D]."""
+    return b.reshape(b.shape[0], num_heads, -1).swapaxes(0, 1)
+
+
+_kept: WeakKeyDictionary[AdapterWeights, dict[LayerForm, KernelMatrices]] = WeakKeyDictionary()
+
+
+def _for_kernels(
+    weights: AdapterWeights, form: LayerForm, key_b: mx.array | None, value_b: mx.array | None
+) -> KernelMatrices:
+    by_layer = _kept.setdefault(weights, {})
+    if form not in by_layer:
+        if key_b is not None:
+            norm = form.key_form.norm
+            key_b = _by_heads(key_b, form.layer.num_kv_heads) * (1.0 if norm is None else norm.weight)
+        # In order: else each launch would have them put in order first.
+        in_order = [None if b is None else mx.contiguous(b) for b in (key_b, value_b)]
+        by_layer[form] = KernelMatrices(in_order[0], in_order[1])
+    return by_layer[form]
 
 
 def _pair(weights: AdapterWeights, side: Side | None) -> tuple[mx.array | None, mx.array | None]:

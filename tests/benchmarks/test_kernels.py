@@ -23,6 +23,7 @@ PLAN = KernelsPlan(
     prefixes=((2, 256, 256),),
     residuals=((2, 256, 4),),
     unpacked=(256,),
+    unpacked_rank=4,
     latents=((2, 256),),
     latent_sizes=(64, 32),
     latent_heads=3,
@@ -61,9 +62,11 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         ("decode", 1, 256),
         ("decode", 2, 256),
         ("decode, 256 shared", 2, 512),
-        ("decode, values' residuals of rank 4", 2, 256),
+        ("decode, residuals of rank 4 on values", 2, 256),
+        ("decode, residuals of rank 4 on keys and values", 2, 256),
         ("latent decode", 2, 256),
         ("unpack", 1, 256),
+        ("unpack, residuals of rank 4 on keys and values", 1, 256),
     ]
     per_token = bytes_per_token(PLAN)
     assert [sample.bytes for sample in samples] == [
@@ -71,11 +74,13 @@ def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) 
         512 * per_token,
         768 * per_token,
         512 * (per_token + 2 * 4),
+        512 * (per_token + 2 * 8),
         512 * bytes_per_latent(PLAN),
         256 * (per_token + 512),
+        256 * (per_token + 512 + 4 * 4),
     ]
     assert all(sample.ops_us and sample.flash_us for sample in samples[:3])
-    assert samples[4].ops_us and samples[4].flash_us is None
+    assert samples[5].ops_us and samples[5].flash_us is None
     report = build_report(PLAN, bandwidth, samples)
     assert len(report["rows"]) == kernels_table(report).row_count == len(lines) - 1
     assert report["caveats"]

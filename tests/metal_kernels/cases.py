@@ -81,6 +81,32 @@ RESIDUAL_CASES = [
         for tokens, window in ((1, 100), (5, 256), (16, None))
     ),
 ]
+KEY_RESIDUAL_CASES = [
+    *(
+        Case(dim, 2, gqa, dtype, lengths_of(257, 3), value_rank=8, key_rank=rank, pairs=pairs, **of_keys)
+        for dim, pairs in ((64, 32), (96, 16), (128, 64), (192, 96), (256, 128))
+        for gqa in (1, 4, 7, 16)
+        for dtype in DTYPES
+        for rank, of_keys in ((1, {"normed": True}), (16, {}), (64, {"interleaved": True}))
+    ),
+    *(
+        Case(dtype=dtype, lengths=lengths_of(length, rows), value_rank=16, key_rank=16, pairs=64)
+        for length in _LENGTHS
+        for rows in (1, 3, 16)
+        for dtype in DTYPES
+    ),
+    *(
+        Case(64, 2, 4, dtype, (300, 700), tokens, window, 20.0, True, key_rank=8, pairs=24, normed=True)
+        for dtype in DTYPES
+        for tokens, window in ((1, 100), (5, 256), (16, None))
+    ),
+]
+UNPACK_RESIDUAL_CASES = [
+    Case(dim, 2, dtype=dtype, lengths=(length,), value_rank=rank, key_rank=rank, pairs=pairs, **of_keys)
+    for dim, pairs, rank, length in ((64, 32, 5, 257), (96, 16, 8, 40), (128, 64, 16, 259), (256, 128, 64, 21))
+    for dtype in DTYPES
+    for of_keys in ({"normed": True}, {"interleaved": True})
+]
 UNPACK_CASES = [
     Case(dim=dim, kv_heads=2, dtype=dtype, lengths=(length,))
     for dim in _DIMS

@@ -14,10 +14,11 @@ from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.latent_text import LATENT_DECODE
 from agentcache.metal_kernels.merge import MERGE
 from agentcache.metal_kernels.unpack import UNPACK
+from agentcache.metal_kernels.unpack_residual import UNPACK_RESIDUAL
 from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.run import PLAIN, EmulatedKernel, Result, Schedule
 
-KERNELS = (APPEND, DECODE, LATENT_DECODE, MERGE, UNPACK)
+KERNELS = (APPEND, DECODE, LATENT_DECODE, MERGE, UNPACK, UNPACK_RESIDUAL)
 Emulate = Callable[..., list[Result]]
 
 

@@ -11,14 +11,25 @@ from agentcache.metal_kernels.definition import row_of
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_cases import LatentCase, Latents
 from agentcache.metal_kernels.unpack import unpack
-from tests.metal_kernels.cases import DECODE_CASES, LATENT_CASES, RESIDUAL_CASES, UNPACK_CASES, ids
+from tests.metal_kernels.cases import (
+    DECODE_CASES,
+    KEY_RESIDUAL_CASES,
+    LATENT_CASES,
+    RESIDUAL_CASES,
+    UNPACK_CASES,
+    UNPACK_RESIDUAL_CASES,
+    ids,
+)
 
 pytestmark = pytest.mark.device
 if device() == NO_DEVICE:
     pytest.skip("the kernels need Metal or CUDA", allow_module_level=True)
 
 
-@pytest.mark.parametrize("case", [*DECODE_CASES, *RESIDUAL_CASES], ids=ids([*DECODE_CASES, *RESIDUAL_CASES]))
+DECODED = [*DECODE_CASES, *RESIDUAL_CASES, *KEY_RESIDUAL_CASES]
+
+
+@pytest.mark.parametrize("case", DECODED, ids=ids(DECODED))
 def test_decode_equals_its_definition(case: Case) -> None:
     arenas = Arenas.of(case)
     expected = arenas.expected()
@@ -33,6 +44,13 @@ def test_unpacked_equals_its_definition(case: Case) -> None:
     out = unpack(as_mlx(arenas.keys), mx.array(np.array(block_ids, np.int32)), length, case.dtype)
     expected = as_computed(row_of(arenas.keys, block_ids, length), case.dtype)
     assert error(out[0], expected) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("case", UNPACK_RESIDUAL_CASES, ids=ids(UNPACK_RESIDUAL_CASES))
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_unpacked_with_residuals_equals_its_definition(case: Case, side: str) -> None:
+    out, expected = Arenas.of(case).unpacked(side)
+    assert error(out, expected) <= TOLERANCE[case.dtype] * max(1.0, float(np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("case", LATENT_CASES, ids=ids(LATENT_CASES, LatentCase()))

@@ -169,7 +169,10 @@ PREFIX_BUGS = [
         "unwritten",
     ),
     Bug(
-        "uninitialised queries", "stage[row * LD + i % D] =", "if (row < 40) stage[row * LD + i % D] =", "uninitialised"
+        "uninitialised queries",
+        "stage[row * LD + column] =",
+        "if (row < 40) stage[row * LD + column] =",
+        "uninitialised",
     ),
     Bug("row in no group", "(shared >= 0 ? params[2] : 0)", "params[2]", "out-of-bounds", MERGE),
     Bug("shared part left out", "sum += weights[s] * shared_sums", "sum += 0.0f * shared_sums", NUMBERS, MERGE),

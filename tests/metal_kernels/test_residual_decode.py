@@ -116,14 +116,14 @@ BUGS = [
     Bug("stride of whole eights", "% 256) * RANK + column", "% 256) * (EIGHTS * 8) + column", "out-of-bounds"),
     Bug(
         "tail unguarded",
-        "if (token < 16 && place < stop) {\n            const device half* from",
-        "if (token < 16) {\n            const device half* from",
+        "if (token < 16 && place < stop && column < RANK) {\n            const device half* from",
+        "if (token < 16 && column < RANK) {\n            const device half* from",
         NUMBERS,
     ),
     Bug(
         "tokens not staged",
-        "if (token < 16) {\n            UNROLL for (int e = 0; e < 8; ++e) stage",
-        "if (token < 12) {\n            UNROLL for (int e = 0; e < 8; ++e) stage",
+        "if (token < 16) stage8(",
+        "if (token < 12) stage8(",
         "uninitialised",
     ),
     Bug("over the values", "+ sg * 16 * LD + D, LD, lane, low", "+ sg * 16 * LD + D - 8, LD, lane, low", "race"),

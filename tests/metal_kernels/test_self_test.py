@@ -22,6 +22,7 @@ if clang() is None:
 
 SHAPE = HeadShape(64, 2, 2, 64, mx.float32)  # as in tests/models/test_fused.py: its texts are compiled once
 LATENTS = LatentShape(64, 32, 3, 32, mx.float32)
+WITH_KEYS = replace(SHAPE, value_rank=3, key_rank=3, pairs=32)
 CHILD = Path(__file__).parent / "emulated_child.py"
 
 
@@ -95,14 +96,33 @@ def test_residuals_that_are_wrong_are_named(emulate: Emulate) -> None:
     assert [wrong.partition(" (off by ")[0] for wrong in wrong_steps(with_residuals)] == list(steps(with_residuals))
 
 
-def test_the_child_is_told_the_rank() -> None:
-    script = "import json, sys; print(json.dumps({'wrong': [json.load(sys.stdin)['value_rank']]}))"
-    assert try_kernels(replace(SHAPE, value_rank=3), (sys.executable, "-c", script)).reason == "wrong numbers: 3"
+@pytest.mark.parametrize(
+    ("kernel", "old", "new", "wrong"),
+    [
+        slow("decode", "near_turns + begins % 16 * (2 * PAIRS)", "near_turns + 2 * PAIRS", list(steps(WITH_KEYS))),
+        ("unpack_residual", "a = x * cosine - b * sine;", "a = x;", ["unpack of keys with residuals"]),
+    ],
+)
+def test_residuals_of_keys_that_are_wrong_are_named(
+    kernel: str, old: str, new: str, wrong: list[str], emulate: Emulate
+) -> None:
+    emulate(edits={f"agentcache_{kernel}": lambda launch: launch.edited(old, new)})
+    assert [each.partition(" (off by ")[0] for each in wrong_steps(WITH_KEYS)] == wrong
+
+
+@pytest.mark.parametrize("of_residuals", [{"value_rank": 3}, {"key_rank": 5}, {"pairs": 16}, {"normed": True}], ids=str)
+def test_the_child_is_told_of_residuals(of_residuals: dict[str, int]) -> None:
+    [(name, value)] = of_residuals.items()
+    script = f"import json, sys; print(json.dumps({{'wrong': [json.load(sys.stdin)['{name}']]}}))"
+    shape = replace(SHAPE, **of_residuals)  # type: ignore[arg-type]
+    assert try_kernels(shape, (sys.executable, "-c", script)).reason == f"wrong numbers: {value}"
 
 
 @pytest.mark.slow
 def test_right_kernels_pass_with_residuals() -> None:
     assert try_kernels(replace(SHAPE, value_rank=8), emulated("none")) == Verdict(True)
+    with_keys = replace(SHAPE, key_rank=8, pairs=16, interleaved=True, normed=True)
+    assert try_kernels(with_keys, emulated("none")) == Verdict(True)
 
 
 @pytest.mark.parametrize(

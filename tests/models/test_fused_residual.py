@@ -1,12 +1,14 @@
-"""Kernels inside the attention of rows whose values have residuals: where they stand in, and where they do not.
+"""Kernels inside the attention of rows with residuals: where they stand in, and where they do not.
 
 The kernels run in the emulator.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -15,10 +17,13 @@ import pytest
 from agentcache.llm import Completion
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
-from agentcache.models import fused
+from agentcache.models import fused, residual_rows, residual_turns
 from agentcache.models.adapter_rows import AdapterWeights
 from agentcache.models.loader import LoadedModel
+from agentcache.models.residual_rows import layer_matrices
+from agentcache.models.residual_turns import Turning
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.metal_kernels.emulator.build import clang
 from tests.metal_kernels.emulator.run import Result, Schedule
 from tests.models import test_fused
@@ -76,9 +81,9 @@ def decoded(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Decoded:
     return decode
 
 
-def read(log: Sequence[Result]) -> list[int]:
+def read(log: Sequence[Result], name: str = "residuals") -> list[int]:
     """Bytes of residuals that each launch has read, of those that have read some."""
-    return [moved for result in log if "residuals" in result.traffic and (moved := result.traffic["residuals"].read)]
+    return [moved for result in log if name in result.traffic and (moved := result.traffic[name].read)]
 
 
 def test_rows_of_one_adapter_are_computed_together(
@@ -91,13 +96,68 @@ def test_rows_of_one_adapter_are_computed_together(
     assert log == []
 
 
-def test_a_layer_whose_keys_have_residuals_is_left_to_the_reference(
+def test_keys_and_values_are_put_together_by_one_kernel(
     loaded: LoadedModel, decoded: Decoded, log: list[Result], tmp_path: Path
 ) -> None:
     weights = adapter(loaded, tmp_path, 3, targets=KEYS_AND_VALUES)
     by_kernels = decoded([weights], log)
+    heads, rank, tokens = 2, 3, 71 + 31
+    assert read(log, "key_residuals") == read(log) == [tokens * heads * rank * 2] * 2
+    assert close(by_kernels, decoded([weights], log, "off"), 1e-4)
+
+
+MODELS = ["llama", "qwen3", "gpt_oss", "phi3_partial", "gemma3_text", "llama_bias", "granite"]
+
+
+@pytest.mark.parametrize("model", [*MODELS[:3], *map(slow, MODELS[3:])])
+def test_keys_of_every_kind(model: str, log: list[Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A chunk, whose keys are unpacked, and a token behind it: with norms, windows, sinks, several ropes."""
+    loaded = small_model(model)
+    weights = adapter(loaded, tmp_path, 12)
+    ids = np.random.default_rng(1).integers(0, 90, 300)
+
+    def computed(mode: str) -> tuple[mx.array, mx.array]:
+        ask_for("off", monkeypatch)
+        driver = ResidualDriver(loaded)
+        row = driver.overlay(driver.row(), weights)
+        driver.mixed([row.base], ids[None, :-1])
+        driver.mixed([row], ids[None, :240])
+        ask_for(mode, monkeypatch)
+        log.clear()
+        chunk = driver.mixed([row], ids[None, 240:-1]).logits
+        return chunk, driver.mixed([row.base, row], np.stack([ids[-1:]] * 2)).logits
+
+    by_kernels = computed("on")
+    assert len(read(log, "matrix")) == 4, "keys and values of two layers were unpacked"
+    assert len(read(log, "key_residuals")) == 2
+    for made, expected in zip(by_kernels, computed("off"), strict=True):
+        assert close(made, expected, 1e-4)
+
+
+def test_a_rope_that_no_kernel_turns_is_left_to_the_reference(
+    loaded: LoadedModel, decoded: Decoded, log: list[Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    weights = adapter(loaded, tmp_path, 3, targets=KEYS_AND_VALUES)
+    monkeypatch.setattr(Turning, "_refusal", lambda turning: "no kernel for this rope")
+    monkeypatch.setattr(residual_turns, "_of_forms", WeakKeyDictionary())
+    by_kernels = decoded([weights], log)
     assert log and not read(log), "base's row goes by kernels"
     assert close(by_kernels, decoded([weights], log, "off"), 1e-4)
+
+
+def test_matrices_for_kernels_are_kept_with_their_adapter(
+    loaded: LoadedModel, decoded: Decoded, log: list[Result], tmp_path: Path
+) -> None:
+    weights = adapter(loaded, tmp_path, 3, targets=KEYS_AND_VALUES)
+    form = loaded.adapters.residual_forms.layers[0]
+    first = layer_matrices(weights, form).for_kernels
+    decoded([weights], log)
+    assert layer_matrices(weights, form).for_kernels is first
+    assert len(first._packed) == 1
+    kept = len(residual_rows._kept)
+    del weights, first
+    gc.collect()
+    assert len(residual_rows._kept) == kept - 1
 
 
 def test_check_computes_both(two: list[AdapterWeights], decoded: Decoded, log: list[Result]) -> None:
@@ -146,13 +206,18 @@ def test_ranks_that_have_a_kernel(rank: int, why: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("targets", [("self_attn.q_proj", *VALUES), ("self_attn.q_proj", *KEYS_AND_VALUES)], ids=len)
 def test_an_engine_says_the_same_with_and_without_kernels(
-    model_folder: ModelFolder, kernel_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    targets: tuple[str, ...],
+    model_folder: ModelFolder,
+    kernel_device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = kernel_device(schedule=Schedule(check=False))
     monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(True))
     folder = model_folder("llama", num_hidden_layers=2)
-    adapters = residual_folders(tmp_path / "adapters", folder, ("ann", "bob"), targets=("self_attn.q_proj", *VALUES))
+    adapters = residual_folders(tmp_path / "adapters", folder, ("ann", "bob"), targets=targets)
 
     def conversation(mode: str) -> list[Completion]:
         ask_for(mode, monkeypatch)
@@ -163,5 +228,5 @@ def test_an_engine_says_the_same_with_and_without_kernels(
 
     for mine, theirs in zip(conversation("on"), conversation("off"), strict=True):
         check_same(mine, theirs)
-    widths = {result.outputs[0].shape[-1] for result in log if "residuals" in result.traffic}
+    widths = {result.outputs[0].shape[-1] for result in log if "key_residuals" in result.traffic}
     assert len(widths) == 2, "sums over values, and over values with residuals"

@@ -78,9 +78,13 @@ def test_the_shape_that_is_tried_is_what_steps_ask_for(
     monkeypatch.setattr(fused, "_tried", lambda shape, where: tried.append(shape) or Verdict(True))
     layer_kinds(model_folder("phi3"))
     plain = HeadShape(32, 2, 2, 32, mx.float32)
-    assert set(tried) == {plain, replace(plain, value_rank=16)}
+    on_values = replace(plain, value_rank=16)
+    of_phi = {plain, on_values, replace(on_values, key_rank=16, pairs=16)}
+    assert set(tried) == of_phi
     layer_kinds(model_folder("deepseek_v2"), "8")
-    assert set(tried) == {plain, replace(plain, value_rank=16), LatentShape(64, 32, 4, 32, mx.float32, bits=8)}
+    assert set(tried) == {*of_phi, LatentShape(64, 32, 4, 32, mx.float32, bits=8)}
+    layer_kinds(model_folder("qwen3"))
+    assert {shape.normed for shape in tried if isinstance(shape, HeadShape) and shape.key_rank} == {True, False}
 
 
 def test_residuals_are_told_apart(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -90,11 +94,10 @@ def test_residuals_are_told_apart(model_folder: ModelFolder, monkeypatch: pytest
     )
     [kind] = layer_kinds(model_folder("phi3"))
     assert (kind.by, kind.why) == ("kernel", "")
-    keys = "on keys: reference (no kernel for residuals of keys yet)"
-    assert kind.residuals == f"values (of rank 16): reference ({WRONG}); {keys}"
+    assert kind.residuals == f"values (of rank 16): reference ({WRONG}); on keys, too: reference ({WRONG})"
     assert kind.phrase == f"full: kernel, with residuals on {kind.residuals}"
     monkeypatch.setattr(fused, "_tried", lambda shape, where: Verdict(True))
-    assert layer_kinds(model_folder("phi3"))[0].residuals == f"values (of rank 16): kernel; {keys}"
+    assert layer_kinds(model_folder("phi3"))[0].residuals == "values (of rank 16): kernel; on keys, too: kernel"
     states = [each for each in layer_kinds(write_hybrid(tmp_path, "qwen3_5")) if each.kind is GroupKind.STATE]
     assert [each.residuals for each in states] == [""]
 

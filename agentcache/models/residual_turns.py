@@ -1,0 +1,132 @@
+"""How a layer's rope turns keys, found by trying it, as the tables that kernels read.
+
+A rope may be of any kind, so it is read off what it makes of numbers: which values are a pair, by what angle each pair
+turns, a gain. Kernels turn a key first by its place within a tile and then by the tile's, so twice by parts of an
+angle; whether that is the rope's own doing is tried at positions near and far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from agentcache.metal_kernels.turns import NEAR, STEP, Turns, laid_out, no_turns
+from agentcache.models.overlay import KeyForm, Rope
+
+_TRIED_AT = 31  # where angles are neither 0 nor whole turns, but for those that are always
+_CHECKED_AT = (3, 50, 1021, 8191)
+_SMALLEST = 1e-6
+# Of an angle: a float32 position times a float32 frequency is rounded by 2**-24 of itself, here and in the rope.
+_TOLERANCE, _TOLERANCE_A_POSITION = 2e-5, 5e-7
+_LEAST_POSITIONS = 4096
+
+
+class Turning:
+    """One rope.
+
+    Args:
+        dim: values of a key.
+
+    Attributes:
+        pairs: of values that are turned.
+        interleaved: a pair are neighbours, not half of what is turned apart.
+        why_not: no kernel can turn keys so; empty where one can.
+    """
+
+    def __init__(self, rope: Rope, dim: int) -> None:
+        self._rope, self._dim = rope, dim
+        self._tables: dict[mx.Dtype, Turns] = {}
+        self._capacity = 0
+        self.pairs, self.interleaved = self._structure()
+        self._near = self._angles(range(NEAR))
+        self._gain = np.hypot(*(side[0] for side in self._near))
+        self.why_not = self._refusal()
+
+    def turns(self, num_positions: int, dtype: mx.Dtype) -> Turns:
+        """For keys at positions below `num_positions`."""
+        if not self.pairs:
+            return no_turns(dtype)
+        if num_positions > self._capacity:
+            self._capacity = max(_LEAST_POSITIONS, 1 << (num_positions - 1).bit_length())
+            self._tables.clear()
+        if dtype not in self._tables:
+            cosines, sines = self._angles(range(0, self._capacity + STEP, STEP))
+            far = laid_out(mx.array(cosines / self._gain), mx.array(sines / self._gain), dtype)
+            near = laid_out(mx.array(self._near[0]), mx.array(self._near[1]), dtype)
+            mx.eval(near, far)
+            self._tables[dtype] = Turns(near, far, self.interleaved)
+        return self._tables[dtype]
+
+    def _turned(self, x: np.ndarray, positions: Sequence[int]) -> np.ndarray:
+        """Each of x [N, D] at its position."""
+        out = self._rope(mx.array(x.astype(np.float32))[:, None, None], offset=mx.array(list(positions), mx.int32))
+        return np.array(out.astype(mx.float32))[:, 0, 0]
+
+    def _structure(self) -> tuple[int, bool]:
+        """Pairs that are turned, and whether they are interleaved."""
+        moved = np.abs(self._turned(np.eye(self._dim), [_TRIED_AT] * self._dim)) > _SMALLEST
+        np.fill_diagonal(moved, False)
+        sources = np.flatnonzero(moved.any(axis=1))
+        if not sources.size:
+            return 0, False
+        partner = int(np.flatnonzero(moved[sources[0]])[0] - sources[0])
+        if partner == 1:
+            # Pairs that stay as they are may be taken as turned by nothing.
+            return min(self._dim // 2, -(-(int(sources[-1]) + 1) // 16) * 8), True
+        return partner, False
+
+    def _angles(self, positions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Cosines and sines of all pairs, times the gain, float32 [N, pairs]."""
+        firsts, seconds = self._sides()
+        ones = np.zeros((len(positions), self._dim))
+        ones[:, firsts] = 1.0
+        turned = self._turned(ones, positions)
+        return turned[:, firsts], turned[:, seconds]
+
+    def _sides(self) -> tuple[slice, slice]:
+        end = 2 * self.pairs
+        return (
+            (slice(0, end, 2), slice(1, end, 2)) if self.interleaved else (slice(0, self.pairs), slice(self.pairs, end))
+        )
+
+    def _refusal(self) -> str:
+        if self.pairs % 8 or 2 * self.pairs > self._dim:
+            return f"no kernel for a rope of {self.pairs} pairs in {self._dim} values"
+        x = np.random.default_rng(0).standard_normal((len(_CHECKED_AT), self._dim))
+        own, made = self._turned(x, _CHECKED_AT), self._as_kernels_do(x, _CHECKED_AT)
+        limits = _TOLERANCE + _TOLERANCE_A_POSITION * np.array(_CHECKED_AT)[:, None]
+        is_so = np.all(np.abs(own - made) <= limits * np.abs(own).max())
+        return "" if is_so else "no kernel for a rope whose angles are no multiples of the position"
+
+    def _as_kernels_do(self, x: np.ndarray, positions: Sequence[int]) -> np.ndarray:
+        firsts, seconds = self._sides()
+        made = x.copy()
+        if not self.pairs:
+            return made
+        far = [side / self._gain for side in self._angles([position // STEP * STEP for position in positions])]
+        near = [side[[position % STEP for position in positions]] for side in self._near]
+        for cosines, sines in (near, far):
+            one, two = made[:, firsts].copy(), made[:, seconds].copy()
+            made[:, firsts], made[:, seconds] = one * cosines - two * sines, two * cosines + one * sines
+        return made
+
+    def same_as(self, other: Turning) -> bool:
+        """Whether it turns keys just as the other one."""
+        alike = (self._dim, self.pairs, self.interleaved, self.why_not)
+        return alike == (other._dim, other.pairs, other.interleaved, other.why_not) and all(
+            np.array_equal(mine, theirs) for mine, theirs in zip(self._near, other._near, strict=True)
+        )
+
+
+_of_forms: WeakKeyDictionary[KeyForm, Turning] = WeakKeyDictionary()
+
+
+def turning_of(form: KeyForm, dim: int) -> Turning:
+    """A layer's. Layers that turn keys alike, nearly always all of them, have one."""
+    if form not in _of_forms:
+        found = Turning(form.rope, dim)
+        _of_forms[form] = next((known for known in _of_forms.values() if known.same_as(found)), found)
+    return _of_forms[form]
