@@ -175,6 +175,25 @@ _BODY = """
     SHARED_POINTER(float) merged = (SHARED_POINTER(float))pool;
     SHARED_POINTER(S) tiles = stage + (COOPERATIVE ? 0 : sg * 16 * LD);
 
+    // The first tiles are on their way while queries are put where they are multiplied.
+    const int per = (end - begin + splits * NSG * 16 - 1) / (splits * NSG * 16) * (NSG * 16);
+    const int first = begin + split * per;
+    const int stop = metal::min(end, first + per);
+    uint kw[UNITS * WORDS];
+    uint vw[UNITS * WORDS];
+    half ksc[UNITS];
+    half kbi[UNITS];
+    half vsc[UNITS];
+    half vbi[UNITS];
+    half low[LOADS * 8];
+    half key_low[KEY_RANKS * 8];
+    half norms[2];
+    size_t at[UNITS];
+    bool there[UNITS];
+    find_tile<HEADS, GROUPS, UNITS>(table + group * width, first + sg * 16 - base, stop - base, head, lane, at, there);
+    load_tile<WORDS, UNITS>(kq, ks, kb, at, there, kw, ksc, kbi);
+    load_tile<WORDS, UNITS>(vq, vs, vb, at, there, vw, vsc, vbi);
+
     Left<S, Q> queries[WAYS * (D / 16)];
     UNROLL for (int way = 0; way < WAYS; ++way) {
         for (int i = tid; i < ROWS * D; i += NSG * 32) {
@@ -207,23 +226,6 @@ _BODY = """
     Sums<Q> out[DV / 8];
     UNROLL for (int n = 0; n < DV / 8; ++n) clear(out[n]);
 
-    const int per = (end - begin + splits * NSG * 16 - 1) / (splits * NSG * 16) * (NSG * 16);
-    const int first = begin + split * per;
-    const int stop = metal::min(end, first + per);
-    uint kw[UNITS * WORDS];
-    uint vw[UNITS * WORDS];
-    half ksc[UNITS];
-    half kbi[UNITS];
-    half vsc[UNITS];
-    half vbi[UNITS];
-    half low[LOADS * 8];
-    half key_low[KEY_RANKS * 8];
-    half norms[2];
-    size_t at[UNITS];
-    bool there[UNITS];
-    find_tile<HEADS, GROUPS, UNITS>(table + group * width, first + sg * 16 - base, stop - base, head, lane, at, there);
-    load_tile<WORDS, UNITS>(kq, ks, kb, at, there, kw, ksc, kbi);
-    load_tile<WORDS, UNITS>(vq, vs, vb, at, there, vw, vsc, vbi);
     if (RANK > 0)
         load_residuals<RANK, EIGHTS, LOADS>(
             residuals, residual_table + group * width, first + sg * 16 - base, stop - base, lane, low);
