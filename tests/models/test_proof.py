@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mlx_lm.utils import load_model
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.step_cache import PagedKV, StepCache
 from agentcache.kv.step_plan import Reads
-from agentcache.models import interception, mla, softcap
+from agentcache.models import interception, mla, proof, softcap
 from agentcache.models.attention import AttentionOptions
 from agentcache.models.hosting import host, host_in_pieces
 from tests.conftest import ModelFolder
@@ -178,6 +179,21 @@ def test_an_attention_whose_values_are_no_numbers_is_refused(
         monkeypatch.setattr(interception, "_ORIGINAL", spoilt)
         monkeypatch.setattr("mlx_lm.models.llama.scaled_dot_product_attention", interception.attention)
     with pytest.raises(UnsupportedModel, match=r"differs from mlx-lm's by (nan|inf)"):
+        zoo.load("llama", MODEL_FILES["llama"].config)
+
+
+@pytest.mark.parametrize(("off", "passes"), [(5e-4, True), (2e-2, False)])
+def test_where_a_device_rounds_products_layers_may_be_off_by_as_much(
+    monkeypatch: pytest.MonkeyPatch, off: float, passes: bool
+) -> None:
+    """As CUDA does, whose float32 products are TF32."""
+    original = interception.paged_attention
+    monkeypatch.setattr(interception, "paged_attention", lambda *args: original(*args) * (1 + off))
+    assert proof.product_error() < 1e-6
+    with pytest.raises(UnsupportedModel, match=DIFFERS):
+        zoo.load("llama", MODEL_FILES["llama"].config)
+    monkeypatch.setattr(proof, "product_error", lambda: 1e-4)
+    with nullcontext() if passes else pytest.raises(UnsupportedModel, match=DIFFERS):
         zoo.load("llama", MODEL_FILES["llama"].config)
 
 
