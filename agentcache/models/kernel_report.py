@@ -30,7 +30,7 @@ from agentcache.models.residual_forms import likely_key_form
 from agentcache.models.residual_turns import turning_of
 from agentcache.models.survey import Survey, survey
 
-_SECONDS = 420  # two self-tests for each shape of heads
+_SECONDS = 600  # three self-tests for each shape of heads
 _RANK = 16  # of an adapter; the texts for others differ in that number
 _OWN_CODE = Verdict(False, "a state is computed by mlx-lm's own operations")
 
