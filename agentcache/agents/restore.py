@@ -1,8 +1,8 @@
-"""From disk into RAM: reader threads read and verify files, and only verified blocks are published.
+"""From disk into RAM: block files are read and verified, and only verified blocks are published.
 
-While nothing is computed, files are read to where their blocks belong in the arenas, and verified there: each byte is
-moved once. Nobody reads these slots until they are published, and the engine thread, which would only wait meanwhile,
-reads with the readers: a few files at a time, after which it sees to what else has come.
+While nothing is computed, files are read to where their blocks belong in the arenas, and verified there
+(`reads_in_place`). Nobody reads these slots until they are published, and the engine thread, which would only wait
+meanwhile, works with the readers: for some ms at a time, after which it sees to what else has come.
 
 Beside requests that compute, blocks are read into buffers (`buffered_reads`). So are blocks that are not full, and all
 where the device's memory is not ours.
@@ -11,42 +11,26 @@ where the device's memory is not ours.
 from __future__ import annotations
 
 import os
-import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-
-import numpy as np
 
 from agentcache.agents.buffered_reads import BufferedReads
 from agentcache.agents.caches import KeptCaches
-from agentcache.agents.restoring import Read, Restored, Restoring
+from agentcache.agents.reads_in_place import Job, ReadsInPlace
+from agentcache.agents.restoring import Restored, Restoring
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.sequence import CacheSequence, Load
-from agentcache.errors import BlockMissing, BlockRejected, StoreError
-from agentcache.kv.block_layout import Array, Place
-from agentcache.store.block_extras import Extras
-from agentcache.store.block_file import BlockHeader
-from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
 
 READERS = min(4, os.cpu_count() or 4)  # more would only push each other's files out of the processor's caches
 _LARGE_BLOCK_BYTES = 1 << 20  # smaller ones are mostly Python: a second thread would only be in the way
 _READS_BEGUN = READERS + 2  # so that a reader that is done finds its next batch
-# What the engine thread waits for at a time: some 5 ms of a fast disk.
-_MOST_AT_ONCE = 32 << 20
-
-
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """One block, to be read to where it belongs."""
-
-    restore: Restoring
-    load: Load
-    header: BlockHeader
-    place: Place
+_LONGEST_AT_ONCE = 0.01  # seconds for which the engine thread begins reads; then it sees to what else has come
+# What is made ready at a time, and still read when that time is over: 2 to 5 ms of a fast disk.
+_MOST_BYTES, _MOST_BLOCKS = 16 << 20, 16
 
 
 class Restorer:
@@ -72,11 +56,11 @@ class Restorer:
         self._post = post
         self._is_idle = is_idle
         self._whole: deque[tuple[Restoring, Load]] = deque()  # full blocks, to be read to where they belong
-        self._of_thread = threading.local()
         sizes = [group.bytes_per_block for group in caches.base.prefix.all_groups]
         readers = READERS if max(sizes) >= _LARGE_BLOCK_BYTES else 1
-        self._others = readers - 1  # who read beside the engine thread, where that would only wait
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="agentcache-reader")
+        # One less: the engine thread reads beside them, where it would only wait.
+        self._in_place = ReadsInPlace(store, self._readers, readers - 1)
         self.buffered = BufferedReads(caches.base, store, self._readers, _READS_BEGUN, post)
 
     def cease(self) -> None:
@@ -113,13 +97,9 @@ class Restorer:
     # -- to where they belong -----------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Read some of the full blocks to where they belong; if something is computed now, the others into buffers."""
-        taken, num_bytes = list[tuple[Restoring, Load]](), 0
-        while self._whole and num_bytes < _MOST_AT_ONCE and self._is_idle():
-            restore, load = self._whole.popleft()
-            taken.append((restore, load))
-            num_bytes += restore.block_bytes(load.group)
-        self._read_in_place(_by_group(taken))
+        """Read full blocks to where they belong, for a while; if something is computed now, all into buffers."""
+        if self._whole and self._is_idle():
+            self._read_in_place()
         if self._whole and self._is_idle():
             self._post(self._go_on)
             return
@@ -128,65 +108,51 @@ class Restorer:
         for restore, loads in left:
             self.buffered.read(restore, loads)
 
-    def _read_in_place(self, groups: Sequence[tuple[Restoring, list[Load]]]) -> None:
-        """Publish what is sound of these; nothing else happens on the engine thread meanwhile, which reads too."""
-        jobs: list[_Job] = []
-        results: dict[_Job, Extras | None] = {}
-        try:
-            for restore, loads in groups:
-                jobs += self._jobs(restore, loads)
-            due = deque(jobs)
-            count = min(self._others, len(jobs) - 1)
-            others = [self._readers.submit(self._read_each, due, results) for _ in range(count)]
-            try:
-                self._read_each(due, results)
-            finally:
-                due.clear()
-                wait(others)
-        finally:
-            for job in jobs:
-                job.place.let_go()
-        for other in others:
-            other.result()
-        for job in jobs:
-            job.restore.settle([Read(job.load, results[job])])
+    def _read_in_place(self) -> None:
+        """Publish what is sound of the next blocks; nothing else happens on the engine thread meanwhile."""
+        ends_at = time.perf_counter() + _LONGEST_AT_ONCE
+        others: list[tuple[Restoring, list[Load]]] = []  # that have no places, or nobody who waits for them
+        count = 0
 
-    def _jobs(self, restore: Restoring, loads: Sequence[Load]) -> list[_Job]:
-        """Of blocks of one group. None where they have to be read into buffers, or not at all."""
-        if restore.sequence.closed:  # its slots are others' now
-            restore.drop(len(loads))
+        def take() -> list[Job]:
+            nonlocal count
+            while self._whole and (not count or time.perf_counter() < ends_at):
+                restore, loads = self._take()
+                count += len(loads)
+                if jobs := _jobs(restore, loads):
+                    return jobs
+                others.append((restore, loads))
             return []
-        places = restore.cache.arenas.places(loads[0].group, [load.block_id for load in loads])
-        if not places:
-            self.buffered.read(restore, loads)
-            return []
-        return [_Job(restore, load, restore.header(load), place) for load, place in zip(loads, places, strict=True)]
 
-    def _read_each(self, due: deque[_Job], results: dict[_Job, Extras | None]) -> None:
-        """Take one after the other, on any of several threads, until there are none left."""
-        with self._store.reader() as blocks:
-            while True:
-                try:
-                    job = due.popleft()
-                except IndexError:
-                    return
-                results[job] = self._read_to(blocks, job)
+        ended = self._in_place.carry_out(take)
+        for restore, loads in others:
+            if restore.sequence.closed:
+                restore.drop(len(loads))
+            else:
+                self.buffered.read(restore, loads)
+        for restore, read in ended:
+            restore.settle([read])
 
-    def _read_to(self, blocks: BlockFolder, job: _Job) -> Extras | None:
-        rest = self._scratch(job.place.rest_bytes)
-        try:
-            extras = blocks.read_apart(job.header, job.place.integers, rest)
-        except (BlockMissing, BlockRejected, StoreError):
-            return None  # the store has logged and counted it
-        job.place.put_rest(rest)
-        return extras
+    def _take(self) -> tuple[Restoring, list[Load]]:
+        """The next blocks that are due: some of one group."""
+        restore, load = self._whole.popleft()
+        loads = [load]
+        most = min(_MOST_BLOCKS, _MOST_BYTES // restore.block_bytes(load.group))
+        while len(loads) < most and self._whole:
+            other, follows = self._whole[0]
+            if other is not restore or follows.group != load.group:
+                break
+            loads.append(follows)
+            self._whole.popleft()
+        return restore, loads
 
-    def _scratch(self, size: int) -> Array:
-        """Of this thread."""
-        buffer: Array | None = getattr(self._of_thread, "buffer", None)
-        if buffer is None or buffer.nbytes < size:
-            buffer = self._of_thread.buffer = np.empty(size, np.uint8)
-        return buffer[:size]
+
+def _jobs(restore: Restoring, loads: Sequence[Load]) -> list[Job]:
+    """Of blocks of one group. None where they have to be read into buffers, or not at all."""
+    if restore.sequence.closed:  # its slots are others' now
+        return []
+    places = restore.cache.arenas.places(loads[0].group, [load.block_id for load in loads])
+    return [Job(restore, load, place) for load, place in zip(loads, places, strict=bool(places))]
 
 
 def _by_group(taken: Iterable[tuple[Restoring, Load]]) -> list[tuple[Restoring, list[Load]]]:

@@ -231,6 +231,14 @@ class CacheSpec:
     beside: str = ""
     rank: str = ""
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Once: see `GroupSpec`."""
+        return hash(self.digest)
+
     @cached_property
     def digest(self) -> str:
         """Digest of everything above; part of every key."""

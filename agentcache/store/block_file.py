@@ -40,6 +40,8 @@ HEAD_BEGIN = 8  # bytes: the length of the JSON behind them
 NO_EXTRAS: Extras = MappingProxyType({})
 _NO_CHECKSUM = "0" * 32
 _CHECKSUM_FIELD = b'"checksum":"'
+# Of the metadata, in its order: what is not the same in all files of a group and a producer.
+_OWN_TEXTS = ("format_version", "total_tokens", "num_blocks", "block_key", "parent", "token_ids")
 # By bytes: the bits of infinity as a signed integer, those of minus infinity as an unsigned one. Among floats of one
 # sign what is not finite has the largest bits; so two maxima tell, and nothing is copied.
 _INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
@@ -129,7 +131,10 @@ def encode_block(
     first = first_float(spec.group(header.group), len(header.token_ids))
     if (name := _not_finite(spec, header, data[first:])) is not None:
         raise StoreError(f"{name} has values that are not finite")
-    unsigned = _head(spec, header, _metadata(spec, header, _pack(header.token_ids), extras=encode_extras(extras)))
+    if text := encode_extras(extras):
+        unsigned = _head(spec, header, _metadata(spec, header, _pack(header.token_ids), extras=text))
+    else:
+        unsigned = _plain_head(spec, header)
     begin, end = _checksum_span(unsigned)
     return unsigned[:begin] + _checksum(unsigned, data.data).encode() + unsigned[end:], data.data
 
@@ -146,7 +151,7 @@ def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryvie
     return StoredBlock(data, verify_block(spec, header, bytes(buffer[:head_size]), [data[:first].data], data[first:]))
 
 
-def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | memoryview, file_size: int) -> int:
+def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | bytearray | memoryview, file_size: int) -> int:
     """Where in the block's file, which begins with these `HEAD_BEGIN` bytes, its tensors begin.
 
     Raises:
@@ -173,7 +178,7 @@ def verify_block(
     Raises:
         BlockRejected: it is anything but the block that `header` describes; the message says where they differ.
     """
-    unsigned = _head(spec, header, _metadata(spec, header, _pack(header.token_ids)))
+    unsigned = _plain_head(spec, header)
     checksum, extras = _only_difference(unsigned, head), ""
     if checksum is None:
         unsigned, checksum, extras = _examine_head(spec, header, head)
@@ -193,7 +198,7 @@ def tensor_views(spec: CacheSpec, header: BlockHeader, data: Array) -> dict[str,
 def _only_difference(unsigned: bytes, head: bytes) -> str | None:
     """The checksum, where the header is the expected one but for that; None otherwise."""
     begin, end = _checksum_span(unsigned)
-    if unsigned[:begin] == head[:begin] and unsigned[end:] == head[end:]:
+    if head.startswith(unsigned[:begin]) and head[end:] == unsigned[end:]:
         return head[begin:end].decode(errors="replace")
     return None
 
@@ -252,10 +257,35 @@ def _attention_metadata(group: GroupSpec) -> dict[str, str]:
     return {"num_kv_heads": str(group.layers[0].num_kv_heads), "head_dim": str(group.layers[0].key_dim)}
 
 
+def _plain_head(spec: CacheSpec, header: BlockHeader) -> bytes:
+    """The head of a block without extras, before it is signed."""
+    numbers = (FORMAT_VERSION, header.total_tokens, header.position + 1)
+    texts = (header.block_key, header.parent, _pack(header.token_ids))
+    return _head_of(spec, header, _metadata_form(spec, header.group, header.producer) % (*numbers, *texts))
+
+
+@lru_cache(maxsize=256)
+def _metadata_form(spec: CacheSpec, group: str, producer: str) -> str:
+    """The metadata as JSON with a `%s` for each text that is a block's own: most of it is the same in all files."""
+    unknown = BlockHeader("", "", "", group, 0, (0,), producer)
+    metadata = _metadata(spec, unknown, "")
+    constant = {name: json.dumps(value).replace("%", "%%") for name, value in metadata.items()}
+    members = {**constant, **dict.fromkeys(_OWN_TEXTS, '"%s"')}
+    return "{" + ",".join(f'"{name}":{value}' for name, value in members.items()) + "}"
+
+
 def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str]) -> bytes:
-    """The 8 bytes of length and the JSON header, padded so that the tensors start on a multiple of 8."""
+    return _head_of(spec, header, json.dumps(metadata, separators=(",", ":")))
+
+
+def _head_of(spec: CacheSpec, header: BlockHeader, metadata: str) -> bytes:
+    """The 8 bytes of length and the JSON header, padded so that the tensors start on a multiple of 8.
+
+    Args:
+        metadata: as JSON.
+    """
     entries = header_entries(spec.group(header.group), header.position, len(header.token_ids))
-    text = f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))},{entries}}}'.encode()
+    text = f'{{"__metadata__":{metadata},{entries}}}'.encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(HEAD_BEGIN, "little") + text
 

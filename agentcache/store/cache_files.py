@@ -12,7 +12,7 @@ import os
 import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,15 +41,20 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class RegularFile:
-    """An open file, and the bytes it had when it was opened."""
+    """An open file, and the bytes it had when it was opened. Whoever has it closes it."""
 
     fd: int
     size: int
 
-    def read_into(self, buffers: Sequence[bytearray | memoryview]) -> int:
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def read_into(self, buffers: Sequence[memoryview]) -> int:
         """Fill one buffer after the other with what comes next; returns the bytes read, fewer where the file ends."""
-        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
-        total = 0
+        total = os.readv(self.fd, buffers[:MOST_PARTS])
+        if total == self.size:  # as a rule, and there may be many buffers
+            return total
+        views = skip_bytes([buffer for buffer in buffers if len(buffer)], total)
         while views and (count := os.readv(self.fd, views[:MOST_PARTS])):
             total += count
             views = skip_bytes(views, count)
@@ -251,20 +256,23 @@ class CacheFiles:
 
     def read(self, path: Path, max_bytes: int) -> bytes:
         """The whole content of a regular file; OSError also where it is longer than `max_bytes`."""
-        with self.open_regular(path, max_bytes) as file:
+        with closing(self.open_regular(path, max_bytes)) as file:
             data = bytearray(file.size)
-            return bytes(data[: file.read_into([data])])
+            return bytes(data[: file.read_into([memoryview(data)])])
 
-    @contextmanager
-    def open_regular(self, path: Path | str, max_bytes: int) -> Iterator[RegularFile]:
+    def open_regular(self, path: Path | str, max_bytes: int) -> RegularFile:
         """A regular file, to read; OSError also where it is longer than `max_bytes`."""
-        with self.open(path, os.O_RDONLY) as fd:
+        fd = self.open(path, os.O_RDONLY).fd
+        try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError("it is not a regular file")
             if status.st_size > max_bytes:
                 raise OSError(f"it has {status.st_size} bytes, at most {max_bytes} make sense")
-            yield RegularFile(fd, status.st_size)
+        except BaseException:
+            os.close(fd)
+            raise
+        return RegularFile(fd, status.st_size)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

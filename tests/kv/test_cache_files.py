@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,8 @@ def test_many_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     whole = b"".join(parts)
     assert files.read(tmp_path / "file", len(whole)) == whole
     buffers = [bytearray(3), bytearray(0), bytearray(len(whole))]
-    with files.open_regular(tmp_path / "file", 1000) as opened:
-        assert opened.size == opened.read_into(buffers) == len(whole)
+    with closing(files.open_regular(tmp_path / "file", 1000)) as opened:
+        assert opened.size == opened.read_into(list(map(memoryview, buffers))) == len(whole)
     assert b"".join(buffers) == whole + bytes(3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -130,6 +131,58 @@ def test_what_is_wrong_among_many_is_not_published(several_readers: None, saved:
     saved.check()
 
 
+def test_what_cannot_be_read_among_many_is_not_published(
+    several_readers: None, saved: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    readv = counting("readv", calls)
+
+    def failing_once(*args: Any) -> int:
+        if calls["readv"] == 2:
+            calls["readv"] += 1
+            raise OSError(errno.EIO, "the disk is broken")
+        return int(readv(*args))
+
+    monkeypatch.setattr("agentcache.store.cache_files.os.readv", failing_once)
+    done: list[Any] = []
+    saved.operations.restore("alice", done.append)
+    saved.settle(lambda: bool(done))
+    assert saved.cached(BASE_CACHE, IDS) < len(IDS)
+    assert saved.store.usage.quarantined == 1
+    saved.check()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="nobody says which files are open")
+def test_after_an_error_no_file_is_open_and_no_place_is_held(
+    several_readers: None, saved: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[Place] = []
+    made, before = GroupArena.places, len(os.listdir("/proc/self/fd"))
+
+    def noting(arena: GroupArena, block_ids: Any) -> list[Place]:
+        places.extend(made(arena, block_ids))
+        return places[-len(block_ids) :]
+
+    def failing(place: Place, data: np.ndarray) -> None:
+        raise RuntimeError("it cannot be put there")
+
+    monkeypatch.setattr(GroupArena, "places", noting)
+    monkeypatch.setattr(Place, "put_rest", failing)
+    base = saved.caches.base
+    root = saved.caches.root(base, "")
+    sequence = base.prefix.open(root, base.prefix.match_prefix(root, IDS[: FULL * 256], FULL * 256))
+    base.arenas.fit()
+    saved.restorer.restore(sequence, lambda outcome: None)
+    with pytest.raises(RuntimeError, match="cannot be put there"):
+        saved.settle(lambda: False)
+    base.prefix.abandon(sequence)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert places
+    for run in (run for place in places for run in (*place.integers, *place.rest)):
+        with pytest.raises(ValueError, match="released"):
+            run[0] = 1
+
+
 def test_beside_a_request_that_computes_they_go_through_buffers(saved: Desk, moved: Moved) -> None:
     saved.is_idle = False
     assert saved.restore("alice") == ALL_BYTES
@@ -140,7 +193,8 @@ def test_a_request_that_comes_in_between_is_not_waited_for(
     saved: Desk, moved: Moved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file is read to where it belongs; then something is computed, and the others go through buffers."""
-    monkeypatch.setattr(restore, "_MOST_AT_ONCE", 1)
+    monkeypatch.setattr(restore, "_LONGEST_AT_ONCE", 0)
+    monkeypatch.setattr(restore, "_MOST_BLOCKS", 1)
     monkeypatch.setattr(buffered_reads, "_BATCH_BLOCKS", 1)
     done: list[Any] = []
     saved.operations.restore("alice", done.append)
