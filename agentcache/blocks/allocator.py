@@ -1,7 +1,8 @@
 """How many slots there are: they are allocated, and grow and shrink with what the ledger grants each attention kind.
 
 Groups of one attention kind fill together and grow together; they have one account, whose floor is what a single short
-sequence needs. Caches beside base's have none: they come and go, and grow at the expense of who holds their share.
+sequence needs. Caches beside base's have none: they come and go, and grow at the expense of who holds their share. Who
+gives way loses what was used least recently, wherever it lies: what lies in the last slots moves.
 """
 
 from __future__ import annotations
