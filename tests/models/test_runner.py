@@ -30,21 +30,6 @@ def test_tokens_are_counted_once_a_row(loaded: LoadedModel) -> None:
     assert driver.runner.forward_tokens == 17
 
 
-def test_arenas_follow_the_pools_and_keep_their_content(loaded: LoadedModel) -> None:
-    driver = Driver(loaded)
-    row = driver.row()
-    driver.step([row], random_ids(loaded, (1, 300)))
-    before = driver.runner.snapshot(0, row.tables[0].block_ids[0], 256)
-    capacities = [pool.capacity for pool in driver.pools]
-    for pool in driver.pools:
-        pool.grow(pool.capacity + 5)
-    driver.runner.fit()
-    layers = [(group, layer) for group, arena in enumerate(driver.runner.arenas) for layer in arena.layers]
-    assert all(side.capacity == capacities[group] + 5 for group, layer in layers for _, side in layer.sides)
-    after = driver.runner.snapshot(0, row.tables[0].block_ids[0], 256)
-    assert np.array_equal(before, after)
-
-
 def test_a_row_goes_on_where_its_blocks_have_been_moved_to(loaded: LoadedModel) -> None:
     """The slots that they come from are given back, and the next step is the first that has to do with it."""
     found = []
@@ -66,6 +51,21 @@ def test_a_row_goes_on_where_its_blocks_have_been_moved_to(loaded: LoadedModel) 
         found.append(np.array(driver.step([row], random_ids(loaded, (1, 3), 1))))
         assert max(driver.pools[0].capacity, *row.tables[0].block_ids) < (4 if moves else 5)
     assert np.array_equal(*found)
+
+
+def test_arenas_follow_the_pools_and_keep_their_content(loaded: LoadedModel) -> None:
+    driver = Driver(loaded)
+    row = driver.row()
+    driver.step([row], random_ids(loaded, (1, 300)))
+    before = driver.runner.snapshot(0, row.tables[0].block_ids[0], 256)
+    capacities = [pool.capacity for pool in driver.pools]
+    for pool in driver.pools:
+        pool.grow(pool.capacity + 5)
+    driver.runner.fit()
+    layers = [(group, layer) for group, arena in enumerate(driver.runner.arenas) for layer in arena.layers]
+    assert all(side.capacity == capacities[group] + 5 for group, layer in layers for _, side in layer.sides)
+    after = driver.runner.snapshot(0, row.tables[0].block_ids[0], 256)
+    assert np.array_equal(before, after)
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "deepseek_v2"])
