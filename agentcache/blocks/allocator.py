@@ -1,19 +1,20 @@
 """How many slots there are: they are allocated, and grow and shrink with what the ledger grants each attention kind.
 
 Groups of one attention kind fill together and grow together; they have one account, whose floor is what a single short
-sequence needs. Caches beside base's have none: they come and go, and grow at the expense of who holds their share.
+sequence needs. Caches beside base's have none: they come and go, and grow at the expense of who holds their share. Who
+gives way loses what was used least recently, wherever it lies: what lies in the last slots moves.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import BASE, Account, Ledger
-from agentcache.blocks.sequence import Copy
+from agentcache.blocks.sequence import CacheSequence, Copy
 from agentcache.blocks.slots import Group, Slots
 from agentcache.errors import BrokenInvariant, OutOfBlocks, OutOfMemory
 
@@ -53,6 +54,7 @@ class BlockAllocator:
 
     Attributes:
         slots: those that there are.
+        readers: the sequences that are open.
         headroom: tells how many bytes the machine can still give the cache, whatever the budget says.
         is_sparing: whether what nobody reads is evicted before anything grows, as while the machine is short of memory.
     """
@@ -60,6 +62,7 @@ class BlockAllocator:
     def __init__(self, slots: Slots, eviction: EvictionOrder, ledger: Ledger, name: str = BASE) -> None:
         self.slots = slots
         self._name = name
+        self.readers: Collection[CacheSequence] = ()
         self.headroom: Callable[[], int] = lambda: _UNBOUNDED
         self.is_sparing = False
         self._pools = slots.pools
@@ -182,21 +185,49 @@ class BlockAllocator:
             self._ledger.note_use(kind.account)
 
     def _give_way(self, num_bytes: int, asker: Account) -> None:
-        """Release slots beyond the floors that nobody reads: of the other attention kinds, for one of them."""
-        freed = 0
+        """Release slots beyond the floors, free ones first, and then those of what was used least recently and nobody
+        reads: of the other attention kinds, for one of them.
+        """
+        freed, is_own = 0, any(kind.account is asker for kind in self._kinds)
+        # Whoever has a share gets it, wherever those who read beyond it lie. Others take what lies in nobody's way; and
+        # of an own sequence that is being opened, copies are due that name slots.
+        moves_read = asker.family in self._ledger.shares and not is_own
         while freed < num_bytes:
-            donors = [i for i, kind in enumerate(self._kinds) if kind.account is not asker and self._can_shrink(i)]
-            if not donors:
+            donors = [i for i, kind in enumerate(self._kinds) if kind.account is not asker]
+            if (
+                not is_own
+            ):  # a kind needs room for one slot; where others need more, the groups stay as even as they can
+                donors.sort(key=lambda i: -self._pools[i].capacity)
+            donor = next((i for i in donors if self._free_last(i, moves_read=moves_read)), None)
+            if donor is None:
                 return
-            # A kind needs room for one slot. For adapters, which need more, the groups stay as even as they can.
-            donor = donors[0] if asker.family == self._name else max(donors, key=lambda i: self._pools[i].capacity)
-            self.slots.drop_last(donor)
+            self._pools[donor].shrink(self._pools[donor].capacity - 1)
             self._kinds[donor].account.release(self._bytes[donor])
             freed += self._bytes[donor]
 
-    def _can_shrink(self, index: int) -> bool:
-        last = self._pools[index].capacity - 1
-        return last >= self._least[index] and not self.slots.is_read(index, last)
+    def _free_last(self, index: int, *, moves_read: bool) -> bool:
+        """Have the last slot of a group free; what lies there moves to another one. False if it has to stay.
+
+        Args:
+            moves_read: whether it may move while sequences read it.
+        """
+        pool = self._pools[index]
+        last = pool.capacity - 1
+        if last < self._least[index] or (
+            self.slots.is_read(index, last) and not (moves_read and self._is_still(last, index))
+        ):
+            return False
+        if not pool.num_free and not self._eviction.free_one(index):
+            return False
+        if pool.ref_cnt(last):
+            self.slots.vacate_last(index, [sequence.tables[index] for sequence in self.readers])
+        return True
+
+    def _is_still(self, block_id: int, index: int) -> bool:
+        """Whether nothing is on its way from a file to the slot."""
+        return not any(
+            load.group == index and load.block_id == block_id for sequence in self.readers for load in sequence.loads
+        )
 
     # -- giving memory back -------------------------------------------------------------------------------------------
 

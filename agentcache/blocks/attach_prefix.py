@@ -73,7 +73,7 @@ def _allocate_tail(
     sequence: CacheSequence, lane: LanePrefix, tail: Node, index: int, allocator: BlockAllocator
 ) -> None:
     table, source = sequence.tables[index], tail.block_ids.get(index)
-    if source is not None and lane.ends_with_a_block and _is_read_by_nobody_else(allocator.slots, index, source):
+    if source is not None and lane.ends_with_a_block and _may_write_behind(tail, index, source, allocator.slots):
         # The node covers only the tokens before, which stay as they are.
         allocator.slots.pools[index].retain(source)
         table.block_ids.append(source)
@@ -86,6 +86,13 @@ def _allocate_tail(
         sequence.copies.append(Copy(index, source, target))
 
 
-def _is_read_by_nobody_else(slots: Slots, index: int, block_id: int) -> bool:
-    """One reference is the tree's, one is of `attach_prefix`."""
-    return slots.pools[index].ref_cnt(block_id) == 2
+def _may_write_behind(tail: Node, index: int, block_id: int, slots: Slots) -> bool:
+    """Whether nobody reads the tail's slot, and what lies in it ends where the tail does.
+
+    Shorter tails that it has grown from may lie there too: their tokens stay as they are.
+    """
+    if slots.num_readers(index, block_id) > 1:  # one is `attach_prefix`
+        return False
+    assert tail.parent is not None  # it is no root
+    here = (node for node in tail.parent.children if node.block_ids.get(index) == block_id)
+    return all(node.num_tokens <= tail.num_tokens for node in here)

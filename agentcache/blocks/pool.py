@@ -17,6 +17,7 @@ class BlockPool:
     def __init__(self, capacity: int = 0) -> None:
         self._ref_cnt: list[int] = []
         self._free: list[int] = []
+        self._moves: list[tuple[int, int]] = []
         self.grow(capacity)
 
     @property
@@ -61,6 +62,18 @@ class BlockPool:
         self._free.remove(first)
         self._ref_cnt[first] = 1
         return first
+
+    def note_move(self, source: int, target: int) -> None:
+        """What lay in slot `source` is in `target` from now on; its bytes have still to follow."""
+        self._moves.append((source, target))
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """Sources and targets, in order, of the moves since the last call.
+
+        They are due before anything else is written, read or given back in the arena.
+        """
+        moves, self._moves = self._moves, []
+        return moves
 
     def retain(self, block_id: int) -> None:
         """One more reference to a slot in use."""

@@ -82,6 +82,7 @@ class PrefixCache:
         self.all_groups = self.groups if self.snapshots is None else (*self.groups, self.snapshots.group)
         self._publisher = Publisher(self.tree, self.slots)
         self._sequences: set[CacheSequence] = set()
+        self.allocator.readers = self._sequences
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
 
     # -- matching ---------------------------------------------------------------------------------------------------
@@ -125,10 +126,14 @@ class PrefixCache:
         except OutOfBlocks:
             self._discard(sequence)
             raise
-        for lane in prefix.lanes:
-            self.tree.touch(lane.all_nodes)
+        self.touch(prefix)
         self.allocator.note_use()
         return sequence
+
+    def touch(self, prefix: CachedPrefix) -> None:
+        """Mark a prefix as just used: others are evicted before it."""
+        for lane in prefix.lanes:
+            self.tree.touch(lane.all_nodes)
 
     def _enter(self, root: str, prefix: CachedPrefix) -> CacheSequence:
         """The sequence without slots; from here on the prefix's nodes stay in the tree."""

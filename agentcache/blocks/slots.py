@@ -8,11 +8,11 @@ be, `allocator`; which one leaves first, `eviction`.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentcache.blocks.pool import BlockPool
+from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.blocks.sequence import Copy
 from agentcache.errors import BrokenInvariant
@@ -58,7 +58,11 @@ class Slots:
 
     def is_read(self, index: int, block_id: int) -> bool:
         """Whether a sequence reads the slot, beside the nodes that list it."""
-        return self.pools[index].ref_cnt(block_id) > self._listed[index][block_id]
+        return self.num_readers(index, block_id) > 0
+
+    def num_readers(self, index: int, block_id: int) -> int:
+        """References to the slot beside those of the nodes that list it."""
+        return self.pools[index].ref_cnt(block_id) - self._listed[index][block_id]
 
     def list_in(self, node: Node, index: int, block_id: int, *, instead_of: int | None = None) -> None:
         """The node's data of group `index` lies in this slot, and no longer in the one `instead_of` it."""
@@ -99,13 +103,26 @@ class Slots:
             self.take_from(node, index)
         self.prune(node)
 
-    def drop_last(self, index: int) -> None:
-        """Have one slot less in a group: the last one, which nobody reads, goes with whatever is cached in it."""
-        last = self.pools[index].capacity - 1
+    def vacate_last(self, index: int, tables: Iterable[BlockTable]) -> None:
+        """Free the last slot of a group: what lies there moves to a free one before it, of which there is one.
+
+        Args:
+            tables: the group's block tables of all sequences that may read it.
+        """
+        pool = self.pools[index]
+        last = pool.capacity - 1
+        target = pool.allocate_before(last)
+        if target is None:
+            raise BrokenInvariant(f"group {self.groups[index].name} has no free slot before its last one")
         for node in [node for node in self._tree.residents if node.block_ids.get(index) == last]:
-            self.take_from(node, index)
-            self.prune(node)
-        self.pools[index].shrink(last)
+            self.list_in(node, index, target, instead_of=last)
+        for table in tables:
+            if last in table.block_ids:
+                pool.retain(target)
+                pool.release(last)
+                table.replace(table.first_block + table.block_ids.index(last), target)
+        pool.release(target)  # the references of nodes and tables are enough
+        pool.note_move(last, target)
 
     def gather(self, index: int) -> list[Copy]:
         """Move what only the tree lists out of a group's last slots, into free ones before them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.restore import Restorer
@@ -111,7 +112,7 @@ class Admission:
 
     def _settle_policy(self, generation: Generation, root: str) -> None:
         """A request whose policy is open is exact where that takes nobody's blocks, cached ones or not, and else it
-        shares; for the whole of its turn."""
+        shares; for the whole of its turn. So it does where it has, with what is cached for that, less to compute."""
         use = generation.adapter
         if use is None or not use.may_share:
             return
@@ -121,23 +122,30 @@ class Admission:
         allocator = self._cache.allocator
         # Nor the residuals' part: whoever reads there could not make room for them.
         kept = self._cache.ledger.share_left(RESIDUAL)
-        if not has_room(allocator, self._base_growth(), prefix, num_tokens, evicts=False, beside=kept):
+        fits = has_room(allocator, self._base_growth(), prefix, num_tokens, evicts=False, beside=kept)
+        if not fits or self._residual_tokens(generation, use, root) > prefix.num_tokens:
             self._share(generation)
+
+    def _residual_tokens(self, generation: Generation, use: AdapterUse, root: str) -> int:
+        """Behind how many tokens a request would begin whose policy were `residual`."""
+        cache = self._residual_cache(use.settled(Policy.RESIDUAL))
+        return self._match_overlay(generation, cache, root)[0].residuals.num_tokens
 
     def _open_residual(self, generation: Generation, use: AdapterUse, root: str, busy: bool) -> None:
         """The same for a request that has a sequence in its adapter's cache too: both, or none."""
         cache = self._residual_cache(use)
-        residual_root = self._caches.root(cache, generation.request.salt)
-        known = root, cache.prefix, residual_root, generation.token_ids, self._most_cached(generation)
-        match = match_overlay(self._cache, *known)
+        match, residual_root = self._match_overlay(generation, cache, root)
         if busy:
             self._check_overlay_room(generation, cache, match)
-        # Before base's blocks are taken: base gives up slots from its last one on, and none that is read.
+        # So that they are not what goes to make room for the rest.
+        self._cache.touch(match.base)
+        cache.prefix.touch(match.residuals)
         has_slots = self._make_residual_room(generation, cache, match.residuals)
         if busy and not has_slots:
             raise OutOfBlocks("running requests read blocks where residuals are to be")
-        match = match_overlay(self._cache, *known)
+        match, _ = self._match_overlay(generation, cache, root)
         sequences = {BASE_CACHE: self._cache.open(root, match.base)}
+        self._device.copy_blocks(sequences[BASE_CACHE].copies)  # before its slots may move
         try:
             sequences[cache.name] = cache.prefix.open(residual_root, match.residuals)
         except OutOfBlocks:
@@ -148,7 +156,6 @@ class Admission:
         paired_from = match.base.num_tokens if use.is_family else len(generation.token_ids)
         overlay = Overlay(cache, cache.arenas, residuals, base, paired_from, is_family=use.is_family)
         generation.take_sequence(base, overlay=overlay)
-        self._device.copy_blocks(base.copies)
         cache.arenas.copy_blocks(residuals.copies)
         if generation.num_generated == 0:
             generation.prompt_logprobs.clear()
@@ -157,6 +164,12 @@ class Admission:
         self._scheduler.admit(generation, loading=bool(due))
         if due:
             self._restore(generation, due)
+
+    def _match_overlay(self, generation: Generation, cache: KeptCache, root: str) -> tuple[OverlayMatch, str]:
+        """What base's cache and an adapter's have of a request's tokens, and the root of the latter."""
+        residual_root = self._caches.root(cache, generation.request.salt)
+        limit = self._most_cached(generation)
+        return match_overlay(self._cache, root, cache.prefix, residual_root, generation.token_ids, limit), residual_root
 
     def _plan_snapshots(self, generation: Generation, prefix: CachedPrefix) -> None:
         snapshots = self._cache.snapshots

@@ -75,8 +75,10 @@ class ResidualArenas:
         return mx.clip(mx.where(mx.isnan(x), 0, x), -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(mx.float16)
 
     def fit(self) -> None:
-        """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""
+        """Follow the pools: blocks go where they have been moved to, memory of slots that were given up is given back,
+        then new slots get theirs."""
         pairs = list(zip(self._arenas, self._pools, strict=True))
+        self._follow_moves()
         if all(arena.capacity == pool.capacity for arena, pool in pairs):
             return
         self._wait()  # what is under way holds the old arrays
@@ -87,17 +89,27 @@ class ResidualArenas:
         if self.measures is not None:
             self.measures.fit(self._pools[self.measured].capacity)
 
+    def _follow_moves(self) -> None:
+        for group, (arena, pool) in enumerate(zip(self._arenas, self._pools, strict=True)):
+            moves = pool.take_moves()
+            # What lay behind the arena's end has never had any memory.
+            self._copy(Copy(group, source, target) for source, target in moves if source < arena.capacity)
+
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
         """Copy-on-write, lazily, in order with the steps around it."""
         self.fit()
-        self.move_blocks(copies)
+        self._copy(copies)
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
-        """The same, of blocks that nobody reads, before `fit` follows the pools."""
-        for move in moves:
-            self._arenas[move.group].copy(move.source, move.target)
-            if self.measures is not None and move.group == self.measured:
-                self.measures.copy(move.source, move.target)
+        """The same, of blocks that change their slots, before `fit` follows the pools."""
+        self._follow_moves()  # those that come first
+        self._copy(moves)
+
+    def _copy(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            self._arenas[copy.group].copy(copy.source, copy.target)
+            if self.measures is not None and copy.group == self.measured:
+                self.measures.copy(copy.source, copy.target)
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks that were read from files: uint8 [n] each, which may change as soon as this returns."""
@@ -113,6 +125,7 @@ class ResidualArenas:
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
         """A copy of a block's bytes, for the writer: uint8 [n]."""
+        self.fit()
         self._wait()
         return self._arenas[group].snapshot(block_id, num_tokens)
 
@@ -135,6 +148,7 @@ class ResidualArenas:
         """
         if self.measures is None:
             return np.zeros(4), 0
+        self.fit()
         self.evaluate()
         return self.measures.sums(tables[self.measured], num_tokens, num_tokens - 1 if self.is_family else 0)
 

@@ -7,6 +7,7 @@ neighbour.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -103,7 +104,13 @@ def unpack_row(side: SideArena, reads: Reads, dtype: mx.Dtype) -> mx.array:
 
 
 def packed_attention(
-    queries: mx.array, keys: Packed, values: Packed, reads: Reads, options: AttentionOptions, arena: LayerArena
+    queries: mx.array,
+    keys: Packed,
+    values: Packed,
+    reads: Reads,
+    options: AttentionOptions,
+    arena: LayerArena,
+    added: Callable[[mx.array], mx.array] | None = None,
 ) -> mx.array:
     """Attention straight on the packed blocks of `reads.blocks`; returns [B, H_q, n, D_v] in the queries' type.
 
@@ -116,6 +123,8 @@ def packed_attention(
         queries: [B, H_q, n, D_k].
         keys, values: [num_blocks, H_kv, 256, ·].
         arena: whose way of packing they are in; without values of its own, both are in that of its keys.
+        added: makes of the weights [num_blocks, H_kv, repeats, n, 256] what is added to each row's sum of values,
+            [B, H_kv, repeats * n, D_v].
     """
     batch, num_heads, num_tokens, _ = queries.shape
     kv_heads = keys.data.shape[1]
@@ -128,7 +137,10 @@ def packed_attention(
     scores = packed_product(q, keys, of_keys, transpose=True).reshape(-1, *grouped, BLOCK_SIZE)
     weights, total = _softmax(scores, reads, options)
     out = packed_product(weights.reshape(-1, *merged, BLOCK_SIZE), values, of_values, transpose=False)
-    out = blocks.sum(out).reshape(batch, *grouped, -1) / total
+    out = blocks.sum(out)
+    if added is not None:
+        out = out + added(weights)
+    out = out.reshape(batch, *grouped, -1) / total
     return out.reshape(batch, num_heads, num_tokens, -1).astype(queries.dtype)
 
 

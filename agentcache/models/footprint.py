@@ -18,7 +18,7 @@ from agentcache.kv.spec import DTYPES, CacheSpec, LayerSpec, RecurrentSpec
 from agentcache.metal_kernels.decode_plan import MAX_SPLITS
 from agentcache.metal_kernels.latent_decode import THREADGROUPS
 from agentcache.metal_kernels.latent_shape import partial_bytes
-from agentcache.models.attention import reads_packed
+from agentcache.models.attention import MAX_PACKED_QUERIES, reads_packed
 from agentcache.models.device_memory import device_memory
 from agentcache.models.fused import MAX_QUERIES, MAX_RANK, PACKED_BITS, why_none
 from agentcache.models.overlay import piece_blocks
@@ -127,7 +127,8 @@ class Footprint:
                 by_kernels = max(
                     self._unpacked_bytes(kind, [each], num_tokens) for kind in self._kinds for each in residual
                 )
-            reads += max(rebuilt, by_kernels)
+            added = max(self._added_bytes(kind, residual, num_tokens) for kind in self._kinds)
+            reads += max(rebuilt, by_kernels, added)
         scans = rows * max((self._scan_bytes(each, num_tokens) for each in self._scans), default=0)
         return activations + logits + states + reads + scans + _SMALL_ARRAYS
 
@@ -200,6 +201,16 @@ class Footprint:
             return 0
         width = max(kind.value_dim for kind in self._kinds) + MAX_RANK + 2
         return num_rows * self.spec.num_attention_heads * num_tokens * MAX_SPLITS * width * _FLOAT
+
+    def _added_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
+        """Attention of rows whose values alone have residuals, where a CPU computes it (`models/value_residuals.py`):
+        few tokens of all rows together, a chunk row by row, with values that are added up."""
+        if self.fused:
+            return 0
+        if num_tokens <= MAX_PACKED_QUERIES:
+            return self._packed_bytes(kind, contexts, num_tokens)
+        keys = max(kind.num_blocks(contexts, num_tokens)) * BLOCK_SIZE
+        return self._unpacked_bytes(kind, [max(contexts)], num_tokens) + 2 * keys * kind.cached_dim * _FLOAT
 
     def _unpacked_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
         """Attention of one row on its unpacked keys and values."""

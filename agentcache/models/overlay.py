@@ -174,9 +174,11 @@ class LayerOverlay:
         plain_reads: of these; None where there is none.
         rows: those with residuals; rows of one adapter are neighbours, and have the same `matrices`.
         order: each row's place when the plain ones come first, and then these; int32 [B].
+        reads: base's blocks, of all rows in their order.
     """
 
     plain: mx.array
     plain_reads: Reads | None
     rows: Sequence[RowOverlay]
     order: mx.array
+    reads: Reads

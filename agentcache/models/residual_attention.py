@@ -1,6 +1,6 @@
 """Attention of residual rows (ForkKV, arXiv 2604.06370), in MLX's operations: the specification of every kernel.
 
-`fused_residual` knows where a kernel stands in for it.
+`fused_residual` knows where a kernel stands in for it, `value_residuals` where a CPU computes it otherwise.
 
 A key is what base has cached, and what x·A·B adds to it, brought to its position by the layer's own rope
 (`residual_forms`). Queries are multiplied with the two apart, so that only the second is put together; one softmax runs
@@ -23,7 +23,7 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena, dequantise
 from agentcache.kv.step_cache import PagedKV
-from agentcache.models import fused_residual
+from agentcache.models import fused_residual, value_residuals
 from agentcache.models.attention import MAX_PACKED_QUERIES, AttentionOptions, paged_attention
 from agentcache.models.overlay import SMALLEST_FACTOR, LayerOverlay, RowOverlay, piece_blocks
 from agentcache.models.packed_product import by_definition, packed_product
@@ -35,6 +35,8 @@ def overlaid_attention(
     queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions
 ) -> mx.array:
     """Attention of `queries` [B, H_q, n, D_k] over rows of which some have residuals; returns [B, H_q, n, D_v]."""
+    if value_residuals.serves(queries.shape[2], overlay, options):
+        return value_residuals.attention(queries, arena, overlay, options)
     done = []
     if overlay.plain_reads is not None:
         done.append(paged_attention(queries[overlay.plain], PagedKV(arena, overlay.plain_reads), options))

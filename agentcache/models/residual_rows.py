@@ -246,7 +246,7 @@ class ResidualRows:
         if not rows:
             return PagedKV(arena, reads)
         plain, plain_reads, order = self._plan(group, tuple(row.row for row in rows), reads)
-        return PagedKV(arena, reads, LayerOverlay(plain, plain_reads, rows, order))
+        return PagedKV(arena, reads, LayerOverlay(plain, plain_reads, rows, order, reads))
 
     def _overlay(self, place: int, layer: int, group: int, reads: Reads) -> RowOverlay | None:
         row, form = self.rows[place], self._forms.layers[layer]

@@ -42,6 +42,8 @@ class Slots(Protocol):
     @property
     def capacity(self) -> int: ...
 
+    def take_moves(self) -> list[tuple[int, int]]: ...
+
 
 @dataclass(eq=False)
 class Started:
@@ -211,7 +213,9 @@ class ModelRunner:
         ]
 
     def fit(self) -> None:
-        """Follow the pools: memory of slots they gave up is given back first, then new slots get theirs."""
+        """Follow the pools: blocks go where they have been moved to, memory of slots that were given up is given back,
+        then new slots get theirs."""
+        self._follow_moves()
         if all(arena.capacity == pool.capacity for arena, pool in zip(self.arenas, self._pools, strict=True)):
             return
         self.wait()  # what is under way holds the old arrays
@@ -221,6 +225,17 @@ class ModelRunner:
             arena.grow(pool.capacity)
         for energies, pool in zip(self._energies, self._pools, strict=False):
             energies.fit(pool.capacity)
+
+    def _follow_moves(self) -> None:
+        pairs = enumerate(zip(self._pools, self.arenas, strict=True))
+        moves = [
+            Copy(group, source, target)
+            for group, (pool, arena) in pairs
+            for source, target in pool.take_moves()
+            if source < arena.capacity  # else it has never had any memory
+        ]
+        if moves:
+            self.move_blocks(moves)
 
     def start(self, *outputs: mx.array) -> Started:
         """Have the device compute `outputs` and every write into the arenas that is due, without waiting for the end.
@@ -302,7 +317,8 @@ class ModelRunner:
             self.copied_blocks += 1
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
-        """The same, of blocks that nobody reads."""
+        """The same, of blocks that change their slots."""
+        self._follow_moves()  # those that come first
         for move in moves:
             self._copy(move)
 
@@ -337,6 +353,7 @@ class ModelRunner:
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
         """A copy of a block's bytes, for the writer: uint8 [n]."""
+        self.fit()
         self.wait()
         if group == len(self.arenas):
             return self._state_arena.snapshot(block_id)

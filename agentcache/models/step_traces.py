@@ -26,7 +26,7 @@ from agentcache.kv.arena import LayerArena
 from agentcache.kv.step_cache import Put, StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.metal_kernels.decode import Prepared
-from agentcache.metal_kernels.decode_plan import nothing_written
+from agentcache.metal_kernels.decode_plan import nothing_written, on_device
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_decode import PreparedLatents
 from agentcache.models.fused import Attended
@@ -60,7 +60,7 @@ class _Group(NamedTuple):
     def of(self, arrays: Iterator[mx.array]) -> _Group:
         """The same with other arrays, those of `arrays` in order."""
         reads, writes = copy.copy(self.reads), copy.copy(self.writes)
-        writes.places, writes.counts = next(arrays), next(arrays)
+        writes.places, writes.counts, writes.prepared = next(arrays), next(arrays), {}
         launches = {
             kind: each._replace(arrays=[next(arrays) for _ in each.arrays]) for kind, each in self.launches.items()
         }
@@ -148,6 +148,7 @@ class StepTraces:
         arrays = iter(given)
         own = [group.of(arrays) for group in groups]
         layers = [(group, layer.made_of(arrays)) for group, layer in self._layers]
+        offset = on_device(offset)
         caches = [StepCache(layer, own[group].reads, own[group].writes, offset, self._put) for group, layer in layers]
         traced = replace(step, token_ids=token_ids, reads=[each.reads for each in own])
         with self._loaded.current.of(traced):

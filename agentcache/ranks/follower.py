@@ -55,6 +55,11 @@ class Slots:
 
     capacity: int = 0
 
+    @staticmethod
+    def take_moves() -> list[tuple[int, int]]:
+        """None: rank 0 tells of blocks that it moves."""
+        return []
+
 
 class Answers:
     """What is known by now of what was asked. From any thread."""

@@ -95,6 +95,7 @@ class LeadingRunner(ModelRunner):
             self._leader.go_on()
 
     def fit(self) -> None:
+        self._follow_moves()
         capacities = [pool.capacity for pool in self._pools]
         if capacities != [arena.capacity for arena in self.arenas]:
             self._leader.tell(Fit(capacities))
@@ -108,6 +109,7 @@ class LeadingRunner(ModelRunner):
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
         moves = list(moves)
+        self._follow_moves()
         self._tell_of(moves)
         super().move_blocks(moves)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Producer
 from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
+from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.radix_tree import Node
 
 Places = tuple[int, ...]
@@ -30,14 +31,25 @@ class FakeGroup:
 
 @dataclass
 class Arena:
-    """Contents of all slots, and the numbers of prefixes."""
+    """Contents of all slots, and the numbers of prefixes.
 
+    Args:
+        pools: one a group; blocks that these have moved are moved before a slot is looked at.
+    """
+
+    pools: Sequence[BlockPool] = ()
     slots: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     _numbers: dict[tuple[str | int, int, str], int] = field(default_factory=dict)
     _of_chain: dict[str, Places] = field(default_factory=dict)
 
     def slot(self, group: int, block_id: int) -> list[int]:
+        self.follow_moves()
         return self.slots.setdefault((group, block_id), [-1] * BLOCK_SIZE)
+
+    def follow_moves(self) -> None:
+        for group, pool in enumerate(self.pools):
+            for source, target in pool.take_moves():
+                self.slots[group, target] = self.slots.pop((group, source), [-1] * BLOCK_SIZE)
 
     def numbers(self, root: str, token_ids: Sequence[int], producer: str = BASE_PRODUCER) -> Places:
         """The number of each prefix of `token_ids`, as a producer with this text has computed it."""

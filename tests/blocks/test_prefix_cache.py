@@ -99,6 +99,24 @@ def test_a_tail_that_nobody_goes_on_from_is_continued_in_place() -> None:
     assert second.tables[0].block_ids[1] != first.tables[0].block_ids[1]
 
 
+def test_a_conversation_stays_in_one_slot_turn_after_turn() -> None:
+    cache, length = PrefixCache([FULL], Ledger(20)), 20
+    cache.close(run(cache, [1] * length))
+    slots = set()
+    while length + 40 < BLOCK_SIZE:
+        sequence = start(cache, [1] * length)
+        assert (sequence.num_tokens, sequence.copies) == (length, [])
+        slots.update(sequence.tables[0].block_ids)
+        grow(cache, sequence, [1] * 40)
+        cache.close(sequence)
+        length += 40
+    assert len(slots) == 1
+    branch = start(cache, [*[1] * 60, 2])
+    assert branch.num_tokens == 60 and len(branch.copies) == 1, "what is behind it there is another's"
+    cache.abandon(branch)
+    cache.check_integrity()
+
+
 def test_part_of_a_tail_is_copied() -> None:
     cache = PrefixCache([FULL], Ledger(20))
     cache.close(run(cache, [1] * 300))

@@ -14,7 +14,7 @@ from agentcache.blocks.ledger import BASE, RESIDUAL, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import CacheSequence
 from agentcache.errors import OutOfBlocks
-from tests.blocks.cache_model import FakeGroup
+from tests.blocks.cache_model import Arena, FakeGroup
 
 ROOT = "root"
 BUDGET, SHARE = 4000, 800
@@ -99,13 +99,71 @@ def test_residuals_evict_their_own_only_when_their_share_is_full() -> None:
     assert caches.adapters[0].slots.evicted_blocks == 0
 
 
+def write_all(cache: PrefixCache, arena: Arena, running: Sequence[CacheSequence]) -> None:
+    """What sequences have computed, into the slots that they read."""
+    for sequence in running:
+        places = arena.numbers(ROOT, sequence.token_ids)
+        for index, table in enumerate(sequence.tables):
+            for position, block_id in enumerate(table.block_ids, table.first_block):
+                arena.slot(index, block_id)[:] = places[position * BLOCK_SIZE :][:BLOCK_SIZE]
+
+
+def check_all(cache: PrefixCache, arena: Arena, running: Sequence[CacheSequence]) -> None:
+    for sequence in running:
+        places = arena.numbers(ROOT, sequence.token_ids)
+        for index, table in enumerate(sequence.tables):
+            for position, block_id in enumerate(table.block_ids, table.first_block):
+                assert arena.slot(index, block_id) == [*places[position * BLOCK_SIZE :][:BLOCK_SIZE]]
+
+
 def test_who_reads_loses_nothing_and_the_other_kind_has_to_wait() -> None:
     caches = Caches()
-    running = [run(caches.base, 6, seed) for seed in range(8)]
-    tables = [[list(table.block_ids) for table in each.tables] for each in running if each is not None]
+    running = [each for seed in range(8) if (each := run(caches.base, 6, seed)) is not None]
+    read = [[len(table.block_ids) for table in each.tables] for each in running]
+    arena = Arena(caches.base.slots.pools)
+    write_all(caches.base, arena, running)
     while run(caches.adapters[0], 1, random.randrange(1 << 30)) is not None:
         pass
-    assert [[list(table.block_ids) for table in each.tables] for each in running if each is not None] == tables
+    assert [[len(table.block_ids) for table in each.tables] for each in running] == read
+    check_all(caches.base, arena, running)
+    caches.check()
+
+
+def test_who_reads_moves_out_of_the_others_share() -> None:
+    """Base has all there is; who still reads lies at the end of it. What others have left is room enough."""
+    caches = Caches()
+    sequences = [each for seed in range(9) if (each := run(caches.base, 3, seed)) is not None]
+    assert caches.base.allocator.capacity_bytes > BUDGET - SHARE
+    for sequence in sequences[:-2]:
+        caches.base.close(sequence)
+    running = sequences[-2:]
+    last_read = max(slot for each in running for slot in each.tables[0].block_ids)
+    arena = Arena(caches.base.slots.pools)
+    write_all(caches.base, arena, running)
+    fill(caches.adapters[0], 8)
+    assert caches.adapters[0].allocator.capacity_bytes > SHARE - 20 - 7
+    assert caches.base.slots.pools[0].capacity <= last_read, "that slot is gone"
+    check_all(caches.base, arena, running)
+    caches.check()
+
+
+def test_what_was_used_least_recently_makes_room_wherever_it_lies() -> None:
+    caches = Caches()
+    fill(caches.base, 9, 3)
+    ids = [random.Random(seed).choices(range(1000), k=3 * BLOCK_SIZE) for seed in range(9)]
+
+    def cached() -> list[bool]:
+        found = [caches.base.match_prefix(ROOT, each, len(each)).num_tokens for each in ids]
+        return [num_tokens == 3 * BLOCK_SIZE for num_tokens in found]
+
+    before = cached()
+    last = max(seed for seed in range(9) if before[seed])
+    first = min(seed for seed in range(9) if before[seed])
+    caches.base.touch(caches.base.match_prefix(ROOT, ids[first], 3 * BLOCK_SIZE))
+    fill(caches.adapters[0], 8)
+    after = cached()
+    assert after[first] and after[last] and sum(after) < sum(before)
+    assert [seed for seed in range(9) if before[seed] and not after[seed]][0] == first + 1
     caches.check()
 
 

@@ -48,7 +48,7 @@ class WatchedCache(RuleBasedStateMachine):
         super().__init__()
         budget = self.make_cache(0).ledger.floors + self.spare_bytes
         self.cache = self.make_cache(budget)
-        self.arena = Arena()
+        self.arena = Arena(self.cache.slots.pools)
         self.running: list[Running] = []
         self.writes: list[Write] = []
         self.files: dict[tuple[str, int], Places] = {}

@@ -99,6 +99,25 @@ def test_arenas_follow_their_pools_and_keep_what_is_in_use() -> None:
     np.testing.assert_array_equal(arenas.snapshot(0, 1, 256), data)
 
 
+def test_blocks_go_where_their_pools_have_moved_them() -> None:
+    """One after the other, before anything else is done with the arena; also what is read from a slot that is gone."""
+    arenas, pools = make(measures=True)
+    blocks = [block(0, 256, seed) for seed in (1, 2)]
+    arenas.put_blocks(0, [1, 2], blocks)
+    arenas.put_extras(0, 2, 256, {"divergence": np.full(4, 256, np.float32)})
+    pools[0].note_move(2, 0)
+    pools[0].note_move(1, 2)
+    np.testing.assert_array_equal(arenas.snapshot(0, 0, 256), blocks[1])
+    np.testing.assert_array_equal(arenas.snapshot(0, 2, 256), blocks[0])
+    np.testing.assert_array_equal(arenas.block_extras(0, 0, 256)["divergence"], np.full(4, 256))
+    pools[0].grow(9)
+    pools[0].note_move(8, 1)  # where nothing has ever been
+    pools[0].note_move(2, 1)
+    pools[0].shrink(2)
+    np.testing.assert_array_equal(arenas.snapshot(0, 1, 256), blocks[0])
+    assert arenas.tensor("residual.layers.1.key_a.@")[1].capacity == 2
+
+
 def test_numbers_that_float16_cannot_hold_saturate() -> None:
     arenas, _ = make()
     x = mx.array([1.0, -1e6, float("nan"), float("inf"), 65504.0])

@@ -6,15 +6,17 @@ import inspect
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.models import interception, residual_attention
+from agentcache.models import fused, interception, residual_attention, value_residuals
 from agentcache.models.loader import LoadedModel
 from agentcache.models.overlay import KeyForm
+from agentcache.models.value_residuals import serves
 from tests.marks import slow
 from tests.models.residual_driver import ResidualDriver
 from tests.models.residual_oracle import HEADS, Seen, adapter, expected, float64, small_model
@@ -81,6 +83,33 @@ def differ(seen: Seen) -> float:
 def test_it_is_what_numpy_computes(model: str, shared_by: int, rank: int, watch: list[Seen], tmp_path: Path) -> None:
     loaded = small_model(model, shared_by)
     assert worst(loaded, adapter(loaded, tmp_path, rank), watch) < TOLERANCE[mx.float32]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        *(("llama_bias", mx.float32), ("gemma3_text", mx.float32), ("gpt_oss", mx.float32), ("qwen3", mx.bfloat16)),
+        *(slow("phi3", mx.float32), slow("gemma3_text_wide", mx.float32), slow("qwen3", mx.float16)),
+    ],
+    ids=str,
+)
+def test_residuals_of_values_alone_are_what_numpy_computes(
+    model: str, dtype: mx.Dtype, watch: list[Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU computes them with the rows beside them, and not piece by piece."""
+    served = list[int]()
+
+    def counted(queries: mx.array, *others: Any) -> mx.array:
+        served.append(queries.shape[2])
+        return value_residuals.attention(queries, *others)
+
+    loaded = small_model(model, 4, dtype)
+    weights = adapter(loaded, tmp_path, 8, targets=("self_attn.q_proj", "self_attn.v_proj"))
+    assert not loaded.adapters.residual_forms.support.refusal
+    monkeypatch.setattr(residual_attention, "value_residuals", SimpleNamespace(serves=serves, attention=counted))
+    assert worst(loaded, weights, watch) < TOLERANCE[dtype]
+    if mx.default_device() == mx.cpu and fused.why_none():
+        assert {1, 20} < set(served), "decoded rows, and chunks"
 
 
 @pytest.mark.parametrize(

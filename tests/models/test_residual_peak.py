@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -14,23 +15,33 @@ from agentcache.models import residual_attention
 from agentcache.models.footprint import Footprint
 from tests.models.driver import Row
 from tests.models.residual_driver import AnyRow, Overlay, ResidualDriver
-from tests.models.residual_oracle import adapter, small_model
+from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
 
 CONTEXT, ROWS, RANK = 2048, 8, 16
 HEADS, KV_HEADS, DIM = 8, 4, 64
 
 
-@pytest.fixture(scope="module")
-def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[ResidualDriver, list[Overlay]]:
+def make_crowd(folder: Path, targets: Collection[str]) -> tuple[ResidualDriver, list[Overlay]]:
     """Eight adapters' rows over one prompt. Nothing has been computed: what a step takes does not depend on values."""
     loaded = small_model("llama", num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM)
-    folder, driver = tmp_path_factory.mktemp("adapters"), ResidualDriver(loaded)
+    driver = ResidualDriver(loaded)
     base = driver.row()
     driver._reserve(base, CONTEXT)
-    rows = [driver.overlay(base, adapter(loaded, folder / str(seed), RANK, seed=seed)) for seed in range(ROWS)]
+    weights = [adapter(loaded, folder / str(seed), RANK, targets=targets, seed=seed) for seed in range(ROWS)]
+    rows = [driver.overlay(base, each) for each in weights]
     for row in rows:
         driver._extend(row.tables, row.cache.pools, CONTEXT)
     return driver, rows
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[ResidualDriver, list[Overlay]]:
+    return make_crowd(tmp_path_factory.mktemp("adapters"), KEYS_AND_VALUES)
+
+
+@pytest.fixture(scope="module")
+def of_values(tmp_path_factory: pytest.TempPathFactory) -> tuple[ResidualDriver, list[Overlay]]:
+    return make_crowd(tmp_path_factory.mktemp("of_values"), ["self_attn.v_proj"])
 
 
 def peak(driver: ResidualDriver, rows: Sequence[AnyRow], num_tokens: int) -> int:
@@ -64,9 +75,21 @@ def test_eight_residual_rows_take_what_eight_base_rows_do_and_one_rows_keys(
     assert decode_peaks(*crowd)[1] > of_base + rebuilt_keys
 
 
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_the_estimate_covers_rows_of_values_alone(of_values: tuple[ResidualDriver, list[Overlay]], rows: int) -> None:
+    driver, all_rows = of_values
+    for row in all_rows:
+        row.length = CONTEXT - 1
+    taken = peak(driver, all_rows[:rows], 1)
+    estimate = Footprint.of(driver.loaded.spec, driver.loaded.config)
+    expected = estimate.step_bytes([], 1, all_logits=True, residual=[CONTEXT - 1] * rows)
+    assert taken <= expected < 12 * taken + (1 << 20)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 64, 256])
-def test_the_estimate_covers_it(crowd: tuple[ResidualDriver, list[Overlay]], num_tokens: int) -> None:
-    driver, rows = crowd
+@pytest.mark.parametrize("which", ["crowd", "of_values"])
+def test_the_estimate_covers_it(which: str, num_tokens: int, request: pytest.FixtureRequest) -> None:
+    driver, rows = request.getfixturevalue(which)
     row = rows[0]
     row.length = CONTEXT - num_tokens
     taken = peak(driver, [row], num_tokens)
@@ -75,8 +98,11 @@ def test_the_estimate_covers_it(crowd: tuple[ResidualDriver, list[Overlay]], num
     assert taken <= expected < 12 * taken + (1 << 20)
 
 
-def test_what_kernels_keep_of_many_rows_is_known(crowd: tuple[ResidualDriver, list[Overlay]]) -> None:
+def test_what_kernels_keep_of_many_rows_is_known(
+    crowd: tuple[ResidualDriver, list[Overlay]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of one adapter are computed together; the reference computes one after the other."""
+    monkeypatch.setattr(Footprint, "_added_bytes", lambda *_: 0)  # which no kernel and no reference takes
     loaded = crowd[0].loaded
     on_cpu = replace(Footprint.of(loaded.spec, loaded.config), fused=False)
     on_a_device = replace(on_cpu, fused=True)

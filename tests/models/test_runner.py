@@ -30,6 +30,29 @@ def test_tokens_are_counted_once_a_row(loaded: LoadedModel) -> None:
     assert driver.runner.forward_tokens == 17
 
 
+def test_a_row_goes_on_where_its_blocks_have_been_moved_to(loaded: LoadedModel) -> None:
+    """The slots that they come from are given back, and the next step is the first that has to do with it."""
+    found = []
+    for moves in (False, True):
+        driver = Driver(loaded)
+        gone, row = driver.row(), driver.row()
+        driver.step([gone], random_ids(loaded, (1, 300), 2))
+        driver.step([row], random_ids(loaded, (1, 300)))
+        for pool, before, table in zip(driver.pools, gone.tables, row.tables, strict=True):
+            for block_id in before.block_ids:
+                pool.release(block_id)
+            for position, source in enumerate(list(table.block_ids) if moves else [], table.first_block):
+                target = pool.allocate_before(source)
+                assert target is not None
+                table.replace(position, target)
+                pool.release(source)
+                pool.note_move(source, target)
+            pool.shrink(pool.last_in_use + 1)
+        found.append(np.array(driver.step([row], random_ids(loaded, (1, 3), 1))))
+        assert max(driver.pools[0].capacity, *row.tables[0].block_ids) < (4 if moves else 5)
+    assert np.array_equal(*found)
+
+
 def test_arenas_follow_the_pools_and_keep_their_content(loaded: LoadedModel) -> None:
     driver = Driver(loaded)
     row = driver.row()

@@ -1,0 +1,94 @@
+"""Attention of rows whose adapters act on values and not on keys, where a CPU computes it.
+
+Such a row's scores are those of base's keys. So all rows of a step are computed together, those without residuals too,
+and what residuals add is made of the same weights: P·(V + x·A·B) = P·V + (P·x·A)·B. A chunk of a prompt reads values
+that have been added up first.
+
+On a CPU an operation costs as much as a small product: piece by piece, as `residual_attention` has it, a decoded token
+takes longer for its operations than for reading its context. `residual_attention` is the specification.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import accumulate
+
+import mlx.core as mx
+
+from agentcache.kv.arena import LayerArena
+from agentcache.kv.step_cache import PagedKV
+from agentcache.kv.step_plan import Reads
+from agentcache.models import fused
+from agentcache.models.attention import (
+    MAX_PACKED_QUERIES,
+    AttentionOptions,
+    flash_attention,
+    packed_attention,
+    paged_attention,
+    unpack_row,
+)
+from agentcache.models.overlay import LayerOverlay, RowOverlay
+
+
+def serves(num_tokens: int, overlay: LayerOverlay, options: AttentionOptions) -> bool:
+    """Whether a step of so many tokens a row is computed here."""
+    if mx.default_device() != mx.cpu or not fused.why_none():
+        return False
+    if num_tokens > MAX_PACKED_QUERIES and options.softcap is not None:
+        return False  # flash attention knows none
+    return all(row.key_a is None and row.key_norms is None for row in overlay.rows)
+
+
+def attention(queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions) -> mx.array:
+    """Attention of `queries` [B, H_q, n, D] over rows of which some have residuals; returns the same shape."""
+    if queries.shape[2] <= MAX_PACKED_QUERIES:
+        return _of_few_tokens(queries, arena, overlay, options)
+    done = []
+    if overlay.plain_reads is not None:
+        done.append(paged_attention(queries[overlay.plain], PagedKV(arena, overlay.plain_reads), options))
+    for row in overlay.rows:
+        own = queries[row.row : row.row + 1]
+        # One row after the other: what a row needs in memory is gone before the next one begins.
+        done.append(_of_a_chunk(mx.depends([own], [done[-1]])[0] if done else own, arena, row, options))
+    return mx.concatenate(done)[overlay.order]
+
+
+def _of_few_tokens(queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions) -> mx.array:
+    assert arena.values is not None  # MLA has no residuals
+    reads = overlay.reads
+    keys, values = arena.keys.gather(reads.blocks.ids), arena.values.gather(reads.blocks.ids)
+    return packed_attention(queries, keys, values, reads, options, arena, partial(_added, overlay, reads))
+
+
+def _added(overlay: LayerOverlay, reads: Reads, weights: mx.array) -> mx.array:
+    """What residuals add to each row's sums of values, float32 [B, H_kv, g * n, D].
+
+    Args:
+        weights: of the rows' blocks, [num_blocks, H_kv, g, n, 256].
+    """
+    _, heads, shared_by, num_tokens, _ = weights.shape
+    ends = [0, *accumulate(len(row.block_ids) for row in reads.rows)]
+    of_rows = {row.row: row for row in overlay.rows}
+    made: list[mx.array | None] = []
+    for place in range(reads.batch_size):
+        row = of_rows.get(place)
+        if row is None or row.value_a is None or row.matrices.value_b is None:
+            made.append(None)
+            continue
+        low_rank = row.value_a.array[row.residual_ids].astype(mx.float32)
+        own = weights[ends[place] : ends[place + 1]].moveaxis(0, 3).reshape(heads * shared_by * num_tokens, -1)
+        sums = (own @ low_rank.reshape(own.shape[1], -1)).reshape(heads, shared_by * num_tokens, -1)
+        made.append(sums @ row.matrices.value_b)
+    nothing = mx.zeros_like(next(each for each in made if each is not None))
+    return mx.stack([nothing if each is None else each for each in made])
+
+
+def _of_a_chunk(queries: mx.array, arena: LayerArena, row: RowOverlay, options: AttentionOptions) -> mx.array:
+    """One row's, [1, H_q, n, D]."""
+    assert arena.values is not None  # MLA has no residuals
+    keys, values = unpack_row(arena.keys, row.reads, queries.dtype), unpack_row(arena.values, row.reads, mx.float32)
+    if row.value_a is not None and row.matrices.value_b is not None:
+        low_rank = row.value_a.array[row.residual_ids]
+        low_rank = low_rank.reshape(-1, low_rank.shape[-1])[: row.reads.num_keys].astype(mx.float32)
+        values = values + low_rank @ row.matrices.value_b
+    return flash_attention(queries, keys, values.astype(queries.dtype), row.reads, options)
