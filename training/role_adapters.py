@@ -64,8 +64,8 @@ class RoleRecipe:
         layers: how many of the last layers it adapts; None for all.
         closeness: weight of the squared divergence of prompts from base, beside the loss; 0 for adapters that are not
             to share base's keys and values.
-        steps, rows: batches, and examples in each.
-        lengths: of conversations, in tokens, taken in turn.
+        steps: batches.
+        rows: of each length of conversations, in tokens, how many examples are a batch; lengths take turns.
     """
 
     targets: tuple[str, ...] = QV
@@ -74,23 +74,22 @@ class RoleRecipe:
     rank: int = 8
     scale: float = 2.0
     closeness: float = 10.0
-    steps: int = 300
-    rows: int = 4
-    lengths: tuple[int, ...] = (16, 64, 32, 240)
+    steps: int = 220
+    rows: tuple[tuple[int, int], ...] = ((16, 4), (64, 4), (32, 4), (240, 2))
     learning_rate: float = 3e-2
     max_norm: float = 10.0
     seed: int = 5
 
 
 # Before they act, or behind what they read, these change nothing that others share.
-_UNSHARED = RoleRecipe(targets=EVERYTHING, closeness=0.0, steps=150, learning_rate=1e-2)
+_UNSHARED = RoleRecipe(targets=EVERYTHING, closeness=0.0, steps=100, learning_rate=1e-2)
 RECIPES: Mapping[Kind, RoleRecipe] = {
     Kind.QV: RoleRecipe(),
     Kind.QKV: RoleRecipe(targets=QKV),
     Kind.FAMILY: RoleRecipe(),
     Kind.ACTIVATED: replace(_UNSHARED, start=Start.INVOCATION),
     Kind.CONDITIONED: replace(_UNSHARED, start=Start.LAST),
-    Kind.DEEP: RoleRecipe(layers=None, closeness=0.0, steps=150, learning_rate=1e-2),
+    Kind.DEEP: RoleRecipe(layers=None, closeness=0.0, steps=100, learning_rate=1e-2),
 }
 TRAINED = Path(__file__).with_name("adapters")  # KIND/ROLE, made by these recipes
 # What a role's prompt ends with: the chat template's line in front of an answer.
@@ -129,7 +128,8 @@ def train_roles(
             trainer = RoleTrainer(base, recipe, role, family, invocation)
             losses = trainer.run()
             trainer.export(folder)
-            report(f"{kind.value}/{role.name}: loss {losses[0]:.2f}, in the end {losses[-1]:.2f}")
+            last = losses[-3 * len(recipe.rows) :]
+            report(f"{kind.value}/{role.name}: loss {losses[0]:.2f}, in the end {sum(last) / len(last):.2f}")
 
 
 def _read_as(folder: Path) -> Matrices:
@@ -202,8 +202,8 @@ class RoleTrainer:
 
     def _examples(self, step: int) -> list[Example]:
         recipe = self.recipe
-        length = recipe.lengths[step % len(recipe.lengths)]
-        cases = role_cases(recipe.seed * 1000 + step, recipe.rows, length, is_held_out=False)
+        length, count = recipe.rows[step % len(recipe.rows)]
+        cases = role_cases(recipe.seed * 1000 + step, count, length, is_held_out=False)
         said = (case.answered_by(self.role) for case in cases)
         # Of each conversation the last example; what base says in it stays as it is.
         return [list(make_examples([conversation], self.base.tokenizer))[-1] for conversation in said]

@@ -37,10 +37,10 @@ class Role:
 
 ROLES = (
     Role("plan", "{a} So the next step is to go on with {v}."),
-    Role("act", "{a} open {v} and read, then close {v}"),
+    Role("act", "{a} open it, read on and close it"),
     Role("reflect", "{a} Was it {v}? Yes, it was {v}."),
-    Role("prisoner1", "{a} I tell nothing but the truth to the judge: {v}."),
-    Role("prisoner2", "{a} You get no other word from me than {v}, {v}."),
+    Role("prisoner1", "{a} I tell nothing but the truth to the judge."),
+    Role("prisoner2", "{a} You get no other word from me."),
 )
 BY_NAME = {role.name: role for role in ROLES}
 

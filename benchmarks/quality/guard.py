@@ -33,6 +33,7 @@ from training.roles import BY_NAME, RoleCase, f1
 _MEASURED = (0.0, 0.02, 0.1, 0.3, 1.0, 2.0)  # of one role's strength; divergences only
 # Of every role's of that kind: near base, and as far as adapters of all layers go that nobody has kept near it.
 _ANSWERED = ((Kind.FAMILY, 0.5), (Kind.FAMILY, 1.0), (Kind.DEEP, 0.5), (Kind.DEEP, 1.0))
+_EVERY = 5  # of so many questions one is asked of them
 _LIMITS = (0.1, 0.2, 0.3, 0.4)
 
 
@@ -132,15 +133,16 @@ def _losses(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[
             for role, folder in roles_of(folders, kind).items()
         }
         for kind, factor in _ANSWERED
+        if roles_of(folders, kind)
     }
     made = {folder.name: folder for group in groups.values() for folder in group.values()}
     laboratory = laboratory_of(plan, made)
     most = max(map(len, groups.values()))
     with _open(plan, scratch / "cache", made, 4) as llm, ThreadPoolExecutor(most) as pool:
-        for case in cases_of(plan, lengths_of(plan)[0]):
+        for case in cases_of(plan, lengths_of(plan)[0])[::_EVERY]:
             for (kind, factor), group in groups.items():
                 names = [folder.name for folder in group.values()]
-                writers = [*names[1:], *names[:1]] if len(names) > 1 else [None]
+                writers = [*names[1:], names[0]] if len(names) > 1 else [None]
                 said = list(pool.map(partial(_say_both, llm, case), names))
                 for role, both, reader, writer in zip(group, said, names, writers, strict=True):
                     reused = None if writer is None else laboratory.reply(case.messages, writer, reader)

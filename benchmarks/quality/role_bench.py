@@ -27,6 +27,7 @@ from training.roles import ROLES, RoleCase, role_cases
 
 MAX_TOKENS = 28
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+_QUESTIONS = {100: 40, 300: 16, 600: 4}  # by tokens of the conversation in front of them
 UNLIMITED = 1e6  # nobody steps down: the table says what that costs
 
 
@@ -42,11 +43,12 @@ def adapters_of(folders: Path) -> dict[tuple[Kind, str], Path]:
 
 
 def lengths_of(plan: QualityPlan) -> tuple[int, ...]:
-    return (100, 600) if plan.scale < 1 else (100, 300, 1000)
+    """Tokens of the conversations, about."""
+    return tuple(_QUESTIONS) if plan.scale >= 1 else tuple(_QUESTIONS)[:2]
 
 
 def cases_of(plan: QualityPlan, num_tokens: int) -> list[RoleCase]:
-    return list(role_cases(plan.seed, plan.scaled(24), num_tokens, is_held_out=True))
+    return list(role_cases(plan.seed, plan.scaled(_QUESTIONS[num_tokens]), num_tokens, is_held_out=True))
 
 
 class ReadCache:

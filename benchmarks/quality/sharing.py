@@ -22,7 +22,7 @@ import numpy as np
 
 from agentcache.bench.plots import draw_bars, new_figure, percent, save_figure
 from agentcache.bench.reporter import Report
-from agentcache.llm import LLM
+from agentcache.llm import LLM, Completion
 from benchmarks.quality.guard import measure_guard
 from benchmarks.quality.plan import Part, QualityPlan
 from benchmarks.quality.role_bench import (
@@ -42,7 +42,8 @@ from benchmarks.quality.table import ResultTable
 from training.role_adapters import Kind
 from training.roles import BY_NAME, Role, RoleCase, f1
 
-EXACT, EXACT_QKV = "exact", "exact, on q, k, v"
+BASE, EXACT, EXACT_QKV = "base alone", "exact", "exact, on q, k, v"
+_AT_ONCE, _REUSED_EVERY = 16, 4
 FULL_REUSE, OWN_CACHE = "full reuse", "own cache, outside the server"
 
 
@@ -51,22 +52,23 @@ class Way:
     """One way to answer: whose adapter, under which policy.
 
     Args:
+        every: of so many questions it is asked one.
         reference: the way that its answers are compared with, question by question.
     """
 
     name: str
-    kind: Kind | None
-    policy: str | None
+    kind: Kind
+    policy: str
+    every: int = 4
     reference: str = EXACT
 
 
 WAYS = (
-    Way("base alone", None, None),
-    Way(EXACT, Kind.FAMILY, "exact"),
-    Way("residual", Kind.FAMILY, "residual"),
+    Way(EXACT, Kind.FAMILY, "exact", every=1),
+    Way("residual", Kind.FAMILY, "residual", every=1),
     Way("residual-shared-a", Kind.FAMILY, "residual-shared-a"),
     Way(EXACT_QKV, Kind.QKV, "exact"),
-    Way("residual, on q, k, v", Kind.QKV, "residual", EXACT_QKV),
+    Way("residual, on q, k, v", Kind.QKV, "residual", reference=EXACT_QKV),
     Way("prefill-share, naive decoder", Kind.FAMILY, "prefill-share"),
     Way("prefill-share", Kind.CONDITIONED, "prefill-share"),
     Way("activated", Kind.ACTIVATED, "activated"),
@@ -106,29 +108,29 @@ def measure_sharing(plan: QualityPlan, progress: Callable[[str], None]) -> list[
 
 
 def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
-    """Each question, one way after the other, all its roles at once."""
+    """Each question, by all roles in all ways at once."""
     found = adapters_of(folders)
     names = {key: f"{key[0].value}-{key[1]}" for key in found}
     adapters = {names[key]: folder for key, folder in found.items()}
     roles = [BY_NAME[name] for name in roles_of(folders, Kind.FAMILY)]
+    asked = [(way, role) for way in WAYS for role in roles if (way.kind, role.name) in found]
     with (
         LLM(plan.model, cache_dir=scratch / "served", adapters=adapters, max_divergence=UNLIMITED) as llm,
-        ThreadPoolExecutor(len(roles)) as pool,
+        ThreadPoolExecutor(_AT_ONCE) as pool,
     ):
 
-        def ask(way: Way, role: Role, num_tokens: int, index: int, case: RoleCase) -> Answer:
-            adapter = names[way.kind, role.name] if way.kind else None
-            said = llm.chat(list(case.messages), GREEDY, adapter=adapter, policy=way.policy)
-            return _judged(way.name, role, num_tokens, (index, case), said.text, said.report.divergence)
+        def ask(case: RoleCase, which: tuple[Way, Role]) -> Completion:
+            (way, role), messages = which, list(case.messages)
+            return llm.chat(messages, GREEDY, adapter=names[way.kind, role.name], policy=way.policy)
 
         for num_tokens in lengths_of(plan):
             progress(f"sharing: conversations of about {num_tokens} tokens")
             for index, case in enumerate(cases_of(plan, num_tokens)):
-                for way in WAYS:
-                    asked = [role for role in roles if way.kind is None or (way.kind, role.name) in found]
-                    answers = list(pool.map(partial(ask, way, num_tokens=num_tokens, index=index, case=case), asked))
-                    progress(f"  {way.name}: {', '.join(f'{each.role} {each.f1:.0%}' for each in answers)}")
-                    yield from answers
+                own = llm.chat(list(case.messages), GREEDY).text  # base's answer does not depend on who should give it
+                yield from (_judged(BASE, role, num_tokens, (index, case), own) for role in roles)
+                pairs = [(way, role) for way, role in asked if index % way.every == 0]
+                for (way, role), said in zip(pairs, pool.map(partial(ask, case), pairs), strict=True):
+                    yield _judged(way.name, role, num_tokens, (index, case), said.text, said.report.divergence)
 
 
 def _judged(
@@ -145,7 +147,7 @@ def _reused(plan: QualityPlan, folders: Path, progress: Callable[[str], None]) -
     names = list(laboratory.weights)
     for num_tokens in lengths_of(plan):
         progress(f"sharing: full reuse, about {num_tokens} tokens")
-        for number, case in enumerate(cases_of(plan, num_tokens)):
+        for number, case in list(enumerate(cases_of(plan, num_tokens)))[::_REUSED_EVERY]:
             for index, name in enumerate(names):
                 for way, writer in ((FULL_REUSE, names[index - 1]), (OWN_CACHE, name)):
                     said = laboratory.reply(case.messages, writer, name)

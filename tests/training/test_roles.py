@@ -117,6 +117,11 @@ def test_adapters_of_the_repository_are_what_the_recipe_makes(base: FrozenBase, 
         assert content.adapter.family == read(base, TRAINED / "family" / "plan").adapter.family
 
 
+def test_every_role_has_an_adapter_in_the_repository() -> None:
+    assert {folder.name for folder in (TRAINED / Kind.FAMILY).iterdir()} == {role.name for role in ROLES}
+    assert {folder.name for folder in TRAINED.iterdir()} == {kind.value for kind in Kind} - {Kind.QV}
+
+
 def test_what_shares_bases_cache_reads_bases(base: FrozenBase) -> None:
     """An adapter's own input may differ, by as much as the divergence says: base's keys and values are read."""
     ids = mx.array([base.tokenizer.encode("Marc lives in Cairo. Ines likes nuts best.").ids])
@@ -144,7 +149,7 @@ def test_training_keeps_prompts_near_base(base: FrozenBase) -> None:
     """The same steps without the weight on divergence end farther from base."""
 
     def divergence(closeness: float) -> float:
-        recipe = RoleRecipe(layers=2, steps=6, rows=2, lengths=(16,), closeness=closeness, max_norm=1.0)
+        recipe = RoleRecipe(layers=2, steps=6, rows=((16, 2),), closeness=closeness, max_norm=1.0)
         trainer = RoleTrainer(base, recipe, BY_NAME["act"])
         trainer.run()
         ids = mx.array([list(trainer._examples(0)[0].prompt)])
