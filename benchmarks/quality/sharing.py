@@ -99,7 +99,8 @@ def measure_sharing(plan: QualityPlan, progress: Callable[[str], None]) -> list[
     """The part's tables."""
     folders = roles_folder(plan)
     with tempfile.TemporaryDirectory(prefix="agentcache-sharing-") as scratch:
-        answers = [*_served(plan, folders, Path(scratch), progress), *_reused(plan, folders, progress)]
+        reused = list(_reused(plan, folders, progress))
+        answers = [*_served(plan, folders, Path(scratch), progress), *reused]
         guard = measure_guard(plan, folders, Path(scratch), progress)
         return [_by_way(answers), _by_role(answers), *guard, _similarity(plan, folders)]
 
