@@ -129,6 +129,7 @@ def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[
             for index, case in enumerate(cases_of(plan, num_tokens)):
                 own = llm.chat(list(case.messages), GREEDY).text  # base's answer does not depend on who should give it
                 yield from (_judged(BASE, role, num_tokens, (index, case), own) for role in roles)
+                progress(f"  question {index + 1}")
                 pairs = [(way, role) for way, role in asked if index % way.every == 0]
                 for (way, role), said in zip(pairs, pool.map(partial(ask, case), pairs), strict=True):
                     yield _judged(way.name, role, num_tokens, (index, case), said.text, said.report.divergence)
