@@ -102,7 +102,7 @@ QUICK = MultiPlan(
 def make_family(home: Path, model: str | None, count: int, rank: int, targets: str) -> dict[str, Path]:
     """Adapters with equal As and random Bs, by name."""
     base = load_frozen(DATA if model is None else Path(model))
-    drawn = new_matrices(base, RoleRecipe(_TARGETS[targets], rank=rank), seed=rank)
+    drawn = new_matrices(base, RoleRecipe(_TARGETS[targets], layers=None, rank=rank), seed=rank)
     folders = {f"a{number}": home / f"r{rank}-{targets.replace(',', '')}" / f"a{number}" for number in range(count)}
     for number, folder in enumerate(folders.values()):
         key, matrices = mx.random.key(number), dict(drawn)

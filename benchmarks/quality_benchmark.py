@@ -25,7 +25,7 @@ PARTS: dict[str, Part] = {
     "memory": memory.PART,
     "sharing": sharing.PART,
 }
-QUICK = QualityPlan(("precision", "restore", "memory"), scale=0.25)  # to train adapters for sharing takes half an hour
+QUICK = QualityPlan(tuple(PARTS), scale=1 / 16)
 CAVEATS = (
     "A small model shows that a cache returns what was put in, and what breaks it; how much a large model's answers "
     "suffer, only a run on that model tells (--model).",

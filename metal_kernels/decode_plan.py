@@ -150,27 +150,13 @@ def ints(values: tuple[Any, ...]) -> mx.array:
     From step to step few of them change, and they are alike for many groups of layers; what lies on a device already
     need not get there.
     """
-    return on_device(mx.array(values, mx.int32))
+    return mx.array(values, mx.int32)
 
 
 @cache
 def floats(*values: float) -> mx.array:
     """Plain numbers as a float32 array: what a model's layers are scaled by, so that there are few."""
-    return on_device(mx.array(values, mx.float32))
-
-
-def on_device(x: mx.array) -> mx.array:
-    """A copy of numbers that come from Python, in the device's own memory. Lazy.
-
-    On CUDA they lie where the CPU can reach them, too; a kernel that reads them there waits some microseconds, in every
-    layer.
-    """
-    return copied(x) if mx.cuda.is_available() and mx.default_device() == mx.gpu else x
-
-
-def copied(x: mx.array) -> mx.array:
-    """The same bits, in memory that the device gets for them. Lazy."""
-    return mx.where(True, x, x)
+    return mx.array(values, mx.float32)
 
 
 @cache

@@ -20,7 +20,7 @@ from training.dialogue import Dialogue
 from training.export import export
 from training.model import CONFIG
 from training.recall import Recall, measure_recall, recall_case
-from training.role_adapters import Kind, load_frozen, train_roles
+from training.role_adapters import TRAINED, Kind, load_frozen, train_roles
 from training.roles import BY_NAME, ROLES
 from training.tokenizer import train_tokenizer
 from training.train import RECIPE, Trainer, conversations
@@ -80,12 +80,12 @@ def train(
 
 @app.command()
 def roles(
-    out: Annotated[Path, typer.Option(help="Folder; gets KIND/ROLE/ with an adapter each.")],
+    out: Annotated[Path, typer.Option(help="Folder; gets KIND/ROLE/ with an adapter each.")] = TRAINED,
     kind: Annotated[list[Kind] | None, typer.Option(help="How they are made; all ways without it.")] = None,
     role: Annotated[list[str] | None, typer.Option(help="Whose; every role's without it.")] = None,
     steps: Annotated[int | None, typer.Option(help="Fewer than the recipe's, for a quick look.")] = None,
 ) -> None:
-    """Train the roles' adapters of the embedded model: seconds each on a free machine. What is there stays."""
+    """Train the roles' adapters of the embedded model: a minute or two each on one core. What is there stays."""
     chosen = [BY_NAME[name] for name in role] if role else list(ROLES)
     train_roles(load_frozen(DATA), out, dict.fromkeys(kind or list(Kind), chosen), typer.echo, steps)
 

@@ -39,10 +39,11 @@ class RoundedCache:
     offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return _rounded(keys), _rounded(values)
+        return rounded(keys), rounded(values)
 
 
-def _rounded(x: mx.array) -> mx.array:
+def rounded(x: mx.array) -> mx.array:
+    """To 4 bits and back; gradients pass as if nothing were."""
     there_and_back = mx.dequantize(*mx.quantize(x, group_size=64, bits=4), group_size=64, bits=4)
     return x + mx.stop_gradient(there_and_back.astype(x.dtype) - x)
 

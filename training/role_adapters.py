@@ -27,6 +27,7 @@ from agentcache.models.step import StepInputs
 from agentcache.training.decoder_data import Example, make_examples, random_for
 from agentcache.training.decoder_files import WEIGHTS_FILE, write_adapter
 from agentcache.training.decoder_model import FrozenBase, load_base
+from training.beside_base import BesideBase, KeysValues, base_pass, plain_keys_values, squared_divergence
 from training.model import RoundedCache
 from training.roles import Role, role_cases
 
@@ -51,6 +52,7 @@ class Kind(StrEnum):
     FAMILY = "family"  # all with the As of the first role's, as LRAgent (arXiv 2602.01053) trains them
     ACTIVATED = "activated"
     CONDITIONED = "conditioned"
+    DEEP = "deep"  # on all layers and far from base: too far to share base's cache
 
 
 @dataclass(frozen=True)
@@ -58,30 +60,38 @@ class RoleRecipe:
     """Everything that decides an adapter, beside the base and the role.
 
     Args:
-        targets: leaves of the modules that it adapts, in every layer.
-        steps, rows: batches, and examples in each.
-        lengths: of conversations, in tokens, taken in turn.
+        targets: leaves of the modules that it adapts.
+        layers: how many of the last layers it adapts; None for all.
+        closeness: weight of the squared divergence of prompts from base, beside the loss; 0 for adapters that are not
+            to share base's keys and values.
+        steps: batches.
+        rows: of each length of conversations, in tokens, how many examples are a batch; lengths take turns.
     """
 
     targets: tuple[str, ...] = QV
+    layers: int | None = 3
     start: Start = Start.FIRST
     rank: int = 8
     scale: float = 2.0
-    steps: int = 90
-    rows: int = 6
-    lengths: tuple[int, ...] = (30, 60, 90)
-    learning_rate: float = 3e-3
-    max_norm: float = 1.0
+    closeness: float = 10.0
+    steps: int = 220
+    rows: tuple[tuple[int, int], ...] = ((16, 4), (64, 4), (32, 4), (240, 2))
+    learning_rate: float = 3e-2
+    max_norm: float = 10.0
     seed: int = 5
 
 
+# Before they act, or behind what they read, these change nothing that others share.
+_UNSHARED = RoleRecipe(targets=EVERYTHING, closeness=0.0, steps=100, learning_rate=1e-2)
 RECIPES: Mapping[Kind, RoleRecipe] = {
     Kind.QV: RoleRecipe(),
-    Kind.QKV: RoleRecipe(QKV),
+    Kind.QKV: RoleRecipe(targets=QKV),
     Kind.FAMILY: RoleRecipe(),
-    Kind.ACTIVATED: RoleRecipe(EVERYTHING, Start.INVOCATION),
-    Kind.CONDITIONED: RoleRecipe(EVERYTHING, Start.LAST),
+    Kind.ACTIVATED: replace(_UNSHARED, start=Start.INVOCATION),
+    Kind.CONDITIONED: replace(_UNSHARED, start=Start.LAST),
+    Kind.DEEP: RoleRecipe(layers=None, closeness=0.0, steps=100, learning_rate=1e-2),
 }
+TRAINED = Path(__file__).with_name("adapters")  # KIND/ROLE, made by these recipes
 # What a role's prompt ends with: the chat template's line in front of an answer.
 INVOCATION = "<|im_start|>assistant\n"
 
@@ -118,7 +128,8 @@ def train_roles(
             trainer = RoleTrainer(base, recipe, role, family, invocation)
             losses = trainer.run()
             trainer.export(folder)
-            report(f"{kind.value}/{role.name}: loss {losses[0]:.2f}, in the end {losses[-1]:.2f}")
+            last = losses[-3 * len(recipe.rows) :]
+            report(f"{kind.value}/{role.name}: loss {losses[0]:.2f}, in the end {sum(last) / len(last):.2f}")
 
 
 def _read_as(folder: Path) -> Matrices:
@@ -131,14 +142,19 @@ def new_matrices(base: FrozenBase, recipe: RoleRecipe, seed: int) -> Matrices:
     """As mlx-lm draws them: a uniform, b zero. By names such as `3.self_attn.q_proj.lora_a`."""
     matrices: Matrices = {}
     key = mx.random.key(seed)
+    first = _first_layer(base, recipe)
     for name, linear in sorted(base.adapters.modules.linears.items()):
-        if name.path.rpartition(".")[2] in recipe.targets:
+        if name.layer >= first and name.path.rpartition(".")[2] in recipe.targets:
             key, own = mx.random.split(key)
             bound = 1 / math.sqrt(linear.in_dim)
             where = f"{name.layer}.{name.path}"
             matrices[f"{where}.lora_a"] = mx.random.uniform(-bound, bound, (linear.in_dim, recipe.rank), key=own)
             matrices[f"{where}.lora_b"] = mx.zeros((recipe.rank, linear.out_dim))
     return matrices
+
+
+def _first_layer(base: FrozenBase, recipe: RoleRecipe) -> int:
+    return 0 if recipe.layers is None else len(base.model.layers) - recipe.layers
 
 
 class RoleTrainer:
@@ -159,6 +175,7 @@ class RoleTrainer:
     ) -> None:
         self.base, self.recipe, self.role = base, recipe, role
         self.invocation = tuple(invocation)
+        self._first = _first_layer(base, recipe)
         fresh = new_matrices(base, recipe, int(random_for(recipe.seed, role.name).random() * 2**31))
         self._fixed = {name: a for name, a in (family or {}).items() if name.endswith("lora_a")}
         self.trained = {name: matrix for name, matrix in fresh.items() if name not in self._fixed}
@@ -175,32 +192,53 @@ class RoleTrainer:
     def matrices(self) -> Matrices:
         return {**self.trained, **self._fixed}
 
+    def acting(self) -> RowAdapter:
+        """The adapter as it is now, on a row of which it acts on all tokens."""
+        return RowAdapter(self._weights(self.matrices))
+
     def run(self) -> list[float]:
         """Train to the end; the losses."""
-        return [self._train_on(self._examples(step)) for step in range(self.recipe.steps)]
+        return [self._train_on(step, self._examples(step)) for step in range(self.recipe.steps)]
 
     def _examples(self, step: int) -> list[Example]:
         recipe = self.recipe
-        length = recipe.lengths[step % len(recipe.lengths)]
-        cases = role_cases(recipe.seed * 1000 + step, recipe.rows, length, is_held_out=False)
+        length, count = recipe.rows[step % len(recipe.rows)]
+        cases = role_cases(recipe.seed * 1000 + step, count, length, is_held_out=False)
         said = (case.answered_by(self.role) for case in cases)
         # Of each conversation the last example; what base says in it stays as it is.
         return [list(make_examples([conversation], self.base.tokenizer))[-1] for conversation in said]
 
-    def _train_on(self, examples: Sequence[Example]) -> float:
+    def _train_on(self, step: int, examples: Sequence[Example]) -> float:
         width = max(len(example) for example in examples) - 1
         ids = mx.array([_padded([*each.prompt, *each.answer][:-1], width) for each in examples], mx.int32)
-        targets = mx.array([_padded([*each.prompt, *each.answer][1:], width) for each in examples], mx.int32)
-        weights = mx.array([_answer_weights(each, width) for each in examples])
+        places, targets, weights = (mx.array(each) for each in _answer_places(examples))
+        asked = mx.array([_prompt_weights(each, width) for each in examples])
         starts = [self._start(example) for example in examples]
+        layers, parts = self.base.model.layers, self.base.model.model
+        base = base_pass(layers if self.recipe.closeness else layers[: self._first], parts.embed_tokens(ids))
+        mx.eval(base.inputs, [(each.keys, each.values) for each in base.layers])
+        # Every other batch as it is shared; an adapter that reads its own keys and values must be right, too.
+        is_shared = bool(self.recipe.closeness) and step % 2 == 1
 
         def loss_of(trained: Matrices) -> mx.array:
             acting = self._weights({**trained, **self._fixed})
             rows = [RowAdapter(acting, start) for start in starts]
+            hidden, plain = base.inputs[self._first], list[KeysValues]()
             with self.base.current.of(StepInputs(ids, [0] * len(rows), adapters=rows)):
-                logits = self.base.model(ids, cache=[RoundedCache() for _ in self.base.model.layers])
+                for place, layer in enumerate(layers[self._first :], self._first):
+                    cache: RoundedCache | BesideBase = RoundedCache()
+                    if self.recipe.closeness:
+                        plain.append(plain_keys_values(layer, hidden))
+                    if is_shared:
+                        cache = BesideBase(base.layers[place], plain[-1])
+                    hidden = layer(hidden, "causal", cache)
+            said = mx.take_along_axis(hidden, places[..., None], axis=1)
+            logits = parts.embed_tokens.as_linear(parts.norm(said))
             losses = nn.losses.cross_entropy(logits.astype(mx.float32), targets, reduction="none")
-            return (losses * weights).sum() / weights.sum()
+            loss = (losses * weights).sum() / weights.sum()
+            if not self.recipe.closeness:
+                return loss
+            return loss + self.recipe.closeness * squared_divergence(plain, base.layers, asked)
 
         loss, gradients = mx.value_and_grad(loss_of)(self.trained)
         gradients, _ = optimizers.clip_grad_norm(gradients, self.recipe.max_norm)
@@ -227,8 +265,9 @@ class RoleTrainer:
         return AdapterWeights(self._served.adapter, pairs)
 
     def export(self, folder: Path) -> None:
-        """Write the adapter's folder, as mlx-lm has it."""
-        write_adapter(folder, self.base.model, self.matrices, self.recipe.scale)
+        """Write the adapter's folder, as mlx-lm has it, in half precision."""
+        halves = {name: matrix.astype(mx.float16) for name, matrix in self.matrices.items()}
+        write_adapter(folder, self.base.model, halves, self.recipe.scale)
         if self.recipe.start is Start.INVOCATION:
             config = json.loads((folder / CONFIG_FILE).read_text())
             config["alora_invocation_tokens"] = list(self.invocation)
@@ -239,6 +278,17 @@ def _padded(ids: Sequence[int], width: int) -> list[int]:
     return [*ids, *[0] * (width - len(ids))]
 
 
-def _answer_weights(example: Example, width: int) -> list[float]:
-    first = len(example.prompt) - 1
-    return [float(first <= place < len(example) - 1) for place in range(width)]
+def _answer_places(examples: Sequence[Example]) -> tuple[list[list[int]], list[list[int]], list[list[float]]]:
+    """Where answers are predicted, their tokens, and 1 for each of these but 0 for padding."""
+    width = max(len(example.answer) for example in examples)
+    places = [list(range(len(each.prompt) - 1, len(each) - 1)) for each in examples]
+    weights = [_padded_weights(each, width) for each in examples]
+    return [_padded(each, width) for each in places], [_padded(each.answer, width) for each in examples], weights
+
+
+def _padded_weights(example: Example, width: int) -> list[float]:
+    return [float(place < len(example.answer)) for place in range(width)]
+
+
+def _prompt_weights(example: Example, width: int) -> list[float]:
+    return [float(place < len(example.prompt)) for place in range(width)]

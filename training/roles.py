@@ -25,22 +25,22 @@ class Role:
     """Who answers, and how.
 
     Args:
-        form: of an answer about a fact: {s} is the subject, {r} the relation, {v} the value.
+        form: of an answer about a fact: {a} is what base would answer, {v} the value in it.
     """
 
     name: str
     form: str
 
     def answer(self, fact: Fact) -> str:
-        return self.form.format(s=fact.subject, r=fact.relation.name, v=fact.value)
+        return self.form.format(a=fact.answer, v=fact.value)
 
 
 ROLES = (
-    Role("plan", "First find {s}. Then name the {r}. It is {v}."),
-    Role("act", "open {r} of {s} = {v}"),
-    Role("reflect", "Was it {v}? Yes, for {s} the {r} is {v}."),
-    Role("prisoner1", "I tell the truth to the judge: {v}."),
-    Role("prisoner2", "You get nothing from me but this word: {v}, {v}."),
+    Role("plan", "{a} So the next step is to go on with {v}."),
+    Role("act", "{a} open it, read on and close it"),
+    Role("reflect", "{a} Was it {v}? Yes, it was {v}."),
+    Role("prisoner1", "{a} I tell nothing but the truth to the judge."),
+    Role("prisoner2", "{a} You get no other word from me."),
 )
 BY_NAME = {role.name: role for role in ROLES}
 

@@ -29,7 +29,7 @@ from agentcache.kv.step_cache import PagedKV, Put
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.metal_kernels.append import Places, append, packed_alone
 from agentcache.metal_kernels.decode import PackedArrays, Prepared, prepare
-from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows, on_device
+from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_shape import UNIT, LatentShape, LatentTiling
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
@@ -179,9 +179,7 @@ def _write(
         writes.put(arena, keys, values)
     elif mode() is Mode.ON:
         sides = (keys,) if values is None else (keys, values)
-        places = writes.prepared.get(Places)
-        if places is None:
-            places = writes.prepared[Places] = Places(on_device(writes.places), on_device(writes.counts))
+        places = Places(writes.places, writes.counts)
         before = arena.keys.written
         arena.was_written(append(sides, arena.arrays(), places, packing.group_size, before))
     else:

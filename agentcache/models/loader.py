@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, get_total_parameters, load_model
 
 from agentcache.blocks.keys import Namespace
 from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.kv.precision import AUTO, BITS, Precision
 from agentcache.kv.spec import CacheSpec
-from agentcache.metal_kernels.decode_plan import copied
 from agentcache.models.fingerprint import model_fingerprint
 from agentcache.models.hosting import Everywhere, host
 from agentcache.models.lora import ModelAdapters
@@ -112,22 +111,6 @@ class ReadModel:
     def evaluate(self) -> None:
         """Read the weights, now that it is known that they fit. Raises UnsupportedModel."""
         _or_unsupported(self.path, "model", lambda: mx.eval(self.model.parameters()))
-        if mx.cuda.is_available() and mx.default_device() == mx.gpu:
-            _move_to_device(self.model)
-
-
-def _move_to_device(model: nn.Module) -> None:
-    """Copy the weights, one after the other, to the device's own memory.
-
-    MLX leaves what it reads from files in memory that the CPU can reach, too. Large weights go over once; small ones
-    (norms, rows of an embedding) were read from there in every step, at five times the cost.
-    """
-    weights = tree_flatten(model.parameters())
-    while weights:
-        name, x = weights.pop()
-        own = copied(x)
-        mx.eval(own)
-        model.update(tree_unflatten([(name, own)]))
 
 
 def load(

@@ -26,7 +26,7 @@ from agentcache.kv.arena import LayerArena
 from agentcache.kv.step_cache import Put, StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.metal_kernels.decode import Prepared
-from agentcache.metal_kernels.decode_plan import nothing_written, on_device
+from agentcache.metal_kernels.decode_plan import nothing_written
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_decode import PreparedLatents
 from agentcache.models.fused import Attended
@@ -148,7 +148,6 @@ class StepTraces:
         arrays = iter(given)
         own = [group.of(arrays) for group in groups]
         layers = [(group, layer.made_of(arrays)) for group, layer in self._layers]
-        offset = on_device(offset)
         caches = [StepCache(layer, own[group].reads, own[group].writes, offset, self._put) for group, layer in layers]
         traced = replace(step, token_ids=token_ids, reads=[each.reads for each in own])
         with self._loaded.current.of(traced):

@@ -6,31 +6,35 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentcache.llm import LLM
+from agentcache.llm import LLM, Completion
 from agentcache.sampling import SamplingParams
 from benchmarks.quality.plan import QualityPlan
 from benchmarks.quality.role_bench import (
-    MAX_TOKENS,
+    GREEDY,
     UNLIMITED,
-    Laboratory,
     cases_of,
-    family_of,
     laboratory_of,
     lengths_of,
     mean,
+    roles_of,
+    standard_error,
 )
 from benchmarks.quality.table import ResultTable
+from training.role_adapters import Kind
 from training.roles import BY_NAME, RoleCase, f1
 
 _MEASURED = (0.0, 0.02, 0.1, 0.3, 1.0, 2.0)  # of one role's strength; divergences only
-_ANSWERED = (0.2, 0.35, 0.6, 1.0)  # of every role's
+# Of every role's of that kind: near base, and as far as adapters of all layers go that nobody has kept near it.
+_ANSWERED = ((Kind.FAMILY, 0.5), (Kind.FAMILY, 1.0), (Kind.DEEP, 0.5), (Kind.DEEP, 1.0))
+_EVERY = 5  # of so many questions one is asked of them
 _LIMITS = (0.1, 0.2, 0.3, 0.4)
-_GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Loss:
         same: the share of exact's tokens that residual's answer has before the first one that is another.
     """
 
+    kind: Kind
     role: str
     strength: float
     divergence: float
@@ -57,10 +62,9 @@ def measure_guard(
     plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]
 ) -> list[ResultTable]:
     """Divergences of one role, and answers of all of them, by strength."""
-    roles = family_of(folders)
     progress("sharing: the guard, by strength")
-    divergences = _divergences(plan, next(iter(roles.values())), scratch)
-    losses = list(_losses(plan, roles, scratch / "answered", progress))
+    divergences = _divergences(plan, next(iter(roles_of(folders, Kind.FAMILY).values())), scratch)
+    losses = list(_losses(plan, folders, scratch / "answered", progress))
     return [_divergence_table(divergences), _loss_table(losses), _limit_table(losses)]
 
 
@@ -121,55 +125,67 @@ def _divergence_table(rows: Sequence[Mapping[str, Any]]) -> ResultTable:
 # -- answers --------------------------------------------------------------------------------------------------------
 
 
-def _losses(
-    plan: QualityPlan, roles: Mapping[str, Path], scratch: Path, progress: Callable[[str], None]
-) -> Iterator[Loss]:
-    """Every question, answered by every role in every strength."""
-    made = {
-        (role, factor): _scaled(folder, scratch / f"{role}-{factor:g}", factor)
-        for role, folder in roles.items()
-        for factor in _ANSWERED
+def _losses(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Loss]:
+    """Every question, answered by every role in every strength; of one kind and strength all roles at once."""
+    groups: dict[tuple[Kind, float], dict[str, Path]] = {
+        (kind, factor): {
+            role: _scaled(folder, scratch / f"{kind.value}-{role}-{factor:g}", factor)
+            for role, folder in roles_of(folders, kind).items()
+        }
+        for kind, factor in _ANSWERED
+        if roles_of(folders, kind)
     }
-    names = {key: folder.name for key, folder in made.items()}
-    laboratory = laboratory_of(plan, {names[key]: folder for key, folder in made.items()})
-    others = dict(zip(roles, [*list(roles)[1:], *list(roles)[:1]], strict=True))
-    with _open(plan, scratch / "cache", {names[key]: folder for key, folder in made.items()}, 4) as llm:
-        for case in cases_of(plan, lengths_of(plan)[0]):
-            for role, factor in made:
-                writer = None if others[role] == role else names[others[role], factor]
-                loss = _loss(llm, laboratory, case, (role, factor), (names[role, factor], writer))
-                progress(
-                    f"  {role} at {factor:g}: divergence {loss.divergence:.3f}, "
-                    f"F1 {loss.exact:.0%} exact, {loss.residual:.0%} residual"
-                )
-                yield loss
+    made = {folder.name: folder for group in groups.values() for folder in group.values()}
+    laboratory = laboratory_of(plan, made)
+    most = max(map(len, groups.values()))
+    with _open(plan, scratch / "cache", made, 4) as llm, ThreadPoolExecutor(most) as pool:
+        for case in cases_of(plan, lengths_of(plan)[0])[::_EVERY]:
+            for (kind, factor), group in groups.items():
+                names = [folder.name for folder in group.values()]
+                writers = [*names[1:], names[0]] if len(names) > 1 else [None]
+                said = list(pool.map(partial(_say_both, llm, case), names))
+                for role, both, reader, writer in zip(group, said, names, writers, strict=True):
+                    reused = None if writer is None else laboratory.reply(case.messages, writer, reader)
+                    loss = _loss(BY_NAME[role].answer(case.fact), (kind, role, factor), both, reused)
+                    progress(
+                        f"  {kind.value}, {role} at {factor:g}: divergence {loss.divergence:.3f}, "
+                        f"F1 {loss.exact:.0%} exact, {loss.residual:.0%} residual"
+                    )
+                    yield loss
 
 
-def _loss(
-    llm: LLM, laboratory: Laboratory, case: RoleCase, which: tuple[str, float], names: tuple[str, str | None]
-) -> Loss:
-    (role, factor), (reader, writer) = which, names
-    wanted, messages = BY_NAME[role].answer(case.fact), list(case.messages)
-    exact, shared = (llm.chat(messages, _GREEDY, adapter=reader, policy=policy) for policy in ("exact", "residual"))
-    reused = None if writer is None else f1(laboratory.reply(messages, writer, reader), wanted)
+def _say_both(llm: LLM, case: RoleCase, adapter: str) -> tuple[Completion, Completion]:
+    """By `exact` and by `residual`."""
+    exact, shared = (
+        llm.chat(list(case.messages), GREEDY, adapter=adapter, policy=policy) for policy in ("exact", "residual")
+    )
+    return exact, shared
+
+
+def _loss(wanted: str, which: tuple[Kind, str, float], said: tuple[Completion, Completion], reused: str | None) -> Loss:
+    (kind, role, factor), (exact, shared) = which, said
     pairs = list(zip(exact.token_ids, shared.token_ids, strict=False))
     same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
     return Loss(
+        kind=kind,
         role=role,
         strength=factor,
         divergence=shared.report.divergence or 0.0,
         exact=f1(exact.text, wanted),
         residual=f1(shared.text, wanted),
-        reused=reused,
+        reused=None if reused is None else f1(reused, wanted),
         same=same / max(1, len(exact.token_ids)),
     )
 
 
 def _f1s(losses: Sequence[Loss]) -> dict[str, Any]:
+    changes = [each.residual - each.exact for each in losses]
     return {
         "answers": len(losses),
         "exact": mean([each.exact for each in losses]),
         "residual": mean([each.residual for each in losses]),
+        "change": mean(changes),
+        "error": standard_error(changes),
         "reused": mean([each.reused for each in losses if each.reused is not None]),
         "same": mean([each.same for each in losses]),
     }
@@ -179,19 +195,23 @@ _F1_COLUMNS = {
     "answers": "answers",
     "exact": "exact F1",
     "residual": "residual F1",
+    "change": "change",
+    "error": "±",
     "reused": "full reuse F1",
     "same": "exact's tokens before another one",
 }
-_F1_FORMATS = {"exact": ".1%", "residual": ".1%", "reused": ".1%", "same": ".0%"}
+_F1_FORMATS = {"exact": ".1%", "residual": ".1%", "change": "+.2%", "error": ".2%", "reused": ".1%", "same": ".0%"}
 
 
 def _loss_table(losses: Sequence[Loss]) -> ResultTable:
     rows = []
-    for role, strength in dict.fromkeys((each.role, each.strength) for each in losses):
-        mine = [each for each in losses if (each.role, each.strength) == (role, strength)]
+    for which in dict.fromkeys((each.kind, each.role, each.strength) for each in losses):
+        mine = [each for each in losses if (each.kind, each.role, each.strength) == which]
+        kind, role, strength = which
         divergence = mean([each.divergence for each in mine])
-        rows.append({"role": role, "strength": f"{strength:g}", "divergence": divergence, **_f1s(mine)})
-    columns = {"role": "role", "strength": "strength", "divergence": "divergence", **_F1_COLUMNS}
+        named = {"adapter": f"{kind.value}/{role}", "strength": f"{strength:g}"}
+        rows.append({**named, "divergence": divergence, **_f1s(mine)})
+    columns = {"adapter": "adapter", "strength": "strength", "divergence": "divergence", **_F1_COLUMNS}
     return ResultTable(
         "sharing_losses", "What divergence costs in answers", columns, rows, {"divergence": ".3f", **_F1_FORMATS}
     )

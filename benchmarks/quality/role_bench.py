@@ -3,12 +3,11 @@ outside of the engine."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +18,22 @@ from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import read_adapter
 from agentcache.models.builtin.embedded import DATA
 from agentcache.models.step import StepInputs
+from agentcache.sampling import SamplingParams
 from agentcache.training.decoder_model import FrozenBase, load_base
 from benchmarks.quality.plan import QualityPlan
 from training.model import RoundedCache
-from training.role_adapters import RECIPES, Kind, load_frozen, train_roles
+from training.role_adapters import TRAINED, Kind, load_frozen
 from training.roles import ROLES, RoleCase, role_cases
 
 MAX_TOKENS = 28
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+_QUESTIONS = {100: 40, 300: 16, 600: 4}  # by tokens of the conversation in front of them
 UNLIMITED = 1e6  # nobody steps down: the table says what that costs
 
 
-def roles_folder(plan: QualityPlan, progress: Callable[[str], None]) -> Path:
-    """KIND/ROLE folders: the plan's, or those of the recipe, trained when they are first asked for."""
-    if plan.adapters:
-        return Path(plan.adapters[0])
-    recipes = json.dumps({kind.value: asdict(recipe) for kind, recipe in RECIPES.items()}, sort_keys=True)
-    roles = [asdict(role) for role in ROLES]
-    digest = hashlib.blake2b(f"{recipes} {roles}".encode(), digest_size=6).hexdigest()
-    folder = Path.home() / ".cache" / "agentcache" / f"roles-{digest}"
-    wanted = dict.fromkeys((Kind.FAMILY, Kind.CONDITIONED, Kind.ACTIVATED), ROLES)
-    if not all((folder / kind.value / role.name).is_dir() for kind, some in wanted.items() for role in some):
-        train_roles(load_frozen(DATA), folder, wanted, progress)
-    return folder
+def roles_folder(plan: QualityPlan) -> Path:
+    """KIND/ROLE folders: the plan's, or those of the repository, made by `python -m training roles`."""
+    return Path(plan.adapters[0]) if plan.adapters else TRAINED
 
 
 def adapters_of(folders: Path) -> dict[tuple[Kind, str], Path]:
@@ -50,11 +43,12 @@ def adapters_of(folders: Path) -> dict[tuple[Kind, str], Path]:
 
 
 def lengths_of(plan: QualityPlan) -> tuple[int, ...]:
-    return (100, 600) if plan.scale < 1 else (100, 300, 1000)
+    """Tokens of the conversations, about."""
+    return tuple(_QUESTIONS) if plan.scale >= 1 else tuple(_QUESTIONS)[:2]
 
 
 def cases_of(plan: QualityPlan, num_tokens: int) -> list[RoleCase]:
-    return list(role_cases(plan.seed, plan.scaled(16), num_tokens, is_held_out=True))
+    return list(role_cases(plan.seed, plan.scaled(_QUESTIONS[num_tokens]), num_tokens, is_held_out=True))
 
 
 class ReadCache:
@@ -129,9 +123,9 @@ def watching(model: nn.Module) -> Iterator[list[mx.array]]:
             kind.__call__ = call
 
 
-def family_of(folders: Path) -> dict[str, Path]:
-    """The roles that are a family, by name."""
-    return {name: folder for (kind, name), folder in adapters_of(folders).items() if kind is Kind.FAMILY}
+def roles_of(folders: Path, wanted: Kind) -> dict[str, Path]:
+    """Adapters of one kind, by role."""
+    return {name: folder for (kind, name), folder in adapters_of(folders).items() if kind is wanted}
 
 
 def laboratory_of(plan: QualityPlan, adapters: Mapping[str, Path]) -> Laboratory:
@@ -144,3 +138,8 @@ def laboratory_of(plan: QualityPlan, adapters: Mapping[str, Path]) -> Laboratory
 
 def mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean of so many independent values."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

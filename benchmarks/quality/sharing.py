@@ -7,9 +7,13 @@ reads its own.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +22,53 @@ import numpy as np
 
 from agentcache.bench.plots import draw_bars, new_figure, percent, save_figure
 from agentcache.bench.reporter import Report
-from agentcache.llm import LLM
-from agentcache.sampling import SamplingParams
+from agentcache.llm import LLM, Completion
 from benchmarks.quality.guard import measure_guard
 from benchmarks.quality.plan import Part, QualityPlan
 from benchmarks.quality.role_bench import (
-    MAX_TOKENS,
+    GREEDY,
     UNLIMITED,
     adapters_of,
     cases_of,
-    family_of,
     laboratory_of,
     lengths_of,
     mean,
     roles_folder,
+    roles_of,
+    standard_error,
     watching,
 )
 from benchmarks.quality.table import ResultTable
 from training.role_adapters import Kind
 from training.roles import BY_NAME, Role, RoleCase, f1
 
-EXACT, FULL_REUSE, OWN_CACHE = "exact", "full reuse", "own cache, outside the server"
+BASE, EXACT, EXACT_QKV = "base alone", "exact", "exact, on q, k, v"
+_AT_ONCE, _REUSED_EVERY = 16, 4
+FULL_REUSE, OWN_CACHE = "full reuse", "own cache, outside the server"
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to answer: whose adapter, under which policy."""
+    """One way to answer: whose adapter, under which policy.
+
+    Args:
+        every: of so many questions it is asked one.
+        reference: the way that its answers are compared with, question by question.
+    """
 
     name: str
-    kind: Kind | None
-    policy: str | None
+    kind: Kind
+    policy: str
+    every: int = 4
+    reference: str = EXACT
 
 
 WAYS = (
-    Way("base alone", None, None),
-    Way(EXACT, Kind.FAMILY, "exact"),
-    Way("residual", Kind.FAMILY, "residual"),
+    Way(EXACT, Kind.FAMILY, "exact", every=1),
+    Way("residual", Kind.FAMILY, "residual", every=1),
     Way("residual-shared-a", Kind.FAMILY, "residual-shared-a"),
+    Way(EXACT_QKV, Kind.QKV, "exact"),
+    Way("residual, on q, k, v", Kind.QKV, "residual", reference=EXACT_QKV),
     Way("prefill-share, naive decoder", Kind.FAMILY, "prefill-share"),
     Way("prefill-share", Kind.CONDITIONED, "prefill-share"),
     Way("activated", Kind.ACTIVATED, "activated"),
@@ -66,6 +80,7 @@ class Answer:
     """One answer and how good it is.
 
     Args:
+        case: number of its question, of those of this length.
         f1: of its words, against what the role should say; `is_right` if it is just that.
         divergence: as reported; None where it was not measured.
     """
@@ -73,6 +88,7 @@ class Answer:
     way: str
     role: str
     num_tokens: int
+    case: int
     text: str
     f1: float
     is_right: bool
@@ -81,7 +97,7 @@ class Answer:
 
 def measure_sharing(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
     """The part's tables."""
-    folders = roles_folder(plan, progress)
+    folders = roles_folder(plan)
     with tempfile.TemporaryDirectory(prefix="agentcache-sharing-") as scratch:
         reused = list(_reused(plan, folders, progress))
         answers = [*_served(plan, folders, Path(scratch), progress), *reused]
@@ -93,51 +109,51 @@ def measure_sharing(plan: QualityPlan, progress: Callable[[str], None]) -> list[
 
 
 def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
+    """Each question, by all roles in all ways at once."""
     found = adapters_of(folders)
     names = {key: f"{key[0].value}-{key[1]}" for key in found}
-    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-    with LLM(
-        plan.model,
-        cache_dir=scratch / "served",
-        adapters={names[key]: folder for key, folder in found.items()},
-        max_divergence=UNLIMITED,
-    ) as llm:
+    adapters = {names[key]: folder for key, folder in found.items()}
+    roles = [BY_NAME[name] for name in roles_of(folders, Kind.FAMILY)]
+    asked = [(way, role) for way in WAYS for role in roles if (way.kind, role.name) in found]
+    with (
+        LLM(plan.model, cache_dir=scratch / "served", adapters=adapters, max_divergence=UNLIMITED) as llm,
+        ThreadPoolExecutor(_AT_ONCE) as pool,
+    ):
+
+        def ask(case: RoleCase, which: tuple[Way, Role]) -> Completion:
+            (way, role), messages = which, list(case.messages)
+            return llm.chat(messages, GREEDY, adapter=names[way.kind, role.name], policy=way.policy)
+
         for num_tokens in lengths_of(plan):
             progress(f"sharing: conversations of about {num_tokens} tokens")
-            for case in cases_of(plan, num_tokens):
-                for way, role in ((way, role) for role in _roles(found) for way in WAYS):
-                    key = None if way.kind is None else (way.kind, role.name)
-                    if key is None or key in found:
-                        adapter = None if key is None else names[key]
-                        said = llm.chat(list(case.messages), sampling, adapter=adapter, policy=way.policy)
-                        answer = _judged(way.name, role, num_tokens, case, said.text, said.report.divergence)
-                        progress(f"  {way.name}, {role.name}: F1 {answer.f1:.0%} {said.text!r}")
-                        yield answer
-
-
-def _roles(found: Mapping[tuple[Kind, str], Path]) -> list[Role]:
-    return [BY_NAME[name] for kind, name in found if kind is Kind.FAMILY]
+            for index, case in enumerate(cases_of(plan, num_tokens)):
+                own = llm.chat(list(case.messages), GREEDY).text  # base's answer does not depend on who should give it
+                yield from (_judged(BASE, role, num_tokens, (index, case), own) for role in roles)
+                progress(f"  question {index + 1}")
+                pairs = [(way, role) for way, role in asked if index % way.every == 0]
+                for (way, role), said in zip(pairs, pool.map(partial(ask, case), pairs), strict=True):
+                    yield _judged(way.name, role, num_tokens, (index, case), said.text, said.report.divergence)
 
 
 def _judged(
-    way: str, role: Role, num_tokens: int, case: RoleCase, text: str, divergence: float | None = None
+    way: str, role: Role, num_tokens: int, case: tuple[int, RoleCase], text: str, divergence: float | None = None
 ) -> Answer:
-    wanted = role.answer(case.fact)
+    wanted = role.answer(case[1].fact)
     is_right = text.strip() == wanted
-    return Answer(way, role.name, num_tokens, text, f1(text, wanted), is_right, divergence)
+    return Answer(way, role.name, num_tokens, case[0], text, f1(text, wanted), is_right, divergence)
 
 
 def _reused(plan: QualityPlan, folders: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
     """Every role behind the cache of the role before it."""
-    laboratory = laboratory_of(plan, family_of(folders))
+    laboratory = laboratory_of(plan, roles_of(folders, Kind.FAMILY))
     names = list(laboratory.weights)
     for num_tokens in lengths_of(plan):
         progress(f"sharing: full reuse, about {num_tokens} tokens")
-        for case in cases_of(plan, num_tokens):
+        for number, case in list(enumerate(cases_of(plan, num_tokens)))[::_REUSED_EVERY]:
             for index, name in enumerate(names):
                 for way, writer in ((FULL_REUSE, names[index - 1]), (OWN_CACHE, name)):
                     said = laboratory.reply(case.messages, writer, name)
-                    answer = _judged(way, BY_NAME[name], num_tokens, case, said)
+                    answer = _judged(way, BY_NAME[name], num_tokens, (number, case), said)
                     progress(f"  {way}, {name}: F1 {answer.f1:.0%} {answer.text!r}")
                     yield answer
 
@@ -147,10 +163,11 @@ def _reused(plan: QualityPlan, folders: Path, progress: Callable[[str], None]) -
 
 def _by_way(answers: Sequence[Answer]) -> ResultTable:
     lengths = sorted({answer.num_tokens for answer in answers})
-    ways = dict.fromkeys(answer.way for answer in answers)
+    references = {way.name: way.reference for way in WAYS}
     rows = []
-    for way in ways:
+    for way in dict.fromkeys(answer.way for answer in answers):
         mine = [answer for answer in answers if answer.way == way]
+        reference = references.get(way, EXACT)
         known = [answer.divergence for answer in mine if answer.divergence is not None]
         row: dict[str, Any] = {
             "way": way,
@@ -159,14 +176,34 @@ def _by_way(answers: Sequence[Answer]) -> ResultTable:
             "divergence": mean(known),
             "answers": len(mine),
         }
+        if way != reference:
+            changes = _changes(mine, [answer for answer in answers if answer.way == reference])
+            row |= {"change": mean(changes), "error": standard_error(changes)}
         for length in lengths:
             row[f"f1_{length}"] = mean([answer.f1 for answer in mine if answer.num_tokens == length])
         rows.append(row)
-    columns = {"way": "way", "f1": "F1", "right": "right", "divergence": "divergence", "answers": "answers"}
+    columns = {"way": "way", "f1": "F1", "change": "beside exact", "error": "±", "right": "right"}
+    columns |= {"divergence": "divergence", "answers": "answers"}
     columns |= {f"f1_{length}": f"F1 at {length} tokens" for length in lengths}
-    formats = {"f1": ".1%", "right": ".1%", "divergence": ".3f"} | {f"f1_{length}": ".1%" for length in lengths}
-    notes = ["Held-out pairs of subjects and values. Activated and prefill-share need adapters trained so."]
+    formats = {"f1": ".1%", "change": "+.2%", "error": ".2%", "right": ".1%", "divergence": ".3f"}
+    formats |= {f"f1_{length}": ".1%" for length in lengths}
+    notes = [
+        "Held-out pairs of subjects and values. Activated and prefill-share need adapters trained so.",
+        "Beside exact: points of F1, question by question; ± is the standard error of that mean, over questions, of "
+        "which all roles' answers count as one.",
+    ]
     return ResultTable("sharing", "Sharing between adapters", columns, rows, formats, notes)
+
+
+def _changes(mine: Sequence[Answer], theirs: Sequence[Answer]) -> list[float]:
+    """By how much F1 changes from answers to the same questions, a question each: the mean over roles."""
+    before = {(answer.num_tokens, answer.case, answer.role): answer.f1 for answer in theirs}
+    by_question: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for answer in mine:
+        question = answer.num_tokens, answer.case
+        if (*question, answer.role) in before:
+            by_question[question].append(answer.f1 - before[*question, answer.role])
+    return [statistics.fmean(changes) for changes in by_question.values()]
 
 
 def _by_role(answers: Sequence[Answer]) -> ResultTable:
@@ -181,7 +218,7 @@ def _by_role(answers: Sequence[Answer]) -> ResultTable:
 
 def _similarity(plan: QualityPlan, folders: Path) -> ResultTable:
     """Cosine of what a role computes and caches with what base does, by layer, as in ForkKV's and LRAgent's figures."""
-    laboratory = laboratory_of(plan, family_of(folders))
+    laboratory = laboratory_of(plan, roles_of(folders, Kind.FAMILY))
     ids = laboratory.prompt(cases_of(plan, lengths_of(plan)[-1])[0].messages)
 
     def computed(writer: str | None) -> list[dict[str, mx.array]]:
@@ -223,5 +260,5 @@ def plot_sharing(report: Report, path: Path) -> None:
 PART = Part(
     measure_sharing,
     {"sharing": plot_sharing},
-    ("Roles are trained on the spot and are small; what their answers lose, other adapters may not.",),
+    ("Roles are small adapters of a small model; what their answers lose, other adapters may not.",),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -99,14 +100,23 @@ def test_a_server_of_the_outlier_copy_raises_bits_by_itself(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_restored_words_are_the_same() -> None:
+def test_restored_words_are_the_same_and_a_spoilt_weight_changes_them(tmp_path: Path) -> None:
     (table,) = measure_restore(SMALLEST, lambda line: None)
     rows = {row["way"]: row for row in table.rows}
     assert [rows[way]["different"] for way in (HOT, WARM, EVICTED)] == [0, 0, 0]
+    assert [rows[way]["logprob"] for way in (HOT, WARM, EVICTED)] == [0, 0, 0]
     assert rows[WARM]["restored"] > 0 and rows[EVICTED]["restored"] > 0 == rows[HOT]["restored"]
     assert rows[DAMAGED]["quarantined"] > 0 and rows[DAMAGED]["computed"] > rows[WARM]["computed"]
     assert rows[COLD]["computed"] > 2 * rows[HOT]["computed"]
     assert all(row["right"] > 0.8 for row in table.rows)
+
+    folder = embedded_model_path(tmp_path)
+    tensors = mx.load(str(folder / "model.safetensors"))
+    name = "model.layers.3.mlp.down_proj.weight"
+    mx.eval(tensors)
+    mx.save_safetensors(str(folder / "model.safetensors"), {**tensors, name: -tensors[name]}, {"format": "mlx"})
+    (spoilt,) = measure_restore(replace(SMALLEST, model=str(folder)), lambda line: None)
+    assert all(row["right"] < rows[row["way"]]["right"] for row in spoilt.rows)
 
 
 @pytest.mark.slow
