@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.mlx_headers import precompile
+
 if TYPE_CHECKING:
     from agentcache.models.text.tokenizer import Tokenizer
 
@@ -64,6 +66,12 @@ def _schedule(item: pytest.Item | None) -> None:
 
 
 _schedule(None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In the process that starts the others: it is done before they have collected."""
+    if not hasattr(config, "workerinput") and (process := precompile()):
+        config.add_cleanup(process.wait)
 
 
 @pytest.hookimpl(tryfirst=True)
