@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,19 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _schedule(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Of several processes each begins with a share of the tests, which the others then find compiled."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    root = Path(__file__).parent
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for file in sorted(root.rglob("test_*.py"))[number::count]:
+        with suppress(Exception, pytest.skip.Exception):  # comes up again where the test is collected
+            import_module(".".join(file.relative_to(root.parent).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
