@@ -41,6 +41,7 @@ settings.load_profile("agentcache")
 # Tests know what 4 bits give, and random models need more: what is measured at a start has tests of its own.
 os.environ.setdefault("AGENTCACHE_KV", "4")
 
+ROOT = Path(__file__).resolve().parent.parent
 RAM_DISK = Path("/dev/shm")
 
 
@@ -86,11 +87,12 @@ def pytest_collection(session: pytest.Session) -> None:
     worker = getattr(session.config, "workerinput", None)
     if worker is None:
         return
-    root = Path(__file__).parent
+    folders = [Path(name) for name in session.config.args if Path(name).is_dir()]
+    files = sorted({file.resolve() for folder in folders for file in folder.rglob("test_*.py")})
     number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
-    for file in sorted(root.rglob("test_*.py"))[number::count]:
+    for file in files[number::count]:
         with suppress(Exception, pytest.skip.Exception):  # comes up again where the test is collected
-            import_module(".".join(file.relative_to(root.parent).with_suffix("").parts))
+            import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

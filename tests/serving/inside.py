@@ -284,6 +284,11 @@ def arrays(engine: Engine) -> list[mx.array]:
     return [tensor.array for arena in _device(engine).runner.arenas for tensor in arena.tensors]
 
 
+def residual_arrays(engine: Engine) -> int:
+    """Adapters for whose residuals there are arrays."""
+    return len(_device(engine).runner.residuals)
+
+
 def block_bytes(engine: Engine, group: int, slot: int, num_tokens: int) -> np.ndarray:
     """The first tokens of what lies in a slot, as the bytes of a block."""
     return _device(engine).runner.snapshot(group, slot, num_tokens)

@@ -113,8 +113,8 @@ def test_the_same_words_at_the_cost_of_what_is_new(
                         assert report.computed_tokens <= new + (EVERY if how == "killed" else 1)
                     assert process.llm.stats().quarantined == 0
                 process.llm.check_integrity()
-            report = verify_folder(process.cache_dir)
-            assert (report.problems, report.missing_blocks, report.unnamed_blocks) == ((), 0, 0)
+            folder = verify_folder(process.cache_dir)
+            assert (folder.problems, folder.missing_blocks, folder.unnamed_blocks) == ((), 0, 0)
 
 
 THINKING = (

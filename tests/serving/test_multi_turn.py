@@ -12,7 +12,7 @@ import pytest
 
 from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
 from agentcache.blocks.prefix_match import Match
-from agentcache.blocks.transcript import Transcript
+from agentcache.blocks.transcript import Encoding, Transcript
 from agentcache.llm import LLM, Completion
 from tests.conftest import ModelFolder
 from tests.marks import slow
@@ -108,7 +108,7 @@ def intervals(transcript: Transcript) -> list[tuple[int, int]]:
     return [(ends[start], ends[stop]) for start, stop in token_runs(transcript, "generated")]
 
 
-def assert_same_outside(transcript: Transcript, fresh: object, generated: Sequence[tuple[int, int]]) -> None:
+def assert_same_outside(transcript: Transcript, fresh: Encoding, generated: Sequence[tuple[int, int]]) -> None:
     """Between offsets where tokens of both end, ids may differ only next to generated text."""
     held = cut_at(transcript.ids, transcript.ends)
     new = cut_at(fresh.ids, fresh.ends)
