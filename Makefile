@@ -80,6 +80,7 @@ lint: $(DEV_STAMP) ## check style and that imports only go down the floors
 
 types: $(DEV_STAMP) ## check types
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini tests
 
 bench: $(INSTALL_STAMP) ## time to first token: cold, warm and hot
 	$(RUN) $(BIN)/agentcache bench $(ARGS)

@@ -10,11 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.mlx_headers import precompile
 
 if TYPE_CHECKING:
     from agentcache.models.text.tokenizer import Tokenizer
@@ -38,6 +41,7 @@ settings.load_profile("agentcache")
 # Tests know what 4 bits give, and random models need more: what is measured at a start has tests of its own.
 os.environ.setdefault("AGENTCACHE_KV", "4")
 
+ROOT = Path(__file__).resolve().parent.parent
 RAM_DISK = Path("/dev/shm")
 
 
@@ -66,9 +70,29 @@ def _schedule(item: pytest.Item | None) -> None:
 _schedule(None)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In the process that starts the others: it is done before they have collected."""
+    if not hasattr(config, "workerinput") and (process := precompile()):
+        config.add_cleanup(process.wait)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _schedule(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Of several processes each begins with a share of the tests, which the others then find compiled."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    folders = [Path(name) for name in session.config.args if Path(name).is_dir()]
+    files = sorted({file.resolve() for folder in folders for file in folder.rglob("test_*.py")})
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for file in files[number::count]:
+        with suppress(Exception, pytest.skip.Exception):  # comes up again where the test is collected
+            import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

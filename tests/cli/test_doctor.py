@@ -25,6 +25,13 @@ from tests.kv.store_cases import make_record, make_transcript, make_turn, open_s
 from tests.serving.hybrids import write_hybrid
 
 
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what takes processes of its own: what is said of operations and kernels has tests of its own."""
+    monkeypatch.setattr(doctor, "check_ops", lambda: doctor.Check("mx ops", True, "untried"))
+    monkeypatch.setattr(doctor, "check_kernels", lambda config: doctor.Check("kernels", True, "untried"))
+
+
 def test_doctor_examines_this_machine(invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("doctor", "--json", "--cache-dir", str(tmp_path / "new" / "cache"))
     checks = {check["name"]: check for check in json.loads(result.stdout)}
@@ -83,6 +90,7 @@ def test_blas() -> None:
     assert "LD_PRELOAD" in doctor.describe_blas("")
 
 
+@pytest.mark.usefixtures("untried")
 def test_every_file_is_verified_on_request(invoke: Invoke, tmp_path: Path) -> None:
     cache_dir = tmp_path / "cache"
     with open_store(cache_dir) as store:
@@ -129,6 +137,7 @@ def findings(result: Result) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in json.loads(result.stdout)}
 
 
+@pytest.mark.usefixtures("untried")
 def test_what_is_served_of_a_model(invoke: Invoke, tmp_path: Path, model_folder: ModelFolder) -> None:
     folder = model_folder("gemma3_text")
     result = invoke("doctor", "--json", "--model", str(folder), "--cache-dir", str(tmp_path / "cache"))
@@ -146,6 +155,7 @@ def test_what_is_served_of_a_model(invoke: Invoke, tmp_path: Path, model_folder:
     assert "a token" in text and "window of" in text and "of 8,192 in RAM at once" in text
 
 
+@pytest.mark.usefixtures("untried")
 def test_a_model_that_does_not_fit_says_so(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AGENTCACHE_MEMORY_LIMIT", "20MB")
     result = invoke("doctor", "--json", "--cache-dir", str(tmp_path / "cache"))
@@ -154,6 +164,7 @@ def test_a_model_that_does_not_fit_says_so(invoke: Invoke, monkeypatch: pytest.M
     assert "does not fit" in model["detail"] and "--memory-limit" in model["detail"]
 
 
+@pytest.mark.usefixtures("untried")
 def test_a_model_that_is_not_served_says_why(invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("doctor", "--json", "--model", str(tmp_path), "--cache-dir", str(tmp_path / "cache"))
     assert result.exit_code == 1 and "not a model folder" in findings(result)["model"]["detail"]
@@ -172,6 +183,7 @@ def test_a_running_server_is_asked_and_no_second_copy_is_loaded(tmp_path: Path) 
     assert found["memory"].data["agents_of_8k"] == 15, "no more than there is room for states"
 
 
+@pytest.mark.usefixtures("untried")
 def test_states_of_agents_have_a_share_of_the_memory(invoke: Invoke, tmp_path: Path) -> None:
     """Of a hybrid as many agents fit as both shares hold, that of keys and values and that of states."""
     (tmp_path / "model").mkdir()

@@ -138,6 +138,7 @@ def test_sixteen_agents_of_an_8b_shape_take_a_25th_of_as_many_caches_in_float16(
     own = [ResidualArenas(spec, [BlockPool(blocks + 1)], lambda: None, lambda: None) for _ in range(agents)]
     for arenas in own:
         arenas.fit()
-    arrays = [tensor.array for arenas in (shared, *own) for tensor in arenas.tensors]
+    tensors = [*shared.tensors, *(tensor for arenas in own for tensor in arenas.tensors)]
+    arrays = [tensor.array for tensor in tensors]
     float16 = agents * (blocks + 1) * 256 * 2 * heads * dim * 2
     assert sum(array.nbytes for array in arrays) <= float16 / 25

@@ -81,7 +81,10 @@ def test_a_row_of_a_batch_is_kept_as_it_is() -> None:
 def test_what_is_kept_does_not_hold_the_batch() -> None:
     cache, arena = make_arena()
     before = mx.get_active_memory()
-    batch = [[mx.zeros((512, 3, 8), mx.bfloat16), mx.zeros((512, 2, 4, 4))], [None, mx.zeros((512, 2, 4, 4))]]
+    batch: list[list[mx.array | None]] = [
+        [mx.zeros((512, 3, 8), mx.bfloat16), mx.zeros((512, 2, 4, 4))],
+        [None, mx.zeros((512, 2, 4, 4))],
+    ]
     mx.eval([array for arrays in batch for array in arrays if array is not None])
     slot = slot_of(cache)
     arena.put(slot, batch, 7)

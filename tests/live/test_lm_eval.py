@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs lm_eval[api], which with its datasets takes half a gigabyte",
 )
 
-DOCUMENTS = [
+DOCUMENTS: list[dict[str, Any]] = [
     {"query": "The cat sat on", "choices": [" the mat", " a chair that is red", " it"], "gold": 0},
     {"query": "What do you say? I say", "choices": [" yes", " no, never", " print(x)"], "gold": 1},
     {"query": "1 2", "choices": [" 3", " 4 5 6", " café"], "gold": 0},

@@ -20,13 +20,14 @@ from agentcache.models.precision import MAX_DIVERGENCE, Measured, find_precision
 from benchmarks.quality.outliers import add_key_biases, add_outliers
 from tests.conftest import ModelFolder
 from tests.examples import examples
+from tests.marks import slow
 from tests.models.test_hosting import load
 
 FOUR, SIXTEEN = LayerBits(4, 4), LayerBits(16, 16)
 LEVELS = list(BITS.values())
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v2", "gemma3_text"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "deepseek_v2", slow("gemma3_text")])
 @pytest.mark.parametrize("bits", list(BITS.values()), ids=str)
 def test_all_are_proved_to_be_what_the_model_reads(model_folder: ModelFolder, name: str, bits: LayerBits) -> None:
     """`host` compares the paged cache with mlx-lm's own attention on rounded keys and values."""

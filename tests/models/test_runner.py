@@ -14,6 +14,7 @@ from agentcache.models import loader
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.models.driver import Driver, Row, random_ids
 
 
@@ -68,8 +69,13 @@ def test_arenas_follow_the_pools_and_keep_their_content(loaded: LoadedModel) -> 
     assert np.array_equal(before, after)
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "deepseek_v2"])
-@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize(
+    ("num_tokens", "architecture"),
+    [
+        *((1, "gemma3_text"), (4, "gpt_oss"), (1, "deepseek_v2")),
+        *(slow(4, "gemma3_text"), slow(1, "gpt_oss"), slow(4, "deepseek_v2")),
+    ],
+)
 def test_a_ragged_batch_gives_what_its_rows_give_alone(
     model_folder: ModelFolder, architecture: str, num_tokens: int
 ) -> None:

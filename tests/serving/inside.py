@@ -89,14 +89,19 @@ async def on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
     return await asyncio.wrap_future(result)
 
 
-def hold_until(llm: LLM, num_messages: int) -> None:
-    """From its next message on the engine does nothing until so many more have come: then these are all at once."""
+def hold_until(llm: LLM, num_messages: int, *, seconds: float = 30.0) -> None:
+    """From its next message on the engine does nothing until so many more have come: then these are all at once.
+
+    If they do not come within `seconds`, the engine fails, and all that ask it anything are told why.
+    """
     thread = async_engine(llm)._thread
 
     def wait() -> None:
-        deadline = time.monotonic() + 30
-        while thread._inbox.qsize() < num_messages and time.monotonic() < deadline:
-            time.sleep(0.01)
+        deadline = time.monotonic() + seconds
+        while (came := thread._inbox.qsize()) < num_messages:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"hold_until: {came} of {num_messages} messages came within {seconds:g} s")
+            time.sleep(0.002)
 
     thread.post(wait)
 
@@ -277,6 +282,11 @@ def slots_per_group(engine: Engine) -> list[int]:
 def arrays(engine: Engine) -> list[mx.array]:
     """What the blocks lie in."""
     return [tensor.array for arena in _device(engine).runner.arenas for tensor in arena.tensors]
+
+
+def residual_arrays(engine: Engine) -> int:
+    """Adapters for whose residuals there are arrays."""
+    return len(_device(engine).runner.residuals)
 
 
 def block_bytes(engine: Engine, group: int, slot: int, num_tokens: int) -> np.ndarray:

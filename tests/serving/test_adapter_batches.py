@@ -144,7 +144,9 @@ def test_chunks_of_any_size(name: str, chunk: int, qwen3: Path, folders: dict[st
         check_equal(said, expected)
 
 
-@pytest.mark.parametrize("architecture", ["mistral_sliding", "gemma3_text", "llama_bias", "phi3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "architecture", ["mistral_sliding", "gemma3_text", slow("llama_bias"), slow("phi3"), "gpt_oss"]
+)
 def test_other_architectures(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     """Sliding windows, biases, fused projections, sinks."""
     model = model_folder(architecture)

@@ -20,6 +20,7 @@ from agentcache.store.export import export_agent
 from agentcache.store.manifest import decode_manifest, encode_manifest
 from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving.conversation import TokenTalk, cold_ids, greedy, make_ids, open_llm
 from tests.serving.saved import LENGTHS, Saved
 
@@ -106,7 +107,7 @@ def test_all_conversations_under_another_name(model: Path, tmp_path: Path) -> No
         assert [agent.id for agent in llm.agents()] == ["bob"]
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "deepseek_v2"])
+@pytest.mark.parametrize("architecture", [slow("gemma3_text"), "deepseek_v2"])
 def test_windows_and_latents(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     model, talk = model_folder(architecture), TokenTalk()
     with open_llm(model, tmp_path / "here") as llm:

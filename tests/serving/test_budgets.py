@@ -159,7 +159,7 @@ def test_another_models_blocks_give_way(model: Path, model_folder: ModelFolder, 
     assert peaks.disk <= budget
 
 
-@pytest.mark.parametrize("window", [32, slow(300), 512])
+@pytest.mark.parametrize("window", [32, slow(300), slow(512)])
 def test_sliding_windows_bound_ram(window: int, model_folder: ModelFolder, tmp_path: Path) -> None:
     """Blocks per window group never exceed the window's, in prefill, in decoding and after a turn."""
     model = model_folder("gemma3_text", sliding_window=window)

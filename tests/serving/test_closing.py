@@ -10,6 +10,7 @@ import pytest
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.request import Request, TokenPrompt
 from agentcache.store.verify import FolderReport, verify_folder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import greedy, make_ids
 from tests.serving.gate import Gate
@@ -31,8 +32,7 @@ def checked(cache_dir: Path) -> FolderReport:
     return report
 
 
-@pytest.mark.parametrize("full", [0, 1])
-@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize(("stays", "full"), [(True, 0), (False, 1), slow(True, 1), slow(False, 0)])
 def test_a_turn_that_is_being_saved_is_saved(full: int, stays: bool, model: Path, tmp_path: Path) -> None:
     """Whoever waits for its answer gets it; who has left finds the turn later."""
 

@@ -14,6 +14,7 @@ from agentcache.llm import LLM, Completion
 from agentcache.request import Request, TokenPrompt
 from tests.adapters_factory import make_adapter
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.adapter_cases import ask, at_once, open_adapters
 from tests.serving.conversation import check_idle, greedy, make_ids
@@ -63,7 +64,7 @@ def together(llm: LLM, adapters: Sequence[str | None], policy: str | None) -> tu
     return said, llm.stats().computed_tokens - before
 
 
-@pytest.mark.parametrize("policy", KINDS)
+@pytest.mark.parametrize("policy", [slow(kind) if kind == "residual-shared-a" else kind for kind in KINDS])
 def test_a_common_beginning_is_computed_once(llm: LLM, policy: str | None) -> None:
     """By base, by an adapter for itself, by base for all adapters' residuals."""
     who: list[str | None] = [None] * 4 if policy is None else [NAMES[0]] * 4

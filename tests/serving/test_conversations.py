@@ -14,6 +14,7 @@ from agentcache.llm import LLM, Completion
 from agentcache.report import Update
 from agentcache.request import ChatPrompt, Request
 from agentcache.store.verify import verify_folder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import (
     Chat,
@@ -86,8 +87,13 @@ def start_over(chat: Chat) -> list[dict[str, object]]:
     return [{"role": "user", "content": make_text(100, seed=7)}]
 
 
-@pytest.mark.parametrize("rewrite", [regenerate, edit_in_the_middle, compact, start_over])
-@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize(
+    ("rewrite", "restart"),
+    [
+        *((regenerate, False), (edit_in_the_middle, True), (compact, False), (start_over, True)),
+        *(slow(regenerate, True), slow(edit_in_the_middle, False), slow(compact, True), slow(start_over, False)),
+    ],
+)
 def test_what_a_rewrite_leaves_behind_can_be_gone_back_to(
     rewrite: Rewrite, restart: bool, model: Path, tmp_path: Path
 ) -> None:

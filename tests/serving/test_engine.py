@@ -12,6 +12,7 @@ from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.llm import LLM, RequestOptions
 from agentcache.request import Request
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import (
     BLOCK_BYTES,
@@ -47,7 +48,7 @@ def test_an_exact_hit_computes_one_token(model: Path, tmp_path: Path) -> None:
             assert cold_ids(llm, ids, 3) == again.token_ids
 
 
-@pytest.mark.parametrize("tokenizer", ["byte_bpe", "metaspace"])
+@pytest.mark.parametrize("tokenizer", [slow("byte_bpe"), "metaspace"])
 def test_a_stop_string_ends_text_and_memory(tokenizer: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     """The transcript holds what the client got and goes on from there."""
     with open_llm(model_folder("mistral", tokenizer, num_hidden_layers=2), tmp_path) as llm:

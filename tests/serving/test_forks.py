@@ -51,7 +51,10 @@ def report(updates: list[Update]) -> Report:
     return last
 
 
-@pytest.mark.parametrize("length", [1, 2, 10, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 100])
+@pytest.mark.parametrize(
+    "length",
+    [1, slow(2), slow(10), BLOCK_SIZE - 1, slow(BLOCK_SIZE), BLOCK_SIZE + 1, slow(2 * BLOCK_SIZE + 100)],
+)
 def test_each_is_what_a_request_of_its_own_would_get(length: int, model: Path, tmp_path: Path) -> None:
     """And computes one token of the prompt: the others' keys and values are there, in whatever block they lie."""
     ids = make_ids(length, seed=length)
@@ -66,7 +69,7 @@ def test_each_is_what_a_request_of_its_own_would_get(length: int, model: Path, t
         assert len(set(alone)) == N
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", slow("gpt_oss"), "deepseek_v2"])
+@pytest.mark.parametrize("architecture", [slow("gemma3_text"), "gpt_oss", "deepseek_v2"])
 def test_with_windows_and_latents(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     ids = make_ids(700)
     with open_llm(model_folder(architecture), tmp_path) as llm:

@@ -23,6 +23,7 @@ from agentcache.models.text.replies.events import Call, Text
 from agentcache.request import Request, TokenPrompt
 from tests.conftest import ModelFolder
 from tests.examples import examples
+from tests.marks import slow
 from tests.schemas import SHORT_TOOLS, calling, of_schema, schemas
 from tests.serving import inside
 from tests.serving.by_hand import by_hand
@@ -61,7 +62,7 @@ def is_valid(text: str, schema: Any) -> bool:
     return jsonschema.Draft202012Validator(schema, format_checker=checker).is_valid(json.loads(text))
 
 
-@pytest.fixture(scope="module", params=["byte_bpe", "metaspace"])
+@pytest.fixture(scope="module", params=["byte_bpe", slow("metaspace")])
 def llm(
     request: pytest.FixtureRequest, model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LLM]:
@@ -259,14 +260,14 @@ def test_further_answers_have_the_form_each_by_itself(llm: LLM) -> None:
 
 
 def test_who_loses_its_place_goes_on_in_the_same_form(model: Path, tmp_path: Path) -> None:
-    regex = text_form(Notation.REGEX, "[a-f]{200}")
+    regex = text_form(Notation.REGEX, "[a-f]{80}")  # each takes its second block on the way
     with open_llm(model, tmp_path / "large") as llm:
-        wanted = [llm.generate(make_ids(250, seed=n), any_way(250, seed=n), form=regex).text for n in range(3)]
+        wanted = [llm.generate(make_ids(230, seed=n), any_way(100, seed=n), form=regex).text for n in range(3)]
     with open_llm(model, tmp_path / "small", ram_budget=5 * BLOCK_BYTES) as llm:
         inside.hold_until(llm, 3)
         with ThreadPoolExecutor(3) as pool:
             got = pool.map(
-                lambda n: llm.generate(make_ids(250, seed=n), any_way(250, seed=n), form=regex).text, range(3)
+                lambda n: llm.generate(make_ids(230, seed=n), any_way(100, seed=n), form=regex).text, range(3)
             )
             assert list(got) == wanted
         assert llm.stats().preemptions > 0
@@ -289,7 +290,7 @@ def test_who_cannot_go_on_is_told_and_the_others_are_not(
 # -- chats: every family is tried without a model in models/test_grammars.py -------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "harmony", "mistral"])
+@pytest.mark.parametrize("family", [slow("qwen3"), "harmony", slow("mistral")])
 def test_chats_with_demanded_calls_and_texts_behind_thoughts(
     family: str, model_folder: ModelFolder, tmp_path: Path
 ) -> None:

@@ -114,8 +114,13 @@ def test_what_base_has_computed_and_the_adapter_goes_on_from(
 @pytest.mark.parametrize(
     ("how", "policy"),
     [
-        *(("hot", "activated"), ("evicted", "prefill-share"), ("stopped", "activated")),
-        *(slow("hot", "prefill-share"), slow("evicted", "activated"), slow("stopped", "prefill-share")),
+        *(("evicted", "prefill-share"), ("stopped", "activated")),
+        *(
+            slow("hot", "activated"),
+            slow("hot", "prefill-share"),
+            slow("evicted", "activated"),
+            slow("stopped", "prefill-share"),
+        ),
     ],
 )
 def test_base_goes_on_from_where_an_adapter_has_begun(

@@ -66,7 +66,7 @@ def test_the_same_tokens_logprobs_and_files(
     assert 0 < computed_ahead - computed_waiting <= stopped
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", slow("gpt_oss"), "deepseek_v2"])
+@pytest.mark.parametrize("architecture", ["gemma3_text", slow("gpt_oss"), slow("deepseek_v2")])
 def test_the_same_with_windows_and_latents(
     architecture: str, model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

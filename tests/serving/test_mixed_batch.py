@@ -11,10 +11,11 @@ import pytest
 
 from agentcache.report import TokenLogprob, Update
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import greedy, make_ids
-from tests.tiny import OTHER_CACHES_SLOW
+from tests.tiny import ARCHITECTURES
 
 TOKENS = 6
 # Prompts go before decoding, however long they take here: so the rows meet, on a busy machine too.
@@ -77,7 +78,10 @@ def alone(model: Path, cache_dir: Path, talks: Sequence[Talk]) -> list[Receiver]
         return receivers
 
 
-@pytest.mark.parametrize("architecture", OTHER_CACHES_SLOW)
+# Whole keys, of which there are any number of rows below; windows with sinks; latents.
+@pytest.mark.parametrize(
+    "architecture", [name if name in ("gpt_oss", "deepseek_v2") else slow(name) for name in ARCHITECTURES]
+)
 def test_cold_warm_and_hot_rows_and_forks(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder(architecture)
     expected = alone(model, tmp_path / "alone", TALKS)
@@ -96,7 +100,7 @@ def test_cold_warm_and_hot_rows_and_forks(architecture: str, model_folder: Model
     check_logprobs(list(zip(mine, theirs, strict=True)))
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("num_rows", [1, slow(2), slow(5), 16])
 def test_any_number_of_rows(num_rows: int, model: Path, tmp_path: Path) -> None:
     talks = [Talk(None, 0, 5 + 53 * number % 700, number) for number in range(num_rows)]
     expected = alone(model, tmp_path / "alone", talks)

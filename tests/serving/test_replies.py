@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def talk(family: str, model_folder: ModelFolder, tmp_path: Path) -> Iterator[Tal
         yield Talk(front, script)
 
 
-@pytest.mark.parametrize("family", ["deepseek", "harmony", slow("qwen3")], indirect=True)
+@pytest.mark.parametrize("family", ["harmony", slow("deepseek"), slow("qwen3")], indirect=True)
 def test_streams_say_what_whole_answers_say(talk: Talk, family: str) -> None:
     for reply, blocks in FAMILIES[family].replies:
         question = [{"role": "user", "content": "Hi"}]
@@ -84,9 +85,17 @@ def check_anthropic(talk: Talk, question: list[dict[str, Any]], message: dict[st
     assert [block["type"] for block in quiet["content"] if block["type"] == "thinking"] == []
 
 
-@pytest.mark.parametrize("drops", [False, True], ids=["thoughts sent back", "thoughts dropped"])
-@pytest.mark.parametrize("num_turns", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "num_turns", "drops"),
+    [
+        *(("qwen3", 4, True), ("deepseek", 4, True), ("harmony", 4, False)),
+        *(slow("qwen3", 4, False), slow("deepseek", 4, False), slow("harmony", 4, True)),
+        *starmap(slow, product(NAMES, [20], [False, True])),
+    ],
+    indirect=["family"],
+)
 def test_turns_with_tools_compute_what_they_add(talk: Talk, family: str, num_turns: int, drops: bool) -> None:
+    """`drops`: the client sends no thoughts back."""
     messages: list[dict[str, Any]] = [SYSTEM, {"role": "user", "content": "Look around."}]
     new_tokens = [0]
     for number in range(num_turns):
@@ -122,6 +131,7 @@ def test_thoughts_that_a_template_leaves_out_are_gone(talk: Talk, family: str) -
             assert report["lineage"] == talk.reports[0]["lineage"]
 
 
+@pytest.mark.parametrize("family", ["qwen3", slow("deepseek"), slow("harmony")], indirect=True)
 def test_offline_a_reply_is_read_too(family: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     folder = model_folder("mistral", family, num_hidden_layers=2)
     reply, blocks = FAMILIES[family].replies[1]

@@ -86,7 +86,7 @@ def hand(small: Path, two: dict[str, Path], tmp_path: Path) -> Iterator[Hand]:
         yield hand
 
 
-@pytest.mark.parametrize("steps", [step if step % 2 else slow(step) for step in range(14)])
+@pytest.mark.parametrize("steps", [step if step in (1, 5, 9, 13) else slow(step) for step in range(14)])
 def test_who_leaves_at_any_step_leaves_nothing_behind(hand: Hand, steps: int) -> None:
     """In front of base's pass, within it, within the adapter's, and while both decode."""
     left = hand.say("ann", PROMPT, 8, agent="alice")
@@ -106,7 +106,7 @@ def test_who_leaves_at_any_step_leaves_nothing_behind(hand: Hand, steps: int) ->
     assert again.token_ids == fresh.token_ids
 
 
-@pytest.mark.parametrize("steps", [1, slow(3), 5, slow(6), 8, slow(9), 10, slow(12)])
+@pytest.mark.parametrize("steps", [1, slow(3), slow(5), slow(6), 8, slow(9), slow(10), slow(12)])
 def test_who_loses_its_place_goes_on_where_it_was(hand: Hand, steps: int) -> None:
     alone = hand.say("ann", PROMPT, 10)
     hand.run(alone)

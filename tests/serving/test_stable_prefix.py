@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.reply_formats import TOOLS
 from tests.serving.front import open_front
 from tests.serving.scripted import scripted
@@ -55,7 +56,11 @@ def notice_tokens(talk: Talk, number: int) -> int:
     return num_tokens(talk, f"[Now in the instructions above:\n{line(number)}]\n\n")
 
 
-@pytest.mark.parametrize("num_turns", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "num_turns"),
+    [("deepseek", 4), ("harmony", 4), slow("qwen3", 4), *(slow(family, 20) for family in NAMES)],
+    indirect=["family"],
+)
 def test_turns_with_tools_compute_what_they_add_and_the_line(stable: Talk, family: str, num_turns: int) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Look around."}]
     new_tokens = 0
@@ -72,6 +77,7 @@ def test_turns_with_tools_compute_what_they_add_and_the_line(stable: Talk, famil
         new_tokens = num_new_tokens(stable, family, messages)
 
 
+@pytest.mark.parametrize("family", ["qwen3", slow("deepseek"), slow("harmony")], indirect=True)
 def test_the_front_stays_and_the_newest_message_says_what_it_is_now(stable: Talk, family: str) -> None:
     messages: list[dict[str, Any]] = []
     for number in (1, 2, 2, 3, 1):
@@ -91,6 +97,7 @@ def prompt_of(talk: Talk, messages: list[dict[str, Any]]) -> str:
     return talk.front.tokenizer.spell(answer["choices"][0]["prompt_token_ids"]).text
 
 
+@pytest.mark.parametrize("family", ["qwen3", slow("deepseek"), slow("harmony")], indirect=True)
 def test_without_it_the_prompt_is_the_clients_and_what_changes_is_reported(plain: Talk, family: str) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Look around."}]
     for number in range(3):

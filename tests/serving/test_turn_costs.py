@@ -24,6 +24,7 @@ from agentcache.request import ChatPrompt
 from agentcache.store.block_file import BlockHeader, data_bytes, make_header, tensor_views
 from agentcache.store.store import BlockWrite, Store
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, Chat, make_text, open_llm
 
@@ -82,7 +83,7 @@ def draw(random: np.random.Generator, spec: CacheSpec, header: BlockHeader) -> A
     return data
 
 
-@pytest.mark.parametrize("num_tokens", [1200, 16000])
+@pytest.mark.parametrize("num_tokens", [1200, 6000, slow(16000)])
 def test_a_turn_writes_and_reads_only_what_it_adds(num_tokens: int, model: Path, tmp_path: Path) -> None:
     chat = long_chat(num_tokens)
     held = save_without_computing(model, tmp_path, chat)

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -20,8 +21,6 @@ HERE = Path(__file__).parent
 MLX_INCLUDES = next(Path(path) / "include" for path in mlx.__path__ if (Path(path) / "include").exists())
 _CACHE = Path(tempfile.gettempdir()) / f"agentcache-emulator-{os.getuid()}"
 _COMMON = [
-    "-x",
-    "c++",
     "-nostdinc++",
     "-ferror-limit=8",
     "-fno-exceptions",
@@ -36,7 +35,6 @@ _COMMON = [
 ]
 _STRICT = [
     "-std=c++14",
-    "-fsyntax-only",
     "-DMSL_STRICT",
     "-Werror=c++17-extensions",
     "-Werror=c++20-extensions",
@@ -56,7 +54,6 @@ _RUN = [
     "-O1",
     "-gline-tables-only",
     "-fPIC",
-    "-c",
     "-fno-vectorize",
     "-fno-slp-vectorize",
     "-mllvm",
@@ -69,6 +66,8 @@ _RUN = [
 ]
 _UNROLL = re.compile(r'_Pragma\("clang loop unroll\(full\)"\)')
 _RUNTIME = ["-std=c++17", "-O2", "-fPIC", "-c"]
+# In front of every kernel.
+_PREAMBLE = "#include <mlx_utils.h>\n" + (HERE / "attributes.h").read_text()
 
 
 class KernelSyntaxError(Exception):
@@ -113,11 +112,10 @@ def build(source: str, strict: bool = True) -> Path:
         work = Path(name)
         file, built = work / "kernel.cpp", work / "kernel.so"
         file.write_text(code)
-        _compile([*_STRICT, str(file)])
+        _compile("-fsyntax-only", _STRICT, file)
         file.write_text(_UNROLL.sub("", code))  # which changes no result, and takes clang half a minute
-        _compile([*_RUN, str(file), "-o", str(work / "kernel.o")])
-        parts = [str(work / "kernel.o"), str(_runtime()), "-o", str(built), "-lstdc++", "-lm"]
-        _run([_required_clang(), "-shared", *_linker(), *parts])
+        _compile("-c", _RUN, file, "-o", str(work / "kernel.o"))
+        _link(work / "kernel.o", built)
         built.rename(library)
     return library
 
@@ -128,7 +126,10 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 def translate(source: str) -> str:
-    """The kernel as a C++ function without parameters, which takes its buffers and attributes from the runtime."""
+    """The kernel as a C++ function without parameters, which takes its buffers and attributes from the runtime.
+
+    It stands behind `_PREAMBLE`.
+    """
     kernel = re.search(r"\[\[kernel\]\] void (\w+)\(\n(.*?)\) \{\n", source, re.S)
     if kernel is None:
         raise KernelSyntaxError("there is no kernel")
@@ -142,8 +143,6 @@ def translate(source: str) -> str:
     launch = f"{name}{template[1] if template else ''}({arguments});"
     return "\n".join(
         [
-            "#include <mlx_utils.h>",
-            (HERE / "attributes.h").read_text(),
             f'#line 1 "{name[:40]}.metal"',
             _threadgroup_variables(body),
             '#line 1 "launch"',
@@ -203,10 +202,21 @@ def _runtime() -> Path:
     return built
 
 
+def _link(kernel: Path, library: Path) -> None:
+    """There are hundreds of libraries to link, and clang takes longer to find the linker than that takes to link."""
+    line = list(_linker())
+    line[line.index("LIBRARY")] = str(library)
+    line.insert(line.index(str(_runtime())), str(kernel))
+    _run(line)
+
+
 @cache
-def _linker() -> list[str]:
-    """gold, where it is installed, takes half of ld's time: there are hundreds of libraries to link."""
-    return ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
+def _linker() -> tuple[str, ...]:
+    """What clang runs to link the runtime; gold, where it is installed, takes half of ld's time."""
+    gold = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
+    asked = [_required_clang(), "-###", "-shared", *gold, str(_runtime()), "-o", "LIBRARY", "-lstdc++", "-lm"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=True).stderr
+    return tuple(shlex.split(said.strip().splitlines()[-1]))
 
 
 @cache
@@ -217,12 +227,33 @@ def _shim() -> str:
 def _digest(*texts: str) -> str:
     flags = str((_COMMON, _STRICT, _RUN, _RUNTIME, _required_clang()))
     runtime = (HERE / "runtime.cpp").read_text()
-    return hashlib.sha256("\0".join([flags, _shim(), runtime, *texts]).encode()).hexdigest()[:24]
+    return hashlib.sha256("\0".join([flags, _shim(), runtime, _PREAMBLE, *texts]).encode()).hexdigest()[:24]
 
 
-def _compile(arguments: list[str]) -> None:
-    includes = [f"-isystem{path}" for path in (HERE / "shim", _folder() / "include", MLX_INCLUDES)]
-    _run([_required_clang(), *_COMMON, *includes, *arguments])
+def _compile(action: str, flags: list[str], file: Path, *more: str) -> None:
+    """Have clang go through `_PREAMBLE` and the file."""
+    header = ["-include-pch", str(_header(tuple(flags)))]
+    _run([_required_clang(), "-x", "c++", action, *_COMMON, *_includes(), *flags, *header, str(file), *more])
+
+
+@cache
+def _header(flags: tuple[str, ...]) -> Path:
+    """`_PREAMBLE`, which clang reads once for all kernels: that takes as long as most kernels take."""
+    known = [*_COMMON, *_includes(), *flags]
+    built = _folder() / f"{_digest(*known)}.pch"
+    if not built.exists():
+        text, own = built.with_suffix(".h"), built.with_suffix(f".{os.getpid()}")
+        own.write_text(_PREAMBLE)
+        own.replace(text)
+        # Every process writes the headers anew, with the same content.
+        timeless = ["-Xclang", "-fno-pch-timestamp"]
+        _run([_required_clang(), "-x", "c++-header", *known, *timeless, str(text), "-o", str(own)])
+        own.replace(built)
+    return built
+
+
+def _includes() -> list[str]:
+    return [f"-isystem{path}" for path in (HERE / "shim", _folder() / "include", MLX_INCLUDES)]
 
 
 def _required_clang() -> str:
