@@ -284,6 +284,12 @@ def arrays(engine: Engine) -> list[mx.array]:
     return [tensor.array for arena in _device(engine).runner.arenas for tensor in arena.tensors]
 
 
+def replayed_steps(engine: Engine) -> int:
+    """How many decode steps traces have computed."""
+    traces = _device(engine).runner._traces
+    return 0 if traces is None else traces.replayed
+
+
 def residual_arrays(engine: Engine) -> int:
     """Adapters for whose residuals there are arrays."""
     return len(_device(engine).runner.residuals)

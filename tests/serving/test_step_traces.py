@@ -12,6 +12,7 @@ import pytest
 from agentcache.models.step import StepInputs
 from agentcache.models.step_traces import StepTraces
 from tests.conftest import ModelFolder
+from tests.serving import inside
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import greedy, make_ids
 from tests.tiny import fewer_layers
@@ -25,8 +26,7 @@ def answers(folder: Path, home: Path) -> tuple[list[list[int]], int]:
             hand.step()
         second = hand.submit(make_ids(40, seed=3), greedy(8))
         hand.run(first, second)
-        traces = hand.engine.device.runner._traces
-        return [first.token_ids, second.token_ids], 0 if traces is None else traces.replayed
+        return [first.token_ids, second.token_ids], inside.replayed_steps(hand.engine)
 
 
 @pytest.mark.usefixtures("kernels")
