@@ -175,8 +175,8 @@ PREFIX_BUGS = [
         "uninitialised",
     ),
     Bug("row in no group", "(shared >= 0 ? params[2] : 0)", "params[2]", "out-of-bounds", MERGE),
-    Bug("shared part left out", "sum += weights[s] * shared_sums", "sum += 0.0f * shared_sums", NUMBERS, MERGE),
-    Bug("split twice", "(shared_at + s - own_splits) * D", "shared_at * D", NUMBERS, MERGE),
+    Bug("shared part left out", "weights + own_splits, splits - own_splits", "weights + own_splits, 0", NUMBERS, MERGE),
+    Bug("split twice", "sum += weights[s] * from[s * DV]", "sum += weights[s] * from[0]", NUMBERS, MERGE),
     Bug("implicit rounding", "static_cast<T>(sum / total)", "sum / total", SYNTAX, MERGE),
 ]
 UNPACK_BUGS = [

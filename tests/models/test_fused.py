@@ -97,6 +97,7 @@ def forget() -> None:
     fused.mode.cache_clear()
     fused.why_none.cache_clear()
     fused._tried.cache_clear()
+    fused.memo.found.clear()
     fused._warn.cache_clear()
     fused.counts.checked = fused.counts.different = 0
 

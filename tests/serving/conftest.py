@@ -69,6 +69,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run in the emulator."""
     from agentcache.metal_kernels.self_test import Verdict  # imports mlx; plain-Python tests stay quick without it
     from agentcache.models import fused
+    from agentcache.models.kernel_memo import KernelMemo
     from tests.metal_kernels.conftest import KERNELS, emulated
     from tests.metal_kernels.emulator.build import clang
     from tests.metal_kernels.emulator.run import Schedule
@@ -80,6 +81,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setitem(kernel.__dict__, "metal", plain)
     monkeypatch.setattr(fused, "device", lambda: "metal")
     monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(True))
+    monkeypatch.setattr(fused, "memo", KernelMemo())
     memories = (fused.mode, fused.why_none, fused._tried)
     for memory in memories:
         memory.cache_clear()

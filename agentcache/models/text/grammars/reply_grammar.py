@@ -219,8 +219,13 @@ class _Writer:
             if syntax.says_type and len(types) > 1:
                 return None
             type_ = types[0]
-        spelled = self._value(value, syntax, may_be_null=argument.may_be_null)
-        return self._named(literal(argument.name), syntax, type_, spelled)
+        spelled = self._value(value, syntax, may_be_null=argument.may_be_null and not syntax.says_type)
+        rule = self._named(literal(argument.name), syntax, type_, spelled)
+        if not (argument.may_be_null and syntax.says_type):
+            return rule
+        # Where it is said to be a string, the word is one.
+        null = f"{literal('null')} {self._rules.spelled(syntax.close)}"
+        return self._rules.rule(f"{rule} | {self._named(literal(argument.name), syntax, 'null', null)}")
 
     def _named(self, name: str, syntax: ArgumentSyntax, type_: str, value: str) -> str:
         before, behind = self._rules.spelled(syntax.name_open), self._rules.spelled(syntax.name_closed(type_))
