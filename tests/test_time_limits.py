@@ -29,6 +29,7 @@ def test_is_done():
 """
 
 
+@pytest.mark.slow
 def test_tests_that_hang_fail_by_their_names(tmp_path: Path) -> None:
     """With this project's settings, but for the seconds."""
     (tmp_path / "test_hanging.py").write_text(HANGING)

@@ -49,6 +49,7 @@ def test_the_layers_have_the_working_set() -> None:
     assert KernelsPlan().working_set >= 4 * (60 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(clang() is None, reason="the kernels' emulator needs clang 18 or newer")
 def test_every_sample_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in KERNELS:

@@ -66,6 +66,7 @@ def report(plan: MemoryPlan, results: list[SeedResult]) -> dict[str, Any]:
     return build_report(plan, results)
 
 
+@pytest.mark.slow
 def test_every_seed_is_run_in_every_way(results: list[SeedResult]) -> None:
     assert [result.seed for result in results] == [1, 4]
     for result in results:

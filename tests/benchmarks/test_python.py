@@ -16,6 +16,7 @@ def cost() -> PythonCost:
     return measure_python(PLAN, lambda line: None)
 
 
+@pytest.mark.slow
 def test_the_prompt_is_long_and_the_tree_is_wide(cost: PythonCost) -> None:
     assert cost.match.prompt_tokens >= 2000
     # The agent's own blocks, and for each of the others two of its own and a tail, if not more.

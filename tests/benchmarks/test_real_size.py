@@ -22,6 +22,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_small_run() -> None:
     plan = RealSizePlan(

@@ -183,6 +183,7 @@ def test_a_running_server_is_asked_and_no_second_copy_is_loaded(tmp_path: Path) 
     assert found["memory"].data["agents_of_8k"] == 15, "no more than there is room for states"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untried")
 def test_states_of_agents_have_a_share_of_the_memory(invoke: Invoke, tmp_path: Path) -> None:
     """Of a hybrid as many agents fit as both shares hold, that of keys and values and that of states."""
@@ -200,6 +201,7 @@ def test_states_of_agents_have_a_share_of_the_memory(invoke: Invoke, tmp_path: P
     assert found["memory"]["data"]["agents_of_8k"] == expected
 
 
+@pytest.mark.slow
 def test_kernels_of_the_served_model(model_folder: ModelFolder, tmp_path: Path) -> None:
     check = doctor.check_kernels(load_config({"model": str(model_folder("gemma3_text"))}))
     assert check.ok
@@ -212,6 +214,7 @@ def test_kernels_of_the_served_model(model_folder: ModelFolder, tmp_path: Path) 
     assert "nothing could be tried" in doctor.check_kernels(load_config({"model": str(tmp_path)})).detail
 
 
+@pytest.mark.slow
 def test_a_hub_model_that_was_fetched_is_tried(
     model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

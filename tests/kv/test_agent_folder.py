@@ -192,6 +192,7 @@ def test_a_damaged_agent_is_quarantined_and_the_others_load(
         assert [record.id for record in store.load_agents()] == ["bad", "good"]
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
     with open_store(tmp_path / "cache") as store:
         store.save_agent(make_record("a", make_transcript(5)))

@@ -221,6 +221,7 @@ def test_killed_and_started_again(live_model: Path, folders: dict[str, Path], tm
         assert stats(server)["quarantined"] == 0
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_none_keeps_the_server_from_starting(live_model: Path, tmp_path: Path) -> None:
     process = start_plainly(live_model, tmp_path / "cache", "--adapter", f"poet={tmp_path}/nothing")
     _, errors = process.communicate(timeout=60)

@@ -108,6 +108,7 @@ def test_a_model_that_is_not_served_has_no_layers(tmp_path: Path) -> None:
     assert in_child(tmp_path, "4") == []
 
 
+@pytest.mark.slow
 def test_as_a_command(model_folder: ModelFolder) -> None:
     folder = model_folder("llama", num_hidden_layers=2)
     command = [sys.executable, "-m", "agentcache.models.kernel_report", str(folder), "4"]

@@ -67,6 +67,7 @@ def test_same_weights_other_name_or_format(base: Path, tmp_path: Path) -> None:
         check_equal(ask(llm, PROMPT, "two"), first)
 
 
+@pytest.mark.slow
 def test_weights_are_dropped_and_read_again(base: Path, tmp_path: Path) -> None:
     """The least recently used ones, within half of what the cache can spare; and never those in use."""
     folders = {name: make_adapter(tmp_path / name, base, rank=64, seed=seed) for seed, name in enumerate("abc")}
@@ -149,6 +150,7 @@ def test_no_room_beside_a_running_request(base: Path, tmp_path: Path) -> None:
         assert llm.adapters()[0].resident
 
 
+@pytest.mark.slow
 def test_replaced_and_unloaded_while_it_runs(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """The running request keeps what its name meant; new ones are refused at once; then the weights go."""
     with open_adapters(base, tmp_path / "cache", {"poet": folders["plain"]}) as llm:

@@ -201,6 +201,7 @@ def test_who_needs_the_blocks_gets_them_back(llm: LLM) -> None:
     assert seen.most <= llm.stats().ram_budget
 
 
+@pytest.mark.slow
 def test_copies_without_use_are_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_stacks, "_REVIEW_STEPS", 10)
     seen = watch(llm)

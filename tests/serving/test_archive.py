@@ -130,6 +130,7 @@ def test_blocks_that_are_gone_are_computed_again(saved: Saved, tmp_path: Path) -
         assert saved.talk.fork("alice").turn(llm, LENGTHS[2]).token_ids == saved.third.token_ids
 
 
+@pytest.mark.slow
 def test_beside_an_engine_that_is_at_work(model: Path, tmp_path: Path) -> None:
     """Whatever moment it is read at, the file is the agent after some turn."""
     talk, ended = TokenTalk(), threading.Event()

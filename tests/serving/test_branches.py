@@ -15,6 +15,7 @@ from tests.serving.scripted import scripted
 from tests.serving.talk import SYSTEM, Talk, answering, calling, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [slow("qwen3"), "harmony"])
 def test_both_branches_are_found(family: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder("mistral", family, num_hidden_layers=2)

@@ -85,6 +85,7 @@ def states(llm: LLM) -> dict[str, str]:
     return {info.id: str(info.cache_state) for info in llm.agents()}
 
 
+@pytest.mark.slow
 def test_ten_times_as_many_agents_as_fit_in_ram(model: Path, tmp_path: Path) -> None:
     budget = 6 * BLOCK_BYTES  # three agents of two blocks
     with open_llm(model, tmp_path, ram_budget=budget) as llm, watched(llm, tmp_path) as peaks:
@@ -227,6 +228,7 @@ def saved_on_disk(llm: LLM) -> dict[str, int]:
     return {info.id: info.disk_bytes for info in llm.agents()}
 
 
+@pytest.mark.slow
 def test_transcripts_count_and_a_turn_that_cannot_be_saved_drops_nothing(model: Path, tmp_path: Path) -> None:
     """The transcripts of all agents stay: sooner or later there is no room beside them for one more turn."""
     with open_llm(model, tmp_path, disk_budget=240_000) as llm:

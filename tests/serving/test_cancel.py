@@ -79,6 +79,7 @@ def test_blocks_are_free_at_once(state: Callable[[ByHand], Receiver], model: Pat
         assert hand.engine.stats().cancelled == 1
 
 
+@pytest.mark.slow
 def test_the_place_under_way_is_written_by_somebody_else_next(model: Path, tmp_path: Path) -> None:
     """A slot may be given away while the device still writes the cancelled row's token into it."""
     ids = make_ids(300, seed=3)

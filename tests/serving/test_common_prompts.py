@@ -75,6 +75,7 @@ def test_a_common_beginning_is_computed_once(llm: LLM, policy: str | None) -> No
         check_same(mine, ask(llm, prompt(number), name, 3, policy=policy, salt="alone"), 0.01)
 
 
+@pytest.mark.slow
 def test_of_several_adapters_base_reads_a_context_once(llm: LLM) -> None:
     said, computed = together(llm, NAMES, "residual")
     assert computed < len(CONTEXT) * (1 + len(NAMES)) + 2 * len(NAMES) * (OWN + 4)

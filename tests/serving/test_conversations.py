@@ -140,6 +140,7 @@ def test_two_programs_under_one_name(model: Path, tmp_path: Path) -> None:
     assert len(manifests(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_twenty_beginnings_stay_within_the_bound(model: Path, tmp_path: Path) -> None:
     talks: dict[str, TokenTalk] = {}
     for seed in range(20):

@@ -83,6 +83,7 @@ async def load_beside_requests(llm: LLM, poet: Path) -> list[Completion]:
     return written
 
 
+@pytest.mark.slow
 def test_who_runs_goes_on_between_the_pieces(base: Path, poet: Path, tmp_path: Path) -> None:
     with open_adapters(base, tmp_path / "cache", {}) as llm:
         expected = ask(llm, make_ids(40), tokens=100)

@@ -191,6 +191,7 @@ def test_two_agents_with_one_system_prompt_compute_it_once(qwen: Path, tmp_path:
         assert other.computed_tokens < 256 + 100
 
 
+@pytest.mark.slow
 def test_a_long_system_prompt_is_known_after_a_crash(qwen: Path, tmp_path: Path) -> None:
     system = {"role": "system", "content": make_text(900, seed=1)}
     with open_llm(qwen, tmp_path / "one", snapshot_tokens=EVERY) as llm:
@@ -229,6 +230,7 @@ def test_rows_of_a_batch_keep_their_own_states(qwen: Path, tmp_path: Path) -> No
             check_same(following, answer(llm, prompt, None, salt="cold"))
 
 
+@pytest.mark.slow
 def test_little_room_for_states(qwen: Path, tmp_path: Path) -> None:
     """Room for two rows: the others wait; nobody's answer is another for it, and budgets hold."""
     spec_bytes = 0

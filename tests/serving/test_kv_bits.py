@@ -45,6 +45,7 @@ def test_other_formats_come_back_from_disk(kv: str, size: float, model_folder: M
     assert again[0] <= 4 and again[1] != four[1]
 
 
+@pytest.mark.slow
 def test_what_was_chosen_holds(model_folder: ModelFolder, tmp_path: Path) -> None:
     """Every start finds the blocks of those before it, whatever it would measure itself; a damaged file is replaced."""
     model, cache_dir = model_folder("qwen2", num_hidden_layers=2), tmp_path / "cache"

@@ -81,6 +81,7 @@ def test_the_same_with_windows_and_latents(
     assert files_of(tmp_path / "ahead") == files_of(tmp_path / "waiting")
 
 
+@pytest.mark.slow
 def test_a_token_that_is_penalised_before_it_is_known(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

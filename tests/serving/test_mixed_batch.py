@@ -113,6 +113,7 @@ def test_any_number_of_rows(num_rows: int, model: Path, tmp_path: Path) -> None:
         assert receiver.token_ids[:TOKENS] == reference.token_ids
 
 
+@pytest.mark.slow
 def test_joining_and_leaving_moves_no_cache(model: Path, tmp_path: Path) -> None:
     """A newcomer behind thousands of tokens is read where it lies: a step writes its own tokens and copies no block.
 

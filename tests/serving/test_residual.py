@@ -129,6 +129,7 @@ def test_turn_two_is_the_same_hot_evicted_and_restarted(small: Path, five: dict[
 # -- purity -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3", slow("mistral_sliding")])
 def test_bases_files_are_those_of_a_server_without_adapters(
     model_folder: ModelFolder, tmp_path: Path, architecture: str
@@ -178,6 +179,7 @@ def test_a_server_that_allows_no_residuals_writes_the_same_base(
         assert all(np.array_equal(allowed[name][key], tensor) for key, tensor in tensors.items())
 
 
+@pytest.mark.slow
 def test_any_order_and_company_gives_the_same_answers(
     small: Path, five: dict[str, Path], llm: LLM, tmp_path: Path
 ) -> None:
@@ -214,6 +216,7 @@ def test_several_answers_to_one_prompt(llm: LLM) -> None:
     assert llm.stats().computed_tokens - before < 1.2 * 2 * len(PROMPT), "the prompt once, by base and by the adapter"
 
 
+@pytest.mark.slow
 def test_an_answer_of_a_given_form(small: Path, five: dict[str, Path], tmp_path: Path) -> None:
     """Also where the first attempt at an answer is thrown away."""
     form = of_schema({"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3})

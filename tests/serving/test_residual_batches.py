@@ -70,6 +70,7 @@ def llm(model_folder: ModelFolder, tmp_path: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_each_row_says_what_it_says_alone_and_rows_meet(llm: LLM) -> None:
     alone = [at_once(llm, [request])[0] for request in requests("alone")]
     at_once(llm, requests(tokens=1))  # prompts are read: what follows is decoding

@@ -263,6 +263,7 @@ def test_an_adapter_goes_while_its_residuals_are_read_from_disk(hand: Hand) -> N
     assert again.report.computed_tokens == 1, "its files have stayed"
 
 
+@pytest.mark.slow
 def test_random_operations(small: Path, two: dict[str, Path], tmp_path: Path) -> None:
     random_operations(small, two, tmp_path, num_operations=120, seed=1)
 

@@ -139,6 +139,7 @@ def test_nothing_is_kept_that_no_adapter_wants(qwen3: Path, folders: dict[str, P
         assert llm.stats().trunk_ram_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_small_budget_keeps_the_beginning(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """Without the beginning the rest is of no use; what has left is computed."""
     some = {name: folders[name] for name in ("a", "b")}
