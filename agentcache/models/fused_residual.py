@@ -20,8 +20,6 @@ from agentcache.models.attention import AttentionOptions, flash_attention, unpac
 from agentcache.models.overlay import RowOverlay
 from agentcache.models.residual_turns import turning_of
 
-FAMILY_NORMS = "no kernel for the norms of a family's keys"
-
 
 def attention(
     queries: mx.array,
