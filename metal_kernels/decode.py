@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from agentcache.metal_kernels.decode_plan import DecodePlan, Groups, floats, ints, no_sinks, nothing_written
+from agentcache.metal_kernels.decode_plan import DecodePlan, Groups, no_sinks, nothing_written
 from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import traced
 from agentcache.metal_kernels.merge import merge
+from agentcache.metal_kernels.numbers import floats, ints
 from agentcache.metal_kernels.tiling import TILE, HeadShape, ResidualKind, Tiling, own_tiling, shared_tiling
 from agentcache.metal_kernels.turns import Turns
 

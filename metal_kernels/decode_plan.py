@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.metal_kernels.numbers import ints
 from agentcache.metal_kernels.tiling import HeadShape, own_tiling, shared_tiling
 
 # Of a group's tokens. On an H100 more never paid: neither for one row of 32K tokens nor for 32 rows of 16K.
@@ -141,22 +142,6 @@ class DecodePlan:
         count = len(self.rows.lengths) * self.rows.num_tokens
         shared = [-1] * count if self.shared is None else self.shared.places(count)
         return ints(tuple(zip(self.own.places(count), shared, strict=True)))
-
-
-@lru_cache(maxsize=512)
-def ints(values: tuple[Any, ...]) -> mx.array:
-    """Plain numbers as an int32 array on the device: the same one as long as they are the same.
-
-    From step to step few of them change, and they are alike for many groups of layers; what lies on a device already
-    need not get there.
-    """
-    return mx.array(values, mx.int32)
-
-
-@cache
-def floats(*values: float) -> mx.array:
-    """Plain numbers as a float32 array: what a model's layers are scaled by, so that there are few."""
-    return mx.array(values, mx.float32)
 
 
 @cache

@@ -17,19 +17,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from agentcache.metal_kernels.decode import PackedArrays, no_residuals
-from agentcache.metal_kernels.decode_plan import (
-    Groups,
-    StepRows,
-    floats,
-    ints,
-    no_sinks,
-    nothing_written,
-    own_spans,
-)
+from agentcache.metal_kernels.decode_plan import Groups, StepRows, no_sinks, nothing_written, own_spans
 from agentcache.metal_kernels.kernel_text import traced
 from agentcache.metal_kernels.latent_shape import LatentShape, LatentTiling
 from agentcache.metal_kernels.latent_text import LATENT_DECODE
 from agentcache.metal_kernels.merge import merge
+from agentcache.metal_kernels.numbers import floats, ints
 from agentcache.metal_kernels.tiling import HeadShape
 
 # That fill a device: two for each processor of an H100. By count, not measured.

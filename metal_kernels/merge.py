@@ -10,28 +10,22 @@ from agentcache.metal_kernels.decode_plan import MAX_SPLITS
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.tiling import HeadShape
 
-# A short step waits for memory here: so eight loads are on their way at a time.
-_FUNCTIONS = """
-template <int DV>
-METAL_FUNC float add_splits(float sum, const device float* from, SHARED_POINTER(const float) weights, int count) {
-    int s = 0;
-    for (; s + 8 <= count; s += 8) {
-        float x[8];
-        UNROLL for (int e = 0; e < 8; ++e) x[e] = from[(s + e) * DV];
-        UNROLL for (int e = 0; e < 8; ++e) sum += weights[s + e] * x[e];
-    }
-    for (; s < count; ++s) sum += weights[s] * from[s * DV];
-    return sum;
-}
-"""
+_THREADS = 512
 
-# One threadgroup a query and head, one thread a summed value: those behind the first D are of residuals, and the last
-# threads of a simdgroup may have none. Two sets of splits: places[2 * query] and the next one say in
-# which group and as which member a query took part, -1 for not at all.
-_MERGE = """
+# A short step waits for memory here. So PARTS sets of threads (a power of two) have a share of the splits each, every
+# thread asks for all it needs at once, and every simdgroup computes the splits' weights for itself: lane s has those of
+# s and s + 32. A thread of a set sums one value: those behind the first D are of residuals, and a set's last threads
+# may have none. Two sets of splits: places[2 * query] and the next one say in which group and as which member a query
+# took part, -1 for not at all.
+_BODY = """
     const int at = int(threadgroup_position_in_grid.x);
-    const int d = int(thread_index_in_threadgroup);
+    const int tid = int(thread_index_in_threadgroup);
     const int lane = int(thread_index_in_simdgroup);
+    const int DV = D + (RANK + 7) / 8 * 8;
+    const int WIDTH = (DV + 31) / 32 * 32;
+    const int EACH = MAX_SPLITS / PARTS;
+    const int d = tid % WIDTH;
+    const int part = tid / WIDTH;
     const int row_tokens = params[0];
     const int token = at % row_tokens;
     const int head = at / row_tokens % (HEADS * GQA);
@@ -45,57 +39,64 @@ _MERGE = """
         (shared / SHARED_MEMBERS * HEADS + head / GQA) * (SHARED_MEMBERS * GQA) + shared % SHARED_MEMBERS * GQA;
     const size_t own_at = size_t(own_row + head % GQA) * params[1];
     const size_t shared_at = size_t(shared_row + head % GQA) * params[2];
-    const float sink = SINKS ? sinks[head] * 1.4426950408889634f : -1.0e30f;
-    const int DV = D + (RANK + 7) / 8 * 8;
-    const int NSG = (DV + 31) / 32;
-    threadgroup float weights[MAX_SPLITS];
-    threadgroup float peaks[NSG];
-    threadgroup float totals[NSG];
+    threadgroup float parts[PARTS * WIDTH];
     threadgroup float low[RANK > 0 ? RANK : 1];
+    float x[EACH];
+    UNROLL for (int e = 0; e < EACH; ++e) {
+        const int s = part + e * PARTS;
+        x[e] = 0.0f;
+        if (d < DV && s < own_splits) x[e] = own_sums[(own_at + s) * DV + d];
+        else if (d < DV && s < splits) x[e] = shared_sums[(shared_at + s - own_splits) * DV + d];
+    }
+    const float sink = SINKS ? sinks[head] * 1.4426950408889634f : -1.0e30f;
+    float weights[MAX_SPLITS / 32];
+    float totals[MAX_SPLITS / 32];
     float top = sink;
-    for (int s = d; s < splits; s += NSG * 32) {
-        const bool mine = s < own_splits;
-        const size_t from = mine ? (own_at + s) * 2 : (shared_at + s - own_splits) * 2;
-        top = metal::max(top, mine ? own_tops[from] : shared_tops[from]);
+    UNROLL for (int i = 0; i < MAX_SPLITS / 32; ++i) {
+        const int s = lane + i * 32;
+        weights[i] = -1.0e30f;
+        totals[i] = 0.0f;
+        if (s < splits) {
+            const bool mine = s < own_splits;
+            const size_t from = mine ? (own_at + s) * 2 : (shared_at + s - own_splits) * 2;
+            weights[i] = mine ? own_tops[from] : shared_tops[from];
+            totals[i] = mine ? own_tops[from + 1] : shared_tops[from + 1];
+        }
+        top = metal::max(top, weights[i]);
     }
     UNROLL for (int b = 16; b > 0; b >>= 1) top = metal::max(top, simd_shuffle_xor(top, ushort(b)));
-    if (lane == 0) peaks[d / 32] = top;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    UNROLL for (int g = 0; g < NSG; ++g) top = metal::max(top, peaks[g]);
     float total = 0.0f;
-    for (int s = d; s < splits; s += NSG * 32) {
-        const bool mine = s < own_splits;
-        const size_t from = mine ? (own_at + s) * 2 : (shared_at + s - own_splits) * 2;
-        const float weight = metal::exp2((mine ? own_tops[from] : shared_tops[from]) - top);
-        weights[s] = weight;
-        total += weight * (mine ? own_tops[from + 1] : shared_tops[from + 1]);
+    UNROLL for (int i = 0; i < MAX_SPLITS / 32; ++i) {
+        weights[i] = metal::exp2(weights[i] - top);
+        total += weights[i] * totals[i];
     }
     UNROLL for (int b = 16; b > 0; b >>= 1) total += simd_shuffle_xor(total, ushort(b));
-    if (lane == 0) totals[d / 32] = total;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    total = SINKS ? metal::exp2(sink - top) : 0.0f;
-    UNROLL for (int g = 0; g < NSG; ++g) total += totals[g];
+    if (SINKS) total += metal::exp2(sink - top);
     float sum = 0.0f;
-    if (d < DV) {
-        sum = add_splits<DV>(0.0f, own_sums + own_at * DV + d, weights, own_splits);
-        sum = add_splits<DV>(sum, shared_sums + shared_at * DV + d, weights + own_splits, splits - own_splits);
+    UNROLL for (int e = 0; e < EACH; ++e) {
+        const int s = part + e * PARTS;
+        sum += simd_shuffle(weights[e * PARTS / 32], ushort(s % 32)) * x[e];
+    }
+    parts[part * WIDTH + d] = sum;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (part == 0) {
+        UNROLL for (int p = 1; p < PARTS; ++p) sum += parts[p * WIDTH + d];
     }
     if (RANK > 0) {
-        if (d >= D && d < D + RANK) low[d - D] = sum;
+        if (part == 0 && d >= D && d < D + RANK) low[d - D] = sum;
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (d < D) {
+        if (part == 0 && d < D) {
             for (int r = 0; r < RANK; ++r) sum += low[r] * value_b[(head / GQA * RANK + r) * D + d];
         }
     }
-    if (d < D) out[size_t(at) * D + d] = static_cast<T>(sum / total);
+    if (part == 0 && d < D) out[size_t(at) * D + d] = static_cast<T>(sum / total);
 """
 
 MERGE = KernelText(
     "agentcache_merge",
     ("own_sums", "own_tops", "shared_sums", "shared_tops", "value_b", "places", "sinks", "params"),
     ("out",),
-    _MERGE,
-    _FUNCTIONS,
+    _BODY,
 )
 
 
@@ -118,6 +119,8 @@ def merge(
         own_members, shared_members: queries of a group, in either set.
     """
     batch, heads, num_tokens, _ = out_shape
+    width = -(-shape.value_width // 32) * 32
+    parts = next(parts for parts in (16, 8, 4, 2, 1) if parts == 1 or parts * width <= _THREADS)
     [out] = MERGE.launch(
         [*sums, *given],
         {
@@ -129,10 +132,11 @@ def merge(
             "SHARED_MEMBERS": shared_members,
             "SINKS": has_sinks,
             "MAX_SPLITS": 2 * MAX_SPLITS,
+            "PARTS": parts,
             "RANK": shape.value_rank,
         },
         threadgroups=batch * heads * num_tokens,
-        threads=-(-shape.value_width // 32) * 32,
+        threads=parts * width,
         outputs=[(out_shape, shape.dtype)],
     )
     return out

@@ -32,6 +32,7 @@ from agentcache.metal_kernels.decode import PackedArrays, Prepared, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_shape import UNIT, LatentShape, LatentTiling
+from agentcache.metal_kernels.numbers import on_device
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import NO_RESIDUALS, HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
@@ -179,11 +180,18 @@ def _write(
         writes.put(arena, keys, values)
     elif mode() is Mode.ON:
         sides = (keys,) if values is None else (keys, values)
-        places = Places(writes.places, writes.counts)
         before = arena.keys.written
-        arena.was_written(append(sides, arena.arrays(), places, packing.group_size, before))
+        arena.was_written(append(sides, arena.arrays(), _places(writes), packing.group_size, before))
     else:
         writes.put(arena, keys, values, _checked_pack)
+
+
+def _places(writes: Writes) -> Places:
+    """Made once a step, for all layers of a group."""
+    if "places" not in writes.prepared:
+        writes.prepared["places"] = Places(on_device(writes.places), on_device(writes.counts))
+    places: Places = writes.prepared["places"]
+    return places
 
 
 def _checked_pack(x: mx.array, quantisation: Packing) -> Packed:

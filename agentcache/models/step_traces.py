@@ -29,6 +29,7 @@ from agentcache.metal_kernels.decode import Prepared
 from agentcache.metal_kernels.decode_plan import nothing_written
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_decode import PreparedLatents
+from agentcache.metal_kernels.numbers import on_device
 from agentcache.models.fused import Attended
 from agentcache.models.fused_latent import AttendedLatents
 from agentcache.models.loader import LoadedModel
@@ -135,7 +136,7 @@ class StepTraces:
         for _, layer in self._layers:
             arrays += layer.arrays()
             arrays.append(nothing_written() if layer.keys.written is None else layer.keys.written)
-        logits, *written = trace(step.token_ids, mx.array(step.lengths, mx.int32), *arrays)
+        logits, *written = trace(step.token_ids, on_device(mx.array(step.lengths, mx.int32)), *arrays)
         for (_, layer), each in zip(self._layers, written, strict=True):
             layer.was_written(each)
         self.replayed += 1

@@ -121,14 +121,14 @@ ROW_BUGS = [
     ),
     Bug("threadgroup memory", "threadgroup float4 pool[POOL];", "threadgroup float4 pool[2 * POOL];", "limit"),
     Bug(
-        "weights not waited for",
-        "totals[d / 32] = total;\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
-        "totals[d / 32] = total;",
-        "race",
+        "parts not waited for",
+        "parts[part * WIDTH + d] = sum;\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "parts[part * WIDTH + d] = sum;",
+        "uninitialised",
         MERGE,
     ),
     Bug("pointer without address space", "const device uint4* from", "const uint4* from", SYNTAX),
-    Bug("split weighed by nothing", "total += weight * (mine", "total += (mine", NUMBERS, MERGE),
+    Bug("split weighed by nothing", "total += weights[i] * totals[i]", "total += totals[i]", NUMBERS, MERGE),
     Bug(
         "sink of another head",
         "SINKS ? sinks[head]",
@@ -175,8 +175,8 @@ PREFIX_BUGS = [
         "uninitialised",
     ),
     Bug("row in no group", "(shared >= 0 ? params[2] : 0)", "params[2]", "out-of-bounds", MERGE),
-    Bug("shared part left out", "weights + own_splits, splits - own_splits", "weights + own_splits, 0", NUMBERS, MERGE),
-    Bug("split twice", "sum += weights[s] * from[s * DV]", "sum += weights[s] * from[0]", NUMBERS, MERGE),
+    Bug("shared part left out", "(d < DV && s < splits)", "(d < DV && s < own_splits)", NUMBERS, MERGE),
+    Bug("split twice", "own_sums[(own_at + s) * DV + d]", "own_sums[own_at * DV + d]", NUMBERS, MERGE),
     Bug("implicit rounding", "static_cast<T>(sum / total)", "sum / total", SYNTAX, MERGE),
 ]
 UNPACK_BUGS = [

@@ -157,8 +157,8 @@ BUGS = [
         "barrier",
         MERGE,
     ),
-    Bug("threads without a sum", "    if (d < DV) {\n", "    {\n", "out-of-bounds", MERGE),
-    Bug("threads without a value", "if (d < D) out[", "out[", "race", MERGE),
+    Bug("threads without a sum", "if (d < DV && s < own_splits)", "if (s < own_splits)", "out-of-bounds", MERGE),
+    Bug("threads without a value", "if (part == 0 && d < D) out[", "if (part == 0) out[", "race", MERGE),
     Bug("sums beside their array", "float low[RANK > 0 ? RANK : 1];", "float low[1];", "out-of-bounds", MERGE),
 ]
 OF_EIGHTS = [
