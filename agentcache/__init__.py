@@ -6,11 +6,16 @@ that importing the package (for the command line's help, for the plain-Python fl
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentcache.llm import LLM
     from agentcache.sampling import SamplingParams
+
+# On CUDA MLX rounds what float32 models multiply to 10 bits, unless it is told otherwise before its first product: two
+# ways to the same value would end in different steps of 4 bits.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ from agentcache.kv.step_plan import Reads
 from agentcache.metal_kernels.cases import turns_of
 from agentcache.metal_kernels.decode import THREADGROUPS, KeyResiduals, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
+from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_decode import LatentPlan, latent_decode
 from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.tiling import HeadShape
@@ -58,6 +60,7 @@ class KernelsPlan:
         threadgroups: that a launch is to have, at least, where the context is long enough.
         compare: measure what is beside the kernels, too.
         working_set: bytes that the layers in rotation have, at least.
+        launches: at a time, at least: as a step of a deep model has, since a graph's start should not count.
         copied: bytes of the array that shows the copy bandwidth.
     """
 
@@ -78,6 +81,7 @@ class KernelsPlan:
     threadgroups: int = THREADGROUPS
     compare: bool = True
     working_set: int = 4 * _LARGEST_DEVICE_CACHE
+    launches: int = 128
     copied: int = 1 << 29
 
 
@@ -112,8 +116,10 @@ class Layers:
             self.layer = LayerSpec(0, plan.kv_heads, plan.dim, plan.dim)
             self.quantisation = quantisation_for(plan.dim)
             per_layer = slots * BLOCK_SIZE * bytes_per_token(plan)
-        self.count = max(2, -(-plan.working_set // per_layer))
-        self.arenas = [self._arena(slots, seed) for seed in range(self.count)]
+        count = max(2, -(-plan.working_set // per_layer))
+        self.arenas = [self._arena(slots, seed) for seed in range(count)]
+        self.rotation = self.arenas * -(-plan.launches // count)
+        self.count = len(self.rotation)
 
     def _arena(self, slots: int, seed: int) -> LayerArena:
         arena = LayerArena(self.layer, self.quantisation)
@@ -197,13 +203,13 @@ def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: in
 
     def kernel() -> mx.array:
         x = queries
-        for index, arena in enumerate(layers.arenas):
+        for index, arena in enumerate(layers.rotation):
             keys, values = (tuple(side.arrays()) for _, side in arena.sides)
-            beside = residuals[index] if rank else None
+            beside = residuals[index % len(residuals)] if rank else None
             x = decode(x, keys, values, reads, scale=scale, residuals=beside, threadgroups=plan.threadgroups)
         return x
 
-    kernel_us = _fastest(plan.rounds, kernel) / layers.count * 1e6
+    kernel_us = _fastest(plan.rounds, _traced(kernel)) / layers.count * 1e6
     moved = (common * BLOCK_SIZE + rows * own) * (bytes_per_token(plan) + 2 * (rank + keys_rank))
     if rank:
         sides = "keys and values" if on_keys else "values"
@@ -249,7 +255,7 @@ def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
 
     def kernel() -> mx.array:
         x = queries
-        for arena in layers.arenas:
+        for arena in layers.rotation:
             data, scales, biases = arena.arrays()
             x = latent_decode(x, rope_queries, (data, scales, biases), reads, shape, scale=scale)
         return x
@@ -261,12 +267,13 @@ def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
             x = packed_latent_attention(x, rope_queries, steps, scale).astype(dtype)
         return x
 
-    kernel_us = _fastest(plan.rounds, kernel) / layers.count * 1e6
+    kernel_us = _fastest(plan.rounds, _traced(kernel)) / layers.count * 1e6
     ops_us = _fastest(plan.rounds, ops) / len(layers.arenas[:4]) * 1e6 if plan.compare else None
     return Sample("latent decode", rows, context, rows * context * bytes_per_latent(plan), kernel_us, ops_us)
 
 
-def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, queries: mx.array) -> float:
+def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, queries: mx.array) -> float | None:
+    """None where MLX cannot: CUDA refuses a graph for 32 rows of 64K tokens."""
     reads = Reads([BlockTable(row) for row in ids], [length] * len(ids), 1, None)
     options = AttentionOptions(plan.dim**-0.5)
 
@@ -277,7 +284,9 @@ def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, q
             x = packed_attention(x, Packed(*keys), Packed(*values), reads, options, arena)
         return x
 
-    return _fastest(plan.rounds, ops) / len(layers.arenas[:4]) * 1e6
+    with suppress(RuntimeError):
+        return _fastest(plan.rounds, ops) / len(layers.arenas[:4]) * 1e6
+    return None
 
 
 def _flash(plan: KernelsPlan, rows: int, context: int, queries: mx.array) -> float | None:
@@ -325,7 +334,7 @@ def _unpack_sample(plan: KernelsPlan, context: int, rank: int) -> Sample:
             for (_, side), added in zip(arena.sides, sides, strict=True)
         ]
 
-    kernel_us = _fastest(plan.rounds, kernel) / layers.count * 1e6
+    kernel_us = _fastest(plan.rounds, _traced(kernel)) / len(layers.arenas) * 1e6
     moved = context * (bytes_per_token(plan) + 2 * plan.kv_heads * plan.dim * dtype.size + 4 * rank)
     what = f"unpack, residuals of rank {rank} on keys and values" if rank else "unpack"
     return Sample(what, 1, context, moved, kernel_us)
@@ -334,6 +343,11 @@ def _unpack_sample(plan: KernelsPlan, context: int, rank: int) -> Sample:
 def _angles(plan: KernelsPlan) -> np.ndarray:
     """Of a rope over whole heads, from a position to the next."""
     return np.asarray(10000.0 ** -(np.arange(plan.dim // 2) / (plan.dim // 2)))
+
+
+def _traced(work: Callable[[], mx.array]) -> Callable[[], mx.array]:
+    """Laid out once, as the engine's steps are: else a short kernel takes as long as Python takes to launch it."""
+    return work if device() == NO_DEVICE else mx.compile(work)
 
 
 def _fastest(rounds: int, work: Callable[[], mx.array | Sequence[mx.array]]) -> float:

@@ -26,6 +26,7 @@ PLAN = KernelsPlan(
     unpacked_rank=4,
     latents=((2, 256),),
     latent_sizes=(64, 32),
+    launches=1,
     latent_heads=3,
     kv_heads=1,
     queries_per_head=2,
@@ -45,7 +46,7 @@ def test_bytes_of_a_token() -> None:
 
 def test_the_layers_have_the_working_set() -> None:
     layers = Layers(PLAN, 1)
-    assert layers.count * 256 * bytes_per_token(PLAN) >= PLAN.working_set
+    assert len(layers.arenas) * 256 * bytes_per_token(PLAN) >= PLAN.working_set
     assert KernelsPlan().working_set >= 4 * (60 << 20)
 
 

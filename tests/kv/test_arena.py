@@ -27,6 +27,7 @@ from agentcache.kv.arena import (
 from agentcache.kv.block_layout import Place
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, attention_group, make_groups, tensor_name
+from tests.device_marks import cpu_memory
 from tests.examples import examples
 from tests.kv.store_cases import named_tensors
 
@@ -207,6 +208,7 @@ def peak_of_write(side: SideArena, *, scattered: bool) -> int:
     return mx.get_peak_memory() - before
 
 
+@cpu_memory
 @pytest.mark.parametrize("scattered", [False, True])
 def test_writing_a_token_does_not_copy_the_arena(scattered: bool) -> None:
     side = LayerArena(LayerSpec(0, HEADS, DIM, 0), Q64).keys
@@ -340,6 +342,7 @@ def test_a_snapshot_does_not_follow_later_writes() -> None:
     np.testing.assert_array_equal(snapshot, kept)
 
 
+@cpu_memory
 def test_a_snapshot_leaves_writes_in_place() -> None:
     side_spec = LayerSpec(0, HEADS, DIM, 0)
     arena = group_of(side_spec)

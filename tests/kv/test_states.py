@@ -17,6 +17,7 @@ from agentcache.kv.spec import CacheSpec, LayerSpec, RecurrentSpec, StateTensor,
 from agentcache.kv.states import StateArena
 from agentcache.store.block_file import make_header
 from agentcache.store.store import BlockWrite
+from tests.device_marks import cpu_memory
 from tests.kv.store_cases import MODEL, open_store
 
 RECURRENT = (
@@ -78,6 +79,7 @@ def test_a_row_of_a_batch_is_kept_as_it_is() -> None:
         assert same(arena.arrays(slot), batch, place)
 
 
+@cpu_memory
 def test_what_is_kept_does_not_hold_the_batch() -> None:
     cache, arena = make_arena()
     before = mx.get_active_memory()

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.device_marks import cpu_memory
+
 SCRIPT = """
 import ctypes, sys
 import mlx.core as mx
@@ -40,6 +42,7 @@ def mapped_bytes(mode: str) -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+@cpu_memory
 @pytest.mark.skipif(
     sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="mallopt and mallinfo2 are glibc's"
 )

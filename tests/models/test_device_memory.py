@@ -55,11 +55,14 @@ def test_mlx_has_these_limits() -> None:
     assert mx.set_memory_limit(before) == before
 
 
-def test_what_is_wanted_of_each_device() -> None:
+def test_what_is_wanted_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     assert wanted_limits(MAC, mx.gpu) == [(MEMORY, 10**10), (CACHE, 10**9), (WIRED, 6 * 10**9)]
     linux = MemoryPlan(10**10, 4 * 10**9, 10**9, 0, 1000, wired=None)
     assert wanted_limits(linux, mx.cpu) == [(MEMORY, 10**10), (CACHE, 0)]
     assert wanted_limits(linux, mx.gpu) == [(MEMORY, 10**10), (CACHE, 256 << 20)]
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    assert wanted_limits(linux, mx.gpu) == [(MEMORY, 10**10), (CACHE, 10**10 // 8)]
 
 
 def test_this_device() -> None:

@@ -22,6 +22,7 @@ from agentcache.models import interception, mla, proof, softcap
 from agentcache.models.attention import AttentionOptions
 from agentcache.models.hosting import host, host_in_pieces
 from tests.conftest import ModelFolder
+from tests.device_marks import cpu_memory
 from tests.models import zoo
 from tests.models.model_files import MODEL_FILES
 
@@ -152,6 +153,7 @@ def test_the_proof_in_half_precision(
         host(model, name, MODEL_FILES[name].config)
 
 
+@cpu_memory
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3"])
 def test_it_is_computed_a_layer_at_a_time(name: str) -> None:
     """What layers give stays in memory as long as it is to be compared: it grows by a layer's share with each piece."""

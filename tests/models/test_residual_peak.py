@@ -13,6 +13,7 @@ import pytest
 
 from agentcache.models import residual_attention
 from agentcache.models.footprint import Footprint
+from tests.device_marks import cpu_memory
 from tests.models.driver import Row
 from tests.models.residual_driver import AnyRow, Overlay, ResidualDriver
 from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
@@ -65,6 +66,7 @@ def decode_peaks(driver: ResidualDriver, rows: list[Overlay]) -> tuple[int, int]
     return peak(driver, base, 1), peak(driver, rows, 1)
 
 
+@cpu_memory
 def test_eight_residual_rows_take_what_eight_base_rows_do_and_one_rows_keys(
     crowd: tuple[ResidualDriver, list[Overlay]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +77,7 @@ def test_eight_residual_rows_take_what_eight_base_rows_do_and_one_rows_keys(
     assert decode_peaks(*crowd)[1] > of_base + rebuilt_keys
 
 
+@cpu_memory
 @pytest.mark.parametrize("rows", [1, ROWS])
 def test_the_estimate_covers_rows_of_values_alone(of_values: tuple[ResidualDriver, list[Overlay]], rows: int) -> None:
     driver, all_rows = of_values
@@ -86,6 +89,7 @@ def test_the_estimate_covers_rows_of_values_alone(of_values: tuple[ResidualDrive
     assert taken <= expected < 12 * taken + (1 << 20)
 
 
+@cpu_memory
 @pytest.mark.parametrize("num_tokens", [1, 64, 256])
 @pytest.mark.parametrize("which", ["crowd", "of_values"])
 def test_the_estimate_covers_it(which: str, num_tokens: int, request: pytest.FixtureRequest) -> None:

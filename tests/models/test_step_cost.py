@@ -19,6 +19,7 @@ from mlx_lm.models.cache import KVCache
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.metal_kernels import numbers
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.models import fused
 from agentcache.models.hosting import host
@@ -64,6 +65,7 @@ def _sizes(arrays: list[Any]) -> tuple[int, ...]:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One that compiles kernels, and has what is one launch on a GPU as one operation."""
     monkeypatch.setattr(fused, "device", lambda: "metal")
+    monkeypatch.setattr(numbers, "device", lambda: "metal")  # copies of a step's numbers are no layer's
     monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(True))
     monkeypatch.setattr(fused, "memo", KernelMemo())
     monkeypatch.setattr(mx.fast, "rms_norm", lambda x, weight, eps: x * weight)

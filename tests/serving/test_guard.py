@@ -22,6 +22,7 @@ from agentcache.models import loader
 from agentcache.models.builtin.random_model import random_model_path
 from agentcache.models.footprint import GATED_DELTA_FILES, SSD_FILES, Footprint, free_memory
 from tests.conftest import ModelFolder
+from tests.device_marks import cpu_memory
 from tests.marks import slow
 from tests.models import zoo
 from tests.models.driver import Driver, Row
@@ -104,7 +105,7 @@ def large_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     return Driver(loader.load(str(folder)))
 
 
-@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="how much lives at a time was measured on the CPU back end")
+@cpu_memory
 @pytest.mark.parametrize(
     ("contexts", "num_tokens"),
     [slow([8000], 1), slow([4000] * 8, 1), slow([4000] * 16, 1), ([8000, *[300] * 7], 1), ([8000], 8)]
@@ -132,7 +133,7 @@ def test_the_estimate_is_at_most_twice_what_a_step_takes(
     check_bound(estimate <= 2 * taken, (taken, estimate))
 
 
-@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="how much lives at a time was measured on the CPU back end")
+@cpu_memory
 @pytest.mark.parametrize(
     ("file", "contexts", "num_tokens"),
     [

@@ -1,0 +1,10 @@
+"""Marks by what this machine computes on. Imports mlx, which plain tests do without."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+cpu_memory = pytest.mark.skipif(
+    mx.default_device() != mx.cpu, reason="how much lives at a time was measured on the CPU back end"
+)
