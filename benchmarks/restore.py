@@ -6,6 +6,7 @@
     alone     no turn: the evicted blocks are brought back, as for an agent that is expected
     read      plain reads of the same files, one after the other, into a buffer that is used again
     together  the same by as many threads as restore files
+    kept      the same by one thread into memory that holds all of it in the end, as restoring has to
 
 The files are in the page cache. All sides take turns in one process; compare ratios, not milliseconds. Where others use
 the processor too, times say how long one waited for it: compare the processor's time of `alone` and `read` there.
@@ -71,6 +72,7 @@ class RestoreResult:
         evicted_restore_ms, restarted_restore_ms: of these, from the first read to the last block in its slot.
         alone_ms: the same without a turn.
         read_ms, together_ms: plain reads of the same files, by one thread and by several.
+        kept_ms: by one thread into memory for all of them.
         alone_cpu_ms, read_cpu_ms: what the processor worked for `alone`, on all threads, and for `read`.
         restored_bytes: what a restore brings back.
     """
@@ -83,6 +85,7 @@ class RestoreResult:
     alone_ms: float
     read_ms: float
     together_ms: float
+    kept_ms: float
     alone_cpu_ms: float
     read_cpu_ms: float
     restored_bytes: int
@@ -120,12 +123,13 @@ class _Measurement:
             self._progress(f"computing {plan.context} tokens")
             llm.generate(self._context, SamplingParams(max_tokens=0), agent=_AGENT)
         hot, evicted, restarted = list[Completion](), list[Completion](), list[Completion]()
-        alone, reads, together = list[RestoreReport](), list[float](), list[float]()
+        alone, reads, together, kept = list[RestoreReport](), list[float](), list[float](), list[float]()
         alone_cpu, read_cpu = list[float](), list[float]()
         for number in range(plan.restarts):
             self._progress(f"life {number + 1} of {plan.restarts}")
             with self._open() as llm:
                 files = sorted(self._cache_dir.glob("blocks/*/*"))
+                memory = bytearray(b"\1") * sum(file.stat().st_size for file in files)  # touched: it is there
                 restarted.append(self._turn(llm))
                 for _ in range(plan.rounds):
                     hot.append(self._turn(llm))
@@ -137,6 +141,7 @@ class _Measurement:
                     with _processor_time(read_cpu):
                         reads.append(_read(files, 1))
                     together.append(_read(files, READERS))
+                    kept.append(_read_and_keep(files, memory))
         restored = {turn.report.restored_bytes for turn in (*restarted, *evicted)}
         restored |= {report.restored_bytes for report in alone}
         if len(restored) != 1 or any(turn.report.restored_bytes for turn in hot):
@@ -150,6 +155,7 @@ class _Measurement:
             statistics.median(report.restore_ms for report in alone),
             statistics.median(reads) * 1e3,
             statistics.median(together) * 1e3,
+            statistics.median(kept) * 1e3,
             statistics.median(alone_cpu) * 1e3,
             statistics.median(read_cpu) * 1e3,
             restored.pop(),
@@ -199,6 +205,19 @@ def _read_each(files: list[Path], buffer: bytearray) -> None:
                 continue
 
 
+def _read_and_keep(files: list[Path], memory: bytearray) -> float:
+    """Seconds for plain reads of all files to where there is room for all of them."""
+    room = memoryview(memory)
+    started = time.perf_counter()
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(room):
+                room = room[count:]
+                if not room:
+                    break
+    return time.perf_counter() - started
+
+
 def _first_token(turns: list[Completion]) -> float:
     return statistics.median(turn.report.time_to_first_token_ms for turn in turns)
 
@@ -214,7 +233,7 @@ def restore_rows(result: RestoreResult) -> list[dict[str, Any]]:
         rows.append({"what": what, "turn_ms": turn_ms, **_restoring(result, restore_ms), **share})
     cpu = {"cpu_ms": result.alone_cpu_ms, "cpu_share": result.read_cpu_ms / result.alone_cpu_ms}
     rows.append({"what": "alone", **_restoring(result, result.alone_ms), **cpu})
-    for what, read_ms in (("read", result.read_ms), ("together", result.together_ms)):
+    for what, read_ms in (("read", result.read_ms), ("together", result.together_ms), ("kept", result.kept_ms)):
         rows.append({"what": what, "turn_ms": read_ms, "gb_per_s": result.rate(read_ms)})
     return rows
 
@@ -222,7 +241,8 @@ def restore_rows(result: RestoreResult) -> list[dict[str, Any]]:
 def _restoring(result: RestoreResult, restore_ms: float) -> dict[str, float]:
     """What restoring takes, and its share of the rates of plain reads."""
     rate = result.rate(restore_ms)
-    shares = {"read_share": result.read_ms / restore_ms, "together_share": result.together_ms / restore_ms}
+    plain = {"read": result.read_ms, "together": result.together_ms, "kept": result.kept_ms}
+    shares = {f"{what}_share": read_ms / restore_ms for what, read_ms in plain.items()}
     return {"restore_ms": restore_ms, "gb_per_s": rate, **shares}
 
 
@@ -243,10 +263,11 @@ def restore_table(report: Report) -> Table:
         "of 1.5 hot + 1.25 read",
         "of reads",
         "of reads together",
+        "of kept",
         "by CPU",
     )
     table = number_table("A short turn behind a long context", columns, named=True)
-    shares = ("gb_per_s", "allowed_share", "read_share", "together_share", "cpu_share")
+    shares = ("gb_per_s", "allowed_share", "read_share", "together_share", "kept_share", "cpu_share")
     for row in report["rows"]:
         cells = [f"{row[key]:.0f} ms" if key in row else "" for key in ("turn_ms", "restore_ms")]
         cells += [f"{row[key]:.2f}" if key in row else "" for key in shares]

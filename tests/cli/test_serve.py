@@ -15,6 +15,7 @@ import pytest
 
 from agentcache.cli.serve import listen
 from agentcache.config import Config
+from tests.marks import slow
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 60.0  # with a process that starts or ends while everything else runs, too
@@ -39,7 +40,7 @@ def url_of(process: subprocess.Popen[str]) -> str:
     return str(json.loads(process.stdout.readline())["url"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_a_signal_drains_and_exits_with_0(number: signal.Signals) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     with serving() as process:

@@ -103,9 +103,7 @@ class Crowd:
             history.trim(trimmed)
 
 
-@pytest.mark.skipif(
-    mx.cuda.is_available(), reason="MLX 0.32.4 ends the process here on CUDA (floating point exception)"
-)
+@pytest.mark.skipif(mx.cuda.is_available(), reason="MLX 0.32.4 ends the process on CUDA: floating point exception")
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(OPERATIONS, max_size=10))
 def test_random_joins_and_leaves(operations: list[tuple[str, int]]) -> None:

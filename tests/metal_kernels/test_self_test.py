@@ -81,8 +81,8 @@ def test_on_a_back_end_without_kernels_the_self_test_fails() -> None:
     [
         ("unpack", "& 15u), scale", "& 7u), scale", ["append and unpack", "unpack"]),
         ("append", "scale), 15.0f)", "scale), 14.0f)", ["append"]),
-        ("append", "biases[at] =", "if (false) biases[at] =", ["append", "append and decode", "append and unpack"]),
-        ("append", "= places[", "= 1 + places[", ["append", "append and decode", "append and unpack"]),
+        slow("append", "biases[at] =", "if (false) biases[at] =", ["append", "append and decode", "append and unpack"]),
+        slow("append", "= places[", "= 1 + places[", ["append", "append and decode", "append and unpack"]),
     ],
 )
 def test_wrong_steps_are_named(kernel: str, old: str, new: str, names: list[str], emulate: Emulate) -> None:

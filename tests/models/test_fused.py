@@ -142,6 +142,7 @@ def test_a_chunk_is_unpacked_by_a_kernel(kernel_device: Device, monkeypatch: pyt
     assert close(by_kernels, both(Case((290,), 40))[1], 1e-5)
 
 
+@pytest.mark.slow
 def test_rows_beside_residual_ones_are_answered_by_kernels(
     kernel_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -282,7 +283,7 @@ def check_same(completion: Completion, expected: Completion) -> None:
         assert mine.logprob == pytest.approx(other.logprob, abs=NEAR)
 
 
-@pytest.mark.parametrize("architecture", [name if name == "gpt_oss" else slow(name) for name in COVERED])
+@pytest.mark.parametrize("architecture", [*map(slow, COVERED)])
 def test_engines_answer_alike_with_and_without_kernels(
     architecture: str, model_folder: ModelFolder, kernel_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

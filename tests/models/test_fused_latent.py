@@ -86,7 +86,7 @@ def launches(log: list[Result], buffer: str) -> int:
         Step((5, 256, 300), num_tokens=2),
         slow(Step((255,), rank=512, rope=64, heads=20, dtype=mx.bfloat16)),
         slow(Step((20, 290), dtype=mx.float16)),
-        Step((290,), bits=8),
+        slow(Step((290,), bits=8)),
     ],
     ids=str,
 )

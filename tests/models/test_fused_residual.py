@@ -109,7 +109,7 @@ def test_keys_and_values_are_put_together_by_one_kernel(
 MODELS = ["llama", "qwen3", "gpt_oss", "phi3_partial", "gemma3_text", "llama_bias", "granite"]
 
 
-@pytest.mark.parametrize("model", [*MODELS[:3], *map(slow, MODELS[3:])])
+@pytest.mark.parametrize("model", [slow(MODELS[0]), *MODELS[1:3], *map(slow, MODELS[3:])])
 def test_keys_of_every_kind(model: str, log: list[Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A chunk, whose keys are unpacked, and a token behind it: with norms, windows, sinks, several ropes."""
     loaded = small_model(model)

@@ -90,7 +90,7 @@ def start_over(chat: Chat) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     ("rewrite", "restart"),
     [
-        *((regenerate, False), (edit_in_the_middle, True), (compact, False), (start_over, True)),
+        *((regenerate, False), slow(edit_in_the_middle, True), (compact, False), (start_over, True)),
         *(slow(regenerate, True), slow(edit_in_the_middle, False), slow(compact, True), slow(start_over, False)),
     ],
 )
@@ -253,7 +253,7 @@ def cut_words(llm: LLM) -> None:
         llm.generate(text[:length], greedy(0), agent="alice")
 
 
-@pytest.mark.parametrize("work", [keep_rewriting, cut_words])
+@pytest.mark.parametrize("work", [slow(keep_rewriting), cut_words])
 def test_evicting_frees_all_that_only_the_agent_holds(work: Callable[[LLM], None], model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path, max_lineages=1) as llm:
         Chat("bob").turn(llm, make_text(200, seed=1))

@@ -70,8 +70,7 @@ def test_a_stop_string_ends_text_and_memory(tokenizer: str, model_folder: ModelF
             )
 
 
-@pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("length", [246, 300])
+@pytest.mark.parametrize(("length", "restart"), [(246, False), (300, True), slow(246, True), slow(300, False)])
 def test_what_is_kept_ends_in_front_of_a_stop_string_of_several_tokens(
     length: int, restart: bool, model: Path, tmp_path: Path
 ) -> None:
@@ -112,7 +111,7 @@ def check_next_turn(llm: LLM, ids: list[int], cache_state: str) -> None:
     assert turn.token_ids == cold_ids(llm, turn.prompt_token_ids, 4)
 
 
-@pytest.mark.parametrize("chunk", [256, 100])
+@pytest.mark.parametrize("chunk", [256, slow(100)])
 def test_prompt_logprobs_are_those_of_single_steps(chunk: int, model: Path, tmp_path: Path) -> None:
     ids = make_ids(300)
     with open_llm(model, tmp_path, prefill_chunk=chunk) as llm:

@@ -69,7 +69,7 @@ def test_each_is_what_a_request_of_its_own_would_get(length: int, model: Path, t
         assert len(set(alone)) == N
 
 
-@pytest.mark.parametrize("architecture", [slow("gemma3_text"), "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("architecture", [slow("gemma3_text"), "gpt_oss", slow("deepseek_v2")])
 def test_with_windows_and_latents(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     ids = make_ids(700)
     with open_llm(model_folder(architecture), tmp_path) as llm:

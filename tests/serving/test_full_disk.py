@@ -13,6 +13,7 @@ from agentcache.errors import DiskBudgetExceeded, StoreError
 from agentcache.llm import LLM
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import (
@@ -37,7 +38,7 @@ def fail_writes(llm: LLM, wanted: str) -> Callable[[], None]:
     return inside.set_fault(inside.engine_of(llm), fault)
 
 
-@pytest.mark.parametrize("step", ["block", "log", "manifest"])
+@pytest.mark.parametrize("step", ["block", slow("log"), "manifest"])
 def test_a_full_disk(step: str, model: Path, tmp_path: Path) -> None:
     """The turn is answered and says that it is not saved; the state saved before survives."""
     with open_llm(model, tmp_path / "kept") as llm:

@@ -276,7 +276,7 @@ def test_who_is_preempted_goes_on_from_the_last_snapshot(qwen: Path, tmp_path: P
         assert llm.stats().computed_tokens < 1300 + 40 + 256 + 40
 
 
-@pytest.mark.parametrize("level", [Level.WARNING, Level.CRITICAL])
+@pytest.mark.parametrize("level", [slow(Level.WARNING), Level.CRITICAL])
 def test_snapshots_leave_under_memory_pressure_and_agents_come_back_warm(
     level: Level, qwen: Path, tmp_path: Path
 ) -> None:

@@ -79,9 +79,7 @@ def alone(model: Path, cache_dir: Path, talks: Sequence[Talk]) -> list[Receiver]
 
 
 # Whole keys, of which there are any number of rows below; windows with sinks; latents.
-@pytest.mark.parametrize(
-    "architecture", [name if name in ("gpt_oss", "deepseek_v2") else slow(name) for name in ARCHITECTURES]
-)
+@pytest.mark.parametrize("architecture", [name if name == "gpt_oss" else slow(name) for name in ARCHITECTURES])
 def test_cold_warm_and_hot_rows_and_forks(architecture: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder(architecture)
     expected = alone(model, tmp_path / "alone", TALKS)

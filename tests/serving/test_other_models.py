@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving.block_damage import block_files, metadata_of
 from tests.serving.conversation import greedy, make_ids, open_llm, outcome
 from tests.serving.saved import LENGTHS, Saved, check_answer
@@ -41,7 +42,7 @@ def test_two_models_take_turns_in_one_folder(saved: Saved, model_folder: ModelFo
         assert alice.cache_state == "warm"
 
 
-@pytest.mark.parametrize("change", ["template", "no template", "tokenizer"])
+@pytest.mark.parametrize("change", ["template", slow("no template"), slow("tokenizer")])
 def test_another_tokenizer_or_template_is_another_model(change: str, saved: Saved, tmp_path: Path) -> None:
     cache_dir, model = saved.copy(tmp_path / "cache"), Path(shutil.copytree(saved.model, tmp_path / "model"))
     if change == "tokenizer":

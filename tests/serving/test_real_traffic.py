@@ -11,6 +11,7 @@ import pytest
 
 from agentcache.engine.pace import Pace
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import greedy, make_ids
@@ -73,7 +74,7 @@ def on_engine(hand: ByHand, clock: KnownCosts, arrivals: Iterable[Arrival]) -> l
     return times
 
 
-@pytest.mark.parametrize("arrivals", [TALK_BESIDE_A_LONG_PROMPT, BEGINNERS_BESIDE_A_LONG_PROMPT])
+@pytest.mark.parametrize("arrivals", [slow(TALK_BESIDE_A_LONG_PROMPT), BEGINNERS_BESIDE_A_LONG_PROMPT])
 def test_every_token_comes_when_it_does_in_the_simulation(
     arrivals: list[Arrival], model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from agentcache.llm import LLM
 from agentcache.report import CacheStats
 from tests.adapters_factory import ATTENTION
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.adapter_cases import ask
 from tests.serving.conversation import make_ids
@@ -54,7 +55,7 @@ def talk(llm: LLM, agents: tuple[str, ...], prompt: list[int], policy: str) -> l
     return found
 
 
-@pytest.mark.parametrize("num_tokens", [1000, pytest.param(4080, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_tokens", [slow(1000), slow(4080)])
 def test_eight_agents_take_one_base_and_eight_residuals(
     model_folder: ModelFolder, tmp_path: Path, num_tokens: int
 ) -> None:

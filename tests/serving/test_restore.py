@@ -34,7 +34,7 @@ from tests.serving.conversation import (
 from tests.tiny import fewer_layers
 
 MODELS = [
-    ("llama", "byte_bpe_bos"),
+    slow("llama", "byte_bpe_bos"),
     slow("mistral", "metaspace"),
     slow("mistral_sliding", "metaspace"),
     slow("qwen2", "byte_bpe"),
@@ -52,7 +52,7 @@ CHATS = [
     ("qwen3", "byte_bpe"),
     slow("qwen3", "byte_bpe_bos"),
     slow("qwen3", "metaspace"),
-    ("gemma3_text", "metaspace"),
+    slow("gemma3_text", "metaspace"),
     slow("gpt_oss", "byte_bpe"),
 ]
 
@@ -119,7 +119,7 @@ def test_chats_after_a_restart(architecture: str, tokenizer: str, model_folder: 
 @pytest.mark.parametrize(
     ("architecture", "length"),
     [
-        *(("qwen2", 255), ("gpt_oss", 256), slow("qwen2", 256), slow("gpt_oss", 255)),
+        *(("qwen2", 255), slow("gpt_oss", 256), slow("qwen2", 256), slow("gpt_oss", 255)),
         *starmap(slow, product(["qwen2", "gpt_oss"], [257, 512])),
     ],
 )
