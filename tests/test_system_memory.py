@@ -90,6 +90,7 @@ def test_a_system_that_says_nothing(tmp_path: Path) -> None:
 
 
 @linux
+@pytest.mark.slow
 def test_a_limit_on_the_address_space() -> None:
     """In a process of its own, which could not go on with such a limit."""
     script = (

@@ -16,12 +16,13 @@ def test_a_small_run(model_folder: ModelFolder) -> None:
     assert result.restored_bytes > 0
     report = build_report(plan, result)
     rows = {row["what"]: row for row in report["rows"]}
-    assert list(rows) == ["hot", "evicted", "restarted", "alone", "read", "together"]
+    assert list(rows) == ["hot", "evicted", "restarted", "alone", "read", "together", "kept"]
     for what in ("evicted", "restarted"):
         assert rows[what]["turn_ms"] >= rows[what]["restore_ms"] > 0
     for what in ("evicted", "restarted", "alone"):
         assert rows[what]["read_share"] == pytest.approx(rows[what]["gb_per_s"] / rows["read"]["gb_per_s"])
-        assert rows[what]["together_share"] == pytest.approx(rows[what]["gb_per_s"] / rows["together"]["gb_per_s"])
+        for reads in ("together", "kept"):
+            assert rows[what][f"{reads}_share"] == pytest.approx(rows[what]["gb_per_s"] / rows[reads]["gb_per_s"])
     console = Console(width=200, record=True)
     for table in RESTORE.tables:
         console.print(table(report))

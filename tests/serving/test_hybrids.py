@@ -124,7 +124,7 @@ THINKING = (
 )
 
 
-@pytest.mark.parametrize(("how", "num_turns"), [("killed", 2), slow("killed", 4), slow("stopped", 4)])
+@pytest.mark.parametrize(("how", "num_turns"), [slow("killed", 2), slow("killed", 4), slow("stopped", 4)])
 def test_thoughts_that_the_template_leaves_out_are_not_gone_on_from(
     how: str, num_turns: int, qwen: Path, tmp_path: Path
 ) -> None:
@@ -210,6 +210,7 @@ def test_salts_share_no_state(qwen: Path, tmp_path: Path) -> None:
 # -- several at a time -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_keep_their_own_states(qwen: Path, tmp_path: Path) -> None:
     prompts = {f"agent{i}": make_ids(40 + 30 * i, seed=i) for i in range(5)}
     with open_llm(qwen, tmp_path / "alone") as llm:
@@ -258,6 +259,7 @@ def test_little_room_for_states(qwen: Path, tmp_path: Path) -> None:
         assert llm.stats().ram_used["state"] == account.used_bytes
 
 
+@pytest.mark.slow
 def test_who_is_preempted_goes_on_from_the_last_snapshot(qwen: Path, tmp_path: Path) -> None:
     with open_llm(qwen, tmp_path / "alone", snapshot_tokens=EVERY) as llm:
         alone = answer(llm, make_ids(1300), None, 40)

@@ -170,6 +170,7 @@ def check_crowd(
 
 @pytest.mark.usefixtures("never_waiting")
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
+@pytest.mark.slow
 def test_random_cancels_while_two_steps_are_under_way(seed: int, model: Path, starts: Starts, tmp_path: Path) -> None:
     check_crowd(model, tmp_path, seed, 150, [30, 250, 252, 300, 520], ram_budget=14 * BLOCK_BYTES)
     assert sum(starts.behind) > 40

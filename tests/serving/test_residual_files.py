@@ -259,6 +259,7 @@ def test_a_kill_at_any_step_leaves_the_turn_before_or_this_one(ram_path: Path) -
     assert found == {600, 660}
 
 
+@pytest.mark.slow
 def test_a_failure_at_any_step_leaves_the_agent_as_it_was(ram_path: Path) -> None:
     steps: list[str] = []
     with desk(ram_path / "dry", fault=steps.append) as made:

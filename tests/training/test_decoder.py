@@ -80,6 +80,7 @@ def state(trainer: DecoderTrainer) -> dict[str, bytes]:
     return {name: np.array(array).tobytes() for name, array in trainer._state().items()}
 
 
+@pytest.mark.slow
 def test_the_loss_falls(trained: tuple[DecoderTrainer, list[Progress]]) -> None:
     losses = [progress.loss for progress in trained[1]]
     assert [progress.step for progress in trained[1]] == [3, 6, 9, 12]
