@@ -65,7 +65,7 @@ demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a r
 # Bytecode is kept, whatever the environment says: the processes that tests start would all compile the package anew.
 PYTEST := OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=12
 
-# Random tests try a fifth of their examples here, all of them in test-all.
+# Random tests try a tenth of their examples here, all of them in test-all.
 test: $(DEV_STAMP) ## run the tests, but for the long ones
 	$(PYTEST) -m "not slow" $(ARGS)
 

@@ -26,8 +26,8 @@ ModelFolder = Callable[..., Path]
 StyledTokenizer = Callable[[str], "Tokenizer"]
 
 # No deadlines: machines are shared and noisy. In CI the same examples every time, so that green stays green.
-# `make test` takes a fifth of the examples of "thorough", which `make test-all` asks for (--hypothesis-profile).
-for _name, _examples in {"agentcache": 20, "thorough": 100}.items():
+# `make test` takes a tenth of the examples of "thorough", which `make test-all` asks for (--hypothesis-profile).
+for _name, _examples in {"agentcache": 10, "thorough": 100}.items():
     settings.register_profile(
         _name,
         max_examples=_examples,
