@@ -65,7 +65,7 @@ demo: $(INSTALL_STAMP) ## several durable agents on the embedded model, with a r
 # Bytecode is kept, whatever the environment says: the processes that tests start would all compile the package anew.
 PYTEST := OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(STEADY) $(RUN) $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=12
 
-# Random tests try a tenth of their examples here, all of them in test-all. Files are in RAM where there is room: a fifth
+# Random tests try a tenth of their examples here, all of them in test-all. Files are in RAM where there is room: a sixth
 # of the time went to waiting for a disk. In test-all they are on it.
 test: $(DEV_STAMP) ## run the tests, but for the long ones
 	@temp=$$([ "$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 {print $$4}')" -gt 4000000 ] 2>/dev/null \
