@@ -8,3 +8,4 @@ import pytest
 cpu_memory = pytest.mark.skipif(
     mx.default_device() != mx.cpu, reason="how much lives at a time was measured on the CPU back end"
 )
+cpu_chunks = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU computes these prompts in one chunk")

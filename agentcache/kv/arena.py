@@ -237,9 +237,17 @@ class SideArena:
 
     def gather(self, block_ids: mx.array) -> Packed:
         """The blocks [..., H, 256, ·] for `block_ids` [...]."""
-        if self.written is not None:
-            block_ids = block_ids + self.written  # a zero, which has the device read after it has written
+        block_ids = self._behind_writes(block_ids)
         return Packed(*[part.array[block_ids] for part in self._arenas])
+
+    def gather_tokens(self, block_ids: mx.array, offsets: mx.array) -> Packed:
+        """The tokens [n, H, ·] at `offsets` in `block_ids`, both [n]."""
+        block_ids = self._behind_writes(block_ids)
+        return Packed(*[part.array[block_ids, :, offsets] for part in self._arenas])
+
+    def _behind_writes(self, block_ids: mx.array) -> mx.array:
+        """The same; the device reads there after it has written."""
+        return block_ids if self.written is None else block_ids + self.written  # a zero
 
     def copy(self, source: int, target: int) -> None:
         """Copy a block. Lazy."""

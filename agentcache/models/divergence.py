@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.arena import LayerArena, Packed, SideArena, dequantise, quantise
+from agentcache.kv.arena import LayerArena, SideArena, dequantise, quantise
 from agentcache.kv.measures import TokenMeasures
 from agentcache.kv.step_plan import Reads, Writes
 
@@ -78,8 +78,7 @@ class StepMeasures:
         ids, offsets = self._places[group]
         numbers = []
         for (_, side), own in zip(arena.sides, (keys, values), strict=True):
-            cached = Packed(*(part.array[ids, :, offsets] for part in side.parts.values()))
-            there = dequantise(cached, side.quantisation, mx.float32)
+            there = dequantise(side.gather_tokens(ids, offsets), side.quantisation, mx.float32)
             there = there.reshape(own.shape[0], own.shape[2], own.shape[1], -1).swapaxes(1, 2)
             own = own.astype(mx.float32)
             numbers += [_energy(own - there), _energy(own), _rounding(side, own)]

@@ -7,7 +7,7 @@ what, it looks up in the step under way; tokens without an adapter get the origi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -24,10 +24,14 @@ from agentcache.models.residual_forms import ResidualForms, find_forms
 from agentcache.models.step import CurrentStep
 from agentcache.models.survey import Survey
 
+# MLX 0.32.4 on CUDA gathers matrices whose rows are no multiple of this from misaligned addresses, which ends the
+# process (`gather_mm` looks at the length of the sums alone).
+_RANKS = 8
+
 
 @dataclass(frozen=True)
 class Stack:
-    """One module's matrices of several adapters, padded with zeros to the largest rank: a [S, in, r], b [S, r, out]."""
+    """One module's matrices of several adapters, padded with zeros to one rank: a [S, in, r], b [S, r, out]."""
 
     indices: Mapping[AdapterWeights, int]
     a: mx.array
@@ -35,7 +39,7 @@ class Stack:
 
     @classmethod
     def of(cls, pairs: Mapping[AdapterWeights, LowRank]) -> Stack:
-        rank = max(pair.rank for pair in pairs.values())
+        rank = _stacked_rank(pairs.values())
         a = [mx.pad(pair.a, [(0, 0), (0, rank - pair.rank)]) for pair in pairs.values()]
         b = [mx.pad(pair.b, [(0, rank - pair.rank), (0, 0)]) for pair in pairs.values()]
         return cls({weights: index for index, weights in enumerate(pairs)}, mx.stack(a), mx.stack(b))
@@ -58,7 +62,11 @@ def stacked_bytes(adapters: Collection[AdapterWeights]) -> int:
 
 def _stack_bytes(pairs: Sequence[LowRank]) -> int:
     per_rank = (pairs[0].a.nbytes + pairs[0].b.nbytes) // pairs[0].rank
-    return len(pairs) * max(pair.rank for pair in pairs) * per_rank
+    return len(pairs) * _stacked_rank(pairs) * per_rank
+
+
+def _stacked_rank(pairs: Iterable[LowRank]) -> int:
+    return -(-max(pair.rank for pair in pairs) // _RANKS) * _RANKS
 
 
 class Stacks:

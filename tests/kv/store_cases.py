@@ -198,5 +198,5 @@ def tree(folder: Path) -> list[str]:
 
 
 def size_on_disk(folder: Path) -> int:
-    """Bytes of all files below `folder`, but for the lock."""
-    return sum((folder / name).lstat().st_size for name in tree(folder))
+    """Bytes of all files below `folder`, but for the lock and what is remembered of a GPU's kernels."""
+    return sum((folder / name).lstat().st_size for name in tree(folder) if name != "kernels.json")

@@ -167,6 +167,17 @@ def test_gather_takes_blocks_in_the_order_asked_for() -> None:
         np.testing.assert_array_equal(np.array(part), array[[[3, 0], [1, 1]]])
 
 
+def test_what_is_gathered_is_read_behind_a_launch_that_writes() -> None:
+    """What it gives is a zero. Were it none, other blocks would be read: so it is waited for."""
+    side = filled_side(3)
+    side.written = mx.array([1])
+    blocks = side.gather(mx.array([0, 1]))
+    tokens = side.gather_tokens(mx.array([0, 1]), mx.array([7, 9]))
+    for part, whole, few in zip(side.arrays(), blocks.parts, tokens.parts, strict=True):
+        assert mx.array_equal(whole, part[1:])
+        assert mx.array_equal(few, mx.stack([part[1, :, 7], part[2, :, 9]]))
+
+
 def test_growing_keeps_blocks_and_adds_zeros() -> None:
     side = filled_side(3)
     before = contents(side)

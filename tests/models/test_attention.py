@@ -162,6 +162,7 @@ def test_values_narrower_than_keys(num_tokens: int) -> None:
     assert np.allclose(np.array(out), expected(case, cache, queries), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_few_queries_read_packed_blocks_and_many_unpacked_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for name in ("packed_attention", "flash_attention"):

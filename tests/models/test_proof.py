@@ -127,6 +127,7 @@ MUTATIONS: list[tuple[Mutation, str]] = [
 ]
 
 
+@pytest.mark.usefixtures("without_kernels")  # they are tried before, and by themselves
 @pytest.mark.parametrize(("mutate", "name"), MUTATIONS)
 def test_the_proof_notices(monkeypatch: pytest.MonkeyPatch, mutate: Mutation, name: str) -> None:
     mutate(monkeypatch)

@@ -246,6 +246,7 @@ def operations(driver: ResidualDriver, rows: Sequence[AnyRow], folder: Path, mon
     return counted[0]
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_a_step_without_residual_rows_does_nothing_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many adapters have residuals."""
     loaded = small_model("qwen3")

@@ -13,6 +13,7 @@ from agentcache.errors import DiskBudgetExceeded, StoreError
 from agentcache.llm import LLM
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
+from tests.device_marks import cpu_chunks
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.by_hand import by_hand
@@ -83,6 +84,7 @@ def test_a_disk_that_works_again(step: str, model: Path, tmp_path: Path) -> None
         assert cold_ids(llm, turn.prompt_token_ids, 3) == turn.token_ids
 
 
+@cpu_chunks
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("failures", [1, 100])
 def test_a_turn_of_which_only_the_first_write_fails(failures: int, is_known: bool, model: Path, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def driver_at(model_folder: ModelFolder) -> Callable[[str, int], tuple[Driver, R
     return make
 
 
+@cpu_memory
 @pytest.mark.parametrize(
     ("num_tokens", "context", "architecture"),
     [
@@ -220,6 +221,7 @@ def test_a_request_that_memory_cannot_hold_is_refused_and_the_engine_goes_on(
         assert cold_ids(llm, turn.prompt_token_ids, 3) == turn.token_ids
 
 
+@cpu_memory  # a GPU's decode step is taken to need more than this
 def test_with_little_memory_chunks_are_smaller_and_say_the_same(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

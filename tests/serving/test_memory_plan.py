@@ -13,6 +13,7 @@ from agentcache.errors import AgentCacheError, ConfigError, StoreError
 from agentcache.memory_plan import DeviceMemory
 from agentcache.models import loader
 from agentcache.models.device_memory import MEMORY, Setter
+from tests.device_marks import cpu_chunks
 from tests.serving import inside
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import greedy, make_ids, open_llm
@@ -49,6 +50,7 @@ class Wired:
         return before
 
 
+@cpu_chunks
 def test_what_is_wired_is_what_is_planned_and_ends_with_the_engine(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +122,7 @@ def test_a_cache_that_does_not_fit_beside_the_weights(model: Path, tmp_path: Pat
         pass
 
 
+@cpu_chunks
 def test_a_budget_that_is_not_given_is_what_the_model_leaves(model: Path, tmp_path: Path) -> None:
     with by_hand(model, tmp_path, memory_limit=200 * MB, ram_budget=None) as hand:
         use = {each.kind: each for each in hand.engine.stats().ram_accounts}

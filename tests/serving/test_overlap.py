@@ -86,6 +86,7 @@ def test_with_kernels_a_decode_step_is_started_behind_the_one_under_way(
     assert starts.behind[:6] == [False] + 5 * [True]
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_where_arenas_are_assigned_to_a_step_waits(model: Path, starts: Starts, tmp_path: Path) -> None:
     with by_hand(model, tmp_path) as hand:
         hand.run(hand.submit(make_ids(40), greedy(7)))
