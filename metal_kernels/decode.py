@@ -27,7 +27,7 @@ from agentcache.metal_kernels.decode_plan import DecodePlan, Groups, no_sinks, n
 from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import traced
 from agentcache.metal_kernels.merge import merge
-from agentcache.metal_kernels.numbers import floats, ints
+from agentcache.metal_kernels.numbers import floats, ints, one_a_thread
 from agentcache.metal_kernels.tiling import TILE, HeadShape, ResidualKind, Tiling, own_tiling, shared_tiling
 from agentcache.metal_kernels.turns import Turns
 
@@ -225,7 +225,7 @@ def prepare(
     return Prepared(traced(_compute, kind), shape, arrays)
 
 
-@cache
+@one_a_thread
 def no_residuals(dtype: mx.Dtype) -> mx.array:
     """What a launch is given where there are none."""
     return mx.zeros(8, dtype)  # of fewer than 8 elements Metal makes constants

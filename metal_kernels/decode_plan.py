@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.metal_kernels.numbers import ints
+from agentcache.metal_kernels.numbers import ints, one_a_thread
 from agentcache.metal_kernels.tiling import HeadShape, own_tiling, shared_tiling
 
 # Of a group's tokens. On an H100 more never paid: neither for one row of 32K tokens nor for 32 rows of 16K.
@@ -144,13 +144,13 @@ class DecodePlan:
         return ints(tuple(zip(self.own.places(count), shared, strict=True)))
 
 
-@cache
+@one_a_thread
 def no_sinks() -> mx.array:
     """What a launch is given where there are none."""
     return mx.zeros(1)
 
 
-@cache
+@one_a_thread
 def nothing_written() -> mx.array:
     """What a launch is given where nothing was written in its graph."""
     return mx.zeros(1, mx.int32)

@@ -7,13 +7,16 @@ longer than any of those whose memory MLX takes again for small ones.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+import threading
+from collections.abc import Callable, Hashable
+from functools import lru_cache, wraps
 from typing import Any
 
 import mlx.core as mx
 
 from agentcache.metal_kernels.kernel_text import device
 
+Make = Callable[..., mx.array]
 _BEHIND = 12288  # 48 KB: sizes of this order are not rounded up to one that was the host's
 
 
@@ -24,7 +27,26 @@ def on_device(x: mx.array) -> mx.array:
     return mx.pad(x.flatten(), (0, _BEHIND))[: x.size].reshape(x.shape)
 
 
-@lru_cache(maxsize=512)
+class _Made(threading.local):
+    """What a thread has made."""
+
+    def __init__(self, make: Make) -> None:
+        self.get = lru_cache(maxsize=512)(make)
+
+
+def one_a_thread(make: Make) -> Make:
+    """Made once in each thread, for the same arguments: an array that nobody has evaluated yet can be computed by the
+    thread that made it and by no other, not even when that one has ended."""
+    made = _Made(make)
+
+    @wraps(make)
+    def get(*given: Hashable) -> mx.array:
+        return made.get(*given)
+
+    return get
+
+
+@one_a_thread
 def ints(values: tuple[Any, ...]) -> mx.array:
     """Plain numbers as an int32 array on the device: the same one as long as they are the same.
 
@@ -34,7 +56,7 @@ def ints(values: tuple[Any, ...]) -> mx.array:
     return on_device(mx.array(values, mx.int32))
 
 
-@cache
+@one_a_thread
 def floats(*values: float) -> mx.array:
     """Plain numbers as a float32 array: what a model's layers are scaled by, so that there are few."""
     return on_device(mx.array(values, mx.float32))

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from agentcache.metal_kernels.decode import PackedArrays
 from agentcache.metal_kernels.kernel_text import KernelText
+from agentcache.metal_kernels.numbers import ints
 
 _THREADS = 256
 
@@ -51,7 +52,7 @@ def unpack(
     """
     kv_heads, dim = packed[0].shape[1], packed[0].shape[3] * 8
     words = kv_heads * num_tokens * dim // 8
-    counts = mx.array([num_tokens], mx.int32)
+    counts = ints((num_tokens,))
     [out] = UNPACK.launch(
         [*packed, block_ids, counts, counts if written is None else written],
         {"T": dtype, "D": dim, "HEADS": kv_heads, "GS": dim // packed[1].shape[3]},

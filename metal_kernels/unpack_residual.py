@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from agentcache.metal_kernels.decode import PackedArrays, no_residuals
 from agentcache.metal_kernels.kernel_text import KernelText
+from agentcache.metal_kernels.numbers import ints
 from agentcache.metal_kernels.turns import STEP, Turns, no_turns
 
 _THREADS = 256
@@ -168,7 +169,7 @@ def unpack_residual(
     kv_heads, dim = packed[0].shape[1], packed[0].shape[3] * 8
     turns = side.turns or no_turns(mx.float32)
     nothing = no_residuals(mx.float16)
-    counts = mx.array([num_tokens, base], mx.int32)
+    counts = ints((num_tokens, base))
     [out] = UNPACK_RESIDUAL.launch(
         [
             *(*packed, side.low_rank, nothing if side.norms is None else side.norms, side.b, turns.near, turns.far),

@@ -144,8 +144,17 @@ def unpacked(
     """Keys or values of a single row as [1, H_kv, T, D], T up to the end of the step."""
     if not usable(shape_of(side, side.num_heads * queries_per_head, dtype)).right:
         return reference()
-    made = unpack(_packed(side), reads.block_ids[0], reads.num_keys, dtype, side.written)
+    made = unpack(_packed(side), row_ids(reads), reads.num_keys, dtype, side.written)
     return made if mode() is Mode.ON else checked(made, reference(), "unpack")
+
+
+def row_ids(reads: Reads) -> mx.array:
+    """The slots that a single row reads, int32 [n]; made once a step, for all layers of a group."""
+    if "ids" not in reads.prepared:
+        [row] = reads.rows
+        reads.prepared["ids"] = on_device(mx.array(row.block_ids, mx.int32))
+    ids: mx.array = reads.prepared["ids"]
+    return ids
 
 
 def writer(num_heads: int, ranks: Mapping[LayerSpec, int] = MappingProxyType({})) -> Put:

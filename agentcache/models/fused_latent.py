@@ -18,7 +18,7 @@ from agentcache.metal_kernels.decode_plan import StepRows
 from agentcache.metal_kernels.latent_decode import LatentPlan, PreparedLatents, prepare_latents
 from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.unpack import unpack
-from agentcache.models.fused import PACKED_BITS, Mode, checked, latent_shape, mode, usable
+from agentcache.models.fused import PACKED_BITS, Mode, checked, latent_shape, mode, row_ids, usable
 
 MAX_QUERIES = 8  # of a row: each reads the row's latents by itself
 
@@ -81,7 +81,7 @@ def unpacked(
     if shape.bits != PACKED_BITS or not usable(shape).right:
         return reference()
     data, scales, biases = side.arrays()
-    made = unpack((data, scales, biases), reads.block_ids[0], reads.num_keys, dtype, side.written)
+    made = unpack((data, scales, biases), row_ids(reads), reads.num_keys, dtype, side.written)
     return made if mode() is Mode.ON else checked(made, reference(), "unpack")
 
 

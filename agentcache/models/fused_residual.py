@@ -127,7 +127,7 @@ def _unpacked(queries: mx.array, side: SideArena, row: RowOverlay, added: LowRan
     if added is None:
         return unpack_for(queries, side, row.reads)
     data, scales, biases = side.arrays()
-    ids, reads = mx.depends([row.reads.block_ids[0]], [queries])[0], row.reads
+    ids, reads = mx.depends([fused.row_ids(row.reads)], [queries])[0], row.reads
     return unpack_residual(
         *((data, scales, biases), ids, added, reads.num_keys, queries.dtype),
         base=reads.key_start,

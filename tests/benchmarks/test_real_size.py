@@ -26,7 +26,14 @@ SMALL = {
 @pytest.mark.timeout(300)
 def test_a_small_run() -> None:
     plan = RealSizePlan(
-        shape=SMALL, decode=((1, 40), (3, 300)), steps=2, rounds=1, prefill=(100,), context=300, turn_tokens=4
+        shape=SMALL,
+        decode=((1, 40), (3, 300)),
+        shared=((3, 300),),
+        steps=2,
+        rounds=1,
+        prefill=(100,),
+        context=300,
+        turn_tokens=4,
     )
     rows = {row["what"]: row for row in measure_real_size(plan, lambda line: None)}
     assert list(rows) == [

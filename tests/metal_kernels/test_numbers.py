@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import mlx.core as mx
 import pytest
 
@@ -22,3 +24,13 @@ def test_nothing_is_copied_where_all_memory_is_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(numbers, "device", lambda: "metal")
     given = mx.array([1, 2, 3])
     assert numbers.on_device(given) is given
+
+
+def test_what_a_thread_has_made_is_made_again_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's thread may end before anybody has evaluated it."""
+    monkeypatch.setattr(numbers, "device", lambda: "cuda")
+    thread = Thread(target=lambda: (numbers.ints((3, 1, 4)), numbers.floats(2.5)))
+    thread.start()
+    thread.join()
+    assert numbers.ints((3, 1, 4)).tolist() == [3, 1, 4] and numbers.floats(2.5).tolist() == [2.5]
+    assert numbers.ints((3, 1, 4)) is numbers.ints((3, 1, 4))

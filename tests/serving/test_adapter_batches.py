@@ -82,6 +82,7 @@ def run_together(llm: LLM, cases: list[Case], salt: str) -> list[Completion]:
         )
         for i, case in enumerate(cases)
     ]
+    inside.hold_until(llm, len(requests))
     return at_once(llm, requests)
 
 

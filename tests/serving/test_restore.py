@@ -12,6 +12,7 @@ from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from agentcache.agents import buffered_reads
@@ -172,7 +173,9 @@ def test_more_files_than_there_are_buffers(model: Path, tmp_path: Path, monkeypa
     play(model, cache_dir, talk, [1300], restart=False)
     flip(block_files(cache_dir)[2], -1)
     [damaged] = play(model, cache_dir, talk, [1400], restart=False)
-    assert outcome(damaged) == outcome(kept[1])
+    assert damaged.token_ids == kept[1].token_ids
+    if mx.default_device() == mx.cpu:  # elsewhere sums of other chunks are in another order
+        assert outcome(damaged) == outcome(kept[1])
     assert damaged.report.computed_tokens > kept[1].report.computed_tokens
 
 
