@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.step_cache import PagedKV, StepCache
 from agentcache.kv.step_plan import Reads
-from agentcache.models import interception, mla, proof, softcap
+from agentcache.models import fused_latent, interception, mla, proof, softcap
 from agentcache.models.attention import AttentionOptions
 from agentcache.models.hosting import host, host_in_pieces
 from tests.conftest import ModelFolder
@@ -91,8 +91,11 @@ def without_gate(patch: pytest.MonkeyPatch) -> None:
 
 
 def latent_without_rope(patch: pytest.MonkeyPatch) -> None:
-    original = mla.packed_latent_attention
-    patch.setattr(mla, "packed_latent_attention", lambda latent, rope, *rest: original(latent, rope * 0, *rest))
+    def without(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        return lambda latent, rope, *rest, **named: attention(latent, rope * 0, *rest, **named)
+
+    patch.setattr(mla, "packed_latent_attention", without(mla.packed_latent_attention))
+    patch.setattr(fused_latent, "attention", without(fused_latent.attention))
 
 
 def decompressed_without_rope(patch: pytest.MonkeyPatch) -> None:
@@ -127,7 +130,6 @@ MUTATIONS: list[tuple[Mutation, str]] = [
 ]
 
 
-@pytest.mark.usefixtures("without_kernels")  # they are tried before, and by themselves
 @pytest.mark.parametrize(("mutate", "name"), MUTATIONS)
 def test_the_proof_notices(monkeypatch: pytest.MonkeyPatch, mutate: Mutation, name: str) -> None:
     mutate(monkeypatch)
