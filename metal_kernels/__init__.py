@@ -6,7 +6,7 @@
     decode        few queries over packed blocks in place, with a prefix that rows share read once; the merge of splits
     latent_shape  what the kernel for latents (MLA) is compiled for, and how a threadgroup is laid out
     latent_decode few queries over packed latents in place
-    turns         how rope turns the keys that a kernel puts together
+    rope_tables   how rope turns the keys that a kernel puts together
     append        a step's keys and values, quantised and written to where they belong
     unpack        one row's blocks as contiguous keys or values
     unpack_residual  the same with an adapter's residuals

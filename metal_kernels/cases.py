@@ -15,8 +15,8 @@ from agentcache.metal_kernels.append import packed_alone
 from agentcache.metal_kernels.decode import KeyResiduals, PackedArrays, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.definition import LowRank, LowRankKeys, PackedNumpy, attention, row_of
+from agentcache.metal_kernels.rope_tables import NEAR, STEP, RopeTables, laid_out, no_rope, packed_b
 from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
-from agentcache.metal_kernels.turns import NEAR, STEP, Turns, laid_out, no_turns, packed_b
 from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
 
 #: Largest difference, of values of about 1.
@@ -217,17 +217,17 @@ def _matrix(residuals: LowRank) -> mx.array:
 def as_key_residuals(residuals: LowRankKeys, case: Case) -> KeyResiduals:
     staged = case.shape.staged
     farthest = max(case.lengths) + case.num_tokens
-    turns = turns_of(residuals.angles, farthest, staged, case.interleaved) if case.pairs else no_turns(staged)
+    turns = turns_of(residuals.angles, farthest, staged, case.interleaved) if case.pairs else no_rope(staged)
     norms = None if residuals.norms is None else mx.array(residuals.norms)
     matrix = packed_b(_matrix(residuals.added), turns, staged)
     return KeyResiduals(mx.array(residuals.added.low_rank), norms, matrix, turns)
 
 
-def turns_of(angles: np.ndarray, num_positions: int, dtype: mx.Dtype, interleaved: bool = False) -> Turns:
+def turns_of(angles: np.ndarray, num_positions: int, dtype: mx.Dtype, interleaved: bool = False) -> RopeTables:
     """Of a rope by plain angles, for so many positions."""
     near, far = np.arange(NEAR)[:, None] * angles, np.arange(0, num_positions + STEP, STEP)[:, None] * angles
     tables = [laid_out(mx.array(np.cos(at)), mx.array(np.sin(at)), dtype) for at in (near, far)]
-    return Turns(tables[0], tables[1], interleaved)
+    return RopeTables(tables[0], tables[1], interleaved)
 
 
 def error(actual: mx.array, expected: np.ndarray) -> float:

@@ -11,7 +11,7 @@ bits), whatever their type.
 2604.06370; `models/residual_attention.py`). Of a token, x·A is staged behind its value, so that one product with the
 weights sums both; the merge multiplies the second sum with B, once a query and head: out = P·V + (P·x·A)·B. What is
 added to a key, R(x·A·B), is put together where it is multiplied with queries, for all query heads of a kv head at once
-(`turns` says how it gets to its place); the scores of base's keys are scaled by the norms' ratio and come beside it.
+(`rope_tables` says how it gets to its place); scores of base's keys are scaled by the norms' ratio and come beside it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import traced
 from agentcache.metal_kernels.merge import merge
 from agentcache.metal_kernels.numbers import floats, ints, one_a_thread
+from agentcache.metal_kernels.rope_tables import RopeTables
 from agentcache.metal_kernels.tiling import TILE, HeadShape, ResidualKind, Tiling, own_tiling, shared_tiling
-from agentcache.metal_kernels.turns import Turns
 
 #: data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
 PackedArrays = tuple[mx.array, mx.array, mx.array]
@@ -113,7 +113,7 @@ class KeyResiduals(NamedTuple):
     low_rank: mx.array
     norms: mx.array | None
     b: mx.array
-    turns: Turns
+    turns: RopeTables
 
 
 class Residuals(NamedTuple):
@@ -173,7 +173,7 @@ def decode(
     return plan.launches[key](queries, keys, values, sinks, written, residuals)
 
 
-class Prepared(NamedTuple):
+class PreparedDecode(NamedTuple):
     """What computes a step for all layers of a group, and the arrays that say which tokens are read by whom."""
 
     compute: Callable[..., mx.array]
@@ -203,7 +203,7 @@ def prepare(
     softcap: float | None,
     has_sinks: bool,
     threadgroups: int = THREADGROUPS,
-) -> Prepared:
+) -> PreparedDecode:
     """`decode` for layers whose heads have this shape."""
     num_tokens, kv_heads = plan.rows.num_tokens, shape.kv_heads
     own = Launch.of(plan.own, own_tiling(shape, num_tokens), kv_heads, threadgroups)
@@ -222,7 +222,7 @@ def prepare(
             beside = groups if plan.beside is None else plan.beside
             arrays += [groups.table, beside.table, groups.bounds, groups.members, params]
     kind = StepKind(shape, len(plan.rows.lengths), num_tokens, own, shared, softcap is not None, has_sinks)
-    return Prepared(traced(_compute, kind), shape, arrays)
+    return PreparedDecode(traced(_compute, kind), shape, arrays)
 
 
 @one_a_thread

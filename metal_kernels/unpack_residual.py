@@ -12,7 +12,7 @@ import mlx.core as mx
 from agentcache.metal_kernels.decode import PackedArrays, no_residuals
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.numbers import ints
-from agentcache.metal_kernels.turns import STEP, Turns, no_turns
+from agentcache.metal_kernels.rope_tables import STEP, RopeTables, no_rope
 
 _THREADS = 256
 _TOKENS = 4  # of a thread, for which it loads a row of B once
@@ -147,7 +147,7 @@ class LowRankSide(NamedTuple):
     b: mx.array
     block_ids: mx.array
     norms: mx.array | None = None
-    turns: Turns | None = None
+    turns: RopeTables | None = None
 
 
 def unpack_residual(
@@ -167,7 +167,7 @@ def unpack_residual(
         written: what `append` gave for these arrays in the same graph.
     """
     kv_heads, dim = packed[0].shape[1], packed[0].shape[3] * 8
-    turns = side.turns or no_turns(mx.float32)
+    turns = side.turns or no_rope(mx.float32)
     nothing = no_residuals(mx.float16)
     counts = ints((num_tokens, base))
     [out] = UNPACK_RESIDUAL.launch(

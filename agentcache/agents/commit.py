@@ -14,7 +14,7 @@ from agentcache.store.manifest import AgentRecord
 
 
 @dataclass(frozen=True)
-class Target:
+class BlockToWrite:
     """One group's file of a node, and the slot its bytes are in."""
 
     cache: KeptCache
@@ -32,7 +32,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Part:
+class CachePart:
     """What a turn has in one cache: the blocks of its first `num_tokens` tokens."""
 
     cache: KeptCache
@@ -54,10 +54,10 @@ class Part:
         ]
 
     @property
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[BlockToWrite]:
         """What RAM has of it and the disk has not."""
         return [
-            Target(self.cache, block.node, index, block.node.block_ids[index])
+            BlockToWrite(self.cache, block.node, index, block.node.block_ids[index])
             for block in self.blocks
             for index in block.groups
             if index in block.node.block_ids and is_wanted(block.node, index)
@@ -73,7 +73,7 @@ class Commit:
     """
 
     record: AgentRecord
-    parts: list[Part]
+    parts: list[CachePart]
     held: Sequence[BlockName]
     done: Callable[[Committed], None]
     num_bytes: int = 0

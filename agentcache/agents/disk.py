@@ -33,7 +33,7 @@ _LOG_BYTES_PER_TOKEN, _MANIFEST_BYTES = 16, 1536
 
 
 @dataclass(frozen=True)
-class Turn:
+class SavedTurn:
     """A lineage as it is to be on disk.
 
     Args:
@@ -135,7 +135,7 @@ class Disk:
 
         return self._run(work, written=names)
 
-    def commit(self, turn: Turn) -> Committed:
+    def commit(self, turn: SavedTurn) -> Committed:
         """Make a turn durable: its blocks, then the manifest that names them. One that fails leaves no file."""
 
         def work(done: Committed) -> None:
@@ -228,7 +228,7 @@ class Disk:
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    def _require_budget(self, turn: Turn) -> None:
+    def _require_budget(self, turn: SavedTurn) -> None:
         """Nobody else's blocks are dropped for what cannot be saved anyhow."""
         record, budget = turn.record, self._store.usage.budget
         if turn.writes and not self.fits(record, record.num_saved):

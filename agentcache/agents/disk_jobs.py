@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from agentcache.agents.caches import KeptCaches
-from agentcache.agents.commit import Target
+from agentcache.agents.commit import BlockToWrite
 from agentcache.agents.disk import Committed, Disk
 from agentcache.agents.restoring import header_of
 from agentcache.agents.table import AgentTable
@@ -42,7 +42,7 @@ class DiskJobs:
         """Finish everything that is queued."""
         self._writer.close()
 
-    def copy_out(self, targets: Sequence[Target]) -> list[BlockWrite]:
+    def copy_out(self, targets: Sequence[BlockToWrite]) -> list[BlockWrite]:
         """What is to be written, copied out of the arenas; it is on its way to the disk from now on."""
         writes = []
         for target in targets:
@@ -57,7 +57,7 @@ class DiskJobs:
     def submit(
         self,
         job: Callable[[], Committed],
-        targets: Sequence[Target] = (),
+        targets: Sequence[BlockToWrite] = (),
         settle: Callable[[Committed], None] = lambda outcome: None,
     ) -> None:
         """Queue a job; its outcome is applied, and then settled, on this thread.
@@ -98,7 +98,7 @@ class DiskJobs:
 
     # -- what the disk has done -------------------------------------------------------------------------------------
 
-    def apply(self, outcome: Committed, targets: Sequence[Target] = ()) -> None:
+    def apply(self, outcome: Committed, targets: Sequence[BlockToWrite] = ()) -> None:
         """Make known here what a job has written, dropped and deleted."""
         for target in targets:
             if outcome.written:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from agentcache.agents.caches import KeptCache, KeptCaches
-from agentcache.agents.commit import Commit, Part, Target, is_wanted
-from agentcache.agents.disk import Committed, Disk, Turn
+from agentcache.agents.commit import BlockToWrite, CachePart, Commit, is_wanted
+from agentcache.agents.disk import Committed, Disk, SavedTurn
 from agentcache.agents.disk_jobs import DiskJobs
 from agentcache.agents.in_use import InUse
 from agentcache.agents.index import index_lineage, index_residuals, lay_out
@@ -122,7 +122,7 @@ class Persistence:
         blocks, kept = list(blocks), self._caches.get(cache)
         self._in_use.hold_blocks(_names(blocks, cache))
         targets = [
-            Target(kept, block.node, index, sequence.tables[index].block_id(block.node.position))
+            BlockToWrite(kept, block.node, index, sequence.tables[index].block_id(block.node.position))
             for block in blocks
             for index in block.groups
             if is_wanted(block.node, index) and sequence.tables[index].has(block.node.position)
@@ -165,14 +165,14 @@ class Persistence:
             residuals: what the turn has of its adapter's; those of other adapters stay.
         """
         record = cut_residuals(self._snapshots.choose(record, lasting, final=final), self._caches.namespace)
-        parts = [Part(self._caches.base, blocks, record.num_saved)]
+        parts = [CachePart(self._caches.base, blocks, record.num_saved)]
         held = _names(early)
         for residual in residuals:
             early_ones, with_residual = _names(residual.early, residual.cache), self._with_residual(record, residual)
             if residual.num_tokens and self.fits(with_residual, record.num_saved):
                 record = with_residual
                 held += early_ones
-                parts.append(Part(self._caches.get(residual.cache), residual.blocks, residual.num_tokens))
+                parts.append(CachePart(self._caches.get(residual.cache), residual.blocks, residual.num_tokens))
             else:
                 self._let_go(early_ones)  # before base's, which may need their room
         # The durable part of the record in memory changes only when the disk has changed.
@@ -207,9 +207,9 @@ class Persistence:
         for snapshot in commit.record.snapshots:
             node = self._caches.base.prefix.tree.node(snapshot.chain)
             if node is not None and node.state is not None and is_wanted(node, snapshot.group):
-                targets.append(Target(self._caches.base, node, snapshot.group, node.state))
+                targets.append(BlockToWrite(self._caches.base, node, snapshot.group, node.state))
         needed = [each for part in commit.parts for each in part.needed]
-        turn = Turn(commit.record, [name for _, name in needed], self.jobs.copy_out(targets), commit.held)
+        turn = SavedTurn(commit.record, [name for _, name in needed], self.jobs.copy_out(targets), commit.held)
 
         def settle(outcome: Committed) -> None:
             commit.num_bytes += outcome.num_bytes
@@ -269,7 +269,7 @@ class Persistence:
             self._in_use.let_lineage_go(record.name)
             done(self._saved(record, outcome))
 
-        self.jobs.submit(partial(self._disk.commit, Turn(record)), settle=settle)
+        self.jobs.submit(partial(self._disk.commit, SavedTurn(record)), settle=settle)
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
         """Make the agent of an archive durable, and then known; its id is nobody's."""

@@ -28,7 +28,7 @@ from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV, Put
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.metal_kernels.append import Places, append, packed_alone
-from agentcache.metal_kernels.decode import PackedArrays, Prepared, prepare
+from agentcache.metal_kernels.decode import PackedArrays, PreparedDecode, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_shape import UNIT, LatentShape, LatentTiling
@@ -103,7 +103,7 @@ class Attended(NamedTuple):
     softcap: float | None
     has_sinks: bool
 
-    def prepare(self, reads: Reads) -> Prepared | None:
+    def prepare(self, reads: Reads) -> PreparedDecode | None:
         """For all layers that are so; None where kernels are not to be used."""
         if not usable(self.shape).right:
             return None
@@ -131,7 +131,7 @@ def attention(
     key = Attended(shape_of(keys, queries.shape[1], queries.dtype), scale, softcap, sinks is not None)
     if key not in prepared:
         prepared[key] = key.prepare(kv.reads)
-    by_kernels: Prepared | None = prepared[key]
+    by_kernels: PreparedDecode | None = prepared[key]
     if by_kernels is None:
         return reference()
     made = by_kernels(queries, keys.arrays(), values.arrays(), sinks, keys.written)

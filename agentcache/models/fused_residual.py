@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from agentcache.kv.arena import LayerArena, SideArena
-from agentcache.metal_kernels.decode import KeyResiduals, Prepared, Residuals, ValueResiduals, prepare
+from agentcache.metal_kernels.decode import KeyResiduals, PreparedDecode, Residuals, ValueResiduals, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
@@ -49,10 +49,10 @@ def attention(
         prepared[key] = fused.usable(shape).right
         if prepared[key] and not is_chunk:
             prepared[key] = prepare(_plan(shape, rows), shape, *options[:2], options.sinks is not None)
-    found: Prepared | bool = prepared[key]
+    found: PreparedDecode | bool = prepared[key]
     if not found:
         return reference()
-    if isinstance(found, Prepared):
+    if isinstance(found, PreparedDecode):
         made, what = _decoded(queries, arena, rows, found, options), "decode with residuals"
     else:
         made, what = _flash(queries, arena, rows, options), "unpack with residuals"
@@ -78,7 +78,11 @@ def _kind(row: RowOverlay, arena: LayerArena) -> ResidualKind | None:
 
 
 def _decoded(
-    queries: mx.array, arena: LayerArena, rows: Sequence[RowOverlay], prepared: Prepared, options: AttentionOptions
+    queries: mx.array,
+    arena: LayerArena,
+    rows: Sequence[RowOverlay],
+    prepared: PreparedDecode,
+    options: AttentionOptions,
 ) -> mx.array:
     assert arena.values is not None  # they are a pair
     own = queries[mx.array([row.row for row in rows], mx.int32)] if len(rows) < queries.shape[0] else queries

@@ -11,7 +11,7 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import TensorArena
 from agentcache.kv.step_plan import Reads
-from agentcache.metal_kernels.turns import Turns, packed_b
+from agentcache.metal_kernels.rope_tables import RopeTables, packed_b
 
 Rope = Callable[..., mx.array]
 
@@ -131,7 +131,7 @@ class KernelMatrices:
     value_b: mx.array | None
     _packed: dict[mx.Dtype, mx.array] = field(default_factory=dict)
 
-    def packed_key_b(self, turns: Turns, dtype: mx.Dtype) -> mx.array:
+    def packed_key_b(self, turns: RopeTables, dtype: mx.Dtype) -> mx.array:
         """As `turns.packed_b` has it."""
         assert self.key_b is not None  # who asks has seen it
         if dtype not in self._packed:

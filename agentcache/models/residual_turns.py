@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from agentcache.metal_kernels.turns import NEAR, STEP, Turns, laid_out, no_turns
+from agentcache.metal_kernels.rope_tables import NEAR, STEP, RopeTables, laid_out, no_rope
 from agentcache.models.overlay import KeyForm, Rope
 
 _TRIED_AT = 31  # where angles are neither 0 nor whole turns, but for those that are always
@@ -38,17 +38,17 @@ class Turning:
 
     def __init__(self, rope: Rope, dim: int) -> None:
         self._rope, self._dim = rope, dim
-        self._tables: dict[mx.Dtype, Turns] = {}
+        self._tables: dict[mx.Dtype, RopeTables] = {}
         self._capacity = 0
         self.pairs, self.interleaved = self._structure()
         self._near = self._angles(range(NEAR))
         self._gain = np.hypot(*(side[0] for side in self._near))
         self.why_not = self._refusal()
 
-    def turns(self, num_positions: int, dtype: mx.Dtype) -> Turns:
+    def turns(self, num_positions: int, dtype: mx.Dtype) -> RopeTables:
         """For keys at positions below `num_positions`."""
         if not self.pairs:
-            return no_turns(dtype)
+            return no_rope(dtype)
         if num_positions > self._capacity:
             self._capacity = max(_LEAST_POSITIONS, 1 << (num_positions - 1).bit_length())
             self._tables.clear()
@@ -57,7 +57,7 @@ class Turning:
             far = laid_out(mx.array(cosines / self._gain), mx.array(sines / self._gain), dtype)
             near = laid_out(mx.array(self._near[0]), mx.array(self._near[1]), dtype)
             mx.eval(near, far)
-            self._tables[dtype] = Turns(near, far, self.interleaved)
+            self._tables[dtype] = RopeTables(near, far, self.interleaved)
         return self._tables[dtype]
 
     def _turned(self, x: np.ndarray, positions: Sequence[int]) -> np.ndarray:

@@ -25,7 +25,7 @@ from agentcache.blocks.trunk import TrunkPlan
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.step_cache import Put, StepCache
 from agentcache.kv.step_plan import Reads, Writes
-from agentcache.metal_kernels.decode import Prepared
+from agentcache.metal_kernels.decode import PreparedDecode
 from agentcache.metal_kernels.decode_plan import nothing_written
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_decode import PreparedLatents
@@ -41,7 +41,7 @@ _MOST_TRACES = 64
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 6e-2}  # of the largest logit
 
 _Kinds = tuple[Attended | AttendedLatents, ...]  # of one group's layers
-_Launches = dict[Attended | AttendedLatents, Prepared | PreparedLatents]
+_Launches = dict[Attended | AttendedLatents, PreparedDecode | PreparedLatents]
 
 
 class _Group(NamedTuple):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
+from agentcache.metal_kernels.rope_tables import laid_out, packed_b
 from agentcache.metal_kernels.tiling import HeadShape, own_tiling
-from agentcache.metal_kernels.turns import laid_out, packed_b
 from tests.marks import slow
 from tests.metal_kernels.cases import ids, lengths_of
 from tests.metal_kernels.conftest import Emulate

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
-from agentcache.metal_kernels.turns import NEAR, STEP
+from agentcache.metal_kernels.rope_tables import NEAR, STEP
 from agentcache.models.overlay import KeyForm
 from agentcache.models.residual_turns import Turning, turning_of
 

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agentcache.agents.disk import Committed, Disk, Turn
+from agentcache.agents.disk import Committed, Disk, SavedTurn
 from agentcache.agents.in_use import InUse
 from agentcache.blocks.keys import BASE_CACHE, BlockName, block_key, residual_cache
 from agentcache.store.manifest import FIRST_LINEAGE, AgentRecord
@@ -146,10 +146,10 @@ class DiskMachine(RuleBasedStateMachine):
         held = [*turn.held, *counted_on]
         gone = {name for name in names if not self.disk.files.has(name)}
         writes = writes_of(turn.record, gone if knows_all else gone.difference(turn.held))
-        outcome = self.apply(self.disk.commit(Turn(turn.record, names, writes, held)))
+        outcome = self.apply(self.disk.commit(SavedTurn(turn.record, names, writes, held)))
         if outcome.lost:
             assert not knows_all and gone & set(turn.held)
-            outcome = self.apply(self.disk.commit(Turn(turn.record, names, writes_of(turn.record, gone), held)))
+            outcome = self.apply(self.disk.commit(SavedTurn(turn.record, names, writes_of(turn.record, gone), held)))
         assert not outcome.lost
         if outcome.error is None:
             self.saved[turn.record.name] = turn.record
@@ -198,7 +198,7 @@ class DiskMachine(RuleBasedStateMachine):
         if copy.name in self.saved:
             return
         self.in_use.hold_lineage(source.name)  # as `AgentOperations.fork` does: else its blocks might go for room
-        if self.apply(self.disk.commit(Turn(copy))).error is None:
+        if self.apply(self.disk.commit(SavedTurn(copy))).error is None:
             self.saved[copy.name] = copy
         self.in_use.let_lineage_go(source.name)
 
@@ -210,7 +210,7 @@ class DiskMachine(RuleBasedStateMachine):
         gone = [name for name in record.block_names if not self.disk.files.has(name)]
         self.in_use.hold_blocks(record.block_names)
         self.fails = step
-        turn = Turn(record, record.block_names, writes_of(record, gone), record.block_names)
+        turn = SavedTurn(record, record.block_names, writes_of(record, gone), record.block_names)
         outcome = self.apply(self.disk.commit(turn))
         self.fails = ""
         self.apply(self.disk.sweep([]))  # what could not be written of those that made room is written now
@@ -264,7 +264,7 @@ def test_room_is_made_by_whoever_was_used_longest_ago_of_whatever_model(other_is
         disk = Disk(store, store.load_agents(), in_use, lambda cache: False)
         assert disk.tidy().error is None
         in_use.hold_blocks(new.block_names)
-        outcome = disk.commit(Turn(new, new.block_names, make_turn(new), new.block_names))
+        outcome = disk.commit(SavedTurn(new, new.block_names, make_turn(new), new.block_names))
         assert outcome.error is None
         assert [reduced.before.name for reduced in outcome.reduced] == ([] if other_is_older else ["own"])
         kept = {record.id: any(map(store.has, keys_of(record.block_names))) for record in (other, own, new)}

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-#: Positions between two rows of `Turns.far`, and rows of `Turns.near`: a tile begins anywhere between two of them.
+# Positions between two rows of `far`, and rows of `near`: a tile begins anywhere between two of them.
 STEP, NEAR = 16, 32
 
 
-class Turns(NamedTuple):
+class RopeTables(NamedTuple):
     """A layer's rope.
 
     Args:
@@ -41,12 +41,12 @@ def laid_out(cosines: mx.array, sines: mx.array, dtype: mx.Dtype) -> mx.array:
     return mx.contiguous(both.reshape(count, 2 * pairs).astype(dtype))
 
 
-def no_turns(dtype: mx.Dtype) -> Turns:
+def no_rope(dtype: mx.Dtype) -> RopeTables:
     """Of keys that stay as they are."""
-    return Turns(mx.zeros(8, dtype), mx.zeros(8, dtype), False)
+    return RopeTables(mx.zeros(8, dtype), mx.zeros(8, dtype), False)
 
 
-def packed_b(b: mx.array, turns: Turns, dtype: mx.Dtype) -> mx.array:
+def packed_b(b: mx.array, turns: RopeTables, dtype: mx.Dtype) -> mx.array:
     """What x·A of keys is multiplied with, float [H_kv, r, D], as the decode kernel reads it: [H_kv, D, r'].
 
     Transposed, its rank filled up to sixteens, first values of pairs in front of second ones.
