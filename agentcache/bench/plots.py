@@ -18,6 +18,7 @@ COLOURS = {
     "agentcache": "#0072B2",
     "mlx_lm.server": "#E69F00",
 }
+_CYCLE = 10  # colours that matplotlib has for series without one; then they come again
 MARKERS = {"cold": "o", "warm": "s", "warm, evicted": "^", "hot": "D"}
 WAY_LABELS = {
     "cold": "cold: text re-sent",
@@ -93,7 +94,9 @@ def draw_bars(
     for index, (name, values) in enumerate(series.items()):
         shown = [(group, value) for group, value in enumerate(values) if value is not None]
         positions = [group + (index - (len(series) - 1) / 2) * width for group, _ in shown]
-        bars = axes.bar(positions, [value for _, value in shown], width, color=colours.get(name), label=name)
+        hatch = "///" if index >= _CYCLE else None
+        heights = [value for _, value in shown]
+        bars = axes.bar(positions, heights, width, color=colours.get(name), label=name, hatch=hatch)
         axes.bar_label(bars, [label(value) for _, value in shown], fontsize=7, padding=2)
     axes.margins(y=0.15)
 

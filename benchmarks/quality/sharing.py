@@ -249,7 +249,7 @@ def plot_sharing(report: Report, path: Path) -> None:
     """F1 of each way, a group of bars a length."""
     table = next(data for data in report["tables"] if data["name"] == "sharing")
     lengths = [key for key in table["columns"] if key.startswith("f1_")]
-    figure = new_figure(10, 4.5)
+    figure = new_figure(13, 5)
     axes = figure.add_subplot()
     draw_bars(axes, {row["way"]: [row[key] for key in lengths] for row in table["rows"]}, label=percent)
     axes.set_xticks(range(len(lengths)), [f"{key.removeprefix('f1_')} tokens" for key in lengths])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +138,25 @@ def complete(server: ServerProcess, prompt: str | list[int], max_tokens: int, **
     """A greedy raw completion with logprobs; the whole answer."""
     body = {"prompt": prompt, "logprobs": 0} | greedy(max_tokens, **fields)
     return dict(server.client.request("POST", "/v1/completions", body))
+
+
+def ask_at_once(server: ServerProcess, body: dict[str, Any]) -> socket.socket:
+    """A completion, sent in one piece: where it is counted as in flight, its body has come, too."""
+    address = server.client.url.removeprefix("http://")
+    host, port = address.split(":")
+    content = json.dumps(body)
+    head = ["POST /v1/completions HTTP/1.1", f"Host: {address}", "Content-Type: application/json"]
+    connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
+    connection.sendall("\r\n".join([*head, f"Content-Length: {len(content)}", "", content]).encode())
+    return connection
+
+
+def answer_to(asked: socket.socket) -> dict[str, Any]:
+    """The whole answer, once it comes."""
+    with asked, closing(HTTPResponse(asked)) as response:
+        response.begin()
+        assert response.status == 200
+        return dict(json.load(response))
 
 
 def chat(server: ServerProcess, messages: list[dict[str, str]], max_tokens: int, **fields: Any) -> dict[str, Any]:

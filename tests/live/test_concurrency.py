@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,8 @@ from agentcache.server_process import ServerProcess
 from tests.live.servers import (
     agent_info,
     all_ids,
+    answer_to,
+    ask_at_once,
     check_against_cold,
     complete,
     greedy,
@@ -33,15 +36,18 @@ def test_one_agents_requests_run_in_order_of_arrival(live_server: ServerProcess,
     first = {"prompt": make_ids(300, seed=41), "agent": agent, **greedy(400), "stream": True}
     answers: list[dict[str, Any]] = []
 
-    def follow(number: int) -> None:
-        answers.append(complete(live_server, make_ids(300 + number, seed=41), 4, agent=agent) | {"number": number})
+    def follow(number: int, asked: socket.socket) -> None:
+        answers.append(answer_to(asked) | {"number": number})
 
     with http_of(live_server) as http, http.stream("POST", "/v1/completions", json=first) as answer:
         wait_until_computing(live_server, computed)
-        followers = [threading.Thread(target=follow, args=(number,)) for number in (1, 2, 3)]
-        for number, follower in enumerate(followers, 1):
-            follower.start()  # one after the other, so that they arrive in this order
+        followers = []
+        for number in (1, 2, 3):  # one after the other, so that they arrive in this order
+            prompt = make_ids(300 + number, seed=41)
+            asked = ask_at_once(live_server, {"prompt": prompt, "logprobs": 0, "agent": agent, **greedy(4)})
             wait_until_in_flight(live_server, 1 + number)
+            followers.append(threading.Thread(target=follow, args=(number, asked)))
+            followers[-1].start()
         events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         assert answers == []  # nobody has overtaken
     for follower in followers:
