@@ -53,8 +53,8 @@ def test_one_agents_requests_run_in_order_of_arrival(live_server: ServerProcess,
     for follower in followers:
         follower.join()
     assert json.loads(events[-2])["agentcache"]["computed_tokens"] == 300
-    assert [answer["number"] for answer in answers] == [1, 2, 3]
-    # Each finds the prompt of the one before it, and computes what it adds.
+    answers.sort(key=lambda answer: int(answer["number"]))  # answers that come at once may be read in any order
+    # Each finds the prompt of the one before it, and computes what it adds: so they have run one after the other.
     assert [answer["agentcache"]["cached_tokens"]["own"] for answer in answers] == [300, 301, 302]
     assert all(answer["agentcache"]["saved"] for answer in answers)
     # Each leaves out the answer of the one before it, which can be gone back to.
