@@ -203,14 +203,14 @@ def test_who_is_late_and_leaves(ends: str, model: Path, tmp_path: Path, monkeypa
 def test_a_grammar_that_takes_longer_than_many_steps(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An alternation of a thousand rules; without the limits that keep such a one out."""
+    """An alternation of thousands of rules; without the limits that keep such a one out."""
     limits = LLParserLimits(
         initial_lexer_fuel=10**9, step_lexer_fuel=10**9, step_max_items=10**8, max_items_in_row=10**7
     )
     monkeypatch.setattr(compiler, "parser_limits", lambda: limits)
     monkeypatch.setattr(compiler.Grammars, "_try", lambda self, reply, limit: None)
-    rules = "".join(f'r{i}: /[a-z]/ r{i} | "y{i}"\n' for i in range(1000))
-    slow = text_form(Notation.LARK, "start: " + " | ".join(f'r{i} "x{i}"' for i in range(1000)) + "\n" + rules)
+    rules = "".join(f'r{i}: /[a-z]/ r{i} | "y{i}"\n' for i in range(3000))
+    slow = text_form(Notation.LARK, "start: " + " | ".join(f'r{i} "x{i}"' for i in range(3000)) + "\n" + rules)
     with by_hand(model, tmp_path / "cache") as hand:
         formed = hand.submit(make_ids(30), greedy(60), form=slow)
         free = [hand.submit(make_ids(30, seed=seed), greedy(60)) for seed in (1, 2)]
