@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.alone import in_turn
 from tests.mlx_headers import precompile
 
 if TYPE_CHECKING:
@@ -74,6 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """In the process that starts the others: it is done before they have collected."""
     if not hasattr(config, "workerinput") and (process := precompile()):
         config.add_cleanup(process.wait)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Outermost: no time limit counts how long a test waits for its turn."""
+    with in_turn(item):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,6 +24,7 @@ def adapters(live_model: Path, tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(SECONDS + 300)
 def test_soak(live_model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     """With adapters, which some ask to be answered by residually: by default nobody is."""
@@ -38,6 +39,7 @@ def test_soak(live_model: Path, adapters: dict[str, Path], tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(SECONDS + 300)
 def test_soak_with_residual_answers(live_model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     """Those who ask get them, and nobody else; base's memory is what it is without them."""
