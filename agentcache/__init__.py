@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # On CUDA MLX rounds what float32 models multiply to 10 bits, unless it is told otherwise before its first product: two
 # ways to the same value would end in different steps of 4 bits.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
+# On CUDA MLX counts the kinds of graphs that it meets and fails from the 801st on, which a server meets within days.
+os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]

@@ -22,6 +22,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import Packed
 from agentcache.kv.step_cache import Handle, PagedKV, StepCache
+from agentcache.metal_kernels.kernel_text import device
 from agentcache.models import fused, fused_latent
 from agentcache.models.attention import (
     AttentionOptions,
@@ -177,7 +178,9 @@ def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, s
 def _leading(packed: Packed, rank: int, kv: PagedKV) -> Packed:
     """The latent part of packed keys; whole quantisation groups, as the rank is a multiple of their size."""
     parts = kv.arena.keys.quantisation.parts(rank).values()
-    return Packed(*(part[..., :width] for part, (_, width) in zip(packed.parts, parts, strict=True)))
+    leading = [part[..., :width] for part, (_, width) in zip(packed.parts, parts, strict=True)]
+    # On CUDA MLX multiplies only with what lies row by row without gaps.
+    return Packed(*(map(mx.contiguous, leading) if device() == "cuda" else leading))
 
 
 # -- the form of mlx_lm/models/mla.py ----------------------------------------------------------------------------------

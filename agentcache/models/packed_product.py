@@ -1,8 +1,8 @@
 """Products with packed blocks, by MLX's quantised kernels where these are right.
 
-Back ends have had kernels that are wrong for some shapes (CUDA in MLX 0.32.4: keys of a single quantisation group).
-So each kind of product is compared with its definition, once per shape of head and device, before it is used; where it
-differs, the definition takes over: the same values, more memory traffic.
+Back ends have had kernels that are wrong for some shapes (CUDA in MLX 0.32.4: keys of a single quantisation group), or
+none (there for heads of 32 values). So each kind of product is compared with its definition, once per shape of head and
+device, before it is used; where it differs, the definition takes over: the same values, more memory traffic.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transp
 
 
 def by_kernel(x: mx.array, packed: Packed, quantisation: Packing, transpose: bool) -> mx.array:
-    """The product straight from the packed data."""
+    """The product straight from the packed data.
+
+    Raises:
+        RuntimeError: when it is computed, where MLX has no kernel for the shape on this device.
+    """
     assert isinstance(quantisation, Quantisation)
     packing = {"group_size": quantisation.group_size, "bits": quantisation.bits}
     return mx.quantized_matmul(x, *packed, transpose=transpose, **packing)
@@ -61,7 +65,7 @@ def kernel_is_right(dim: int, quantisation: Quantisation, transpose: bool, devic
     if agrees(by_kernel, dim, quantisation, transpose):
         return True
     log.warning(
-        "this device's packed product (%s, %d values a head, %s) is wrong; blocks are unpacked instead (slower)",
+        "this device's packed product (%s, %d values a head, %s) is wrong or missing: blocks are unpacked (slower)",
         "keys" if transpose else "values",
         dim,
         quantisation,
@@ -70,7 +74,7 @@ def kernel_is_right(dim: int, quantisation: Quantisation, transpose: bool, devic
 
 
 def agrees(product: Product, dim: int, quantisation: Quantisation, transpose: bool) -> bool:
-    """Whether a product is right on random blocks, for few and many rows."""
+    """Whether a product can be computed and is right on random blocks, for few and many rows."""
     keys = mx.random.split(mx.random.key(dim), 1 + len(_CHECKED_ROWS))
     packed = quantise(mx.random.normal((_BLOCKS, _HEADS, BLOCK_SIZE, dim), key=keys[0]), quantisation)
     width = dim if transpose else BLOCK_SIZE
@@ -78,7 +82,13 @@ def agrees(product: Product, dim: int, quantisation: Quantisation, transpose: bo
         mx.random.normal((_BLOCKS, _HEADS, rows, width), key=key)
         for rows, key in zip(_CHECKED_ROWS, keys[1:], strict=True)
     ]
-    return all(_close(product(x, packed, quantisation, transpose), packed, quantisation, transpose, x) for x in inputs)
+    try:
+        return all(
+            _close(product(x, packed, quantisation, transpose), packed, quantisation, transpose, x) for x in inputs
+        )
+    except RuntimeError as error:
+        log.debug("no packed product: %s", error)
+        return False
 
 
 def _close(actual: mx.array, packed: Packed, quantisation: Quantisation, transpose: bool, x: mx.array) -> bool:

@@ -20,7 +20,7 @@ from tests.metal_kernels.emulator.build import clang
 if clang() is None:
     pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
 
-SHAPE = HeadShape(64, 2, 2, 64, mx.float32)  # as in tests/models/test_fused.py: its texts are compiled once
+SHAPE = HeadShape(64, 2, 2, 64, mx.float32)  # as in tests/models/emulated_device.py: its texts are compiled once
 LATENTS = LatentShape(64, 32, 3, 32, mx.float32)
 WITH_KEYS = replace(SHAPE, value_rank=3, key_rank=3, pairs=32)
 CHILD = Path(__file__).parent / "emulated_child.py"

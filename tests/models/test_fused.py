@@ -5,10 +5,7 @@ The kernels run in the emulator, and so do those of the self-test's child proces
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,18 +21,19 @@ from agentcache.kv.step_plan import Writes
 from agentcache.llm import LLM, Completion
 from agentcache.metal_kernels.append import APPEND
 from agentcache.metal_kernels.latent_shape import LatentShape
-from agentcache.metal_kernels.self_test import Verdict, try_kernels
+from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused
 from agentcache.models.attention import attention_by_operations, paged_attention
 from agentcache.sampling import SamplingParams
 from tests.conftest import ModelFolder
 from tests.marks import slow
-from tests.metal_kernels import emulated_child
-from tests.metal_kernels.conftest import KERNELS, emulated
+from tests.metal_kernels.conftest import emulated
 from tests.metal_kernels.emulator.build import clang
 from tests.metal_kernels.emulator.capture import Launch
-from tests.metal_kernels.emulator.run import PLAIN, Result, Schedule
+from tests.metal_kernels.emulator.run import PLAIN, Schedule
+from tests.models import emulated_device
+from tests.models.emulated_device import SHAPE, Device, ask_for, close, warnings
 from tests.models.residual_driver import ResidualDriver
 from tests.models.residual_oracle import adapter, small_model
 from tests.models.test_attention import Case, fill
@@ -46,40 +44,8 @@ from tests.tiny import ARCHITECTURES, fewer_layers
 if clang() is None:
     pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
 
-Device = Callable[..., list[Result]]
-SHAPE = HeadShape(64, 2, 2, 64, mx.float32)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-
-
-@pytest.fixture
-def kernel_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """`kernel_device(bug="none", schedule=…)`: from now on there is a device, with kernels that have this bug."""
-
-    def start(bug: str = "none", schedule: Schedule = PLAIN) -> list[Result]:
-        log: list[Result] = []
-        for kernel in KERNELS:
-            monkeypatch.setitem(
-                kernel.__dict__, "metal", emulated(kernel, schedule, log, emulated_child.bug_in(kernel, bug))
-            )
-        monkeypatch.setattr(fused, "device", lambda: "metal")
-        monkeypatch.setattr(fused, "try_kernels", partial(tried_in_child, bug))
-        forget()
-        return log
-
-    forget()
-    yield start
-    forget()
-
-
-@cache
-def tried_in_child(bug: str, shape: HeadShape | LatentShape) -> Verdict:
-    """What a child process finds; one for each bug and shape, however many tests ask.
-
-    Right kernels of other heads and types than SHAPE's are taken as tried: the self-test's own tests try them.
-    """
-    if bug == "none" and isinstance(shape, HeadShape) and not shape.value_rank and shape != SHAPE:
-        return Verdict(True)
-    return try_kernels(shape, (sys.executable, str(Path(emulated_child.__file__)), bug))
+kernel_device = emulated_device.kernel_device
 
 
 def shifted(launch: Launch) -> Launch:
@@ -87,29 +53,10 @@ def shifted(launch: Launch) -> Launch:
     return launch.edited("(x[e] - bias) / scale), 15.0f)", "(x[e] - bias) / scale) - 1.0f, 15.0f)")
 
 
-def ask_for(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTCACHE_KERNELS", mode)
-    fused.mode.cache_clear()
-    fused.why_none.cache_clear()
-
-
-def forget() -> None:
-    fused.mode.cache_clear()
-    fused.why_none.cache_clear()
-    fused._tried.cache_clear()
-    fused.memo.found.clear()
-    fused._warn.cache_clear()
-    fused.counts.checked = fused.counts.different = 0
-
-
 def both(case: Case) -> tuple[mx.array, mx.array]:
     """A step by kernels, and by MLX's operations; unread places hold the largest values."""
     _, step, queries = fill(case, poison=True)
     return paged_attention(queries, step, case.options()), attention_by_operations(queries, step, case.options())
-
-
-def close(one: mx.array, other: mx.array, tolerance: float) -> bool:
-    return bool((mx.abs(one - other).max() <= tolerance * mx.abs(other).max()).item())
 
 
 @pytest.mark.parametrize(
@@ -311,10 +258,6 @@ def test_kernels_found_wrong_are_not_used(
     assert mx.array_equal(by_kernels, by_operations)
     assert log == []
     assert warnings(caplog)
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def generated(folder: Path, cache_dir: Path) -> list[int]:

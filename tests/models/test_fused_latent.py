@@ -25,15 +25,15 @@ from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.metal_kernels.emulator.build import clang
 from tests.metal_kernels.emulator.run import Result
-from tests.models import test_fused, zoo
+from tests.models import emulated_device, zoo
 from tests.models.driver import Driver
+from tests.models.emulated_device import Device, ask_for, close, warnings
 from tests.models.model_files import MODEL_FILES
-from tests.models.test_fused import Device, ask_for, close, warnings
 
 if clang() is None:
     pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
 
-kernel_device = test_fused.kernel_device
+kernel_device = emulated_device.kernel_device
 SCALE = 0.2
 
 

@@ -26,17 +26,17 @@ from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.metal_kernels.emulator.build import clang
 from tests.metal_kernels.emulator.run import Result, Schedule
-from tests.models import test_fused
+from tests.models import emulated_device
+from tests.models.emulated_device import Device, ask_for, close, warnings
 from tests.models.residual_driver import ResidualDriver
 from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
-from tests.models.test_fused import Device, ask_for, close, warnings
 from tests.serving.conversation import make_ids
 from tests.serving.residual_cases import check_same, open_residual, residual_folders, say
 
 if clang() is None:
     pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
 
-kernel_device = test_fused.kernel_device
+kernel_device = emulated_device.kernel_device
 VALUES = ("self_attn.v_proj",)
 LENGTHS = (70, 30, 260)
 Decoded = Callable[..., mx.array]

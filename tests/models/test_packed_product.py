@@ -27,7 +27,7 @@ def test_kernel_and_definition_are_the_product_of_the_unpacked_values(
     values = np.array(dequantise(packed, quantisation, mx.float32))
     expected = np.array(x) @ (values.swapaxes(-1, -2) if transpose else values)
     is_right = agrees(by_kernel, dim, quantisation, transpose)
-    assert is_right or mx.default_device() == mx.gpu  # CUDA's are wrong for some heads (MLX 0.32.4), and not used there
+    assert is_right or mx.default_device() == mx.gpu  # CUDA's are wrong or missing for some (MLX 0.32.4), and not used
     for product in (by_kernel, by_definition) if is_right else (by_definition,):
         assert np.allclose(np.array(product(x, packed, quantisation, transpose)), expected, atol=2e-3)
 
@@ -47,24 +47,31 @@ def with_one_nan(x: mx.array, packed: Packed, quantisation: Quantisation, transp
     return out
 
 
+def missing(x: mx.array, packed: Packed, quantisation: Quantisation, transpose: bool) -> mx.array:
+    """As MLX has it on CUDA for some shapes, where it says so when it computes."""
+    raise RuntimeError("[quantized_matmul] No implementation for problem shape: 3x3x32x4")
+
+
 @pytest.mark.parametrize("transpose", [True, False])
 def test_a_wrong_product_is_found_out(transpose: bool) -> None:
     assert agrees(by_definition, 64, G64, transpose)
     assert not agrees(wrong_for_one_row, 64, G64, transpose)
     assert not agrees(full_of_nan, 64, G64, transpose)
     assert not agrees(with_one_nan, 64, G64, transpose)
+    assert not agrees(missing, 64, G64, transpose)
 
 
 @pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("spoilt", [wrong_for_one_row, missing])
 def test_where_the_kernel_is_wrong_the_definition_takes_over(
-    transpose: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    spoilt: module.Product, transpose: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     packed = quantise(mx.random.normal((3, 2, 256, 64), key=mx.random.key(1)), G64)
     x = mx.random.normal((3, 2, 1, 64 if transpose else 256), key=mx.random.key(2))
     module.kernel_is_right.cache_clear()
-    monkeypatch.setattr(module, "by_kernel", wrong_for_one_row)
+    monkeypatch.setattr(module, "by_kernel", spoilt)
     with caplog.at_level(logging.WARNING, "agentcache.models"):
         out = [packed_product(x, packed, G64, transpose=transpose) for _ in range(2)]
     module.kernel_is_right.cache_clear()
     assert all(mx.array_equal(o, by_definition(x, packed, G64, transpose)) for o in out)
-    assert len(caplog.messages) == 1 and "unpacked instead" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "blocks are unpacked" in caplog.messages[0]

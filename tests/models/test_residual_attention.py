@@ -175,6 +175,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.usefixtures("without_kernels")  # which have no such lines to spoil
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(fault: str, watch: list[Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = small_model("qwen3", 2)
