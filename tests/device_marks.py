@@ -9,3 +9,7 @@ cpu_memory = pytest.mark.skipif(
     mx.default_device() != mx.cpu, reason="how much lives at a time was measured on the CPU back end"
 )
 cpu_chunks = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU computes these prompts in one chunk")
+same_steps = pytest.mark.skipif(
+    mx.default_device() != mx.cpu,
+    reason="a GPU rounds two ways to one value apart, and here one falls to another step of the cache",
+)

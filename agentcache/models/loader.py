@@ -16,6 +16,7 @@ from agentcache.blocks.keys import Namespace
 from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.kv.precision import AUTO, BITS, Precision
 from agentcache.kv.spec import CacheSpec
+from agentcache.models.experts import distrust_sorted_rows
 from agentcache.models.fingerprint import model_fingerprint
 from agentcache.models.hosting import Everywhere, host
 from agentcache.models.lora import ModelAdapters
@@ -197,6 +198,7 @@ def read_model(path_or_hub_id: str) -> ReadModel:
     folder = _folder(path_or_hub_id)
     # Never with trust_remote_code: nothing in a model folder is executed.
     model, config = _or_unsupported(folder, "model", lambda: load_model(folder, lazy=True))
+    distrust_sorted_rows(model)
     tokenizer = _or_unsupported(folder, "tokenizer", lambda: Tokenizer.load(folder))
     return ReadModel(folder, model, config, tokenizer)
 

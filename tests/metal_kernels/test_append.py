@@ -13,11 +13,10 @@ from agentcache.metal_kernels.definition import packed, unpacked
 from tests.marks import slow
 from tests.metal_kernels.cases import DTYPES
 from tests.metal_kernels.conftest import Emulate
-from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import SCHEDULES, Schedule
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 
 def drawn(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:

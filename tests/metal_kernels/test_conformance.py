@@ -13,12 +13,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import gated_delta, ssm
 
-from tests.metal_kernels.emulator.build import MLX_INCLUDES, clang
+from tests.metal_kernels.emulator.build import MLX_INCLUDES
 from tests.metal_kernels.emulator.capture import Launch, Output, capture
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import KernelFindings, Schedule, run
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 LIMITS = (0.001, 100.0)
 HEADS, KV_HEADS, KEYS, DIM = 4, 2, 77, 64

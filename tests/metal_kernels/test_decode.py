@@ -9,11 +9,10 @@ from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
 from tests.marks import slow
 from tests.metal_kernels.cases import DTYPES, ids, lengths_of
 from tests.metal_kernels.conftest import Emulate
-from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import SCHEDULES, Schedule, Traffic
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 QUICK = Schedule(check=False)
 F16, BF16, F32 = mx.float16, mx.bfloat16, mx.float32

@@ -11,13 +11,13 @@ import pytest
 
 from agentcache.metal_kernels.cases import Arenas, Case
 from agentcache.metal_kernels.decode_text import DECODE
-from tests.metal_kernels.emulator.build import KernelSyntaxError, check, clang
+from tests.metal_kernels.emulator.build import KernelSyntaxError, check
 from tests.metal_kernels.emulator.capture import Launch, capture
 from tests.metal_kernels.emulator.lint import lint
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import SCHEDULES, EmulatedKernel, KernelFindings, Schedule, run
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 COPY = "out[thread_position_in_grid.x] = x[thread_position_in_grid.x];"
 # Sums of rows of 64 by two simdgroups.

@@ -18,12 +18,11 @@ from agentcache.metal_kernels.latent_cases import LatentCase, Latents
 from agentcache.metal_kernels.latent_text import LATENT_DECODE
 from agentcache.metal_kernels.unpack import UNPACK, unpack
 from tests.metal_kernels.conftest import Emulate
-from tests.metal_kernels.emulator.build import clang
 from tests.metal_kernels.emulator.capture import Launch
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import PLAIN, EmulatedKernel, KernelFindings
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 CASE = Case(64, lengths=(40,))
 SLOT = (1 << 20) + 5  # whose data begin behind 2^31 words

@@ -21,14 +21,14 @@ from agentcache.metal_kernels.append import Places, append
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
 from tests.marks import slow
 from tests.metal_kernels.conftest import Emulate
-from tests.metal_kernels.emulator.build import KernelSyntaxError, clang
+from tests.metal_kernels.emulator.build import KernelSyntaxError
 from tests.metal_kernels.emulator.capture import Launch
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import KernelFindings
 from tests.metal_kernels.test_append import drawn
 from tests.metal_kernels.test_unpack import run as run_unpack
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 NUMBERS, SYNTAX = "numbers", "syntax"
 DECODE, MERGE, UNPACK = "agentcache_decode", "agentcache_merge", "agentcache_unpack"

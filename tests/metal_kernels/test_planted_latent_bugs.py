@@ -11,11 +11,10 @@ from agentcache.metal_kernels.cases import TOLERANCE, error
 from agentcache.metal_kernels.latent_cases import LatentCase, Latents
 from tests.marks import slow
 from tests.metal_kernels.conftest import Emulate
-from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.test_planted_bugs import NUMBERS, SYNTAX, Bug, caught
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 LATENT = "agentcache_latent_decode"
 FLOAT = LatentCase(64, 32, 3, mx.float32, (300, 40), num_tokens=2)

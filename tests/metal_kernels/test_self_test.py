@@ -15,10 +15,9 @@ from agentcache.metal_kernels.self_test import Shape, Verdict, differences, step
 from agentcache.metal_kernels.tiling import HeadShape
 from tests.marks import slow
 from tests.metal_kernels.conftest import Emulate
-from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.marks import needs_clang
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 SHAPE = HeadShape(64, 2, 2, 64, mx.float32)  # as in tests/models/emulated_device.py: its texts are compiled once
 LATENTS = LatentShape(64, 32, 3, 32, mx.float32)

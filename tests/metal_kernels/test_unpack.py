@@ -12,11 +12,10 @@ from agentcache.metal_kernels.unpack import unpack
 from tests.marks import slow
 from tests.metal_kernels.cases import DTYPES
 from tests.metal_kernels.conftest import Emulate
-from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import SCHEDULES, Schedule
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 TOLERANCE = {mx.float32: 1e-6, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 

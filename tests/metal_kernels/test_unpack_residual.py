@@ -10,12 +10,11 @@ from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error
 from tests.marks import slow
 from tests.metal_kernels.cases import UNPACK_RESIDUAL_CASES, ids
 from tests.metal_kernels.conftest import Emulate
-from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import SCHEDULES, Schedule
 from tests.metal_kernels.test_planted_bugs import NUMBERS, SYNTAX, Bug, caught, firsts
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 F16, F32 = mx.float16, mx.float32
 KERNEL = "agentcache_unpack_residual"

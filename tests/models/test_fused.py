@@ -29,8 +29,8 @@ from agentcache.sampling import SamplingParams
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.metal_kernels.conftest import emulated
-from tests.metal_kernels.emulator.build import clang
 from tests.metal_kernels.emulator.capture import Launch
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import PLAIN, Schedule
 from tests.models import emulated_device
 from tests.models.emulated_device import SHAPE, Device, ask_for, close, warnings
@@ -41,8 +41,7 @@ from tests.serving.conversation import make_ids
 from tests.serving.hybrids import write_hybrid
 from tests.tiny import ARCHITECTURES, fewer_layers
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 kernel_device = emulated_device.kernel_device

@@ -23,15 +23,14 @@ from agentcache.models import fused
 from agentcache.models.mla import latent_attention
 from tests.conftest import ModelFolder
 from tests.marks import slow
-from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import Result
 from tests.models import emulated_device, zoo
 from tests.models.driver import Driver
 from tests.models.emulated_device import Device, ask_for, close, warnings
 from tests.models.model_files import MODEL_FILES
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 kernel_device = emulated_device.kernel_device
 SCALE = 0.2

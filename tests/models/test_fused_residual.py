@@ -24,7 +24,7 @@ from agentcache.models.residual_rows import layer_matrices
 from agentcache.models.residual_turns import Turning
 from tests.conftest import ModelFolder
 from tests.marks import slow
-from tests.metal_kernels.emulator.build import clang
+from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import Result, Schedule
 from tests.models import emulated_device
 from tests.models.emulated_device import Device, ask_for, close, warnings
@@ -33,8 +33,7 @@ from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
 from tests.serving.conversation import make_ids
 from tests.serving.residual_cases import check_same, open_residual, residual_folders, say
 
-if clang() is None:
-    pytest.skip("the kernels' emulator needs clang 18 or newer", allow_module_level=True)
+pytestmark = needs_clang
 
 kernel_device = emulated_device.kernel_device
 VALUES = ("self_attn.v_proj",)

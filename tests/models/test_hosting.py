@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+from mlx_lm.utils import load_model
 
 from agentcache.kv.precision import LayerBits
 from agentcache.models import loader
@@ -18,6 +18,7 @@ from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.models.driver import Driver, chunks_of, random_ids
 from tests.models.reference import Reference
+from tests.models.saved_model import quantised, save
 from tests.tiny import ARCHITECTURES
 
 CHUNKS = [5, 200, 9, 60, 8, 1, 1, 20, 1]  # over a block border and many windows of 32
@@ -46,21 +47,10 @@ def test_a_prompt_of_several_wide_windows(model_folder: ModelFolder) -> None:
     assert compare(folder, [256, 256, 250, 40, 1, 1]) < 1e-4
 
 
-def save(model: nn.Module, config: dict[str, Any], source: Path, folder: Path) -> Path:
-    save_model(folder, model, donate_model=True)
-    save_config(config, folder / "config.json")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((source / name).read_bytes())
-    return folder
-
-
 @pytest.mark.parametrize("architecture", [slow("llama_bias"), slow("gemma3_text"), "gpt_oss", "deepseek_v2_q_lora"])
 def test_four_bit_weights(model_folder: ModelFolder, tmp_path: Path, architecture: str) -> None:
     source = model_folder(architecture, q_lora_rank=64) if "q_lora" in architecture else model_folder(architecture)
-    model, config = load_model(source)
-    config = {key: value for key, value in config.items() if not key.startswith("quantization")}
-    model, config = quantize_model(model, config, group_size=32, bits=4)
-    assert compare(save(model, config, source, tmp_path), CHUNKS) < 1e-4
+    assert compare(quantised(source, tmp_path), CHUNKS) < 1e-4
 
 
 @pytest.mark.parametrize(

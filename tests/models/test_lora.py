@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
-from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+from mlx_lm.utils import load_model
 
 from agentcache.models import loader
 from agentcache.models.adapter_rows import RowAdapter
@@ -22,10 +22,12 @@ from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep
 from tests.adapters_factory import ATTENTION, MLP, SCALE, Pair, make_adapter, random_matrices, write_mlx_lm, write_peft
 from tests.conftest import ModelFolder
+from tests.device_marks import same_steps
 from tests.marks import slow
 from tests.models.driver import random_ids
 from tests.models.lora_driver import CHUNKS, EQUAL, VISIBLE, adapted_step, difference, put, run
 from tests.models.reference import Reference
+from tests.models.saved_model import quantised, save
 from tests.tiny import VARIANTS_SLOW
 
 
@@ -54,7 +56,9 @@ def test_logits_are_those_of_mlx_lm_with_its_adapter(
     check_against_mlx_lm(model, make_adapter(tmp_path, model, rank=5))
 
 
-@pytest.mark.parametrize("target", [*ATTENTION[:4], *MLP[:3]])
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=same_steps if "k_proj" in name else ()) for name in (*ATTENTION[:4], *MLP[:3])]
+)
 def test_each_module_alone(model_folder: ModelFolder, tmp_path: Path, target: str) -> None:
     model = model_folder("llama_bias")
     check_against_mlx_lm(model, make_adapter(tmp_path, model, targets=[target], layers=[1, 2], strength=1.0))
@@ -65,18 +69,6 @@ def test_four_bit_base_weights(model_folder: ModelFolder, tmp_path: Path, archit
     source = model_folder(architecture)
     adapter = make_adapter(tmp_path / "adapter", source, rank=5)
     check_against_mlx_lm(quantised(source, tmp_path / "model"), adapter)
-
-
-def quantised(source: Path, folder: Path) -> Path:
-    model, config = load_model(source)
-    config = {key: value for key, value in config.items() if not key.startswith("quantization")}
-    model, config = quantize_model(model, config, group_size=32, bits=4)
-    folder.mkdir()
-    save_model(folder, model, donate_model=True)
-    save_config(config, folder / "config.json")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((source / name).read_bytes())
-    return folder
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3_moe", "phi3", "deepseek_v2_q_lora"])
@@ -157,11 +149,7 @@ def test_half_precision(model_folder: ModelFolder, tmp_path: Path, dtype: mx.Dty
 def in_dtype(source: Path, folder: Path, dtype: mx.Dtype) -> Path:
     model, config = load_model(source)
     model.set_dtype(dtype)
-    folder.mkdir()
-    save_model(folder, model, donate_model=True)
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((source / name).read_bytes())
-    return folder
+    return save(model, config, source, folder)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
