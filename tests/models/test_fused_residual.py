@@ -23,6 +23,7 @@ from agentcache.models.loader import LoadedModel
 from agentcache.models.residual_rows import layer_matrices
 from agentcache.models.residual_turns import Turning
 from tests.conftest import ModelFolder
+from tests.device_marks import steady_sums
 from tests.marks import slow
 from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import Result, Schedule
@@ -159,6 +160,7 @@ def test_matrices_for_kernels_are_kept_with_their_adapter(
     assert len(residual_rows._kept) == kept - 1
 
 
+@steady_sums
 def test_check_computes_both(two: list[AdapterWeights], decoded: Decoded, log: list[Result]) -> None:
     checked = decoded(two, log, "check")
     assert len(read(log)) == 4

@@ -19,6 +19,7 @@ from agentcache.agents import buffered_reads
 from agentcache.kv.arena import GroupArena
 from agentcache.llm import Completion
 from tests.conftest import ModelFolder
+from tests.device_marks import steady_sums
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.block_damage import block_files, flip
@@ -161,6 +162,7 @@ def test_after_evict_and_restore(architecture: str, model_folder: ModelFolder, t
     assert outcome(completion) == outcome(kept[1])
 
 
+@steady_sums
 def test_more_files_than_there_are_buffers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file waits for a buffer that another one has left; one of them is wrong, and so no use to anybody."""
     monkeypatch.setattr(GroupArena, "places", lambda arena, block_ids: [])  # as where a device has memory of its own
