@@ -18,6 +18,7 @@ from agentcache.kv.arena import dequantise
 from agentcache.kv.packing import Quantisation
 from agentcache.models.mla import is_expanded
 from agentcache.models.survey import CacheRef, Paged, Survey
+from tests.device_marks import steady_sums
 from tests.marks import slow
 from tests.models import zoo
 from tests.models.driver import Driver, Row
@@ -42,7 +43,12 @@ ALWAYS = {  # one of each kind; the others in the long run
     "qwen3_5",
 }
 SERVED = [name for name, file in MODEL_FILES.items() if file.refused is None]
-SERVED_PARAMS = [name if name in ALWAYS else slow(name) for name in SERVED]
+# Refused at load where MLX's own BLAS multiplies: one layer is off by 0.0045, most likely a value in another code.
+ON_THE_BORDER = "longcat_flash_ngram"
+SERVED_PARAMS = [
+    pytest.param(name, marks=steady_sums) if name == ON_THE_BORDER else name if name in ALWAYS else slow(name)
+    for name in SERVED
+]
 REFUSED = [name for name, file in MODEL_FILES.items() if file.refused is not None]
 
 
