@@ -140,7 +140,7 @@ def _memory(groups: Sequence[CacheGroupInfo], max_context: int, plan: Mapping[st
     agents = min(share // sum(group.bytes_for(AGENT_TOKENS) for group in kind) for kind, share in shares if kind)
     detail = (
         f"of {_size(plan['limit'])}: weights {_size(plan['weights'])}, cache {_size(plan['ram_budget'])}: "
-        f"one agent of {tokens:,} tokens, or {agents:,} of {AGENT_TOKENS:,} in RAM at once"
+        f"an agent of up to {tokens:,} tokens, or {agents:,} agents of {AGENT_TOKENS:,} in RAM at once"
     )
     return Finding("memory", detail, dict(plan) | {"longest_agent_tokens": tokens, "agents_of_8k": agents})
 
