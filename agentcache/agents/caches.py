@@ -12,7 +12,7 @@ from agentcache.blocks.ledger import STATE
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import Copy
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.block_layout import Array, Place
+from agentcache.kv.block_layout import Array, GroupMemory
 from agentcache.kv.spec import CacheSpec
 from agentcache.store.manifest import AgentRecord
 
@@ -25,7 +25,7 @@ class Arenas(Protocol):
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None: ...
 
-    def places(self, group: int, block_ids: Sequence[int]) -> list[Place]: ...
+    def memory(self, group: int) -> GroupMemory | None: ...
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array: ...
 

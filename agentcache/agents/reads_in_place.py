@@ -1,14 +1,12 @@
 """Blocks read from files to where they belong in the arenas: each byte is moved once.
 
-Reader threads do nothing but read. The engine thread, which would only wait meanwhile, opens files for them and
-verifies what they have read; while there is nothing to verify, it reads too. So bytes are moved and verified side by
-side, and the two seldom ask for Python's lock at once: a file is opened and verified in thirty calls, and read in one.
+The engine thread, which would only wait meanwhile, does as the reader threads do: it takes the next block, reads its
+file and verifies it, while that is still in the processor's caches. It alone says which block is next.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterable
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,12 +14,15 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
+from agentcache.agents.processors import kept_to, share_processors
 from agentcache.agents.restoring import Read, Restoring
 from agentcache.blocks.sequence import Load
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.kv.block_layout import Array, Place
-from agentcache.store.block_folder import BlockFolder, BlockReading
+from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
+
+_AHEAD = 2  # jobs for each reader that wait for it while the engine thread reads one
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,21 +34,8 @@ class Job:
     place: Place
 
 
-@dataclass(frozen=True, eq=False)
-class _Opened:
-    """A job whose file is open.
-
-    Args:
-        rest: what must not come to its place before it has been verified.
-    """
-
-    job: Job
-    reading: BlockReading
-    rest: Array
-
-
 class ReadsInPlace:
-    """Carries out jobs while nothing else happens on the engine thread, which all of this is for but `_fill_each`.
+    """Carries out jobs while nothing else happens on the engine thread.
 
     Args:
         readers: its threads read files.
@@ -58,109 +46,77 @@ class ReadsInPlace:
         self._store = store
         self._readers = readers
         self._count = count
-        # For each reader a file that it reads, the next one, and one that it has read; one for the engine thread.
-        self._most_open = 3 * count + 1
-        self._waiting: deque[Job] = deque()
-        self._opened: set[_Opened] = set()
-        self._due: SimpleQueue[_Opened | None] = SimpleQueue()
-        self._filled: SimpleQueue[_Opened] = SimpleQueue()
-        self._rests: list[Array] = []  # not in use; each was touched before, and may still be in the processor's caches
+        self._due: SimpleQueue[Job | None] = SimpleQueue()
+        self._ended: list[tuple[Restoring, Read]] = []
+        self._buffers: list[Array] = []  # not in use; each was touched before, and may be in the processor's caches
 
-    def carry_out(self, take: Callable[[], Sequence[Job]]) -> list[tuple[Restoring, Read]]:
-        """Carry out the jobs that `take` gives until it gives none; what came of them.
+    def carry_out(self, jobs: Iterable[Job]) -> list[tuple[Restoring, Read]]:
+        """Carry out the jobs, which are asked for as they are needed; what came of them.
 
         Nobody touches their places when this returns.
         """
-        readers = [self._readers.submit(self._fill_each) for _ in range(self._count)]
+        self._ended = []
+        own, others = share_processors(self._count)
+        readers = [self._readers.submit(self._read_all, others) for _ in range(self._count)]
         try:
-            with self._store.reader() as blocks:
-                return self._work(blocks, take)
+            with kept_to(own), self._store.reader() as blocks:
+                for job in jobs:
+                    self._due.put(job)
+                    if self._due.qsize() > _AHEAD * self._count:
+                        self._read_next(blocks)
+                while self._read_next(blocks):
+                    continue
         finally:
             self._dismiss(readers)
-            self._let_go()
+        for reader in readers:
+            if not reader.cancelled():
+                reader.result()
+        return self._ended
 
-    def _work(self, blocks: BlockFolder, take: Callable[[], Sequence[Job]]) -> list[tuple[Restoring, Read]]:
-        ended: list[tuple[Restoring, Read]] = []
-        may_be_more = True
-        while True:
-            if may_be_more and len(self._waiting) < self._most_open:
-                jobs = take()
-                self._waiting.extend(jobs)
-                may_be_more = bool(jobs)
-            while self._waiting and len(self._opened) < self._most_open:
-                job = self._waiting[0]
-                if not self._open(blocks, job):
-                    ended.append((job.restore, Read(job.load, None)))
-                self._waiting.popleft()
-            if self._opened:
-                opened = self._next()
-                ended.append((opened.job.restore, self._end(opened)))
-            elif not self._waiting and not may_be_more:
-                return ended
+    def _read_next(self, blocks: BlockFolder) -> bool:
+        """Whether there was one."""
+        with suppress(Empty):
+            job = self._due.get_nowait()
+            assert job is not None
+            self._read(blocks, job)
+            return True
+        return False
 
-    def _open(self, blocks: BlockFolder, job: Job) -> bool:
-        """Whether there is a file, for whoever comes first to read it."""
-        size = job.place.rest_bytes
-        rest = self._rests.pop() if self._rests else np.empty(size, np.uint8)
-        if rest.nbytes < size:
-            rest = np.empty(size, np.uint8)
+    def _read_all(self, processors: Collection[int]) -> None:
+        """On a reader thread: one after the other, until nothing is to come any more."""
+        with kept_to(processors), self._store.reader() as blocks:
+            while (job := self._due.get()) is not None:
+                self._read(blocks, job)
+
+    def _read(self, blocks: BlockFolder, job: Job) -> None:
+        """Bring the block to its place, verified, and let go of that."""
+        size, extras = job.place.rest_bytes, None
+        buffer = self._buffer(size)
+        rest = buffer[:size]
         try:
-            reading = blocks.open_block(job.restore.header(job.load), job.place.integers, rest[:size])
+            extras = blocks.read_apart(job.restore.header(job.load), job.place.integers, rest)
+            job.place.put_rest(rest)
         except (BlockMissing, BlockRejected, StoreError):  # the store has logged and counted it
-            job.place.let_go()
-            return False
-        opened = _Opened(job, reading, rest)
-        self._opened.add(opened)
-        self._due.put(opened)
-        return True
-
-    def _next(self) -> _Opened:
-        """One whose file has been read."""
-        with suppress(Empty):
-            return self._filled.get_nowait()
-        with suppress(Empty):
-            opened = self._due.get_nowait()
-            assert opened is not None
-            opened.reading.fill()
-            return opened
-        return self._filled.get()
-
-    def _end(self, opened: _Opened) -> Read:
-        """Verify it, and let go of its place."""
-        job = opened.job
-        self._opened.remove(opened)
-        try:
-            extras = opened.reading.verify()
-            job.place.put_rest(opened.rest)
-        except BlockRejected:
-            extras = None
+            pass
         finally:
             job.place.let_go()
-        self._rests.append(opened.rest)
-        return Read(job.load, extras)
+        self._buffers.append(buffer)
+        self._ended.append((job.restore, Read(job.load, extras)))
 
-    def _fill_each(self) -> None:
-        """On a reader thread: one after the other, until nothing is to come any more."""
-        while (opened := self._due.get()) is not None:
-            opened.reading.fill()
-            self._filled.put(opened)
+    def _buffer(self, size: int) -> Array:
+        """uint8, with room for so many bytes of a block's rest."""
+        with suppress(IndexError):
+            if (buffer := self._buffers.pop()).nbytes >= size:
+                return buffer
+        return np.empty(size, np.uint8)
 
-    def _dismiss(self, readers: Sequence[Future[None]]) -> None:
+    def _dismiss(self, readers: Collection[Future[None]]) -> None:
         """They read nothing more, and those that have yet to begin do not."""
         with suppress(Empty):
-            while True:
-                self._due.get_nowait()
+            while (job := self._due.get_nowait()) is not None:  # there is one only where an error has come before it
+                job.place.let_go()
         for reader in readers:
             self._due.put(None)
             reader.cancel()
         wait(readers)
-        self._due, self._filled = SimpleQueue(), SimpleQueue()
-
-    def _let_go(self) -> None:
-        """Of what has not ended: there is something only where an error has."""
-        for opened in self._opened:
-            opened.reading.close()
-        for job in (*self._waiting, *(opened.job for opened in self._opened)):
-            job.place.let_go()
-        self._waiting.clear()
-        self._opened.clear()
+        self._due = SimpleQueue()

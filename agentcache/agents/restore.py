@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
@@ -23,14 +23,13 @@ from agentcache.agents.reads_in_place import Job, ReadsInPlace
 from agentcache.agents.restoring import Restored, Restoring
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.sequence import CacheSequence, Load
+from agentcache.kv.block_layout import GroupMemory
 from agentcache.store.store import Store
 
 READERS = min(4, os.cpu_count() or 4)  # more would only push each other's files out of the processor's caches
 _LARGE_BLOCK_BYTES = 1 << 20  # smaller ones are mostly Python: a second thread would only be in the way
 _READS_BEGUN = READERS + 2  # so that a reader that is done finds its next batch
 _LONGEST_AT_ONCE = 0.01  # seconds for which the engine thread begins reads; then it sees to what else has come
-# What is made ready at a time, and still read when that time is over: 2 to 5 ms of a fast disk.
-_MOST_BYTES, _MOST_BLOCKS = 16 << 20, 16
 
 
 class Restorer:
@@ -110,22 +109,15 @@ class Restorer:
 
     def _read_in_place(self) -> None:
         """Publish what is sound of the next blocks; nothing else happens on the engine thread meanwhile."""
-        ends_at = time.perf_counter() + _LONGEST_AT_ONCE
-        others: list[tuple[Restoring, list[Load]]] = []  # that have no places, or nobody who waits for them
-        count = 0
-
-        def take() -> list[Job]:
-            nonlocal count
-            while self._whole and (not count or time.perf_counter() < ends_at):
-                restore, loads = self._take()
-                count += len(loads)
-                if jobs := _jobs(restore, loads):
-                    return jobs
-                others.append((restore, loads))
-            return []
-
-        ended = self._in_place.carry_out(take)
-        for restore, loads in others:
+        others: list[tuple[Restoring, Load]] = []
+        memories: dict[tuple[str, int], GroupMemory | None] = {}
+        try:
+            ended = self._in_place.carry_out(self._jobs(memories, others))
+        finally:
+            for memory in memories.values():
+                if memory is not None:
+                    memory.let_go()
+        for restore, loads in _by_group(others):
             if restore.sequence.closed:
                 restore.drop(len(loads))
             else:
@@ -133,26 +125,29 @@ class Restorer:
         for restore, read in ended:
             restore.settle([read])
 
-    def _take(self) -> tuple[Restoring, list[Load]]:
-        """The next blocks that are due: some of one group."""
-        restore, load = self._whole.popleft()
-        loads = [load]
-        most = min(_MOST_BLOCKS, _MOST_BYTES // restore.block_bytes(load.group))
-        while len(loads) < most and self._whole:
-            other, follows = self._whole[0]
-            if other is not restore or follows.group != load.group:
-                break
-            loads.append(follows)
-            self._whole.popleft()
-        return restore, loads
+    def _jobs(
+        self, memories: dict[tuple[str, int], GroupMemory | None], others: list[tuple[Restoring, Load]]
+    ) -> Iterator[Job]:
+        """Of the next blocks that are due, for a while.
 
-
-def _jobs(restore: Restoring, loads: Sequence[Load]) -> list[Job]:
-    """Of blocks of one group. None where they have to be read into buffers, or not at all."""
-    if restore.sequence.closed:  # its slots are others' now
-        return []
-    places = restore.cache.arenas.places(loads[0].group, [load.block_id for load in loads])
-    return [Job(restore, load, place) for load, place in zip(loads, places, strict=bool(places))]
+        Args:
+            memories: gets those of caches' groups that there are jobs of.
+            others: gets blocks that have no places, or nobody who waits for them.
+        """
+        ends_at = time.perf_counter() + _LONGEST_AT_ONCE
+        while self._whole:
+            restore, load = self._whole.popleft()
+            group, memory = (restore.cache.name, load.group), None
+            if not restore.sequence.closed:  # or its slots are others' now
+                if group not in memories:
+                    memories[group] = restore.cache.arenas.memory(load.group)
+                memory = memories[group]
+            if memory is not None:
+                yield Job(restore, load, memory.place(load.block_id))
+            else:
+                others.append((restore, load))
+            if time.perf_counter() >= ends_at:
+                return
 
 
 def _by_group(taken: Iterable[tuple[Restoring, Load]]) -> list[tuple[Restoring, list[Load]]]:

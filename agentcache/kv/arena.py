@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.block_layout import Array, Place, block_tensors, first_float
+from agentcache.kv.block_layout import Array, GroupMemory, block_tensors, first_float
 from agentcache.kv.packing import PARTS, LayerPacking, Packing, Plain
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, packed_tensors, sides
 
@@ -383,22 +383,17 @@ class GroupArena:
         parts = [tensor.tokens(block_id, num_tokens).reshape(-1).view(mx.uint8) for tensor in tensors]
         return np.array(mx.concatenate(parts))
 
-    def places(self, block_ids: Sequence[int]) -> list[Place]:
-        """Where full blocks belong, to read files straight to there. While no step is under way.
+    def memory(self) -> GroupMemory | None:
+        """Where the slots lie, to read files straight to there. While no step is under way.
 
-        None at all where the device's memory is not ours, and where blocks are floats for the most part. Let go of all
-        before anything else is done with the arena.
+        None where the device's memory is not ours, and where blocks are floats for the most part. Let go of it before
+        anything else is done with the arena.
         """
         first = first_float(self.spec, BLOCK_SIZE)
         if not shares_memory() or 2 * first < self.spec.bytes_per_block:
-            return []
-        memories = [(tensor.memory(), tensor.spec.slot_bytes) for tensor in self._tensors.values()]
+            return None
         num_integers = sum(tensor.end <= first for tensor in block_tensors(self.spec, BLOCK_SIZE))
-        places = []
-        for block_id in block_ids:
-            runs = [memory[block_id * size : (block_id + 1) * size] for memory, size in memories]
-            places.append(Place(runs[:num_integers], runs[num_integers:]))
-        return places
+        return GroupMemory([(each.memory(), each.spec.slot_bytes) for each in self._tensors.values()], num_integers)
 
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks into slots `block_ids`. While no step is under way.

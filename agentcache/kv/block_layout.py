@@ -78,6 +78,29 @@ class Place:
             run.release()
 
 
+class GroupMemory:
+    """Where all slots of a group lie.
+
+    Args:
+        tensors: of each the memory, and bytes of a slot.
+        num_integers: how many of them come before the first of floats.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[memoryview, int]], num_integers: int) -> None:
+        self._tensors = tensors
+        self._num_integers = num_integers
+
+    def place(self, block_id: int) -> Place:
+        """Where a full block belongs."""
+        runs = [memory[block_id * size : (block_id + 1) * size] for memory, size in self._tensors]
+        return Place(runs[: self._num_integers], runs[self._num_integers :])
+
+    def let_go(self) -> None:
+        """No more places are asked for; with the last of them the arena is its steps' alone."""
+        for memory, _ in self._tensors:
+            memory.release()
+
+
 @lru_cache(maxsize=256)
 def block_tensors(group: GroupSpec, num_tokens: int) -> tuple[BlockTensor, ...]:
     """All tensors of a block of so many tokens of the group, in the order of its bytes."""

@@ -13,7 +13,7 @@ import numpy as np
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
 from agentcache.kv.arena import GroupArena, TensorArena, make_arenas
-from agentcache.kv.block_layout import Array, Place
+from agentcache.kv.block_layout import Array, GroupMemory
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.spec import CacheSpec
 
@@ -117,11 +117,11 @@ class ResidualArenas:
         self._wait()  # the step under way may still write to slots whose owner is gone
         self._arenas[group].put(block_ids, blocks)
 
-    def places(self, group: int, block_ids: Sequence[int]) -> list[Place]:
-        """Where full blocks belong, to read files to there (`GroupArena.places`); nothing may be computed meanwhile."""
+    def memory(self, group: int) -> GroupMemory | None:
+        """Where slots lie, to read files to there (`GroupArena.memory`); nothing may be computed meanwhile."""
         self.fit()
         self._wait()
-        return self._arenas[group].places(block_ids)
+        return self._arenas[group].memory()
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
         """A copy of a block's bytes, for the writer: uint8 [n]."""

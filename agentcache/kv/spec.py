@@ -159,13 +159,17 @@ class GroupSpec:
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             raise BrokenInvariant(f"two tensors of group {self.name} have one name")
 
+    # What is known of blocks is looked up by their group, for every file: nothing that takes long to compare.
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, GroupSpec) and self._text == other._text)
+
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._text)
 
     @cached_property
-    def _hash(self) -> int:
-        """Once: what is known of blocks is looked up by their group, for every file."""
-        return hash((self.name, self.tensors))
+    def _text(self) -> str:
+        """All of its fields."""
+        return repr(self)
 
     @cached_property
     def packing(self) -> LayerPacking | None:
@@ -231,12 +235,10 @@ class CacheSpec:
     beside: str = ""
     rank: str = ""
 
-    def __hash__(self) -> int:
-        return self._hash
+    def __eq__(self, other: object) -> bool:  # as of `GroupSpec`
+        return self is other or (isinstance(other, CacheSpec) and self.digest == other.digest)
 
-    @cached_property
-    def _hash(self) -> int:
-        """Once: see `GroupSpec`."""
+    def __hash__(self) -> int:
         return hash(self.digest)
 
     @cached_property

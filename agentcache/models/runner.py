@@ -15,7 +15,7 @@ from agentcache.blocks.sequence import Copy
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import GroupArena, TensorArena, has_due, make_arenas, take_due
-from agentcache.kv.block_layout import Array, Place
+from agentcache.kv.block_layout import Array, GroupMemory
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.spec import CacheSpec
@@ -343,13 +343,13 @@ class ModelRunner:
         self.wait()  # the step under way may still write to slots whose owner is gone
         self.arenas[group].put(block_ids, blocks)
 
-    def places(self, group: int, block_ids: Sequence[int]) -> list[Place]:
-        """Where full blocks belong, to read files to there (`GroupArena.places`); nothing may be computed meanwhile."""
+    def memory(self, group: int) -> GroupMemory | None:
+        """Where slots lie, to read files to there (`GroupArena.memory`); nothing may be computed meanwhile."""
         if group == len(self.arenas):
-            return []
+            return None
         self.fit()
         self.wait()
-        return self.arenas[group].places(block_ids)
+        return self.arenas[group].memory()
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
         """A copy of a block's bytes, for the writer: uint8 [n]."""

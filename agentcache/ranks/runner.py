@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.sequence import Copy
-from agentcache.kv.block_layout import Array, Place
+from agentcache.kv.block_layout import Array
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.loader import LoadedModel
@@ -126,9 +126,9 @@ class LeadingRunner(ModelRunner):
         self._leader.tell(PutBytes(group, list(block_ids), [self._tickets.of(block) for block in blocks]))
         super().put_blocks(group, block_ids, blocks)
 
-    def places(self, group: int, block_ids: Sequence[int]) -> list[Place]:
+    def memory(self, group: int) -> None:
         """None: a block that turns out to be wrong on another rank must not lie in its slot here."""
-        return []
+        return None
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
         data, ticket = super().snapshot(group, block_id, num_tokens), self._tickets.new()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from agentcache.store.block_file import (
     max_encoded_size,
     verify_block,
 )
-from agentcache.store.cache_files import CacheFiles, RegularFile
+from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
 
 _BLOCK_KEY = re.compile(r"[0-9a-f]{40}")
@@ -61,74 +61,6 @@ class BlockCopy:
 
     header: BlockHeader
     file: bytes
-
-
-class BlockReading:
-    """A block's file on its way to where its bytes are to lie: opened, then filled, then verified.
-
-    Args:
-        file: is closed by `verify`, or by `close`.
-        integers, rest: as in `BlockFolder.read_apart`.
-        record: gets the bytes read.
-        rejected: takes the file away, and gives what to raise.
-    """
-
-    def __init__(
-        self,
-        spec: CacheSpec,
-        header: BlockHeader,
-        file: RegularFile,
-        integers: Sequence[memoryview],
-        rest: Array,
-        record: Callable[[int], None],
-        rejected: Callable[[BlockHeader, Exception], BlockRejected],
-    ) -> None:
-        self._spec = spec
-        self._header = header
-        self._file = file
-        self._integers = integers
-        self._rest = rest
-        self._record = record
-        self._rejected = rejected
-        # All at once: what is not data can only be the head, or the file is refused.
-        self._head = bytearray(max(HEAD_BEGIN, file.size - data_bytes(spec, header)))
-        self._buffers = [memoryview(self._head), *integers, rest.data]
-        self._num_bytes = 0
-        self._error: Exception | None = None
-
-    def fill(self) -> None:
-        """Read the file, which may fail: `verify` tells. On any thread."""
-        try:
-            self._num_bytes = self._file.read_into(self._buffers)
-        except Exception as error:
-            self._error = error
-
-    def verify(self) -> Extras:
-        """The block's extras; its bytes are in their places.
-
-        Raises:
-            BlockRejected: it is not that block; its file is in quarantine now.
-        """
-        self.close()
-        try:
-            extras = self._verify()
-        except (OSError, BlockRejected) as error:
-            raise self._rejected(self._header, error) from error
-        self._record(self._file.size)
-        return extras
-
-    def _verify(self) -> Extras:
-        if self._error is not None:
-            raise self._error
-        count, size = self._num_bytes, self._file.size
-        find_data(self._spec, self._header, self._head[: min(HEAD_BEGIN, count)], size)
-        if count < size:
-            raise BlockRejected(f"the file ends before its {size} bytes")
-        return verify_block(self._spec, self._header, bytes(self._head), self._integers, self._rest)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
 
 
 class BlockFolder:
@@ -206,31 +138,28 @@ class BlockFolder:
         Args:
             integers: for the bytes in front of the block's first float, in any number of pieces.
             rest: uint8 [n], for those from there on.
-        """
-        reading = self.open_block(header, integers, rest)
-        reading.fill()
-        return reading.verify()
-
-    def open_block(self, header: BlockHeader, integers: Sequence[memoryview], rest: Array) -> BlockReading:
-        """The same, to be filled on any thread and then verified.
 
         Raises:
             BlockMissing, BlockRejected: as `read`.
         """
         spec, name = self._spec_of(header), self._checked_name(header.block_key)
         try:
-            file = self._files.open_regular(name, max_encoded_size(spec, header))
+            with closing(self._files.open_regular(name, max_encoded_size(spec, header))) as file:
+                # All at once: what is not data can only be the head, or the file is refused.
+                head = bytearray(max(HEAD_BEGIN, file.size - data_bytes(spec, header)))
+                count = file.read_into([memoryview(head), *integers, rest.data])
+            find_data(spec, header, head[: min(HEAD_BEGIN, count)], file.size)
+            if count < file.size:
+                raise BlockRejected(f"the file ends before its {file.size} bytes")
+            extras = verify_block(spec, header, bytes(head), integers, rest)
         except FileNotFoundError:
             self._usage.forget(Path(name))
             raise BlockMissing(f"there is no file for block {header.block_key}") from None
-        except OSError as error:
-            raise self._rejected(header, error) from error
-        return BlockReading(spec, header, file, integers, rest, self._usage.record_read, self._rejected)
-
-    def _rejected(self, header: BlockHeader, error: Exception) -> BlockRejected:
-        """What to raise; the file is in quarantine now."""
-        self._usage.quarantine(str(error), Path(self._checked_name(header.block_key)))
-        return BlockRejected(f"block {header.block_key}: {error}")
+        except (OSError, BlockRejected) as error:
+            self._usage.quarantine(str(error), Path(name))
+            raise BlockRejected(f"block {header.block_key}: {error}") from error
+        self._usage.record_read(file.size)
+        return extras
 
     def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
         """What a read of a block of zeros into `buffer` would give; no file is touched."""

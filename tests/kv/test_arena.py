@@ -380,13 +380,15 @@ def test_bytes_are_those_of_the_spec() -> None:
 
 def read_to(arena: GroupArena, block_id: int, block: np.ndarray) -> Place:
     """As a reader does it: integers straight to where they belong, the rest from where it has looked at it."""
-    [place] = arena.places([block_id])
-    begin = 0
+    memory = arena.memory()
+    assert memory is not None
+    place, begin = memory.place(block_id), 0
     for run in place.integers:
         run[:] = block.data[begin : begin + len(run)]
         begin += len(run)
     place.put_rest(block[begin:])
     place.let_go()
+    memory.let_go()
     return place
 
 
@@ -416,9 +418,9 @@ def test_a_place_that_was_let_go_is_written_by_steps_alone() -> None:
     assert peak_of_write(arena.layers[0].keys, scattered=False) < size / 50
 
 
-def test_blocks_of_floats_and_memory_of_a_device_have_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_floats_and_those_on_a_device_have_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
     floats = GroupArena(GroupSpec("full.0", (TensorSpec("residual.@", "F16", (3,)),)))
     floats.grow(2)
-    assert floats.places([0, 1]) == []
+    assert floats.memory() is None
     monkeypatch.setattr(arena_module, "shares_memory", lambda: False)
-    assert group_of(LayerSpec(0, HEADS, DIM, 0)).places([0]) == []
+    assert group_of(LayerSpec(0, HEADS, DIM, 0)).memory() is None

@@ -17,7 +17,7 @@ from agentcache.agents import buffered_reads, restore
 from agentcache.agents.restoring import Restored
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.kv.arena import GroupArena, shares_memory
-from agentcache.kv.block_layout import Place
+from agentcache.kv.block_layout import GroupMemory, Place
 from tests.kv.store_cases import SPEC
 from tests.serving.block_damage import block_files, flip, header_of, sign
 from tests.serving.residual_desk import Desk, desk, expected, make_ids
@@ -157,16 +157,16 @@ def test_after_an_error_no_file_is_open_and_no_place_is_held(
     several_readers: None, saved: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places: list[Place] = []
-    made, before = GroupArena.places, len(os.listdir("/proc/self/fd"))
+    made, before = GroupMemory.place, len(os.listdir("/proc/self/fd"))
 
-    def noting(arena: GroupArena, block_ids: Any) -> list[Place]:
-        places.extend(made(arena, block_ids))
-        return places[-len(block_ids) :]
+    def noting(memory: GroupMemory, block_id: int) -> Place:
+        places.append(made(memory, block_id))
+        return places[-1]
 
     def failing(place: Place, data: np.ndarray) -> None:
         raise RuntimeError("it cannot be put there")
 
-    monkeypatch.setattr(GroupArena, "places", noting)
+    monkeypatch.setattr(GroupMemory, "place", noting)
     monkeypatch.setattr(Place, "put_rest", failing)
     base = saved.caches.base
     root = saved.caches.root(base, "")
@@ -194,7 +194,6 @@ def test_a_request_that_comes_in_between_is_not_waited_for(
 ) -> None:
     """One file is read to where it belongs; then something is computed, and the others go through buffers."""
     monkeypatch.setattr(restore, "_LONGEST_AT_ONCE", 0)
-    monkeypatch.setattr(restore, "_MOST_BLOCKS", 1)
     monkeypatch.setattr(buffered_reads, "_BATCH_BLOCKS", 1)
     done: list[Any] = []
     saved.operations.restore("alice", done.append)
