@@ -149,7 +149,7 @@ def _put_together(
     )
     requests = Requests()
     restorer = Restorer(caches, store, post, lambda: not requests.running)
-    kernel_memo.write(config.cache_dir / _KERNELS_FOUND)  # the folder is ours by now
+    kernel_memo.keep_in(config.cache_dir / _KERNELS_FOUND)  # the folder is ours by now
     persistence.index()
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
     runner.fit()

@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
+from threading import Lock, Thread
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -71,6 +73,8 @@ class Counts:
 
 counts = Counts()
 memo = KernelMemo()
+_trials: dict[HeadShape, Future[Verdict]] = {}  # begun by `usable_by_now`
+_one_trial = Lock()  # at a time: several child processes would compile side by side
 
 
 @cache
@@ -309,6 +313,28 @@ def _unsupported_latents(shape: LatentShape) -> str:
     if not LatentTiling(shape).fits:
         return f"no room for latents of {shape.dim} values in a threadgroup"
     return "" if shape.dtype in _DTYPES else f"no kernel for {shape.dtype}"
+
+
+def usable_by_now(shape: HeadShape) -> Verdict:
+    """The same in the middle of serving: what nobody has tried is tried on a thread, and is not used until then."""
+    if why := why_none() or _unsupported(shape):
+        return Verdict(False, why)
+    if shape not in _trials:
+        _trials[shape] = _begin(partial(_tried_alone, shape, device()))
+    trial = _trials[shape]
+    return trial.result() if trial.done() else Verdict(False, "they are being tried")
+
+
+def _begin(work: Callable[[], Verdict]) -> Future[Verdict]:
+    """What comes of it. A process that ends does not wait for it."""
+    future: Future[Verdict] = Future()
+    Thread(target=lambda: future.set_result(work()), name="agentcache-kernels", daemon=True).start()
+    return future
+
+
+def _tried_alone(shape: HeadShape, where: str) -> Verdict:
+    with _one_trial:
+        return _tried(shape, where)
 
 
 @cache

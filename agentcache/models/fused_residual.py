@@ -46,7 +46,7 @@ def attention(
     key = "residual", tuple(row.row for row in rows), shape, *options[:2], options.sinks is None
     prepared = first.reads.prepared
     if key not in prepared:
-        prepared[key] = fused.usable(shape).right
+        prepared[key] = fused.usable_by_now(shape).right  # an adapter came: others are being answered
         if prepared[key] and not is_chunk:
             prepared[key] = prepare(_plan(shape, rows), shape, *options[:2], options.sinks is not None)
     found: PreparedDecode | bool = prepared[key]

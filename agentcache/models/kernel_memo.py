@@ -29,6 +29,7 @@ class KernelMemo:
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
+        self._file: Path | None = None
 
     def knows(self, shape: object) -> bool:
         """Whether kernels for this shape were right, here or at an earlier start."""
@@ -37,13 +38,16 @@ class KernelMemo:
     def note(self, shape: object) -> None:
         """They are."""
         self.found[_digest(shape)] = _FOUND_RIGHT
+        if self._file is not None:
+            self.keep_in(self._file)
 
     def recall(self, file: Path) -> None:
         """Know what an earlier start has written."""
         self.found |= read_memo(file)
 
-    def write(self, file: Path) -> None:
-        """For later starts; nothing is done where there is nothing new."""
+    def keep_in(self, file: Path) -> None:
+        """Write it, and what is found from now on, for later starts; nothing is done where there is nothing new."""
+        self._file = file
         before = read_memo(file)
         if not self.found.keys() <= before.keys():
             write_memo(file, before | self.found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -196,6 +197,29 @@ def test_kernels_found_wrong_are_not_used_and_it_warns_once(
     assert log and not read(log)
     assert len([text for text in warnings(caplog) if "MLX's operations are used instead" in text]) == 1
     assert close(by_kernels, decoded(two, log, "off"), 1e-4)
+
+
+def test_nobody_waits_while_kernels_are_tried(
+    two: list[AdapterWeights], decoded: Decoded, kernel_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA a child compiles for half a minute; others are being answered when an adapter's first request comes."""
+    begin, tried = fused._begin, Event()
+    log = kernel_device()
+
+    def slowly(shape: HeadShape) -> Verdict:
+        assert not shape.value_rank or tried.wait(60)
+        return Verdict(True)
+
+    monkeypatch.setattr(fused, "try_kernels", slowly)
+    monkeypatch.setattr(fused, "_begin", begin)
+    meanwhile = decoded(two, log)
+    assert log and not read(log), "base's rows by kernels, the adapters' by MLX's operations"
+    [trial] = fused._trials.values()
+    tried.set()
+    assert trial.result(60).right
+    by_kernels = decoded(two, log)
+    assert read(log)
+    assert close(by_kernels, meanwhile, 1e-4)
 
 
 @pytest.mark.parametrize(("rank", "why"), [(65, "residuals of rank 65"), (64, "")])

@@ -35,7 +35,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HeadShape]]:
 
 def restart(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another process that has read what this one wrote."""
-    fused.memo.write(file)
+    fused.memo.keep_in(file)
     monkeypatch.setattr(fused, "memo", KernelMemo())
     fused.memo.recall(file)
     fused._tried.cache_clear()
@@ -50,6 +50,18 @@ def test_what_was_right_is_known_at_the_next_start(
         restart(tmp_path / "kernels.json", monkeypatch)
     assert tried == [SHAPE]
     assert (tmp_path / "kernels.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_found_while_a_server_runs_is_known_at_the_next_start(
+    tried: list[HeadShape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter's kernels are tried when its first request comes."""
+    file = tmp_path / "kernels.json"
+    fused.memo.keep_in(file)
+    assert fused._tried(SHAPE, "here").right
+    monkeypatch.setattr(fused, "memo", KernelMemo())
+    fused.memo.recall(file)
+    assert fused.memo.knows(SHAPE)
 
 
 def test_what_was_wrong_is_tried_again(tried: list[HeadShape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

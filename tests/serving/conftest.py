@@ -85,6 +85,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     memories = (fused.mode, fused.why_none, fused._tried)
     for memory in memories:
         memory.cache_clear()
+    fused._trials.clear()
     yield
+    fused._trials.clear()
     for memory in memories:
         memory.cache_clear()

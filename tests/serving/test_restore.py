@@ -165,7 +165,7 @@ def test_after_evict_and_restore(architecture: str, model_folder: ModelFolder, t
 @steady_sums
 def test_more_files_than_there_are_buffers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file waits for a buffer that another one has left; one of them is wrong, and so no use to anybody."""
-    monkeypatch.setattr(GroupArena, "places", lambda arena, block_ids: [])  # as where a device has memory of its own
+    monkeypatch.setattr(GroupArena, "memory", lambda arena: None)  # as where a device has memory of its own
     monkeypatch.setattr(buffered_reads, "_BUFFERS_BYTES", 1)  # two, then
     monkeypatch.setattr(buffered_reads, "_BATCH_BLOCKS", 1)
     kept = play(model, tmp_path / "kept", TokenTalk(), [1300, 1400], restart=False)
