@@ -3,7 +3,7 @@
     hot       a short turn of an agent whose blocks are in RAM
     evicted   the same turn once its blocks have been evicted: read, verified, put into slots that are there already
     restarted the same turn as the first one of a new process's life: the slots are new to it
-    alone     no turn: the evicted blocks are brought back, as for an agent that is expected
+    alone     no turn: the evicted blocks are brought back, as for an agent that is expected, by a process that is idle
     read      plain reads of the same files, one after the other, into a buffer that is used again
     together  the same by as many threads as restore files
     kept      the same by one thread into memory that holds all of it in the end, as restoring has to
@@ -41,6 +41,7 @@ CAVEATS = [
 ]
 _AGENT = "context"
 _READ_BYTES = 4 << 20
+_PAUSE = 0.1  # seconds after which threads of a BLAS, which spin when they have computed, leave the processor to others
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class _Measurement:
                     llm.evict(_AGENT)
                     evicted.append(self._turn(llm))
                     llm.evict(_AGENT)
+                    time.sleep(_PAUSE)
                     with _processor_time(alone_cpu):
                         alone.append(llm.restore(_AGENT))
                     with _processor_time(read_cpu):

@@ -29,7 +29,7 @@ from agentcache.store.store import Store
 READERS = min(4, os.cpu_count() or 4)  # more would only push each other's files out of the processor's caches
 _LARGE_BLOCK_BYTES = 1 << 20  # smaller ones are mostly Python: a second thread would only be in the way
 _READS_BEGUN = READERS + 2  # so that a reader that is done finds its next batch
-_LONGEST_AT_ONCE = 0.01  # seconds for which the engine thread begins reads; then it sees to what else has come
+_LONGEST_AT_ONCE = 0.02  # seconds for which the engine thread begins reads; then it sees to what else has come
 
 
 class Restorer:

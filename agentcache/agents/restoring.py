@@ -25,7 +25,7 @@ def header_of(node: Node, index: int, cache: KeptCache) -> BlockHeader:
         parent=node.parent.chain,
         group=group,
         position=node.position,
-        token_ids=node.token_ids,
+        packed=node.packed,
         producer=node.producer,
         cache=cache.name,
     )

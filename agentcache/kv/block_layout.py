@@ -131,14 +131,15 @@ def first_float(group: GroupSpec, num_tokens: int) -> int:
     return ranges[0][0] if ranges else group.bytes_of(num_tokens)
 
 
-def header_entries(group: GroupSpec, position: int, num_tokens: int) -> str:
+def header_entries(group: GroupSpec, position: int, num_tokens: int) -> bytes:
     """The members of a safetensors header that describe the block's tensors, as JSON without the braces around it."""
-    return _entries_anywhere(group, num_tokens).replace(POSITION, str(position))
+    return str(position).encode().join(_around_position(group, num_tokens))
 
 
 @lru_cache(maxsize=256)
-def _entries_anywhere(group: GroupSpec, num_tokens: int) -> str:
-    """Written once for all blocks: it was half of the time that it takes to read a small one."""
+def _around_position(group: GroupSpec, num_tokens: int) -> tuple[bytes, ...]:
+    """What stands between the places of `POSITION`. Made once for all blocks: it was half of the time that it takes to
+    read a small one."""
     entries = {
         tensor.spec.name: {
             "dtype": tensor.spec.dtype,
@@ -147,4 +148,4 @@ def _entries_anywhere(group: GroupSpec, num_tokens: int) -> str:
         }
         for tensor in block_tensors(group, num_tokens)
     }
-    return json.dumps(entries, separators=(",", ":"))[1:-1]
+    return tuple(json.dumps(entries, separators=(",", ":"))[1:-1].encode().split(POSITION.encode()))

@@ -25,7 +25,7 @@ class Block:
     def put(self, words: WordWriter) -> None:
         header = self.header
         words.put(self.ticket, header.position)
-        words.put_list(header.token_ids)
+        words.put_bytes(header.packed)
         keys = (header.block_key, header.chain, header.parent)
         words.put_bytes(b"".join(map(bytes.fromhex, keys)))
         words.put_texts((header.group, header.producer))
@@ -33,10 +33,10 @@ class Block:
     @classmethod
     def get(cls, words: WordReader) -> Block:
         ticket, position = words.get(), words.get()
-        token_ids, keys = tuple(words.get_list()), words.get_bytes().hex()
+        packed, keys = words.get_bytes(), words.get_bytes().hex()
         name, producer = words.get_texts()
         key, chain, parent = (keys[start : start + 2 * _KEY_BYTES] for start in range(0, len(keys), 2 * _KEY_BYTES))
-        return cls(ticket, BlockHeader(key, chain, parent, name, position, token_ids, producer))
+        return cls(ticket, BlockHeader(key, chain, parent, name, position, packed, producer))
 
 
 @dataclass(frozen=True)

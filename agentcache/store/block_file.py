@@ -30,6 +30,7 @@ from agentcache.blocks.keys import (
     chain_key,
     pack_token_ids,
 )
+from agentcache.blocks.siblings import BYTES_PER_TOKEN, pack, unpack
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
 from agentcache.kv.block_layout import Array, block_tensors, first_float, float_ranges, header_entries
 from agentcache.kv.spec import CacheSpec, GroupSpec
@@ -60,7 +61,7 @@ class BlockHeader:
         parent: chain key of the block before it, or the namespace's root.
         group: name of the cache group.
         position: index of the block in its sequence.
-        token_ids: the block's tokens, 1 to 256.
+        packed: the ids of the block's tokens, 1 to 256, as `siblings.pack` has them.
         producer: `base`, or who computed the keys and values.
         cache: which cache it is of. It stands in no file: the chain begins at a root of that cache.
     """
@@ -70,18 +71,26 @@ class BlockHeader:
     parent: str
     group: str
     position: int
-    token_ids: tuple[int, ...]
+    packed: bytes
     producer: str = BASE_PRODUCER
     cache: str = BASE_CACHE
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.token_ids) <= BLOCK_SIZE or self.position < 0:
-            raise BrokenInvariant(f"a block of {len(self.token_ids)} tokens at position {self.position}")
+        if not 1 <= self.num_tokens <= BLOCK_SIZE or self.position < 0:
+            raise BrokenInvariant(f"a block of {self.num_tokens} tokens at position {self.position}")
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return unpack(self.packed)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.packed) // BYTES_PER_TOKEN
 
     @property
     def total_tokens(self) -> int:
         """Tokens from the start of the sequence to the end of this block."""
-        return self.position * BLOCK_SIZE + len(self.token_ids)
+        return self.position * BLOCK_SIZE + self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ def make_header(
 ) -> BlockHeader:
     """The header of the block that follows `parent`, with its keys derived."""
     chain = chain_key(parent, token_ids, producer)
-    return BlockHeader(block_key(chain, group), chain, parent, group, position, tuple(token_ids), producer, cache)
+    return BlockHeader(block_key(chain, group), chain, parent, group, position, pack(token_ids), producer, cache)
 
 
 def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
@@ -128,11 +137,11 @@ def encode_block(
     """
     if data.dtype != np.uint8 or data.shape != (data_bytes(spec, header),):
         raise StoreError(f"the block's data is {data.dtype} {data.shape}, not uint8 ({data_bytes(spec, header)},)")
-    first = first_float(spec.group(header.group), len(header.token_ids))
+    first = first_float(spec.group(header.group), header.num_tokens)
     if (name := _not_finite(spec, header, data[first:])) is not None:
         raise StoreError(f"{name} has values that are not finite")
     if text := encode_extras(extras):
-        unsigned = _head(spec, header, _metadata(spec, header, _pack(header.token_ids), extras=text))
+        unsigned = _head(spec, header, _metadata(spec, header, _compressed(header.packed), extras=text))
     else:
         unsigned = _plain_head(spec, header)
     begin, end = _checksum_span(unsigned)
@@ -147,7 +156,7 @@ def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryvie
     """
     head_size = find_data(spec, header, buffer[:HEAD_BEGIN], len(buffer))
     data = np.frombuffer(buffer, np.uint8, offset=head_size)
-    first = first_float(spec.group(header.group), len(header.token_ids))
+    first = first_float(spec.group(header.group), header.num_tokens)
     return StoredBlock(data, verify_block(spec, header, bytes(buffer[:head_size]), [data[:first].data], data[first:]))
 
 
@@ -191,7 +200,7 @@ def verify_block(
 
 def tensor_views(spec: CacheSpec, header: BlockHeader, data: Array) -> dict[str, Array]:
     """The tensors by name, as views of the block's bytes."""
-    tensors = block_tensors(spec.group(header.group), len(header.token_ids))
+    tensors = block_tensors(spec.group(header.group), header.num_tokens)
     return {tensor.name(header.position): tensor.view(data) for tensor in tensors}
 
 
@@ -260,14 +269,14 @@ def _attention_metadata(group: GroupSpec) -> dict[str, str]:
 def _plain_head(spec: CacheSpec, header: BlockHeader) -> bytes:
     """The head of a block without extras, before it is signed."""
     numbers = (FORMAT_VERSION, header.total_tokens, header.position + 1)
-    texts = (header.block_key, header.parent, _pack(header.token_ids))
+    texts = (header.block_key, header.parent, _compressed(header.packed))
     return _head_of(spec, header, _metadata_form(spec, header.group, header.producer) % (*numbers, *texts))
 
 
 @lru_cache(maxsize=256)
 def _metadata_form(spec: CacheSpec, group: str, producer: str) -> str:
     """The metadata as JSON with a `%s` for each text that is a block's own: most of it is the same in all files."""
-    unknown = BlockHeader("", "", "", group, 0, (0,), producer)
+    unknown = BlockHeader("", "", "", group, 0, pack([0]), producer)
     metadata = _metadata(spec, unknown, "")
     constant = {name: json.dumps(value).replace("%", "%%") for name, value in metadata.items()}
     members = {**constant, **dict.fromkeys(_OWN_TEXTS, '"%s"')}
@@ -284,15 +293,15 @@ def _head_of(spec: CacheSpec, header: BlockHeader, metadata: str) -> bytes:
     Args:
         metadata: as JSON.
     """
-    entries = header_entries(spec.group(header.group), header.position, len(header.token_ids))
-    text = f'{{"__metadata__":{metadata},{entries}}}'.encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(HEAD_BEGIN, "little") + text
+    entries = header_entries(spec.group(header.group), header.position, header.num_tokens)
+    text = b'{"__metadata__":%b,%b}' % (metadata.encode(), entries)
+    padding = b" " * (-len(text) % 8)
+    return b"".join((len(text + padding).to_bytes(HEAD_BEGIN, "little"), text, padding))
 
 
 def data_bytes(spec: CacheSpec, header: BlockHeader) -> int:
     """Bytes of the block's tensors."""
-    return spec.group(header.group).bytes_of(len(header.token_ids))
+    return spec.group(header.group).bytes_of(header.num_tokens)
 
 
 def _checksum(unsigned_head: bytes, *data: bytes | memoryview) -> str:
@@ -304,16 +313,16 @@ def _checksum(unsigned_head: bytes, *data: bytes | memoryview) -> str:
 
 
 @lru_cache(maxsize=256)
-def _pack(token_ids: tuple[int, ...]) -> str:
-    """Compressed once for the files of all groups: that is a sixth of the time it takes to read a small one."""
-    return base64.b64encode(zlib.compress(pack_token_ids(token_ids), 9)).decode()
+def _compressed(packed: bytes) -> str:
+    """Once for the files of all groups: that is a sixth of the time it takes to read a small one."""
+    return base64.b64encode(zlib.compress(pack_token_ids(unpack(packed)), 9)).decode()
 
 
 def _all_finite(array: Array) -> bool:
     """Whether no float is infinite or NaN; integers always are finite."""
     if array.dtype.kind != "f" or not array.size:
         return True
-    return all(array.view(infinity.dtype).max() < infinity for infinity in _INFINITIES[array.itemsize])
+    return all(np.maximum.reduce(array.view(infinity.dtype)) < infinity for infinity in _INFINITIES[array.itemsize])
 
 
 # --- reading ---
@@ -350,7 +359,7 @@ def _not_finite(spec: CacheSpec, header: BlockHeader, rest: Array) -> str | None
     Args:
         rest: the block's bytes from its first float on.
     """
-    group, num_tokens = spec.group(header.group), len(header.token_ids)
+    group, num_tokens = spec.group(header.group), header.num_tokens
     first = first_float(group, num_tokens)
     ranges = float_ranges(group, num_tokens)
     if all(_all_finite(rest[begin - first : end - first].view(dtype)) for begin, end, dtype in ranges):

@@ -129,7 +129,7 @@ class BlockFolder:
         spec = self._spec_of(header)
         size = data_bytes(spec, header)
         data = np.empty(size, np.uint8) if buffer is None else buffer[:size]
-        first = first_float(spec.group(header.group), len(header.token_ids))
+        first = first_float(spec.group(header.group), header.num_tokens)
         return StoredBlock(data, self.read_apart(header, [data[:first].data], data[first:]))
 
     def read_apart(self, header: BlockHeader, integers: Sequence[memoryview], rest: Array) -> Extras:
@@ -167,7 +167,7 @@ class BlockFolder:
         data[:] = 0
         spec = self._spec_of(header)
         head = bytes(encode_block(spec, header, data)[0])
-        first = first_float(spec.group(header.group), len(header.token_ids))
+        first = first_float(spec.group(header.group), header.num_tokens)
         verify_block(spec, header, head, [data[:first].data], data[first:])
         return data
 

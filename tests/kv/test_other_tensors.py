@@ -148,7 +148,7 @@ def test_an_arena_holds_them(group: GroupSpec, num_tokens: int) -> None:
     arena.grow(9)
     arena.shrink(4)
     for slot, block in ((3, blocks[0]), (1, blocks[1]), (0, blocks[0])):
-        np.testing.assert_array_equal(arena.snapshot(slot, len(block.header.token_ids)), block.data)
+        np.testing.assert_array_equal(arena.snapshot(slot, block.header.num_tokens), block.data)
     assert arena.layers == []
     assert sum(tensor.array.nbytes for tensor in arena.tensors) == 4 * group.bytes_per_block
 

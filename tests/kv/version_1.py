@@ -16,6 +16,7 @@ import xxhash
 
 from agentcache.blocks.keys import BLOCK_SIZE, block_key, chain_key, pack_token_ids
 from agentcache.blocks.lanes import spans
+from agentcache.blocks.siblings import pack
 from agentcache.kv.spec import CacheSpec
 from agentcache.store.block_file import BlockHeader
 from agentcache.store.store import AgentRecord
@@ -54,7 +55,7 @@ def _write_blocks(
         chain, position = chain_key(parent, token_ids, span.producer), span.begin // BLOCK_SIZE
         for group in (spec.groups[index].name for index in span.groups):
             key = block_key(chain, group)
-            header = BlockHeader(key, chain, parent, group, position, tuple(token_ids), span.producer)
+            header = BlockHeader(key, chain, parent, group, position, pack(token_ids), span.producer)
             path = folder / "blocks" / key[:2] / f"{key}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_block(spec, header, arrays_of(header)))
@@ -83,7 +84,7 @@ def _block(spec: CacheSpec, header: BlockHeader, arrays: Arrays) -> bytes:
         "num_attention_heads": str(spec.num_attention_heads),
         "num_kv_heads": str(layer.num_kv_heads),
         "head_dim": str(layer.key_dim),
-        "total_tokens": str(header.position * BLOCK_SIZE + len(header.token_ids)),
+        "total_tokens": str(header.position * BLOCK_SIZE + header.num_tokens),
         "num_blocks": str(header.position + 1),
         "quantization": str(spec.group(header.group).quantisation),
         "block_key": header.block_key,
