@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
@@ -73,7 +72,8 @@ class Counts:
 
 counts = Counts()
 memo = KernelMemo()
-_trials: dict[HeadShape, Future[Verdict]] = {}  # begun by `usable_by_now`
+_BEING_TRIED = Verdict(False, "they are being tried")
+_by_now: dict[HeadShape, Verdict] = {}  # what `usable_by_now` says
 _one_trial = Lock()  # at a time: several child processes would compile side by side
 
 
@@ -319,22 +319,21 @@ def usable_by_now(shape: HeadShape) -> Verdict:
     """The same in the middle of serving: what nobody has tried is tried on a thread, and is not used until then."""
     if why := why_none() or _unsupported(shape):
         return Verdict(False, why)
-    if shape not in _trials:
-        _trials[shape] = _begin(partial(_tried_alone, shape, device()))
-    trial = _trials[shape]
-    return trial.result() if trial.done() else Verdict(False, "they are being tried")
+    if shape not in _by_now:
+        _by_now[shape] = Verdict(True) if memo.knows(shape) else _BEING_TRIED
+        if _by_now[shape] is _BEING_TRIED:
+            _begin(partial(_try_alone, shape, device()))
+    return _by_now[shape]
 
 
-def _begin(work: Callable[[], Verdict]) -> Future[Verdict]:
-    """What comes of it. A process that ends does not wait for it."""
-    future: Future[Verdict] = Future()
-    Thread(target=lambda: future.set_result(work()), name="agentcache-kernels", daemon=True).start()
-    return future
+def _begin(trial: Callable[[], None]) -> None:
+    """A process that ends does not wait for it."""
+    Thread(target=trial, name="agentcache-kernels", daemon=True).start()
 
 
-def _tried_alone(shape: HeadShape, where: str) -> Verdict:
+def _try_alone(shape: HeadShape, where: str) -> None:
     with _one_trial:
-        return _tried(shape, where)
+        _by_now[shape] = _tried(shape, where)
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import cache, partial
 from pathlib import Path
 
@@ -36,20 +35,13 @@ def kernel_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
             )
         monkeypatch.setattr(fused, "device", lambda: "metal")
         monkeypatch.setattr(fused, "try_kernels", partial(tried_in_child, bug))
-        monkeypatch.setattr(fused, "_begin", at_once)
+        monkeypatch.setattr(fused, "_begin", lambda trial: trial())
         forget()
         return log
 
     forget()
     yield start
     forget()
-
-
-def at_once(work: Callable[[], Verdict]) -> Future[Verdict]:
-    """In the thread's place: a test knows then that kernels have been tried."""
-    future: Future[Verdict] = Future()
-    future.set_result(work())
-    return future
 
 
 @cache
@@ -73,7 +65,7 @@ def forget() -> None:
     fused.mode.cache_clear()
     fused.why_none.cache_clear()
     fused._tried.cache_clear()
-    fused._trials.clear()
+    fused._by_now.clear()
     fused.memo.found.clear()
     fused._warn.cache_clear()
     fused.counts.checked = fused.counts.different = 0

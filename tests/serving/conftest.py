@@ -85,8 +85,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     memories = (fused.mode, fused.why_none, fused._tried)
     for memory in memories:
         memory.cache_clear()
-    fused._trials.clear()
+    fused._by_now.clear()
     yield
-    fused._trials.clear()
+    fused._by_now.clear()
     for memory in memories:
         memory.cache_clear()
