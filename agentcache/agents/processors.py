@@ -1,7 +1,7 @@
 """On which processors threads run.
 
-Linux likes to wake a thread where the one runs that wakes it, and so do two threads that hand Python's lock to each
-other end on one processor, and stay there while another idles: nothing happens side by side then.
+Linux likes to wake a thread on the processor of the thread that wakes it. Two that hand Python's lock to each other end
+up on one so, and stay there while another idles: nothing happens side by side then.
 """
 
 from __future__ import annotations

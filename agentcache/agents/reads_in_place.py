@@ -51,9 +51,9 @@ class ReadsInPlace:
         self._buffers: list[Array] = []  # not in use; each was touched before, and may be in the processor's caches
 
     def carry_out(self, jobs: Iterable[Job]) -> list[tuple[Restoring, Read]]:
-        """Carry out the jobs, which are asked for as they are needed; what came of them.
+        """Carry out the jobs, which are asked for as they are needed, on this thread; what came of them.
 
-        Nobody touches their places when this returns.
+        Nobody touches their places when this returns, or raises what has gone wrong on any of the threads.
         """
         self._ended = []
         own, others = share_processors(self._count)

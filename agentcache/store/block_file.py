@@ -296,7 +296,7 @@ def _head_of(spec: CacheSpec, header: BlockHeader, metadata: str) -> bytes:
     entries = header_entries(spec.group(header.group), header.position, header.num_tokens)
     text = b'{"__metadata__":%b,%b}' % (metadata.encode(), entries)
     padding = b" " * (-len(text) % 8)
-    return b"".join((len(text + padding).to_bytes(HEAD_BEGIN, "little"), text, padding))
+    return b"".join(((len(text) + len(padding)).to_bytes(HEAD_BEGIN, "little"), text, padding))
 
 
 def data_bytes(spec: CacheSpec, header: BlockHeader) -> int:

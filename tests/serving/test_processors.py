@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from threading import Event, current_thread
 
 import pytest
 
@@ -72,26 +73,26 @@ def test_processors_that_are_gone_are_no_error() -> None:
 
 @pytest.mark.skipif(not shares_memory(), reason="the device has memory of its own")
 def test_no_two_threads_that_read_share_a_processor(saved: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = os.sched_getaffinity(0)
-    by_engine: list[Collection[int]] = []
-    by_readers: list[Collection[int]] = []
+    before, (own, others) = os.sched_getaffinity(0), share_processors(1)
+    used: dict[bool, list[Collection[int]]] = {True: [], False: []}  # by the engine's thread, by the reader's
+    reader_has_begun = Event()
+    engine = current_thread()
     read_next, read = ReadsInPlace._read_next, ReadsInPlace._read
 
-    def noting_next(reads: ReadsInPlace, blocks: BlockFolder) -> bool:
-        by_engine.append(os.sched_getaffinity(0))
+    def waiting(reads: ReadsInPlace, blocks: BlockFolder) -> bool:
+        assert reader_has_begun.wait(60)
         return read_next(reads, blocks)
 
     def noting(reads: ReadsInPlace, blocks: BlockFolder, job: Job) -> None:
-        by_readers.append(os.sched_getaffinity(0))
+        used[current_thread() is engine].append(os.sched_getaffinity(0))
+        if current_thread() is not engine:
+            reader_has_begun.set()
         read(reads, blocks, job)
 
-    monkeypatch.setattr(ReadsInPlace, "_read_next", noting_next)
+    monkeypatch.setattr(ReadsInPlace, "_read_next", waiting)
     monkeypatch.setattr(ReadsInPlace, "_read", noting)
     saved.restore("alice")
-    engine = set().union(*by_engine)
-    others = [used for used in by_readers if not engine.intersection(used)]
-    assert engine
-    assert all(engine == set(used) for used in by_readers if engine.intersection(used))
-    assert all(set(used) == before - engine for used in others)
+    assert all(processors == set(own) for processors in used[True])
+    assert used[False] and all(processors == set(others) for processors in used[False])
     assert os.sched_getaffinity(0) == before
     assert saved.restorer._readers.submit(os.sched_getaffinity, 0).result() == before
