@@ -18,6 +18,7 @@ from agentcache.kv.states import StateArena
 from agentcache.store.block_file import make_header
 from agentcache.store.store import BlockWrite
 from tests.device_marks import cpu_memory
+from tests.held_memory import held_bytes
 from tests.kv.store_cases import MODEL, open_store
 
 RECURRENT = (
@@ -82,7 +83,7 @@ def test_a_row_of_a_batch_is_kept_as_it_is() -> None:
 @cpu_memory
 def test_what_is_kept_does_not_hold_the_batch() -> None:
     cache, arena = make_arena()
-    before = mx.get_active_memory()
+    before = held_bytes()
     batch: list[list[mx.array | None]] = [
         [mx.zeros((512, 3, 8), mx.bfloat16), mx.zeros((512, 2, 4, 4))],
         [None, mx.zeros((512, 2, 4, 4))],

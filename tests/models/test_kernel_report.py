@@ -23,6 +23,7 @@ from agentcache.models import fused, kernel_report
 from agentcache.models.kernel_report import LayerKind, in_child, layer_kinds
 from agentcache.models.survey import Survey
 from tests.conftest import ModelFolder
+from tests.held_memory import held_bytes
 from tests.serving.hybrids import write_hybrid
 
 WRONG = "wrong numbers: decode"
@@ -122,7 +123,7 @@ def test_as_a_command(model_folder: ModelFolder) -> None:
 
 def test_weights_are_not_read(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder("llama", num_hidden_layers=2)
-    before = mx.get_active_memory()
+    before = held_bytes()
     seen: list[int] = []
     surveyed = kernel_report.survey
 

@@ -11,6 +11,7 @@ import pytest
 
 from agentcache.report import TokenLogprob, Update
 from tests.conftest import ModelFolder
+from tests.held_memory import held_bytes
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
@@ -143,7 +144,7 @@ def test_joining_and_leaving_moves_no_cache(model: Path, tmp_path: Path) -> None
 
 def peak_of_steps(hand: ByHand, count: int) -> int:
     """Bytes beyond what is there anyway, at the worst moment of some steps."""
-    before = mx.get_active_memory()
+    before = held_bytes()
     mx.reset_peak_memory()
     for _ in range(count):
         hand.step()
