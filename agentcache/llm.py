@@ -111,10 +111,10 @@ class LLM:
         return llm
 
     def _start(self, config: Config) -> None:
+        self._engine = AsyncEngine(config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="agentcache-llm", daemon=True)
         self._thread.start()
-        self._engine = AsyncEngine(config)
         try:
             self._wait(self._engine.start())
         except BaseException:

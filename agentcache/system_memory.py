@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from agentcache.malloc import TOP_PAD
+
 _MACOS_LEVEL = b"kern.memorystatus_vm_pressure_level"
 MACOS_NORMAL, MACOS_WARNING, MACOS_CRITICAL = 1, 2, 4
 
@@ -160,9 +162,15 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def free_heap() -> int:
-    """Bytes that the C library's allocator holds and nobody uses; 0 where it does not tell."""
+    """Bytes that the C library's allocator holds and nobody uses; 0 where it does not tell.
+
+    Without the pad at their end, which may never have been touched: to use it takes of what is available.
+    """
     tell = _mallinfo2()
-    return 0 if tell is None else int(tell().fordblks)
+    if tell is None:
+        return 0
+    info = tell()
+    return int(info.fordblks - min(info.keepcost, TOP_PAD))
 
 
 @cache

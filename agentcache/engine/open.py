@@ -39,7 +39,6 @@ from agentcache.errors import ConfigError, RankLost
 from agentcache.kv.precision import AUTO
 from agentcache.kv.spec import CacheSpec
 from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
-from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.device_memory import Limits, device_memory, wanted_limits
 from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
 from agentcache.models.fused import memo as kernel_memo
@@ -79,7 +78,6 @@ def open_engine(
     Raises:
         UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost: it cannot start.
     """
-    keep_freed_memory()
     kernel_memo.recall(config.cache_dir / _KERNELS_FOUND)
     memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
     world = join(config, post, give_up)

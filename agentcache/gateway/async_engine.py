@@ -39,6 +39,7 @@ from agentcache.gateway.prepare import (
 )
 from agentcache.gateway.pressure_watch import watch_pressure
 from agentcache.gateway.prompt_workers import PromptWorkers
+from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.pressure import Level
@@ -59,6 +60,7 @@ class AsyncEngine:
     """
 
     def __init__(self, config: Config, *, warm_up: bool = False, system: SystemMemory | None = None) -> None:
+        keep_freed_memory()  # before there are threads
         self.config = config
         self._system = system or SystemMemory()
         self._watch: asyncio.Task[None] | None = None
