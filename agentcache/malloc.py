@@ -6,6 +6,7 @@ import sys
 
 TOP_PAD = (64 << 20) + (1 << 16)  # bytes of address space asked for beyond what is needed: more than a heap of glibc's
 
+
 def give_back_freed() -> None:
     """Give the memory that is free back to the system, where the C library can."""
     if sys.platform == "linux":

@@ -7,6 +7,7 @@ agentcache-bench/: NAME.json (caveats, machine, versions, commit, every sample) 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -120,13 +121,16 @@ def restore(
     model: Annotated[str | None, typer.Option(help="Model folder. Default: a random one with a large cache.")] = None,
     context: Annotated[str, typer.Option(help="Tokens that are restored.")] = "4K",
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Turns of each kind in a process's life.")] = 5,
+    reread: Annotated[bool, typer.Option("--reread", help="The page cache filled from the disk (Linux).")] = False,
     as_json: AsJson = False,
 ) -> None:
     """How fast agents come back from disk: turns after a restart and an eviction, beside hot ones and plain reads."""
     from benchmarks.restore import RESTORE, RestorePlan, build_report, measure_restore
 
     (tokens,) = parse_sizes(context)
-    plan = RestorePlan(model, context=tokens, rounds=rounds)
+    if reread and not hasattr(os, "posix_fadvise"):
+        raise typer.BadParameter("this system does not forget files when it is asked to", param_hint="--reread")
+    plan = RestorePlan(model, context=tokens, rounds=rounds, reread=reread)
     RESTORE.hand_out(build_report(plan, measure_restore(plan, say)), None, as_json=as_json)
 
 

@@ -8,12 +8,16 @@
     together  the same by as many threads as restore files
     kept      the same by one thread into memory that holds all of it in the end, as restoring has to
 
-The files are in the page cache. All sides take turns in one process; compare ratios, not milliseconds. Where others use
-the processor too, times say how long one waited for it: compare the processor's time of `alone` and `read` there.
+The files are in the page cache: as this process has written them, or with `reread` as the system reads them from the
+disk, after a start of the machine, say. It keeps them in smaller pieces then, which take longer to read.
+
+All sides take turns in one process; compare ratios, not milliseconds. Where others use the processor too, times say how
+long one waited for it: compare the processor's time of `alone` and `read` there.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import tempfile
@@ -54,6 +58,7 @@ class RestorePlan:
         turn_tokens: tokens of a turn.
         restarts: processes' lives, each with one turn after its start.
         rounds: hot and evicted turns in each.
+        reread: whether the page cache is to get the files from the disk; only where it can be asked to forget them.
     """
 
     model: str | None = None
@@ -61,6 +66,7 @@ class RestorePlan:
     turn_tokens: int = 16
     restarts: int = 3
     rounds: int = 5
+    reread: bool = False
     seed: int = 0
 
 
@@ -123,13 +129,16 @@ class _Measurement:
             self._context = random.Random(plan.seed).choices(vocabulary, k=plan.context)
             self._progress(f"computing {plan.context} tokens")
             llm.generate(self._context, SamplingParams(max_tokens=0), agent=_AGENT)
+        if plan.reread:
+            for file in self._files():
+                _read_from_disk(file)
         hot, evicted, restarted = list[Completion](), list[Completion](), list[Completion]()
         alone, reads, together, kept = list[RestoreReport](), list[float](), list[float](), list[float]()
         alone_cpu, read_cpu = list[float](), list[float]()
         for number in range(plan.restarts):
             self._progress(f"life {number + 1} of {plan.restarts}")
             with self._open() as llm:
-                files = sorted(self._cache_dir.glob("blocks/*/*"))
+                files = self._files()
                 memory = bytearray(b"\1") * sum(file.stat().st_size for file in files)  # touched: it is there
                 restarted.append(self._turn(llm))
                 for _ in range(plan.rounds):
@@ -163,6 +172,9 @@ class _Measurement:
             restored.pop(),
         )
 
+    def _files(self) -> list[Path]:
+        return sorted(self._cache_dir.glob("blocks/*/*"))
+
     @contextmanager
     def _open(self) -> Iterator[LLM]:
         with LLM(self._model, cache_dir=self._cache_dir, max_lineages=64, kv="4") as llm:
@@ -188,6 +200,14 @@ def _processor_time(into: list[float]) -> Iterator[None]:
     before = time.process_time()
     yield
     into.append(time.process_time() - before)
+
+
+def _read_from_disk(path: Path) -> None:
+    """Have the page cache forget the file, and read it."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())  # what is not on the disk yet is not forgotten
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.read()
 
 
 def _read(files: list[Path], threads: int) -> float:

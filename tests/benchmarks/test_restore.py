@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from rich.console import Console
 
@@ -11,7 +13,8 @@ from tests.conftest import ModelFolder
 
 @pytest.mark.timeout(300)
 def test_a_small_run(model_folder: ModelFolder) -> None:
-    plan = RestorePlan(str(model_folder("qwen3_tied")), context=512, restarts=1, rounds=1)
+    reread = hasattr(os, "posix_fadvise")
+    plan = RestorePlan(str(model_folder("qwen3_tied")), context=512, restarts=1, rounds=1, reread=reread)
     result = measure_restore(plan, lambda line: None)
     assert result.restored_bytes > 0
     report = build_report(plan, result)
