@@ -121,7 +121,7 @@ def restore(
     model: Annotated[str | None, typer.Option(help="Model folder. Default: a random one with a large cache.")] = None,
     context: Annotated[str, typer.Option(help="Tokens that are restored.")] = "4K",
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Turns of each kind in a process's life.")] = 5,
-    reread: Annotated[bool, typer.Option("--reread", help="The page cache filled from the disk (Linux).")] = False,
+    reread: Annotated[bool, typer.Option("--reread", help="Files as read from the disk before (Linux).")] = False,
     as_json: AsJson = False,
 ) -> None:
     """How fast agents come back from disk: turns after a restart and an eviction, beside hot ones and plain reads."""
