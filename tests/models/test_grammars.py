@@ -171,6 +171,15 @@ def test_what_is_demanded_is_called_in_every_dialect(
         assert isinstance(call, Call) and is_valid(call.arguments, schema), (text, call.arguments)
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(("least", "most"), [(0, 0), (0, 1), (1, 1), (0, 2), (2, 2)])
+def test_lists_of_few_items(dialect: str, least: int, most: int, chatml: Tokenizer) -> None:
+    numbers = {"type": "array", "items": {"type": "number"}, "minItems": least, "maxItems": most}
+    schema = {"type": "object", "properties": {"a": numbers}, "required": ["a"], "additionalProperties": False}
+    form, reply = calling([_tool(schema)]), ReplyFormat(dialect)
+    chatml.grammars.compile(reply_grammar(form, reply, "")).follow()
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_where_an_argument_says_its_type_null_is_no_string(seed: int, chatml: Tokenizer) -> None:
     schema = {

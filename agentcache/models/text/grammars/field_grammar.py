@@ -90,8 +90,10 @@ class FieldWriter:
         if parts.most == 0:
             return '"[" "]"'
         item = self._rules.rule(item)
-        further = f"{max(0, parts.least - 1)},{'' if parts.most is None else parts.most - 1}"
-        items = f'{item} ("," {item}){{{further}}}'
+        items = item
+        if parts.most != 1:  # a range of a Lark grammar cannot end at 0
+            further = f"{max(0, parts.least - 1)},{'' if parts.most is None else parts.most - 1}"
+            items = f'{item} ("," {item}){{{further}}}'
         return f'"[" {items} "]"' if parts.least else f'"[" ({items})? "]"'
 
     def _quoted(self, value: Text) -> str:
