@@ -9,17 +9,20 @@ import mlx.core as mx
 from agentcache.agents.restore import Restorer
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.metal_kernels.kernel_text import device
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs
 
 _ROOT = "warm-up"
 _MOST_TOKENS = 16_384  # enough for the temporaries of long contexts, and done in a fraction of a second
-_STEPS = (1, 16)  # tokens: a decode step, a short turn
+_STEPS = ((1, 1), (1, 16))  # rows and tokens of each: a decode step, a short turn
 _MOST_SECONDS = 0.5  # for a decode step; where it takes longer, a short turn would take many times that
+# CUDA compiles for seconds what each of these needs for the first time, once a machine: a batch and a chunk too.
+_STEPS_OF_CUDA = (*_STEPS, (2, 1), (1, 256))
 
 
 def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_context: int) -> None:
-    """Restore blocks of zeros and compute two steps behind them, in slots that are there already, up to 16K tokens.
+    """Restore blocks of zeros and compute a few steps behind them, in slots that are there already, up to 16K tokens.
 
     The kernel hands out, and clears, every page that temporaries are put on for the first time. A turn behind 16K
     tokens took a quarter longer for that in a process that had computed nothing large.
@@ -30,14 +33,15 @@ def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_con
     try:
         cache.reserve(sequence, num_tokens)
         restorer.buffered.warm_up(sequence.tables)
-        started = time.perf_counter()
-        for count in (min(step, num_tokens) for step in _STEPS):
-            if time.perf_counter() - started > _MOST_SECONDS:
+        started, compiles = time.perf_counter(), device() == "cuda"
+        for rows, most in _STEPS_OF_CUDA if compiles else _STEPS:
+            if time.perf_counter() - started > _MOST_SECONDS and not compiles:
                 break
-            tables, lengths = [sequence.tables], [num_tokens - count]
+            count = min(most, num_tokens)
+            tables, lengths = [sequence.tables] * rows, [num_tokens - count] * rows
             reads, writes = runner.reads(tables, lengths, count), runner.writes(tables, lengths, count)
-            states = (None,) if runner.states is not None else ()
-            step = StepInputs(mx.zeros((1, count), mx.int32), lengths, reads, writes, states=states)
+            states = (None,) * rows if runner.states is not None else ()
+            step = StepInputs(mx.zeros((rows, count), mx.int32), lengths, reads, writes, states=states)
             logits = runner.forward(step).logits
             runner.start(mx.argmax(logits[:, -1], axis=-1))
             runner.wait()

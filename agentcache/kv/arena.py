@@ -24,6 +24,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.block_layout import Array, GroupMemory, block_tensors, first_float
 from agentcache.kv.packing import PARTS, LayerPacking, Packing, Plain
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, packed_tensors, sides
+from agentcache.kv.upload import upload
 
 _ALL = slice(None)
 _DTYPES = {
@@ -426,7 +427,7 @@ class GroupArena:
     def _upload(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         """Write blocks of the same length: one transfer to the device, which then puts their parts in place."""
         num_tokens, count = self.spec.tokens_in(blocks[0].nbytes), len(blocks)
-        there = mx.array(_joined(blocks))
+        there = upload(_joined(blocks))
         for tensor in block_tensors(self.spec, num_tokens):
             own = mx.contiguous(there[:, tensor.begin : tensor.end])
             shape = (count, *tensor.spec.block_shape(num_tokens))

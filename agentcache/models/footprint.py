@@ -20,7 +20,7 @@ from agentcache.metal_kernels.latent_decode import THREADGROUPS
 from agentcache.metal_kernels.latent_shape import partial_bytes
 from agentcache.models.attention import MAX_PACKED_QUERIES, reads_packed
 from agentcache.models.device_memory import device_memory
-from agentcache.models.fused import MAX_QUERIES, MAX_RANK, PACKED_BITS, why_none
+from agentcache.models.fused import MAX_QUERIES, MAX_RANK, read_by_kernels
 from agentcache.models.overlay import piece_blocks
 from agentcache.models.packed_product import kernel_is_right
 from agentcache.models.survey import text_config
@@ -300,8 +300,7 @@ def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
     Of MLX's kernel it is not asked where ours are there: CUDA takes a minute to compile it.
     """
     packed = sum(width * DTYPES[dtype].itemsize for dtype, width in packing.parts(dim).values())
-    is_ours = packing.bits == PACKED_BITS and not why_none()
-    if is_ours or not isinstance(packing, Quantisation):
+    if read_by_kernels(packing) or not isinstance(packing, Quantisation):
         return packed + dim * _FLOAT
     if kernel_is_right(dim, packing, transpose, mx.default_device().type):
         return packed

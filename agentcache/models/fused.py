@@ -99,6 +99,11 @@ def why_none() -> str:
     return "this device compiles no kernels" if device() == NO_DEVICE else ""
 
 
+def read_by_kernels(packing: Packing) -> bool:
+    """Whether keys and values that are packed so are read by kernels in this process, where heads have such a shape."""
+    return packing.bits == PACKED_BITS and not why_none()
+
+
 class Attended(NamedTuple):
     """What tells attention layers of a group apart in what is launched for them; see `Reads.prepared`."""
 

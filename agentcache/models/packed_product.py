@@ -2,7 +2,9 @@
 
 Back ends have had kernels that are wrong for some shapes (CUDA in MLX 0.32.4: keys of a single quantisation group), or
 none (there for heads of 32 values). So each kind of product is compared with its definition, once per shape of head and
-device, before it is used; where it differs, the definition takes over: the same values, more memory traffic.
+device, before it is used; where it differs, the definition takes over: the same values, more memory traffic. So it does
+on CUDA where kernels of our own read blocks like these: MLX takes a minute and a half to compile its product there, and
+who needs it before ours are tried, in the midst of serving, would keep everybody waiting.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import Packed, dequantise, quantise
 from agentcache.kv.packing import Packing, Plain, Quantisation
+from agentcache.metal_kernels.kernel_text import device
+from agentcache.models.fused import read_by_kernels
 
 log = logging.getLogger("agentcache.models")
 
@@ -35,7 +39,7 @@ def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transp
     Returns:
         [num_blocks, H, n, 256] with `transpose`, else [num_blocks, H, n, D].
     """
-    if isinstance(quantisation, Plain):
+    if isinstance(quantisation, Plain) or (device() == "cuda" and read_by_kernels(quantisation)):
         return by_definition(x, packed, quantisation, transpose)
     dim = packed.data.shape[-1] * 32 // quantisation.bits
     right = kernel_is_right(dim, quantisation, transpose, mx.default_device().type)

@@ -10,6 +10,7 @@ import pytest
 
 from agentcache.kv.arena import Packed, dequantise, quantise
 from agentcache.kv.packing import Quantisation
+from agentcache.models import fused
 from agentcache.models import packed_product as module
 from agentcache.models.packed_product import agrees, by_definition, by_kernel, packed_product
 
@@ -75,3 +76,27 @@ def test_where_the_kernel_is_wrong_the_definition_takes_over(
     module.kernel_is_right.cache_clear()
     assert all(mx.array_equal(o, by_definition(x, packed, G64, transpose)) for o in out)
     assert len(caplog.messages) == 1 and "blocks are unpacked" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_on_cuda_it_is_not_asked_for_where_kernels_of_ours_read_the_blocks(
+    transpose: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who computes without ours until they are tried would wait for MLX's to be compiled, and all others with him."""
+    asked = list[int]()
+
+    def is_right(dim: int, *_: object) -> bool:
+        asked.append(dim)
+        return True
+
+    monkeypatch.setattr(module, "kernel_is_right", is_right)
+    monkeypatch.setattr(module, "device", lambda: "cuda")
+    x = mx.random.normal((3, 2, 1, 64 if transpose else 256), key=mx.random.key(2))
+    for bits, has_kernels, asks in ((4, True, False), (4, False, True), (8, True, True)):
+        monkeypatch.setattr(fused, "why_none", lambda has=has_kernels: "" if has else "AGENTCACHE_KERNELS=off")
+        quantisation = Quantisation(bits, 64)
+        packed = quantise(mx.random.normal((3, 2, 256, 64), key=mx.random.key(1)), quantisation)
+        out = packed_product(x, packed, quantisation, transpose=transpose)
+        assert bool(asked) == asks
+        assert mx.allclose(out, by_definition(x, packed, quantisation, transpose), atol=1e-3)
+        asked.clear()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.engine import warm_up as module
 from tests.conftest import ModelFolder
 from tests.serving import inside
 from tests.serving.by_hand import by_hand
@@ -13,6 +14,14 @@ from tests.serving.conversation import greedy, make_ids
 from tests.tiny import OTHER_CACHES_SLOW
 
 
+@pytest.fixture(params=["", "cuda"], ids=["few steps", "all that CUDA compiles"])
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is warmed up here, and on CUDA: the steps are right on every device."""
+    if request.param:
+        monkeypatch.setattr(module, "device", lambda: request.param)
+
+
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("architecture", OTHER_CACHES_SLOW)
 def test_nothing_is_left_of_a_warm_up_and_answers_are_the_same(
     architecture: str, model_folder: ModelFolder, tmp_path: Path
@@ -36,6 +45,7 @@ def test_nothing_is_left_of_a_warm_up_and_answers_are_the_same(
     assert said[0] == said[1]
 
 
+@pytest.mark.usefixtures("steps")
 def test_a_model_of_a_few_tokens_is_warmed_up_too(model: Path, tmp_path: Path) -> None:
     with by_hand(model, tmp_path, max_context=8) as hand:
         inside.warm_up(hand.engine)
