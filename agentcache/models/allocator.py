@@ -1,11 +1,9 @@
-"""The process's memory allocator, told what MLX's CPU back end does with it."""
+"""The process's memory allocator, told what MLX does with it."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-
-import mlx.core as mx
 
 from agentcache.malloc import TOP_PAD
 
@@ -21,8 +19,9 @@ _NEVER = 2**31 - 1
 def keep_freed_memory() -> None:
     """Have malloc keep what a step frees for the next one, instead of giving it back and faulting it in again.
 
-    For the CPU back end on Linux with glibc, whose default costs a quarter of a short turn's time after 8K tokens in a
-    process that has not yet computed anything large. Elsewhere nothing happens.
+    On Linux with glibc, whose default costs the CPU back end a quarter of a short turn's time after 8K tokens in a
+    process that has not yet computed anything large. On CUDA what is uploaded is put together in such memory: restoring
+    340 MB took 110 ms in some processes, in others 310 (H100). Elsewhere nothing happens.
 
     All threads to come share one arena: what is free at the end of another cannot be given back (`agentcache.malloc`),
     and each thread that has read a large request would keep as much. Call it before there are any, as far as the
@@ -30,7 +29,7 @@ def keep_freed_memory() -> None:
     They are made of heaps of 64 MB, and one that is free goes back whatever the threshold, unless the pad is as large:
     a short turn after 4K tokens then took twice as long, with half a million page faults.
     """
-    if sys.platform != "linux" or mx.default_device() != mx.cpu:
+    if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

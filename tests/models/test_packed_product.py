@@ -10,6 +10,7 @@ import pytest
 
 from agentcache.kv.arena import Packed, dequantise, quantise
 from agentcache.kv.packing import Quantisation
+from agentcache.metal_kernels.kernel_text import NO_DEVICE
 from agentcache.models import fused
 from agentcache.models import packed_product as module
 from agentcache.models.packed_product import agrees, by_definition, by_kernel, packed_product
@@ -70,6 +71,7 @@ def test_where_the_kernel_is_wrong_the_definition_takes_over(
     packed = quantise(mx.random.normal((3, 2, 256, 64), key=mx.random.key(1)), G64)
     x = mx.random.normal((3, 2, 1, 64 if transpose else 256), key=mx.random.key(2))
     module.kernel_is_right.cache_clear()
+    monkeypatch.setattr(module, "device", lambda: NO_DEVICE)  # on CUDA it would not be asked
     monkeypatch.setattr(module, "by_kernel", spoilt)
     with caplog.at_level(logging.WARNING, "agentcache.models"):
         out = [packed_product(x, packed, G64, transpose=transpose) for _ in range(2)]
