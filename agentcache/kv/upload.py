@@ -12,7 +12,10 @@ from agentcache.kv.block_layout import Array
 
 
 def upload(data: Array) -> mx.array:
-    """A copy on the default device, evaluated. `data` has rows that follow each other; it may change afterwards.
+    """A copy of `data` on the default device, evaluated, of its shape and type. `data` may change afterwards.
+
+    Args:
+        data: uint8 [n, bytes], rows that follow each other in memory.
 
     `mx.array` would put it into managed memory, which the device fetches page by page once it reads it: 16 MB took 8.5
     ms on an H100 (MLX 0.32.4). What MLX loads from a file goes to the device as a whole, in 5 ms; so it is given one.
@@ -31,8 +34,9 @@ class _NpyFile:
         self._parts = (np.frombuffer(header.getvalue(), np.uint8), data.reshape(-1).view(np.uint8))
         self._position = 0
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> None:
-        self._position = offset if whence == io.SEEK_SET else self._position + offset
+    def seek(self, offset: int, whence: int) -> None:
+        """To a place counted from the beginning: MLX asks for no other."""
+        self._position = offset
 
     def tell(self) -> int:
         return self._position
@@ -41,6 +45,6 @@ class _NpyFile:
         """Fill it, from one of the parts: nobody reads across the end of the header."""
         header, data = self._parts
         part, begin = (header, self._position) if self._position < header.size else (data, self._position - header.size)
-        np.copyto(np.frombuffer(buffer, np.uint8), part[begin : begin + len(buffer)])  # without Python's lock
+        np.copyto(np.frombuffer(buffer, np.uint8), part[begin : begin + len(buffer)])
         self._position += len(buffer)
         return len(buffer)

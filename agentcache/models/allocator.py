@@ -20,8 +20,8 @@ def keep_freed_memory() -> None:
     """Have malloc keep what a step frees for the next one, instead of giving it back and faulting it in again.
 
     On Linux with glibc, whose default costs the CPU back end a quarter of a short turn's time after 8K tokens in a
-    process that has not yet computed anything large. On CUDA what is uploaded is put together in such memory: restoring
-    340 MB took 110 ms in some processes, in others 310 (H100). Elsewhere nothing happens.
+    process that has not yet computed anything large. On CUDA what is uploaded is put together in such memory: in a
+    process where restoring 340 MB had taken 110 ms it came to take 310 (H100). Elsewhere nothing happens.
 
     All threads to come share one arena: what is free at the end of another cannot be given back (`agentcache.malloc`),
     and each thread that has read a large request would keep as much. Call it before there are any, as far as the
