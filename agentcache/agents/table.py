@@ -189,12 +189,17 @@ class AgentTable(Lineages):
         self._view = None
 
     def surplus(self, agent_id: str, bound: int) -> AgentRecord | None:
-        """The idle lineage to give up first where the agent has more than `bound`; the one used last stays."""
+        """The idle lineage to give up first where the agent has more than `bound`.
+
+        The one used last stays, and the longest where more than one may: a main conversation that waits for a slow
+        subagent is not to go for short ones that follow one another meanwhile.
+        """
         known = self._lineages.get(agent_id, ())
         if len(known) <= bound:
             return None
         newest = max(known, key=lambda record: record.last_used)
-        idle = (record for record in known if record is not newest and not self._in_use.has_lineage(record.name))
+        stay = [record.name for record in (newest, self.get(agent_id))[:bound]]
+        idle = (record for record in known if record.name not in stay and not self._in_use.has_lineage(record.name))
         unshared, now = unshared_tokens(known), time.time()
         return max(idle, key=lambda record: staleness(record, unshared, now), default=None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -137,6 +138,47 @@ def test_an_agent_is_its_longest_lineage_first() -> None:
     assert [record.lineage for record in table.lineages("a")] == [FIRST_LINEAGE, "b"]
     with pytest.raises(NotFound, match="no lineage 'c'"):
         table.lineages("a", "c")
+
+
+def lineages_of(sizes: dict[str, tuple[int, float]], now: float) -> AgentTable:
+    """A table with one agent, whose lineages have so many tokens, none in common, and were used so many seconds ago."""
+    blank = AgentTable("model").new("a")
+    records = []
+    for lineage, (tokens, age) in sizes.items():
+        ids = list(range(tokens))
+        transcript = Transcript.empty().extended("x" * tokens, ids, list(range(1, tokens + 1)), "prompt")
+        records.append(
+            replace(blank, lineage=lineage, transcript=transcript, num_saved=tokens, last_used=now - age),
+        )
+    return AgentTable("model", records)
+
+
+def surplus_of(table: AgentTable, bound: int) -> str | None:
+    surplus = table.surplus("a", bound)
+    return None if surplus is None else surplus.lineage
+
+
+def test_the_longest_lineage_outlives_short_ones_however_long_it_is_silent() -> None:
+    """Main waits for a slow subagent, while others that are quick follow one another."""
+    now = time.time()
+    sizes = {"main": (900, 3600.0), "one": (400, 3.0), "two": (400, 2.0), "three": (400, 1.0)}
+    assert surplus_of(lineages_of(sizes, now), 3) == "one"
+    assert surplus_of(lineages_of(sizes, now), 2) == "one"
+
+
+def test_where_only_one_may_stay_it_is_the_one_used_last() -> None:
+    sizes = {"main": (900, 3600.0), "one": (400, 3.0)}
+    assert surplus_of(lineages_of(sizes, time.time()), 1) == "main"
+
+
+def test_the_longest_waits_for_a_busy_one_to_be_given_up() -> None:
+    in_use = InUse()
+    known = lineages_of({"main": (900, 3600.0), "one": (400, 3.0), "two": (400, 1.0)}, time.time())
+    table = AgentTable("model", known, in_use=in_use)
+    in_use.hold_lineage(lineage_name("a", "one"))
+    assert surplus_of(table, 2) is None
+    in_use.let_lineage_go(lineage_name("a", "one"))
+    assert surplus_of(table, 2) == "one"
 
 
 def test_another_lineage_is_set_as_the_agent_is() -> None:
