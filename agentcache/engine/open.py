@@ -128,7 +128,9 @@ def _put_together(
     if plan.ram_budget < ledger.floors:
         raise ConfigError(f"ram_budget must be at least {ledger.floors} bytes for this model")
     cache.allocator.headroom = guard.headroom
-    runner = world.runner(loaded, cache.slots.pools, cache.snapshots, measures=config.max_divergence > 0)
+    runner = world.runner(
+        loaded, cache.slots.pools, cache.snapshots, room=plan.ram_budget, measures=config.max_divergence > 0
+    )
     store = world.store(config, loaded)
     if config.kv == AUTO:
         write_precision(config.cache_dir, loaded.fingerprint, loaded.precision)

@@ -21,20 +21,13 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv.backing import ARRAY_DTYPES, Exact, make_backing
 from agentcache.kv.block_layout import Array, GroupMemory, block_tensors, first_float
 from agentcache.kv.packing import PARTS, LayerPacking, Packing, Plain
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, packed_tensors, sides
 from agentcache.kv.upload import upload
 
 _ALL = slice(None)
-_DTYPES = {
-    "F32": mx.float32,
-    "U32": mx.uint32,
-    "I32": mx.int32,
-    "F16": mx.float16,
-    "BF16": mx.uint16,  # its bits: the buffer protocol, by which bytes come and go, knows no bfloat16
-    "U8": mx.uint8,
-}
 _PLAIN_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 # Quantised values within this limit can be unpacked in float16: q * scale is at most 15/7 of the largest value.
 LARGEST_VALUE = 30000.0
@@ -71,7 +64,7 @@ def quantise(x: mx.array, quantisation: Packing) -> Packed:
     limited = mx.clip(mx.where(mx.isnan(x), 0.0, x), -LARGEST_VALUE, LARGEST_VALUE)
     if isinstance(quantisation, Plain):
         rounded = limited.astype(_PLAIN_DTYPES[quantisation.dtype])
-        return Packed(rounded.view(_DTYPES[quantisation.dtype]))
+        return Packed(rounded.view(ARRAY_DTYPES[quantisation.dtype]))
     data, scales, biases = mx.quantize(limited, group_size=quantisation.group_size, bits=quantisation.bits)
     return Packed(data, scales.astype(mx.float16), biases.astype(mx.float16))
 
@@ -102,47 +95,36 @@ class Slot:
 
 
 class TensorArena:
-    """One tensor of a group's blocks: `array` [num_blocks, *its shape in a block of 256 tokens].
+    """One tensor of a group's blocks: `array` [at least `capacity`, *its shape in a block of 256 tokens].
 
     Do not keep `array`: a held reference turns every write into a copy.
 
+    Args:
+        most: blocks that there may come to be; as long as there are no more, the arena grows without a copy where the
+            device lets it (`kv/backing.py`).
+
     Attributes:
+        capacity: blocks that there are.
         is_due: whether something has been assigned to it since it was last given to be evaluated (`take_due`).
     """
 
-    def __init__(self, spec: TensorSpec) -> None:
+    def __init__(self, spec: TensorSpec, most: int = 0) -> None:
         self.spec = spec
-        self.array = mx.zeros((0, *spec.block_shape(BLOCK_SIZE)), _DTYPES[spec.dtype])
+        self._backing, self.array = make_backing(spec, most)
+        self.capacity = 0
         self.is_due = False
 
-    @property
-    def capacity(self) -> int:
-        return int(self.array.shape[0])
-
-    def grow(self, capacity: int) -> None:
-        """Make room for `capacity` blocks; the new slots hold zeros. Evaluated at once to free the old array."""
-        old = self.array
-        # Zeros first and then what is there: each page of the new array is touched for the first time once, and no
-        # second array of zeros is made to be copied.
-        self.array = mx.zeros((capacity, *old.shape[1:]), old.dtype)
-        if old.size:
-            self.array[: old.shape[0]] = old
-        del old
-        mx.eval(self.array)
-
-    def shrink(self, capacity: int) -> None:
-        """Keep the first `capacity` blocks and give the rest of the memory back."""
-        self.array = mx.contiguous(self.array[:capacity])
-        mx.eval(self.array)
+    def resize(self, capacity: int) -> None:
+        """Have `capacity` blocks, between steps: the first ones that there were, and behind them zeros."""
+        if capacity > self._backing.most:
+            self._backing = Exact()
+        self.array = self._backing.resized(self.array, self.capacity, capacity)
+        self.capacity = capacity
 
     def assign(self, index: Any, new: mx.array) -> None:
         """Slice or scatter assignment; lazy. In place once nothing else holds the array, and no step reads it."""
         self.array[index] = new
         self.is_due = True
-
-    def copy(self, source: int, target: int) -> None:
-        """Copy a block. Lazy."""
-        self.assign(target, self.array[source])
 
     def tokens(self, block_id: int, num_tokens: int) -> mx.array:
         """A block's first `num_tokens` tokens; lazy."""
@@ -173,6 +155,19 @@ class TensorArena:
             if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
                 self.assign(slice(block_ids[begin], block_ids[end - 1] + 1), blocks[begin:end])
                 begin = end
+
+
+def copy_block(tensors: Iterable[TensorArena], source: int, target: int) -> None:
+    """Copy a block of some tensors of one group, while no step is under way. It is read at once, and written lazily:
+
+    MLX writes in place where nobody reads any more, and copies the whole array where somebody still does.
+    """
+    tensors = list(tensors)
+    blocks = [mx.contiguous(tensor.array[source : source + 1]) for tensor in tensors]
+    mx.eval(blocks)
+    mx.synchronize()  # only then has the device let go of what it has read
+    for tensor, block in zip(tensors, blocks, strict=True):
+        tensor.assign(slice(target, target + 1), block)
 
 
 class _Traced(NamedTuple):
@@ -209,7 +204,7 @@ class SideArena:
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` blocks."""
         for part in self._arenas:
-            part.grow(capacity)
+            part.resize(capacity)
 
     def write_slots(self, packed: Packed, slots: Sequence[Slot], head: int = 0) -> None:
         """Write one row's tokens run by run (slice assignment: the fastest way for long runs).
@@ -251,9 +246,8 @@ class SideArena:
         return block_ids if self.written is None else block_ids + self.written  # a zero
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a block. Lazy."""
-        for part in self._arenas:
-            part.copy(source, target)
+        """See `copy_block`."""
+        copy_block(self._arenas, source, target)
 
     def arrays(self) -> list[mx.array]:
         """The arrays themselves, to evaluate them. Do not keep them: a held reference turns every write into a copy."""
@@ -330,13 +324,17 @@ class LayerArena:
 class GroupArena:
     """All tensors of one cache group.
 
+    Args:
+        room: bytes that the group may come to take (`TensorArena`).
+
     Attributes:
         layers: attention's view of them; empty in a group of other tensors.
     """
 
-    def __init__(self, spec: GroupSpec) -> None:
+    def __init__(self, spec: GroupSpec, room: int = 0) -> None:
         self.spec = spec
-        self._tensors = {tensor.name: TensorArena(tensor) for tensor in spec.tensors}
+        most = room // spec.bytes_per_block
+        self._tensors = {tensor.name: TensorArena(tensor, most) for tensor in spec.tensors}
         packing = spec.packing
         self.layers = [] if packing is None else [LayerArena(layer, packing, self._tensors) for layer in spec.layers]
 
@@ -348,18 +346,17 @@ class GroupArena:
         """Follow the block pool's capacity upwards; the new slots hold zeros."""
         for tensor in self._tensors.values():
             if tensor.capacity < capacity:
-                tensor.grow(capacity)
+                tensor.resize(capacity)
 
     def shrink(self, capacity: int) -> None:
         """Follow the block pool's capacity downwards."""
         for tensor in self._tensors.values():
             if tensor.capacity > capacity:
-                tensor.shrink(capacity)
+                tensor.resize(capacity)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a block (copy-on-write). Lazy."""
-        for tensor in self._tensors.values():
-            tensor.copy(source, target)
+        """See `copy_block`."""
+        copy_block(self._tensors.values(), source, target)
 
     def snapshot(self, block_id: int, num_tokens: int) -> Array:
         """Bytes of a block's first `num_tokens` tokens, uint8 [n] as `block_layout` has them, copied once.
@@ -431,7 +428,7 @@ class GroupArena:
         for tensor in block_tensors(self.spec, num_tokens):
             own = mx.contiguous(there[:, tensor.begin : tensor.end])
             shape = (count, *tensor.spec.block_shape(num_tokens))
-            self._tensors[tensor.spec.name].upload(block_ids, own.view(_DTYPES[tensor.spec.dtype]).reshape(shape))
+            self._tensors[tensor.spec.name].upload(block_ids, own.view(ARRAY_DTYPES[tensor.spec.dtype]).reshape(shape))
 
     @property
     def tensors(self) -> Iterable[TensorArena]:
@@ -469,6 +466,6 @@ def _joined(blocks: Sequence[Array]) -> Array:
     return np.stack(blocks)
 
 
-def make_arenas(spec: CacheSpec) -> list[GroupArena]:
-    """One empty arena per cache group, in the spec's order."""
-    return [GroupArena(group) for group in spec.groups]
+def make_arenas(spec: CacheSpec, room: int = 0) -> list[GroupArena]:
+    """One empty arena per cache group, in the spec's order; each may come to take `room` bytes."""
+    return [GroupArena(group, room) for group in spec.groups]

@@ -14,7 +14,7 @@ import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
-from agentcache.kv.arena import TensorArena
+from agentcache.kv.arena import TensorArena, copy_block
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import TensorSpec
 
@@ -38,14 +38,12 @@ class TokenMeasures:
 
     def fit(self, capacity: int) -> None:
         """Follow the pool's capacity."""
-        if self.tokens.capacity > capacity:
-            self.tokens.shrink(capacity)
-        elif self.tokens.capacity < capacity:
-            self.tokens.grow(capacity)
+        if self.tokens.capacity != capacity:
+            self.tokens.resize(capacity)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a block's. Lazy."""
-        self.tokens.copy(source, target)
+        """See `copy_block`."""
+        copy_block([self.tokens], source, target)
 
     def extras(self, block_id: int, num_tokens: int) -> dict[str, Array]:
         """What goes with the file of a block of so many tokens: their sum, float32 [width]; nothing if unknown."""

@@ -13,6 +13,7 @@ import numpy as np
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
 from agentcache.kv.arena import GroupArena, TensorArena, make_arenas
+from agentcache.kv.backing import note_resized
 from agentcache.kv.block_layout import Array, GroupMemory
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.spec import CacheSpec
@@ -28,6 +29,7 @@ class ResidualArenas:
         pools: one a group, whose slots these arenas hold.
         wait: returns when the device has done what was started last.
         evaluate: finishes every write that is due, these among them.
+        room: bytes that a group may come to take.
         measures: whether it is kept how far each token's own keys and values were from base's.
         is_family: the residuals are those of a family of adapters. What is measured then is of whoever reads them, so
             it does not go with their files.
@@ -44,6 +46,7 @@ class ResidualArenas:
         wait: Callable[[], None],
         evaluate: Callable[[], None],
         *,
+        room: int = 0,
         measures: bool = False,
         is_family: bool = False,
     ) -> None:
@@ -56,7 +59,7 @@ class ResidualArenas:
         self.measures = TokenMeasures("divergence", 4) if measures else None
         self._pools = pools
         self._wait = wait
-        self._arenas: list[GroupArena] = make_arenas(spec)
+        self._arenas: list[GroupArena] = make_arenas(spec, room)
         self._tensors = {
             tensor.spec.name: (group, tensor) for group, arena in enumerate(self._arenas) for tensor in arena.tensors
         }
@@ -88,6 +91,7 @@ class ResidualArenas:
             arena.grow(pool.capacity)
         if self.measures is not None:
             self.measures.fit(self._pools[self.measured].capacity)
+        note_resized()
 
     def _follow_moves(self) -> None:
         for group, (arena, pool) in enumerate(zip(self._arenas, self._pools, strict=True)):
@@ -96,7 +100,7 @@ class ResidualArenas:
             self._copy(Copy(group, source, target) for source, target in moves if source < arena.capacity)
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
-        """Copy-on-write, lazily, in order with the steps around it."""
+        """Copy-on-write, in order with the steps around it."""
         self.fit()
         self._copy(copies)
 
@@ -107,6 +111,7 @@ class ResidualArenas:
 
     def _copy(self, copies: Iterable[Copy]) -> None:
         for copy in copies:
+            self._wait()
             self._arenas[copy.group].copy(copy.source, copy.target)
             if self.measures is not None and copy.group == self.measured:
                 self.measures.copy(copy.source, copy.target)

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from agentcache.kv.backing import set_memory_limit
 from agentcache.memory_plan import DeviceMemory, MemoryPlan
 from agentcache.system_memory import SystemMemory
 
@@ -39,7 +40,7 @@ class Setter:
 
 
 WIRED = Setter("wired", mx.set_wired_limit)
-MEMORY = Setter("memory", mx.set_memory_limit)
+MEMORY = Setter("memory", set_memory_limit)
 CACHE = Setter("cache", mx.set_cache_limit)
 
 

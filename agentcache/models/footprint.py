@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.utils import MODEL_REMAPPING
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv.backing import allocated_bytes
 from agentcache.kv.packing import LayerPacking, Packing, Quantisation
 from agentcache.kv.spec import DTYPES, CacheSpec, LayerSpec, RecurrentSpec
 from agentcache.metal_kernels.decode_plan import MAX_SPLITS
@@ -319,7 +320,7 @@ def free_memory(limit: int | None = None) -> int:
 
 def spare_memory(limit: int | None = None) -> int:
     """Bytes that the device can give for good; `limit` as for `free_memory`."""
-    active = mx.get_active_memory()
+    active = allocated_bytes()
     free = device_memory().usable - active if limit is None else limit - active
     if mx.default_device() == mx.gpu:
         return free

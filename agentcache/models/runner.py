@@ -15,6 +15,7 @@ from agentcache.blocks.sequence import Copy
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import GroupArena, TensorArena, has_due, make_arenas, take_due
+from agentcache.kv.backing import note_resized
 from agentcache.kv.block_layout import Array, GroupMemory
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.residual_arenas import ResidualArenas
@@ -79,6 +80,8 @@ class ModelRunner:
 
     Args:
         snapshots: of recurrent state, for a model that has any.
+        room: bytes that a cache group may come to take, base's or an adapter's; that large its arenas can grow without
+            a copy where the device lets them.
         measures: whether it is measured what sharing base's keys and values costs (`models/divergence.py`).
 
     Attributes:
@@ -93,11 +96,13 @@ class ModelRunner:
         pools: Sequence[Slots],
         snapshots: Snapshots | None = None,
         *,
+        room: int = 0,
         measures: bool = False,
     ) -> None:
         self._loaded = loaded
         self._pools = pools
-        self.arenas: list[GroupArena] = make_arenas(loaded.spec)
+        self._room = room
+        self.arenas: list[GroupArena] = make_arenas(loaded.spec, room)
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
         owners = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
         self._layers = [owners[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
@@ -140,7 +145,9 @@ class ModelRunner:
         """Arenas for the residuals (`residual_spec`) of one adapter, or of a family of adapters, which follow these
         pools until `close_residual`."""
         measures = bool(self._energies)
-        arenas = ResidualArenas(spec, pools, self.wait, self.evaluate, measures=measures, is_family=is_family)
+        arenas = ResidualArenas(
+            spec, pools, self.wait, self.evaluate, room=self._room, measures=measures, is_family=is_family
+        )
         self.residuals.append(arenas)
         return arenas
 
@@ -225,6 +232,7 @@ class ModelRunner:
             arena.grow(pool.capacity)
         for energies, pool in zip(self._energies, self._pools, strict=False):
             energies.fit(pool.capacity)
+        note_resized()
 
     def _follow_moves(self) -> None:
         pairs = enumerate(zip(self._pools, self.arenas, strict=True))
@@ -310,7 +318,7 @@ class ModelRunner:
             mx.clear_cache()
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
-        """Copy-on-write, lazily, in order with the steps around it."""
+        """Copy-on-write, in order with the steps around it."""
         self.fit()
         for copy in copies:
             self._copy(copy)
@@ -323,6 +331,7 @@ class ModelRunner:
             self._copy(move)
 
     def _copy(self, copy: Copy) -> None:
+        self.wait()
         self.arenas[copy.group].copy(copy.source, copy.target)
         if self._energies:
             self._energies[copy.group].copy(copy.source, copy.target)

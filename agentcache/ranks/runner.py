@@ -53,6 +53,7 @@ class LeadingRunner(ModelRunner):
     Args:
         adapters: the loaded model's.
         tickets: of blocks' bytes.
+        room: as `ModelRunner`'s.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class LeadingRunner(ModelRunner):
         adapters: LeadingAdapters,
         leader: Leader,
         tickets: Tickets,
+        room: int,
     ) -> None:
-        super().__init__(loaded, pools)
+        super().__init__(loaded, pools, room=room)
         self._adapters = adapters
         self._leader = leader
         self._tickets = tickets

@@ -19,6 +19,7 @@ from agentcache.blocks.snapshots import Snapshots
 from agentcache.config import Config
 from agentcache.errors import BrokenInvariant, ConfigError, RankLost, UnsupportedModel
 from agentcache.kv.precision import Precision
+from agentcache.models.device_memory import device_memory
 from agentcache.models.loader import LoadedModel, load, put_on_cache, read_model
 from agentcache.models.runner import ModelRunner
 from agentcache.models.shards import ShardedAdapters, Shards
@@ -47,7 +48,7 @@ class World(Protocol):
         """As `loader.load`."""
 
     def runner(
-        self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, measures: bool
+        self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, room: int, measures: bool
     ) -> ModelRunner:
         """As `ModelRunner`."""
 
@@ -68,9 +69,9 @@ class Alone:
         return load(path_or_hub_id, **options)
 
     def runner(
-        self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, measures: bool
+        self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, room: int, measures: bool
     ) -> ModelRunner:
-        return ModelRunner(loaded, pools, snapshots, measures=measures)
+        return ModelRunner(loaded, pools, snapshots, room=room, measures=measures)
 
     def store(self, config: Config, loaded: LoadedModel) -> Store:
         return Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
@@ -107,12 +108,12 @@ class Leading:
         return replace(loaded, adapters=self._adapters)
 
     def runner(
-        self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, measures: bool
+        self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, room: int, measures: bool
     ) -> ModelRunner:
         if snapshots is not None or measures:
             raise BrokenInvariant("ranks share neither recurrent state nor residuals")
         assert self._adapters is not None  # by `load`
-        return LeadingRunner(loaded, pools, self._adapters, self._leader, self._tickets)
+        return LeadingRunner(loaded, pools, self._adapters, self._leader, self._tickets, room)
 
     def store(self, config: Config, loaded: LoadedModel) -> Store:
         return LeadingStore(
@@ -244,4 +245,4 @@ def _make_follower(group: mx.distributed.Group, config: Config, model_path: str)
     slots = [Slots() for _ in loaded.spec.groups]
     # Rank 0 makes room on all, by its own budget.
     store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=2**62)
-    return Follower(wire, loaded, ModelRunner(loaded, slots), slots, store)
+    return Follower(wire, loaded, ModelRunner(loaded, slots, room=device_memory().usable), slots, store)

@@ -205,6 +205,18 @@ def test_copy_copies_one_block() -> None:
     assert_same(contents(side), expected)
 
 
+def test_copying_a_block_does_not_copy_the_arena() -> None:
+    side = LayerArena(LayerSpec(0, HEADS, DIM, 0), Q64).keys
+    side.grow(256)
+    size = sum(array.nbytes for array in side.arrays())
+    before = held_bytes()
+    mx.reset_peak_memory()
+    for source, target in ((1, 3), (3, 200)):  # and what was written to go on from
+        side.copy(source, target)
+    mx.eval(*side.arrays())
+    assert mx.get_peak_memory() - before < size / 50
+
+
 def peak_of_write(side: SideArena, *, scattered: bool) -> int:
     """Bytes above what was there, while one token is written."""
     packed = quantise(random((1, HEADS, 1, DIM), 5), Q64)
@@ -288,7 +300,7 @@ def test_an_upload_is_a_slice_for_slots_that_follow_each_other() -> None:
 
     def upload(blocks: mx.array) -> mx.array:
         tensor = TensorArena(TensorSpec("x", "F16", (2,)))
-        tensor.grow(8)
+        tensor.resize(8)
         tensor.upload([4, 5, 6, 1], blocks)
         return tensor.array
 

@@ -67,6 +67,7 @@ def qwen(hybrid: Callable[[str], Path]) -> Path:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run in the emulator."""
+    from agentcache.kv.backing import Reserved
     from agentcache.metal_kernels.self_test import Verdict  # imports mlx; plain-Python tests stay quick without it
     from agentcache.models import fused
     from agentcache.models.kernel_memo import KernelMemo
@@ -80,6 +81,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         plain = emulated(kernel, Schedule(check=False), [], lambda launch: launch)
         monkeypatch.setitem(kernel.__dict__, "metal", plain)
     monkeypatch.setattr(fused, "device", lambda: "metal")
+    # The emulator looks at all of what a kernel is given: at the largest size that an arena may have.
+    monkeypatch.setattr(Reserved, "make", lambda *_: None)
     monkeypatch.setattr(fused, "try_kernels", lambda shape: Verdict(True))
     monkeypatch.setattr(fused, "memo", KernelMemo())
     memories = (fused.mode, fused.why_none, fused._tried)

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -279,9 +278,10 @@ def slots_per_group(engine: Engine) -> list[int]:
     return [pool.capacity for pool in engine.cache.slots.pools]
 
 
-def arrays(engine: Engine) -> list[mx.array]:
-    """What the blocks lie in."""
-    return [tensor.array for arena in _device(engine).runner.arenas for tensor in arena.tensors]
+def array_bytes(engine: Engine) -> list[int]:
+    """Bytes of what the blocks lie in, of every array, as far as there are slots."""
+    tensors = [tensor for arena in _device(engine).runner.arenas for tensor in arena.tensors]
+    return [tensor.array.nbytes // tensor.array.shape[0] * tensor.capacity for tensor in tensors]
 
 
 def replayed_steps(engine: Engine) -> int:

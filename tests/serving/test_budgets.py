@@ -56,7 +56,7 @@ def watched(llm: LLM, cache_dir: Path) -> Iterator[Peaks]:
     def look_at_ram() -> None:
         step()
         peaks.ram = max(peaks.ram, engine.stats().ram_bytes)
-        peaks.arenas = max(peaks.arenas, sum(array.nbytes for array in inside.arrays(engine)))
+        peaks.arenas = max(peaks.arenas, sum(inside.array_bytes(engine)))
         for group, count in inside.most_blocks_held(engine).items():
             peaks.blocks[group] = max(peaks.blocks.get(group, 0), count)
 

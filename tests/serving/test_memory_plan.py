@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from agentcache.engine import open as opening
 from agentcache.errors import AgentCacheError, ConfigError, StoreError
+from agentcache.kv.backing import allocated_bytes
 from agentcache.memory_plan import DeviceMemory
 from agentcache.models import loader
 from agentcache.models.device_memory import MEMORY, Setter
@@ -22,10 +23,8 @@ MB = 10**6
 
 
 def memory_limit() -> int:
-    """MLX's, which tells only by being set."""
-    held = mx.set_memory_limit(1 << 50)
-    mx.set_memory_limit(held)
-    return held
+    """MLX's, of what is more than addresses."""
+    return mx.get_memory_limit() + allocated_bytes() - mx.get_active_memory()
 
 
 class Wired:

@@ -121,8 +121,8 @@ def test_joining_and_leaving_moves_no_cache(model: Path, tmp_path: Path) -> None
     with by_hand(model, tmp_path) as hand:
         context = make_ids(6000)
         hand.run(hand.submit(context[:-1], greedy(0), "long"))
-        arenas = sum(array.nbytes for array in inside.arrays(hand.engine))
-        largest = max(array.nbytes for array in inside.arrays(hand.engine))
+        arenas = sum(inside.array_bytes(hand.engine))
+        largest = max(inside.array_bytes(hand.engine))
         talker = hand.submit(make_ids(20), greedy(60))
         while len(talker.token_ids) < 10:
             hand.step()

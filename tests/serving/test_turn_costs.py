@@ -127,7 +127,7 @@ def test_a_full_block_takes_4_5_bits_per_value(model: Path, tmp_path: Path) -> N
         full = [node for node in inside.nodes(engine) if node.is_full]
         assert len(full) >= 3
         slots = inside.mean_slots(engine)
-        in_ram = sum(array.nbytes for array in inside.arrays(engine)) / slots
+        in_ram = sum(inside.array_bytes(engine)) / slots
         assert in_ram <= 0.285 * FP16_BYTES_PER_TOKEN * BLOCK_SIZE
         assert llm.stats().ram_bytes == in_ram * slots
         sizes = sorted(path.stat().st_size for path in (tmp_path / "blocks").glob("*/*.safetensors"))
