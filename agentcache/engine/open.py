@@ -36,6 +36,7 @@ from agentcache.engine.turns import Turns
 from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
 from agentcache.errors import ConfigError, RankLost
+from agentcache.kv.backing import wait_for_pages
 from agentcache.kv.precision import AUTO
 from agentcache.kv.spec import CacheSpec
 from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
@@ -159,6 +160,7 @@ def _put_together(
     trunk = Trunk(cache, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
     if warm:
         warm_up(cache, runner, restorer, loaded.max_context)
+    wait_for_pages()  # nobody's first turn does
     # A look at the model that a server without lossy policies has no need of.
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
     guard.has_residuals = support is not None

@@ -206,10 +206,10 @@ class Reserved:
             self._address = address_of(array)
         size = self._slot_bytes
         if capacity < used:
-            populator().submit(_nothing).result()  # it would give back pages of slots that are no more
+            wait_for_pages()  # or slots that are no more would get some
             _take_pages(self._address + capacity * size, (used - capacity) * size)
         else:
-            populator().submit(_populate, self._address + used * size, (capacity - used) * size)
+            _populator().submit(_populate, self._address + used * size, (capacity - used) * size)
         self._note(capacity)
         return array
 
@@ -239,14 +239,16 @@ def _populate(begin: int, num_bytes: int) -> None:
     _madvise()(first, end - first, _MADV_POPULATE_WRITE)
 
 
-def _nothing() -> None:
-    pass
-
-
 @cache
-def populator() -> ThreadPoolExecutor:
+def _populator() -> ThreadPoolExecutor:
     """Does one thing after the other."""
     return ThreadPoolExecutor(1, "agentcache-pages")
+
+
+def wait_for_pages() -> None:
+    """Return when all slots that there are have memory."""
+    if _populator.cache_info().currsize:
+        _populator().submit(int).result()
 
 
 # -- the front part of memory of our own, on a Mac --------------------------------------------------------------------

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -59,6 +60,13 @@ def test_a_signal_drains_and_exits_with_0(number: signal.Signals) -> None:
 def test_the_header_by_which_the_server_is_known() -> None:
     with serving() as process:
         assert httpx.get(f"{url_of(process)}/health").headers.get_list("server") == ["agentcache"]
+
+
+def test_it_answers_where_uvloop_is_installed() -> None:
+    """Many have it; uvicorn would take it without being asked, and no connection of ours could be made on its loop."""
+    assert find_spec("uvloop") is not None, "it is among what development needs"
+    with serving() as process:
+        assert httpx.get(f"{url_of(process)}/health", timeout=PATIENCE).json()["status"] == "ok"
 
 
 @pytest.mark.parametrize(("failure", "said"), [("in-use", "the cache folder is in use"), ("crash", "bad weights")])

@@ -154,7 +154,7 @@ def test_only_slots_that_there_are_count_as_allocated() -> None:
 RESIDENT = """
 import mlx.core as mx
 from agentcache.kv.arena import TensorArena
-from agentcache.kv.backing import populator
+from agentcache.kv.backing import wait_for_pages
 from agentcache.kv.spec import TensorSpec
 
 MB = 1 << 20
@@ -170,7 +170,7 @@ assert resident() - begin < 8 * MB
 arena.resize(100)
 arena.assign(slice(0, 50), mx.ones((50, 4, 256, 256), mx.uint32))
 mx.eval(arena.array)
-populator().submit(int).result()
+wait_for_pages()
 assert 90 * MB < resident() - begin < 170 * MB, resident() - begin
 arena.resize(10)
 assert resident() - begin < 80 * MB, resident() - begin

@@ -89,7 +89,7 @@ def test_on_cuda_it_is_not_asked_for_where_kernels_of_ours_read_the_blocks(
 
     def is_right(dim: int, *_: object) -> bool:
         asked.append(dim)
-        return True
+        return False  # MLX's 8 bits are wrong on CUDA
 
     monkeypatch.setattr(module, "kernel_is_right", is_right)
     monkeypatch.setattr(module, "device", lambda: "cuda")
