@@ -184,7 +184,7 @@ def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
         server_header=False,
         lifespan="on",
         ws="none",
-        loop="asyncio",  # with uvloop, which is taken where it is installed, a connection cannot be told how much to read
+        loop="asyncio",  # on uvloop, which is taken where it is installed, ClientConnection cannot work
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=CUT_SECONDS,
     )

@@ -15,11 +15,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import resource
 import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
@@ -88,7 +90,7 @@ def make_backing(spec: TensorSpec, most: int) -> tuple[Backing, mx.array]:
     most = min(most, _MOST_ELEMENTS * spec.numpy_dtype.itemsize // max(1, spec.slot_bytes))
     if most and adopts():
         return Adopted(spec, most), _empty(spec)
-    if most and sys.platform == "linux" and mx.default_device() == mx.cpu and not mx.metal.is_available():
+    if most and mx.default_device() == mx.cpu and _addresses_are_free():
         reserved = Reserved.make(spec, most)
         if reserved is not None:
             return reserved
@@ -110,6 +112,21 @@ def _bytes_of(array: mx.array) -> Array:
 
 
 # -- the largest array from the start, on Linux -----------------------------------------------------------------------
+
+
+@cache
+def _addresses_are_free() -> bool:
+    """Whether this process may have as many as it likes: on Linux, if neither a limit nor strict accounting counts
+    them, which would fail whoever asks for memory later."""
+    if sys.platform != "linux":
+        return False
+    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    if any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits):
+        return False
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
+    except OSError:
+        return False
 
 
 class _Addresses:
