@@ -45,7 +45,7 @@ ARRAY_DTYPES = {
 }
 _MOST_ELEMENTS = 2**31 - 1  # that an array can have as one axis
 # See madvise(2) on Linux.
-_MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23
+_MADV_DONTNEED, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 4, 15, 23
 
 
 class Backing(Protocol):
@@ -209,6 +209,9 @@ class Reserved:
         # MLX does not say that it got none. What it got may have been used before.
         if address < mmap.PAGESIZE or not _take_pages(address, array.nbytes):
             return None
+        # Where the system gives 2 MB at a time, an adapter's first block would take 2 MB of each of its tensors.
+        first, last = _pages_within(address, address + array.nbytes)
+        _madvise()(first, last - first, _MADV_NOHUGEPAGE)
         return cls(spec, most, address), array
 
     def _note(self, capacity: int) -> None:
@@ -241,13 +244,16 @@ def _madvise() -> Callable[[int, int, int], int]:
 def _take_pages(begin: int, num_bytes: int) -> bool:
     """Zeros from `begin` on, in pages that go back to the system; False where it does not take them."""
     end = begin + num_bytes
-    first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-    if first >= last:
-        ctypes.memset(begin, 0, num_bytes)
-        return True
+    first, last = _pages_within(begin, end)
     ctypes.memset(begin, 0, first - begin)
     ctypes.memset(last, 0, end - last)
-    return _madvise()(first, last - first, _MADV_DONTNEED) == 0
+    return first == last or _madvise()(first, last - first, _MADV_DONTNEED) == 0
+
+
+def _pages_within(begin: int, end: int) -> tuple[int, int]:
+    """Where the pages begin and end that lie there as a whole; both `end` where none does."""
+    first, last = _to_page_end(begin), end // mmap.PAGESIZE * mmap.PAGESIZE
+    return (first, last) if first < last else (end, end)
 
 
 def _populate(begin: int, num_bytes: int) -> None:
@@ -298,7 +304,7 @@ class Adopted:
 
     def _front(self, capacity: int) -> mx.array:
         """The first so many blocks; as Metal wants it, to the end of a page."""
-        num_bytes = _whole_pages(capacity * self._spec.slot_bytes)
+        num_bytes = _to_page_end(capacity * self._spec.slot_bytes)
         flat = self._adopt(self._pages[:num_bytes].view(self._spec.numpy_dtype))
         shape = (capacity, *self._spec.block_shape(BLOCK_SIZE))
         strides = [int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
@@ -307,14 +313,15 @@ class Adopted:
         return front
 
 
-def _whole_pages(num_bytes: int) -> int:
+def _to_page_end(num_bytes: int) -> int:
+    """The least number of whole pages' bytes that is not less."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _pages(num_bytes: int) -> Array:
     """Zeros, uint8 [whole pages], of which the system gives what is touched."""
     return np.frombuffer(
-        mmap.mmap(-1, max(1, _whole_pages(num_bytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
+        mmap.mmap(-1, max(1, _to_page_end(num_bytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
     )
 
 

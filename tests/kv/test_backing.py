@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import mmap
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -181,6 +183,20 @@ assert resident() - begin < 80 * MB, resident() - begin
 def test_memory_is_taken_when_slots_are_there_and_given_back_after() -> None:
     run = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+@reserves
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
+def test_a_first_block_takes_no_huge_pages() -> None:
+    arena = TensorArena(TensorSpec("data", "U32", (4, 256), token_axis=1), 100)
+    address = address_of(arena.array) + arena.array.nbytes // 2
+    mapping = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_ours = int(found[1], 16) <= address < int(found[2], 16)
+        elif is_ours and line.startswith("VmFlags:"):
+            mapping = line
+    assert "nh" in mapping.split()
 
 
 REFUSED = """
