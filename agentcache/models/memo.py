@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from agentcache.private_file import write_private
 
 
 def read_memo(memo: Path | None) -> dict[str, str]:
@@ -21,11 +21,5 @@ def read_memo(memo: Path | None) -> dict[str, str]:
 
 def write_memo(memo: Path, known: dict[str, str]) -> None:
     """Best effort: without it the next start finds out once more."""
-    temporary = memo.with_suffix(f".{secrets.token_hex(6)}.tmp")
     with suppress(OSError):
-        try:
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-                json.dump(known, stream)
-            os.replace(temporary, memo)
-        except OSError:
-            temporary.unlink(missing_ok=True)
+        write_private(memo, json.dumps(known).encode())

@@ -1,0 +1,132 @@
+"""Kernels compiled for CUDA, by this process or an earlier one.
+
+MLX compiles what `mx.fast.cuda_kernel` is given anew in each process, and behind headers of its own, which take longer
+to read than most kernels: 1.5 seconds for each, at every start. So they are compiled here, and kept for later starts.
+
+What is kept is run. It lies in a folder of its own, not in that of a model or of agents' memory, which may come from
+elsewhere, and is used only where nobody but its user can write to that folder, and only if its checksum is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+
+from agentcache.metal_kernels.nvrtc import Compiler, DoesNotCompile, NoCompiler, loaded_library
+from agentcache.private_file import write_private
+
+log = logging.getLogger("agentcache.kernels")
+
+_DIGEST_BYTES = 32
+_SUFFIX = ".cubin"
+_UNUSED_SECONDS = 90 * 86_400  # then a kernel goes: another version's
+_OTHERS_MAY_WRITE = 0o022
+
+
+def default_folder() -> Path:
+    """Where kernels are kept: like the settings, beside agents' memory."""
+    return Path.home() / ".agentcache" / "kernels"
+
+
+class CompiledKernels:
+    """What is kept in a folder, and compiled where it is not there.
+
+    A file is its checksum and a cubin. Its name is made of all that its content depends on.
+    """
+
+    def __init__(self, folder: Path, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._folder = folder if _is_private(folder) else None
+        self._known: dict[str, bytes] = {}
+
+    def get(self, text: str) -> bytes:
+        """The cubin of a text.
+
+        Raises:
+            DoesNotCompile: with what the compiler says.
+        """
+        if text not in self._known:
+            self._known[text] = self._kept(text) or self._made(text)
+        return self._known[text]
+
+    def _kept(self, text: str) -> bytes | None:
+        file = self._file(text)
+        if file is None:
+            return None
+        with suppress(OSError):
+            data = file.read_bytes()
+            digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+            if digest == _digest(file.name.encode() + cubin):
+                os.utime(file)
+                return cubin
+        return None
+
+    def _made(self, text: str) -> bytes:
+        cubin = self._compiler.compile(text)
+        file = self._file(text)
+        if file is not None:
+            with suppress(OSError):  # the next start compiles it once more
+                write_private(file, _digest(file.name.encode() + cubin) + cubin)
+                _remove_unused(file.parent)
+        return cubin
+
+    def _file(self, text: str) -> Path | None:
+        compiler = self._compiler
+        of = _digest(repr((compiler.version, compiler.architecture, text)).encode())
+        return self._folder / f"{of.hex()}{_SUFFIX}" if self._folder else None
+
+
+def cubin_of(text: str) -> bytes | None:
+    """The cubin of a text for this process's device; None where MLX had better compile it, or say what is wrong."""
+    try:
+        return _kernels_here().get(text)
+    except (NoCompiler, DoesNotCompile) as error:
+        _tell(str(error))
+        return None
+
+
+@cache
+def _kernels_here() -> CompiledKernels:
+    info = mx.device_info()
+    major, minor = info["compute_capability_major"], info["compute_capability_minor"]
+    # As MLX has it: from 9.0 on with what only that very architecture can do.
+    architecture = f"sm_{major}{minor}{'a' if int(major) >= 9 else ''}"
+    return CompiledKernels(default_folder(), Compiler.of_library(loaded_library(), architecture))
+
+
+@cache
+def _tell(why: str) -> None:
+    log.info("kernels are compiled by MLX at each start: %s", why)
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether the folder, which is made, is the user's and nobody else can write to it."""
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        log.info("compiled kernels are not kept: %s", error)
+        return False
+    if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_MAY_WRITE:
+        log.warning("compiled kernels are not kept: others can write to %s", folder)
+        return False
+    return True
+
+
+def _remove_unused(folder: Path) -> None:
+    before = time.time() - _UNUSED_SECONDS
+    for file in folder.glob(f"*{_SUFFIX}"):
+        if file.stat().st_mtime < before:
+            file.unlink(missing_ok=True)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

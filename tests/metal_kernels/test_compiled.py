@@ -1,0 +1,241 @@
+"""Kernels that are compiled for CUDA: kept for later processes, and never taken from where others can write."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from agentcache.metal_kernels import compiled, nvrtc
+from agentcache.metal_kernels.compiled import CompiledKernels, cubin_of
+from agentcache.metal_kernels.kernel_text import KernelText
+from agentcache.metal_kernels.latent_shape import LatentShape
+from agentcache.metal_kernels.nvrtc import Compiler, DoesNotCompile, NoCompiler, loaded_library
+from agentcache.metal_kernels.self_test import Shape, differences
+from agentcache.metal_kernels.tiling import HeadShape
+from tests.marks import slow
+
+TEXT = "a kernel"
+
+
+@dataclass
+class Counting:
+    """Stands in for NVIDIA's compiler, and remembers what it was given."""
+
+    version: tuple[int, int] = (13, 0)
+    architecture: str = "sm_90a"
+    given: list[str] = field(default_factory=list)
+
+    def compile(self, text: str) -> bytes:
+        self.given.append(text)
+        return f"{self.version} {self.architecture} {text}".encode()
+
+
+def process(folder: Path, **compiler: Any) -> tuple[CompiledKernels, Counting]:
+    """What another process has of the same folder."""
+    counting = Counting(**compiler)
+    return CompiledKernels(folder, counting), counting  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "kernels"
+
+
+@pytest.fixture
+def kept(folder: Path) -> Path:
+    """The file of `TEXT`, which a process before has compiled."""
+    process(folder)[0].get(TEXT)
+    [file] = folder.iterdir()
+    return file
+
+
+def test_what_one_process_has_compiled_the_next_finds(folder: Path) -> None:
+    first, _ = process(folder)
+    second, compiler = process(folder)
+    assert first.get(TEXT) == second.get(TEXT)
+    assert not compiler.given
+
+
+def test_a_process_compiles_once_what_it_cannot_keep(tmp_path: Path) -> None:
+    not_a_folder = tmp_path / "file"
+    not_a_folder.touch()
+    kernels, compiler = process(not_a_folder)
+    assert kernels.get(TEXT) == kernels.get(TEXT)
+    assert compiler.given == [TEXT]
+
+
+@pytest.mark.parametrize("other", [{"version": (13, 1)}, {"architecture": "sm_80"}], ids=str)
+def test_what_another_compiler_made_is_not_taken(other: dict[str, Any], folder: Path, kept: Path) -> None:
+    kernels, compiler = process(folder, **other)
+    assert kernels.get(TEXT) != process(folder)[0].get(TEXT)
+    assert compiler.given == [TEXT]
+
+
+@pytest.mark.parametrize("at", [0, 31, 32, -1], ids=lambda at: f"byte {at}")
+def test_a_changed_byte_is_noticed_and_mended(at: int, folder: Path, kept: Path) -> None:
+    right = kept.read_bytes()
+    wrong = bytearray(right)
+    wrong[at] ^= 1
+    kept.write_bytes(wrong)
+    kernels, compiler = process(folder)
+    assert kernels.get(TEXT) == right[32:]
+    assert compiler.given == [TEXT]
+    assert kept.read_bytes() == right
+
+
+@pytest.mark.parametrize("length", [0, 1, 32, -1], ids=lambda length: f"to {length}")
+def test_a_torn_file_is_not_taken(length: int, folder: Path, kept: Path) -> None:
+    kept.write_bytes(kept.read_bytes()[:length])
+    kernels, compiler = process(folder)
+    kernels.get(TEXT)
+    assert compiler.given == [TEXT]
+
+
+def test_another_kernel_s_file_is_not_taken(folder: Path, kept: Path) -> None:
+    process(folder)[0].get("another")
+    [other] = set(folder.iterdir()) - {kept}
+    os.replace(other, kept)
+    kernels, compiler = process(folder)
+    assert kernels.get(TEXT).endswith(b" a kernel")
+    assert compiler.given == [TEXT]
+
+
+def test_only_its_user_can_read_and_write_them(folder: Path, kept: Path) -> None:
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702], ids=oct)
+def test_where_others_can_write_nothing_is_taken_or_kept(
+    mode: int, folder: Path, kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.chmod(mode)
+    kernels, compiler = process(folder)
+    kernels.get(TEXT)
+    kernels.get("another")
+    assert compiler.given == [TEXT, "another"]
+    assert list(folder.iterdir()) == [kept]
+    assert "others can write" in caplog.text
+
+
+def test_what_belongs_to_another_user_is_not_taken(folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    kernels, compiler = process(folder)
+    kernels.get(TEXT)
+    assert compiler.given == [TEXT]
+
+
+def test_what_nobody_uses_goes_with_time(folder: Path, kept: Path) -> None:
+    long_ago = time.time() - 100 * 86_400
+    process(folder)[0].get("of another version")
+    [other] = set(folder.iterdir()) - {kept}
+    for file in (kept, other):
+        os.utime(file, (long_ago, long_ago))
+    process(folder)[0].get(TEXT)  # used
+    process(folder)[0].get("new")
+    assert kept.exists()
+    assert not other.exists()
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_without_a_compiler_mlx_compiles(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> CompiledKernels:
+        raise NoCompiler("none is loaded")
+
+    monkeypatch.setattr(compiled, "_kernels_here", none)
+    compiled._tell.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert cubin_of(TEXT) is None
+        assert cubin_of(TEXT) is None
+    assert caplog.text.count("none is loaded") == 1
+
+
+# -- NVIDIA's compiler, which needs no GPU ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    """Of the package that is installed for development where there is one."""
+    try:
+        import nvidia
+    except ImportError:
+        pytest.skip("nvidia-cuda-nvrtc is not installed")
+    for parent in nvidia.__path__:
+        for found in Path(parent).glob("cu13/lib/libnvrtc.so.13"):
+            return found
+    pytest.skip("nvidia-cuda-nvrtc is not installed")
+
+
+def texts(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is compiled for a shape, without launching it."""
+    found: dict[str, None] = {}
+
+    def note(kernel: KernelText, inputs: list[mx.array], constants: Any, *, outputs: Any, **_grid: int) -> Any:
+        found[kernel.cuda_text([each.dtype for each in inputs], [dtype for _, dtype in outputs], constants)] = None
+        return [mx.zeros(shape, dtype) for shape, dtype in outputs]
+
+    monkeypatch.setattr(KernelText, "launch", note)
+    for _ in differences(shape):
+        pass
+    return list(found)
+
+
+SHAPES = [
+    HeadShape(128, 8, 4, 64, mx.bfloat16),
+    HeadShape(128, 2, 3, 64, mx.float16, value_rank=16),
+    HeadShape(96, 2, 16, 32, mx.float16, value_rank=8, key_rank=8, pairs=16, interleaved=True, normed=True),
+    LatentShape(512, 64, 16, 64, mx.bfloat16),
+    LatentShape(64, 32, 3, 32, mx.float32, 8),
+    slow(HeadShape(64, 2, 2, 64, mx.float32)),
+    slow(HeadShape(256, 2, 1, 64, mx.bfloat16, value_rank=64, key_rank=64, pairs=128)),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_text_is_compiled(shape: Shape, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler.of_library(library, "sm_90a")
+    cubins = [compiler.compile(text) for text in texts(shape, monkeypatch)]
+    assert len(cubins) > 1
+    assert all(cubin.startswith(b"\x7fELF") for cubin in cubins)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
+def test_they_are_compiled_for_other_gpus(architecture: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler.of_library(library, architecture)
+    assert compiler.version >= (13, 0)
+    for text in texts(LatentShape(128, 64, 4, 64, mx.float16), monkeypatch):
+        assert compiler.compile(text)
+
+
+def test_what_does_not_compile_is_told(library: Path) -> None:
+    with pytest.raises(DoesNotCompile, match='identifier "nonsense" is undefined'):
+        Compiler.of_library(library, "sm_90a").compile('extern "C" __global__ void k() { nonsense = 1; }')
+
+
+def test_an_architecture_that_it_does_not_know_is_told(library: Path) -> None:
+    with pytest.raises(DoesNotCompile, match="gpu-architecture"):
+        Compiler.of_library(library, "sm_7").compile("")
+
+
+def test_the_library_is_found_where_it_is_loaded(library: Path) -> None:
+    Compiler.of_library(library, "sm_90a")
+    assert loaded_library().samefile(library)
+
+
+def test_a_library_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NoCompiler):
+        Compiler.of_library(tmp_path / "libnvrtc.so.13", "sm_90a")
+
+
+def test_without_headers_there_is_no_compiler(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "_header_folders", lambda library: iter([tmp_path]))
+    with pytest.raises(NoCompiler, match=r"cuda_fp16\.h"):
+        Compiler.of_library(library, "sm_90a")
