@@ -36,8 +36,8 @@ from agentcache.engine.turns import Turns
 from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
 from agentcache.errors import ConfigError, RankLost
-from agentcache.kv.backing import wait_for_pages
 from agentcache.kv.precision import AUTO
+from agentcache.kv.reserved import wait_for_pages
 from agentcache.kv.spec import CacheSpec
 from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
 from agentcache.models.device_memory import Limits, device_memory, wanted_limits

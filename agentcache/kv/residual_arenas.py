@@ -13,9 +13,9 @@ import numpy as np
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
 from agentcache.kv.arena import GroupArena, TensorArena, make_arenas
-from agentcache.kv.backing import note_resized
 from agentcache.kv.block_layout import Array, GroupMemory
 from agentcache.kv.measures import Extras, TokenMeasures
+from agentcache.kv.reserved import note_resized
 from agentcache.kv.spec import CacheSpec
 
 LARGEST_FLOAT16 = 65504.0

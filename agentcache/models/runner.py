@@ -15,9 +15,9 @@ from agentcache.blocks.sequence import Copy
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import GroupArena, TensorArena, has_due, make_arenas, take_due
-from agentcache.kv.backing import note_resized
 from agentcache.kv.block_layout import Array, GroupMemory
 from agentcache.kv.measures import Extras, TokenMeasures
+from agentcache.kv.reserved import note_resized
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.spec import CacheSpec
 from agentcache.kv.states import StateArena

@@ -17,17 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.kv import backing
+from agentcache.kv import reserved as linux
+from agentcache.kv.adopted import Adopted, adopts
 from agentcache.kv.arena import TensorArena, copy_block
-from agentcache.kv.backing import (
-    ARRAY_DTYPES,
-    Adopted,
-    Backing,
-    Exact,
+from agentcache.kv.backing import ARRAY_DTYPES, Backing, Exact, make_backing
+from agentcache.kv.pages import address_of
+from agentcache.kv.reserved import (
     Reserved,
-    address_of,
+    addresses_are_free,
     allocated_bytes,
-    make_backing,
+    note_resized,
     set_memory_limit,
 )
 from agentcache.kv.spec import TensorSpec
@@ -42,7 +41,7 @@ SPECS = [
     TensorSpec("bits", "BF16", (5,)),
 ]
 reserves = pytest.mark.skipif(
-    mx.default_device() != mx.cpu or not backing._addresses_are_free(),
+    mx.default_device() != mx.cpu or not addresses_are_free(),
     reason="arrays are reserved on a CPU under Linux, where addresses are not counted",
 )
 
@@ -63,7 +62,7 @@ def reserved(spec: TensorSpec) -> tuple[Backing, mx.array]:
 
 
 def adopted(spec: TensorSpec) -> tuple[Backing, mx.array]:
-    return Adopted(spec, MOST, None if backing.adopts() else copied), make_backing(spec, 0)[1]
+    return Adopted(spec, MOST, None if adopts() else copied), make_backing(spec, 0)[1]
 
 
 WAYS = [exact, pytest.param(reserved, marks=reserves), adopted]
@@ -143,7 +142,7 @@ def test_only_slots_that_there_are_count_as_allocated() -> None:
         arena = TensorArena(SPECS[0], MOST)
         assert addresses() - before == MOST * SPECS[0].slot_bytes
         arena.resize(10)
-        backing.note_resized()
+        note_resized()
         assert addresses() - before == (MOST - 10) * SPECS[0].slot_bytes
         assert mx.get_memory_limit() - 10**10 == addresses()
         del arena
@@ -153,10 +152,22 @@ def test_only_slots_that_there_are_count_as_allocated() -> None:
         set_memory_limit(limit)
 
 
+@reserves
+def test_where_the_system_takes_no_pages_back_there_are_zeros_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = TensorArena(SPECS[0], MOST)
+    arena.resize(10)
+    arena.array[5:10] = mx.ones((5, *arena.array.shape[1:]), mx.uint32)
+    mx.eval(arena.array)
+    monkeypatch.setattr(linux, "_madvise", lambda: lambda begin, num_bytes, advice: -1)
+    arena.resize(6)
+    arena.resize(10)
+    assert np.array(arena.array[5]).all() and not np.array(arena.array[6:10]).any()
+
+
 RESIDENT = """
 import mlx.core as mx
 from agentcache.kv.arena import TensorArena
-from agentcache.kv.backing import wait_for_pages
+from agentcache.kv.reserved import wait_for_pages
 from agentcache.kv.spec import TensorSpec
 
 MB = 1 << 20
@@ -212,7 +223,7 @@ with open("/proc/self/statm") as file:
     taken = int(file.read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30), resource.RLIM_INFINITY))
 if {unasked}:
-    backing._addresses_are_free = lambda: True
+    backing.addresses_are_free = lambda: True
 arena = TensorArena(TensorSpec("data", "U32", (4, 256), token_axis=1), {most})
 assert isinstance(arena._backing, Exact)
 arena.resize(20)

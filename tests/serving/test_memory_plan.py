@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from agentcache.engine import open as opening
 from agentcache.errors import AgentCacheError, ConfigError, StoreError
-from agentcache.kv.backing import allocated_bytes
+from agentcache.kv.reserved import allocated_bytes
 from agentcache.memory_plan import DeviceMemory
 from agentcache.models import loader
 from agentcache.models.device_memory import MEMORY, Setter

@@ -1,0 +1,193 @@
+"""An array of the largest size from the start, whose memory comes with its slots: on a CPU under Linux.
+
+What has never been touched is addresses and no memory. MLX counts it as allocated all the same, so what MLX says is
+corrected here, and its limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import resource
+import sys
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from threading import Lock
+
+import mlx.core as mx
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv import npy_file
+from agentcache.kv.pages import address_of, to_page_end
+from agentcache.kv.spec import TensorSpec
+
+log = logging.getLogger(__name__)
+
+# See madvise(2) on Linux.
+_MADV_DONTNEED, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 4, 15, 23
+
+
+@cache
+def addresses_are_free() -> bool:
+    """Whether this process may have as many as it likes: on Linux, if neither a limit nor strict accounting counts
+    them, which would fail whoever asks for memory later."""
+    if sys.platform != "linux":
+        return False
+    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    if any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits):
+        return False
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
+    except OSError:
+        return False
+
+
+class _Addresses:
+    """Of what MLX counts as allocated, what is nothing but addresses; and MLX's limit, which is above ours by as much.
+
+    MLX computes step by step, and nothing ahead, while it has more allocated than its limit.
+
+    Attributes:
+        apart: by how many bytes it is above ours.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}  # of every `Reserved` that there is
+        self.apart = 0
+        self._lock = Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(list(self._of.values()))
+
+    def note(self, owner: Reserved, num_bytes: int) -> None:
+        if id(owner) not in self._of:
+            weakref.finalize(owner, self._forget, id(owner))
+        self._of[id(owner)] = num_bytes
+
+    def _forget(self, key: int) -> None:
+        del self._of[key]
+        if self._lock.acquire(blocking=False):  # whoever has it may be this thread, collecting garbage
+            self._move_limit()
+            self._lock.release()
+
+    def set_limit(self, limit: int | None = None) -> int:
+        """Have MLX keep to `limit` again, the last one by default; returns the last one."""
+        with self._lock:
+            return self._move_limit(limit)
+
+    def _move_limit(self, limit: int | None = None) -> int:
+        last: int = mx.get_memory_limit() - self.apart
+        self.apart = self.num_bytes
+        mx.set_memory_limit((last if limit is None else limit) + self.apart)
+        return last
+
+
+_addresses = _Addresses()
+
+
+def allocated_bytes() -> int:
+    """What MLX has allocated (`mx.get_active_memory`), without what is nothing but addresses."""
+    allocated: int = mx.get_active_memory()
+    return allocated - _addresses.num_bytes
+
+
+def set_memory_limit(limit: int) -> int:
+    """As `mx.set_memory_limit`, of `allocated_bytes`."""
+    return _addresses.set_limit(limit)
+
+
+def note_resized() -> None:
+    """Arenas have other sizes now."""
+    if _addresses.num_bytes != _addresses.apart:
+        _addresses.set_limit()
+
+
+class Reserved:
+    """An array of the largest size: slots that there are not are pages that the system has not given.
+
+    New slots get theirs in the background, so that the machine knows soon that they are taken, and nobody waits.
+    """
+
+    def __init__(self, spec: TensorSpec, most: int, address: int) -> None:
+        self.most = most
+        self._slot_bytes, self._address = spec.slot_bytes, address
+        self._note(0)
+
+    @classmethod
+    def make(cls, spec: TensorSpec, most: int) -> tuple[Reserved, mx.array] | None:
+        """None where the system refuses so many addresses, or does not take pages back."""
+        array = npy_file.load((most, *spec.block_shape(BLOCK_SIZE)), spec.numpy_dtype)
+        address = address_of(array)
+        # MLX does not say that it got none. What it got may have been used before.
+        if address < mmap.PAGESIZE or not _take_pages(address, array.nbytes):
+            return None
+        # Where the system gives 2 MB at a time, an adapter's first block would take 2 MB of each of its tensors.
+        first, last = _pages_within(address, address + array.nbytes)
+        _madvise()(first, last - first, _MADV_NOHUGEPAGE)
+        return cls(spec, most, address), array
+
+    def _note(self, capacity: int) -> None:
+        _addresses.note(self, (self.most - capacity) * self._slot_bytes)
+
+    def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
+        """See `Backing`. The same array."""
+        mx.eval(array)
+        if address_of(array) != self._address:
+            # Somebody held it during a write, and MLX copied all of it.
+            log.warning("an arena of %d bytes was copied", array.nbytes)
+            self._address = address_of(array)
+        size = self._slot_bytes
+        if capacity < used:
+            wait_for_pages()  # or slots that are no more would get some
+            begin, freed = self._address + capacity * size, (used - capacity) * size
+            if not _take_pages(begin, freed):
+                ctypes.memset(begin, 0, freed)
+        else:
+            _populator().submit(_populate, self._address + used * size, (capacity - used) * size)
+        self._note(capacity)
+        return array
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise
+
+
+def _take_pages(begin: int, num_bytes: int) -> bool:
+    """Zeros from `begin` on, in pages that go back to the system; False where it does not take them."""
+    end = begin + num_bytes
+    first, last = _pages_within(begin, end)
+    ctypes.memset(begin, 0, first - begin)
+    ctypes.memset(last, 0, end - last)
+    return first == last or _madvise()(first, last - first, _MADV_DONTNEED) == 0
+
+
+def _pages_within(begin: int, end: int) -> tuple[int, int]:
+    """Where the pages begin and end that lie there as a whole; both `end` where none does."""
+    first, last = to_page_end(begin), end // mmap.PAGESIZE * mmap.PAGESIZE
+    return (first, last) if first < last else (end, end)
+
+
+def _populate(begin: int, num_bytes: int) -> None:
+    """Have all pages there, whatever they hold. Linux before 5.14 cannot: each comes when it is written."""
+    first, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, begin + num_bytes
+    _madvise()(first, end - first, _MADV_POPULATE_WRITE)
+
+
+@cache
+def _populator() -> ThreadPoolExecutor:
+    """Does one thing after the other."""
+    return ThreadPoolExecutor(1, "agentcache-pages")
+
+
+def wait_for_pages() -> None:
+    """Return when all slots that there are have memory."""
+    if _populator.cache_info().currsize:
+        _populator().submit(int).result()
