@@ -158,9 +158,8 @@ def test_the_blocker_blocks() -> None:
 
 def test_every_name_on_the_structure_page_exists() -> None:
     page = (ROOT / "docs" / "structure.md").read_text()
-    sources = {
-        path: path.read_text() for folder in ("agentcache", "server", "cli") for path in ROOT.glob(f"{folder}/**/*.py")
-    }
+    folders = ("agentcache", "server", "cli", "metal_kernels")  # the last three are links in the first
+    sources = {path: path.read_text() for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")}
     trees = [ast.parse(text) for text in sources.values()]
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     functions = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
