@@ -6,6 +6,10 @@ each layer gets the input that it had in the first, so that what one layer does 
 not lost in, or grown by, the others. Compared are the results of attention and, in float32, of whole layers (in half
 precision a router may choose other experts for a difference in the last bit).
 
+Both runs multiply matrices of the same shapes: a row alone is computed in a batch of copies of itself, as large as the
+batch that it is compared in. Products round by the number of their rows, and a value that lies between two steps of the
+quantiser goes the other way for a difference in its last bit.
+
 Windows are cut short, so that tokens leave them.
 """
 
@@ -100,17 +104,22 @@ class _Trace:
 
 
 def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
-    """The traces of several rows, each computed alone, as one of all."""
+    """The traces of several rows, each computed in a batch of its copies, as one of all."""
+    num_rows = len(traces)
+
+    def join(arrays: Sequence[mx.array], axis: int) -> mx.array:
+        own = [mx.split(array, num_rows, axis)[index] for index, array in enumerate(arrays)]
+        return mx.concatenate(own, axis)
 
     def join_arrays(arrays: Sequence[mx.array | None]) -> mx.array | None:
         present = [array for array in arrays if array is not None]
-        return mx.concatenate(present, axis=max(0, present[0].ndim - 3)) if present else None
+        return join(present, max(0, present[0].ndim - 3)) if present else None
 
     return [
         _Layer(
             join_arrays([call.x for call in calls]),
             join_arrays([call.out for call in calls]),
-            [mx.concatenate(arrays, axis=0) for arrays in zip(*(call.attended for call in calls), strict=True)],
+            [join(arrays, 0) for arrays in zip(*(call.attended for call in calls), strict=True)],
         )
         for calls in zip(*(trace.layers for trace in traces), strict=True)
     ]
@@ -118,6 +127,8 @@ def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
 
 class _RoundTripCache:
     """mlx-lm's view of what the Q4 cache would hold: every key and value once through the quantiser.
+
+    Of one row, whatever the number of its copies in a step.
 
     Args:
         layer: with the window that it is proved with.
@@ -140,7 +151,8 @@ class _RoundTripCache:
         else:
             from_latent, roped = mx.split(keys, [self._nope], axis=-1)
             new = [mx.concatenate([from_latent, round_trip(roped, self._packing.keys)], axis=-1), values]
-        self._held = [mx.concatenate(pair, axis=2) for pair in zip(self._held, new, strict=True)] if self._held else new
+        held = [_copies(array, len(keys)) for array in self._held]
+        self._held = [mx.concatenate(pair, axis=2) for pair in zip(held, new, strict=True)] if held else new
         self.offset += keys.shape[2]
         return self.keys_and_values()
 
@@ -153,6 +165,11 @@ class _RoundTripCache:
         if self._layer.window is None and not return_array:
             return None if N == 1 else "causal"
         return create_causal_mask(N, self.offset, window_size=self._layer.window)
+
+
+def _copies(of_row: mx.array, count: int) -> mx.array:
+    """[count, ...] of one row's array [1, ...], or of copies of it."""
+    return mx.repeat(of_row[:1], count, axis=0)
 
 
 def round_trip(x: mx.array, packing: Packing) -> mx.array:
@@ -188,6 +205,7 @@ class Proof:
             arena.grow(_NUM_ROWS)
         self._ours: list[RowState | None] = [None] * _NUM_ROWS
         self._theirs = [self._reference_caches() for _ in range(_NUM_ROWS)]
+        self._their_states = [make_caches(None, survey.recurrent) for _ in range(_NUM_ROWS)]
         self._lengths = [0] * _NUM_ROWS
 
     def pieces(self) -> Iterator[None]:
@@ -220,7 +238,7 @@ class Proof:
             ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=mx.random.key(number))
             traces = []
             for index, row in enumerate(step.rows):
-                traces.append(self._reference(row, ids[index : index + 1]))
+                traces.append(self._reference(row, mx.repeat(ids[index : index + 1], len(step.rows), axis=0)))
                 yield
             expected = _joined(traces)
             actual = self._paged(step, ids, [layer.x for layer in expected])
@@ -235,22 +253,24 @@ class Proof:
             yield
         return calls
 
-    def _reference_caches(self) -> list[Any]:
+    def _reference_caches(self) -> list[_RoundTripCache]:
         nopes = [None if latent is None else latent.nope for latent in self._survey.latents]
-        paged = [
+        return [
             _RoundTripCache(spec, layer.window, nope, packing)
             for spec, layer, nope, packing in zip(
                 self._specs, self._survey.layers, nopes, self._survey.packings, strict=True
             )
         ]
-        return self._survey.caches(paged, make_caches(None, self._survey.recurrent))
 
     def _reference(self, row: int, ids: mx.array) -> _Trace:
+        """The row's tokens `ids` [copies, n], as often as there are rows in the step that it is compared with."""
         trace = _Trace()
+        for state in self._their_states[row]:
+            state.cache = [None if array is None else _copies(array, len(ids)) for array in state.cache]
         layers = zip(self._survey.latents, self._survey.packings, strict=True)
         expanded = [packing.keys for latent, packing in layers if latent is not None and latent.nope is not None]
         with rounded_latents(self._model, [partial(round_trip, packing=packing) for packing in expanded]):
-            self._run(trace, ids, self._theirs[row])
+            self._run(trace, ids, self._survey.caches(self._theirs[row], self._their_states[row]))
         return trace
 
     def _paged(self, step: _Step, ids: mx.array, inputs: Sequence[mx.array]) -> list[_Layer]:
