@@ -44,7 +44,6 @@ class CompiledKernels:
     def __init__(self, folder: Path, compiler: Compiler) -> None:
         self._compiler = compiler
         self._folder = folder if _is_private(folder) else None
-        self._known: dict[str, bytes] = {}
 
     def get(self, text: str) -> bytes:
         """The cubin of a text.
@@ -52,9 +51,7 @@ class CompiledKernels:
         Raises:
             DoesNotCompile: with what the compiler says.
         """
-        if text not in self._known:
-            self._known[text] = self._kept(text) or self._made(text)
-        return self._known[text]
+        return self._kept(text) or self._made(text)
 
     def _kept(self, text: str) -> bytes | None:
         file = self._file(text)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -147,13 +147,20 @@ class KernelText:
             "output_dtypes": [dtype for _, dtype in outputs],
         }
         if is_cuda:
-            text = self.cuda_text([each.dtype for each in inputs], given["output_dtypes"], constants)
-            if cubin := cubin_of(text):
+            dtypes = tuple(each.dtype for each in inputs), tuple(given["output_dtypes"])
+            if cubin := _cubin(self, *dtypes, tuple(constants.items())):
                 return mx.fast.precompiled_cuda_kernel(
                     name=self.name, compiled_source=cubin, scalars=[], ensure_row_contiguous=True, **given
                 )
         kernel = self.cuda if is_cuda else self.metal
         return kernel(template=list(constants.items()), **given)
+
+
+@cache  # a text takes a while to put together, and not all launches are traced
+def _cubin(
+    kernel: KernelText, inputs: tuple[mx.Dtype, ...], outputs: tuple[mx.Dtype, ...], constants: tuple[Any, ...]
+) -> bytes | None:
+    return cubin_of(kernel.cuda_text(inputs, outputs, dict(constants)))
 
 
 def _cuda_constant(name: str, value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from agentcache.metal_kernels import compiled, nvrtc
+from agentcache.metal_kernels import compiled, kernel_text, nvrtc
 from agentcache.metal_kernels.compiled import CompiledKernels, cubin_of
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.latent_shape import LatentShape
@@ -64,12 +64,27 @@ def test_what_one_process_has_compiled_the_next_finds(folder: Path) -> None:
     assert not compiler.given
 
 
-def test_a_process_compiles_once_what_it_cannot_keep(tmp_path: Path) -> None:
+def test_what_cannot_be_kept_is_compiled(tmp_path: Path) -> None:
     not_a_folder = tmp_path / "file"
     not_a_folder.touch()
     kernels, compiler = process(not_a_folder)
-    assert kernels.get(TEXT) == kernels.get(TEXT)
+    assert kernels.get(TEXT).endswith(b" a kernel")
     assert compiler.given == [TEXT]
+
+
+def test_a_process_asks_once_for_what_it_launches_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, launched = list[str](), list[bytes]()
+    monkeypatch.setattr(kernel_text, "device", lambda: "cuda")
+    monkeypatch.setattr(kernel_text, "cubin_of", lambda text: (asked.append(text), b"cubin")[1])
+    monkeypatch.setattr(
+        mx.fast, "precompiled_cuda_kernel", lambda *, compiled_source, **_: launched.append(compiled_source)
+    )
+    kernel, x = KernelText("once", ("x",), ("y",), "y[0] = T(x[0]);"), mx.zeros(1, mx.float16)
+    for constants in ({"T": mx.float32}, {"T": mx.float32}, {"T": mx.bfloat16}):
+        kernel.launch([x], constants, threadgroups=1, threads=32, outputs=[((1,), constants["T"])])
+    assert launched == [b"cubin"] * 3
+    assert [text.count("using T = float;") for text in asked] == [1, 0]
+    assert "void once(const __half* x, __nv_bfloat16* y)" in asked[1]
 
 
 @pytest.mark.parametrize("other", [{"version": (13, 1)}, {"architecture": "sm_80"}], ids=str)
