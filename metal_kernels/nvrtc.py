@@ -23,10 +23,12 @@ class DoesNotCompile(Exception):
 
 @dataclass(frozen=True)
 class Compiler:
-    """Attributes:
-    library: NVRTC.
-    headers: the folder of CUDA's headers.
-    architecture: what is compiled for, such as sm_90a.
+    """NVRTC, for one kind of GPU.
+
+    Attributes:
+        library: the compiler.
+        headers: the folder of CUDA's headers.
+        architecture: what is compiled for, such as sm_90a.
     """
 
     library: ctypes.CDLL
