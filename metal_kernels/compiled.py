@@ -25,7 +25,6 @@ from agentcache.private_file import write_private
 log = logging.getLogger("agentcache.kernels")
 
 _DIGEST_BYTES = 32
-_SUFFIX = ".cubin"
 _UNUSED_SECONDS = 90 * 86_400  # then a kernel goes: another version's
 _OTHERS_MAY_WRITE = 0o022
 
@@ -51,33 +50,29 @@ class CompiledKernels:
         Raises:
             DoesNotCompile: with what the compiler says.
         """
-        return self._kept(text) or self._made(text)
-
-    def _kept(self, text: str) -> bytes | None:
-        file = self._file(text)
-        if file is None:
-            return None
-        with suppress(OSError):
-            data = file.read_bytes()
-            digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-            if digest == _digest(file.name.encode() + cubin):
-                os.utime(file)
-                return cubin
-        return None
-
-    def _made(self, text: str) -> bytes:
-        cubin = self._compiler.compile(text)
-        file = self._file(text)
-        if file is not None:
-            with suppress(OSError):  # the next start compiles it once more
-                write_private(file, _digest(file.name.encode() + cubin) + cubin)
-                _remove_unused(file.parent)
-        return cubin
-
-    def _file(self, text: str) -> Path | None:
+        if self._folder is None:
+            return self._compiler.compile(text)
         compiler = self._compiler
         of = _digest(repr((compiler.version, compiler.architecture, text)).encode())
-        return self._folder / f"{of.hex()}{_SUFFIX}" if self._folder else None
+        file = self._folder / f"{of.hex()}.cubin"
+        if (kept := _read(file)) is not None:
+            return kept
+        cubin = compiler.compile(text)
+        with suppress(OSError):  # the next start compiles it once more
+            write_private(file, _digest(file.name.encode() + cubin) + cubin)
+            _remove_unused(self._folder)
+        return cubin
+
+
+def _read(file: Path) -> bytes | None:
+    """The cubin of a file; None where there is none, or another's, or a damaged one."""
+    with suppress(OSError):
+        data = file.read_bytes()
+        digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        if digest == _digest(file.name.encode() + cubin):
+            os.utime(file)
+            return cubin
+    return None
 
 
 def cubin_of(text: str) -> bytes | None:
@@ -119,8 +114,9 @@ def _is_private(folder: Path) -> bool:
 
 
 def _remove_unused(folder: Path) -> None:
+    """Also what was left half written."""
     before = time.time() - _UNUSED_SECONDS
-    for file in folder.glob(f"*{_SUFFIX}"):
+    for file in folder.iterdir():
         if file.stat().st_mtime < before:
             file.unlink(missing_ok=True)
 

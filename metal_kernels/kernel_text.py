@@ -112,7 +112,15 @@ class KernelText:
         )
 
     def cuda_text(self, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype], constants: Mapping[str, Any]) -> str:
-        """All that CUDA's compiler is to read, for arrays of these dtypes; `mx.fast.cuda_kernel` makes the like."""
+        """All that CUDA's compiler is to read, for arrays of these dtypes; `mx.fast.cuda_kernel` makes the like.
+
+        Args:
+            inputs, outputs: float32, float16, bfloat16, int32 or uint32, as many as the kernel has.
+            constants: dtypes, whole numbers and truth values, by name.
+
+        Raises:
+            KeyError: another dtype.
+        """
         taken = [f"const {_CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(self.inputs, inputs, strict=True)]
         made = [f"{_CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(self.outputs, outputs, strict=True)]
         known = "\n".join(_cuda_constant(name, value) for name, value in constants.items())

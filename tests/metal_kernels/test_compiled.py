@@ -152,12 +152,14 @@ def test_what_nobody_uses_goes_with_time(folder: Path, kept: Path) -> None:
     long_ago = time.time() - 100 * 86_400
     process(folder)[0].get("of another version")
     [other] = set(folder.iterdir()) - {kept}
-    for file in (kept, other):
+    half_written = folder / "of-a-killed-process.tmp"
+    half_written.touch()
+    for file in (kept, other, half_written):
         os.utime(file, (long_ago, long_ago))
     process(folder)[0].get(TEXT)  # used
     process(folder)[0].get("new")
     assert kept.exists()
-    assert not other.exists()
+    assert not other.exists() and not half_written.exists()
     assert len(list(folder.iterdir())) == 2
 
 
