@@ -20,6 +20,7 @@ from tests.models.residual_driver import AnyRow, Overlay, ResidualDriver
 from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
 
 CONTEXT, ROWS, RANK = 2048, 8, 16
+_STEPS = 3  # that are measured
 HEADS, KV_HEADS, DIM = 8, 4, 64
 
 
@@ -47,11 +48,13 @@ def of_values(tmp_path_factory: pytest.TempPathFactory) -> tuple[ResidualDriver,
 
 
 def peak(driver: ResidualDriver, rows: Sequence[AnyRow], num_tokens: int) -> int:
-    """Bytes beyond what there was before, in a step that leaves as much as it found.
+    """Bytes beyond what there was before, in a step that leaves as much as it found: the most of several.
 
-    The first makes room for its tokens; and in any a thread that an earlier test has left may free something.
+    The first makes room for its tokens; and in any a thread that an earlier test has left may free something, also what
+    the step before gave, of which this one leaves as much: it seems to take less then.
     """
-    while True:
+    peaks = list[int]()
+    while len(peaks) < _STEPS:
         driver.runner.evaluate()
         mx.clear_cache()
         before = held_bytes()
@@ -60,7 +63,8 @@ def peak(driver: ResidualDriver, rows: Sequence[AnyRow], num_tokens: int) -> int
         for row in rows:
             row.length = CONTEXT - num_tokens  # type: ignore[union-attr]  # no exact rows here
         if mx.get_active_memory() == before:
-            return mx.get_peak_memory() - before
+            peaks.append(mx.get_peak_memory() - before)
+    return max(peaks)
 
 
 def decode_peaks(driver: ResidualDriver, rows: list[Overlay]) -> tuple[int, int]:
