@@ -1,7 +1,8 @@
 """Prompts that begin alike are computed once, also where they come at the same time.
 
 A request's cached prefix is found when it is admitted. What others compute of its prompt after that, it takes block by
-block, and while the step under way computes the block that it needs next, it waits.
+block. Where another has begun with the block that it needs next, it waits while that one is at work on it; and when its
+own turn comes before the block is full, that one goes on in its place.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ class CatchUp:
 
     def look(self) -> None:
         """Before a step is planned: running prompts go on behind what others have computed."""
-        if self._base.prefix.snapshots is not None:
-            return  # a row computes all tokens of which it needs the recurrent state
         running = self._requests.running
-        waiting = [each for each in running if not each.in_flight and each.num_to_launch > 1]
-        under_way = [each for each in running if each.in_flight > 1]
+        if self._base.prefix.snapshots is not None or len(running) < 2:
+            return  # where there are snapshots, a row computes all tokens of which it needs the recurrent state
+        prompts = [each for each in running if each.in_flight > 1 or each.num_to_launch > 1]
+        waiting = [each for each in prompts if not each.in_flight]
         for generation in waiting:
-            if len(running) > 1:
-                self._take(generation)
-            generation.is_following = any(self._computes_next_of(generation, other) for other in under_way)
+            self._take(generation)
+        for generation in running:
+            generation.leader = None
+        for generation in waiting:
+            within = (each for each in prompts if each is not generation and self._is_within_next_of(generation, each))
+            generation.leader = max(within, key=lambda each: each.in_flight, default=None)
 
     def _take(self, generation: Generation) -> None:
         """All that is there, pass by pass."""
@@ -62,15 +66,15 @@ class CatchUp:
         work = generation.current
         return [(self._base, work.writes)] if work.overlay is None else work.overlay.written(self._base)
 
-    def _computes_next_of(self, generation: Generation, other: Generation) -> bool:
-        """Whether the step under way computes the whole block that is next for `generation`, for `other`."""
+    def _is_within_next_of(self, generation: Generation, other: Generation) -> bool:
+        """Whether `other` has begun with the block that is next for `generation`, and has the tokens to fill it."""
         begin, work, theirs = generation.num_computed, generation.current, other.current
         end = begin + BLOCK_SIZE
-        if begin % BLOCK_SIZE or end > generation.num_launched + generation.num_to_prefill:
+        if begin % BLOCK_SIZE or not other.num_computed < end or not begin < other.num_launched:
+            return False
+        if end > min(each.num_launched + each.num_to_prefill for each in (generation, other)):
             return False
         if (work.overlay is None) is not (theirs.overlay is None) or work.cut or generation.wants_prompt_logprobs:
-            return False
-        if not other.num_computed <= begin < end <= other.num_launched:
             return False
         return _are_alike(work.writes, theirs.writes) and generation.token_ids[:end] == other.token_ids[:end]
 

@@ -97,7 +97,7 @@ class Generation:
         shown_tokens: as many tokens have all their text shown.
         following: what may come next in an answer of a certain form; None for any.
         is_late: the token behind what is computed is not chosen yet, for it is not known yet which it may be.
-        is_following: another request's row computes its next block, which it takes then (`CatchUp`).
+        leader: another request that has begun with its next block, which it takes when that is full (`CatchUp`).
     """
 
     request: Request
@@ -145,7 +145,7 @@ class Generation:
     shown_tokens: int = 0
     following: Following | None = None
     is_late: bool = False
-    is_following: bool = False
+    leader: Generation | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.match.transcript.ids)
@@ -192,8 +192,9 @@ class Generation:
 
     @property
     def can_prefill(self) -> bool:
-        """Whether a chunk of it may be launched. One at a time: its slots then stay within a window's bound."""
-        return not self.in_flight and not self.is_following and self.num_to_launch > 1
+        """Whether its turn may come for a chunk. One at a time: its slots then stay within a window's bound."""
+        led = self.leader is not None and self.leader.in_flight
+        return not self.in_flight and not led and self.num_to_launch > 1
 
     @property
     def can_decode(self) -> bool:
@@ -259,7 +260,8 @@ class Generation:
         """Its sequence has been given up; what the device computes for it has no meaning any more."""
         self.sequence = self.overlay = None
         self.in_flight = 0
-        self.is_late = self.is_following = False
+        self.is_late = False
+        self.leader = None
         self.passes = []
         self.snapshots = self.row_state = self.launched_state = self.shown_state = None
 

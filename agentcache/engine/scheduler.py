@@ -110,7 +110,7 @@ class Scheduler:
         A step is one token of everyone who has just one to compute, or a chunk of one prompt. While anyone decodes, a
         chunk follows a decode step, and only when decoding has had its share. A prompt that is soon done does not wait
         for that, and the first tokens of an answer go before the chunks of long prompts: what that takes is settled
-        later. Rows of different models decode in different steps.
+        later. Rows of different models decode in different steps. A prompt's turn is its leader's, where it has one.
         """
         decoding = [generation for generation in self.running if generation.can_decode]
         prompts = [generation for generation in self.running if generation.can_prefill]
@@ -123,9 +123,10 @@ class Scheduler:
             return dict.fromkeys(self._next_to_decode(decoding), 1)
         self._chunk_under_way = True
         self.contended = any(generation.can_decode or generation.will_decode for generation in self.running)
-        _pass_over(other for other in prompts if other is not prompt)
-        prompt.passed_over = 0
-        return {prompt: self._chunk_for(prompt, contended=self.contended)}
+        chunk = prompt if prompt.leader is None else prompt.leader
+        _pass_over(other for other in prompts if other not in (prompt, chunk))
+        prompt.passed_over = chunk.passed_over = 0
+        return {chunk: self._chunk_for(chunk, contended=self.contended)}
 
     def _decoding_goes_first(
         self, prompt: Generation, prompts: Sequence[Generation], decoding: Sequence[Generation]

@@ -37,7 +37,7 @@ from tests.models.emulated_device import SHAPE, Device, ask_for, close, warnings
 from tests.models.residual_driver import ResidualDriver
 from tests.models.residual_oracle import adapter, small_model
 from tests.models.test_attention import Case, fill
-from tests.serving.conversation import make_ids
+from tests.serving.conversation import check_same, make_ids
 from tests.serving.hybrids import write_hybrid
 from tests.tiny import ARCHITECTURES, fewer_layers
 
@@ -200,8 +200,6 @@ COVERED = {
     "deepseek_v2": "latents that the model expands",
     "deepseek_v3": "latents that the model caches itself",
 }
-NEAR = 1e-3  # of log probabilities
-MARGIN = 1e-2  # of the two best: where it is less, rounding decides
 PROMPT = make_ids(300)  # a chunk that ends within its second block
 TURNS = [PROMPT, [*PROMPT, *make_ids(5, seed=1)], [*PROMPT, *make_ids(40, seed=2)]]
 
@@ -218,15 +216,6 @@ def turns(folder: Path, cache_dir: Path) -> list[Completion]:
     sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=2)
     with LLM(folder, cache_dir=cache_dir, ram_budget="24MB") as llm:
         return [llm.generate(list(prompt), sampling, agent="alice") for prompt in TURNS]
-
-
-def check_same(completion: Completion, expected: Completion) -> None:
-    """The same tokens, as far as the choice is clear, and as likely."""
-    for mine, other in zip(completion.logprobs, expected.logprobs, strict=True):
-        if mine.token_id != other.token_id:
-            assert other.top[0][2] - other.top[1][2] <= MARGIN, "another token, where the choice was clear"
-            return
-        assert mine.logprob == pytest.approx(other.logprob, abs=NEAR)
 
 
 @pytest.mark.parametrize("architecture", [*map(slow, COVERED)])

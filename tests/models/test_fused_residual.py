@@ -33,8 +33,8 @@ from tests.models import emulated_device
 from tests.models.emulated_device import Device, ask_for, close, warnings
 from tests.models.residual_driver import ResidualDriver
 from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
-from tests.serving.conversation import make_ids
-from tests.serving.residual_cases import check_same, open_residual, residual_folders, say
+from tests.serving.conversation import check_same, make_ids
+from tests.serving.residual_cases import open_residual, residual_folders, say
 
 pytestmark = needs_clang
 

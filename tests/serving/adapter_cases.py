@@ -52,7 +52,7 @@ def open_adapters(model: Path, cache_dir: Path, folders: dict[str, Path], **sett
 
 
 def ask(llm: LLM, ids: Sequence[int], adapter: str | None = None, tokens: int = TOKENS, **options: Any) -> Completion:
-    return llm.generate(list(ids), greedy(tokens), adapter=adapter, **options)
+    return llm.generate(list(ids), greedy(tokens, logprobs=2), adapter=adapter, **options)
 
 
 def layer_tokens(llm: LLM, *args: Any, **options: Any) -> tuple[Completion, int]:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 RAM_BUDGET = 64 << 20
 DISK_BUDGET = 256 << 20
 BLOCK_BYTES = 2 * 36864  # of the fixture `model`: two groups of a layer, two heads of 64 for keys and values
+MARGIN = 1e-2  # of the two likeliest: where it is less, rounding by the number of rows or by 4 bits decides
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "did", "not", "don't", "1", "23", "print(x)\n", "", "", "café", "🙂")
 
 
@@ -64,6 +65,22 @@ def outcome(completion: Completion) -> list[tuple[int, float | None]]:
     """What two runs are compared by: token ids and logprobs, bit for bit."""
     assert len(completion.logprobs) == len(completion.token_ids)
     return [(logprob.token_id, logprob.logprob) for logprob in completion.logprobs]
+
+
+def check_same(mine: Completion, theirs: Completion, tolerance: float = 1e-3) -> None:
+    """The same tokens, and as likely.
+
+    Where `theirs` tells the two likeliest, the other one may come where rounding decides between them, and what follows
+    is not compared.
+    """
+    for one, other in zip(mine.logprobs, theirs.logprobs, strict=True):
+        if one.token_id != other.token_id:
+            assert other.top, "another token"
+            (_, _, first), (second_id, _, second) = other.top[:2]
+            assert (one.token_id, first - second <= MARGIN) == (second_id, True), "another token, the choice was clear"
+            return
+        assert one.logprob is not None and other.logprob is not None
+        assert abs(one.logprob - other.logprob) <= tolerance
 
 
 def make_ids(count: int, seed: int = 0) -> list[int]:

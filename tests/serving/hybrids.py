@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from agentcache.llm import LLM, Completion
 from tests.models.model_files import MODEL_FILES
 from tests.models.zoo import build
+from tests.serving import conversation
 from tests.serving.block_damage import block_files, metadata_of
 from tests.serving.conversation import greedy, make_ids
 from tests.tiny import _token_config
@@ -37,7 +38,6 @@ HYBRIDS = (
 )
 EVERY = 512  # tokens between snapshots
 CLOSE = 4e-4  # of log probabilities: without its state a row is off by some 1e-3, with it by 1e-5
-MARGIN = 1e-2  # of the two best logits: where it is less, 4-bit rounding decides
 
 
 def write_hybrid(folder: Path, file: str, **overrides: Any) -> Path:
@@ -65,15 +65,8 @@ def answer(llm: LLM, ids: Sequence[int], agent: str | None, count: int = 4, **op
 
 
 def check_same(completion: Completion, cold: Completion) -> None:
-    """The same tokens, as far as the choice is clear, and as likely: a wrong state shows there."""
-    for mine, other in zip(completion.logprobs, cold.logprobs, strict=True):
-        margin = other.top[0][2] - other.top[1][2]
-        if mine.token_id != other.token_id:
-            assert margin <= MARGIN, "another token, where the choice was clear"
-            return
-        assert mine.logprob is not None
-        assert other.logprob is not None
-        assert abs(mine.logprob - other.logprob) < CLOSE
+    """The same tokens, and as likely: a wrong state shows there."""
+    conversation.check_same(completion, cold, CLOSE)
 
 
 def more(ids: Sequence[int], count: int, seed: int) -> list[int]:

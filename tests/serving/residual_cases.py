@@ -41,13 +41,6 @@ def say(llm: LLM, ids: Sequence[int], adapter: str, tokens: int = 4, **options: 
     return said
 
 
-def check_same(mine: Completion, theirs: Completion, tolerance: float = 1e-3) -> None:
-    """The same tokens, and as likely."""
-    assert mine.token_ids == theirs.token_ids
-    pairs = zip(mine.logprobs, theirs.logprobs, strict=True)
-    assert max(abs((a.logprob or 0) - (b.logprob or 0)) for a, b in pairs) <= tolerance
-
-
 def computed(said: Completion) -> tuple[int, int]:
     """Tokens of the prompt that its adapter has computed, and that base has."""
     return said.report.computed_tokens, said.report.base_computed_tokens

@@ -15,8 +15,8 @@ from agentcache.llm import LLM
 from tests.conftest import ModelFolder
 from tests.serving import inside
 from tests.serving.adapter_cases import all_ids, ask, open_adapters, preempt_often
-from tests.serving.conversation import make_ids
-from tests.serving.residual_cases import NAMES, UNLIMITED, check_same, residual_folders
+from tests.serving.conversation import check_same, make_ids
+from tests.serving.residual_cases import NAMES, UNLIMITED, residual_folders
 
 PROMPT = make_ids(4 * BLOCK_SIZE)
 BLOCKS = 5  # that a prompt and its answer take

@@ -17,8 +17,8 @@ from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.adapter_cases import ask, at_once, open_adapters
-from tests.serving.conversation import check_idle, greedy, make_ids
-from tests.serving.residual_cases import NAMES, UNLIMITED, check_same
+from tests.serving.conversation import check_idle, check_same, greedy, make_ids
+from tests.serving.residual_cases import NAMES, UNLIMITED
 
 BLOCKS = 5
 CONTEXT = make_ids(BLOCKS * BLOCK_SIZE)
@@ -73,6 +73,15 @@ def test_a_common_beginning_is_computed_once(llm: LLM, policy: str | None) -> No
     assert computed < passes * (len(CONTEXT) + 4 * (OWN + 6))
     for number, (name, mine) in enumerate(zip(who, said, strict=True)):
         check_same(mine, ask(llm, prompt(number), name, 3, policy=policy, salt="alone"), 0.01)
+
+
+@pytest.mark.parametrize("policy", [None, "residual"])
+def test_a_block_that_takes_several_chunks_is_computed_once(llm: LLM, policy: str | None) -> None:
+    """As on a slow device, or beside answers that wait for them."""
+    inside.set_chunk(inside.engine_of(llm), BLOCK_SIZE // 2)
+    _, computed = together(llm, [policy and NAMES[0]] * 3, policy)
+    passes = 2 if policy == "residual" else 1
+    assert computed < passes * (len(CONTEXT) + 3 * (OWN + 6))
 
 
 @pytest.mark.slow

@@ -22,11 +22,10 @@ from tests.marks import slow
 from tests.schemas import of_schema
 from tests.serving import inside
 from tests.serving.adapter_cases import FOLDERS, INVOKE_A, all_ids, ask, at_once, check_differs, make_folders
-from tests.serving.conversation import check_idle, greedy, make_ids
+from tests.serving.conversation import check_idle, check_same, greedy, make_ids
 from tests.serving.residual_cases import (
     NAMES,
     block_files,
-    check_same,
     computed,
     forget,
     open_residual,

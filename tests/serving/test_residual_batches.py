@@ -16,8 +16,8 @@ from tests.adapters_factory import ATTENTION, make_adapter
 from tests.conftest import ModelFolder
 from tests.serving import inside
 from tests.serving.adapter_cases import INVOKE_A, at_once
-from tests.serving.conversation import make_ids
-from tests.serving.residual_cases import UNLIMITED, check_same, open_residual
+from tests.serving.conversation import check_same, make_ids
+from tests.serving.residual_cases import UNLIMITED, open_residual
 
 TOKENS = 40
 # Prompts go before decoding, however long they take here: so the rows meet, on a busy machine too.

@@ -13,8 +13,8 @@ from tests.adapters_factory import ATTENTION, MLP
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving.adapter_cases import ask, check_differs
-from tests.serving.conversation import make_ids
-from tests.serving.residual_cases import check_same, open_residual, residual_folders, say
+from tests.serving.conversation import check_same, make_ids
+from tests.serving.residual_cases import open_residual, residual_folders, say
 
 PROMPT = make_ids(300)
 TOKENS = 8

@@ -9,8 +9,8 @@ import pytest
 from tests.adapters_factory import EVERYTHING
 from tests.conftest import ModelFolder
 from tests.serving.adapter_cases import all_ids
-from tests.serving.conversation import make_ids
-from tests.serving.residual_cases import check_same, computed, open_residual, residual_folders, say
+from tests.serving.conversation import check_same, make_ids
+from tests.serving.residual_cases import computed, open_residual, residual_folders, say
 from tests.tiny import ARCHITECTURES
 
 pytestmark = pytest.mark.slow  # of all that go on above the model, qwen3's are in test_residual.py

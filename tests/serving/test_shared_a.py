@@ -18,8 +18,8 @@ from tests.adapters_factory import ATTENTION, MLP, make_adapter
 from tests.conftest import ModelFolder
 from tests.serving import inside
 from tests.serving.adapter_cases import all_ids, ask, at_once, check_differs, preempt_often
-from tests.serving.conversation import check_idle, greedy, make_ids
-from tests.serving.residual_cases import block_files, check_same, computed, forget, open_residual
+from tests.serving.conversation import check_idle, check_same, greedy, make_ids
+from tests.serving.residual_cases import block_files, computed, forget, open_residual
 
 PROMPT = make_ids(700)
 MEMBERS = ("ann", "bob", "cyd")
