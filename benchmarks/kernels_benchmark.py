@@ -19,7 +19,8 @@ from rich.table import Table
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
-from agentcache.kv.arena import LayerArena, Packed, SideArena
+from agentcache.kv.arena import LayerArena, SideArena
+from agentcache.kv.packed import Packed
 from agentcache.kv.packing import quantisation_for
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV

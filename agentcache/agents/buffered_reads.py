@@ -23,8 +23,8 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.sequence import Load
 from agentcache.blocks.slots import Group
-from agentcache.kv.arena import shares_memory
 from agentcache.kv.block_layout import Array
+from agentcache.kv.tensor_arena import shares_memory
 from agentcache.store.block_file import BlockHeader, make_header
 from agentcache.store.store import Store
 

@@ -15,7 +15,8 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena, Packed
+from agentcache.kv.arena import LayerArena
+from agentcache.kv.packed import Packed
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.step_cache import PagedKV, check_window
 from agentcache.kv.step_plan import Reads, Writes

@@ -12,11 +12,12 @@ import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
-from agentcache.kv.arena import GroupArena, TensorArena, make_arenas
 from agentcache.kv.block_layout import Array, GroupMemory
+from agentcache.kv.group_arena import GroupArena, make_arenas
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.reserved import note_resized
 from agentcache.kv.spec import CacheSpec
+from agentcache.kv.tensor_arena import TensorArena
 
 LARGEST_FLOAT16 = 65504.0
 

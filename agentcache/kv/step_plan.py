@@ -17,7 +17,9 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import LayerArena, Pack, Packed, SideArena, Slot, TensorArena, quantise
+from agentcache.kv.arena import LayerArena, SideArena, Slot
+from agentcache.kv.packed import Pack, Packed, quantise
+from agentcache.kv.tensor_arena import TensorArena
 
 _MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assignments
 

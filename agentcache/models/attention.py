@@ -15,7 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.arena import LayerArena, Packed, SideArena, dequantise
+from agentcache.kv.arena import LayerArena, SideArena
+from agentcache.kv.packed import Packed, dequantise
 from agentcache.kv.step_cache import PagedKV
 from agentcache.kv.step_plan import Reads
 from agentcache.models import fused

@@ -21,8 +21,9 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.arena import LayerArena, SideArena, dequantise, quantise
+from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.kv.measures import TokenMeasures
+from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.step_plan import Reads, Writes
 
 

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from agentcache.errors import ConfigError
-from agentcache.kv.arena import LARGEST_VALUE, LayerArena, Packed, SideArena, dequantise, quantise
+from agentcache.kv.arena import LayerArena, SideArena
+from agentcache.kv.packed import LARGEST_VALUE, Packed, dequantise, quantise
 from agentcache.kv.packing import LayerPacking, Packing, Quantisation
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV, Put

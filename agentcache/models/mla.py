@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import Packed
+from agentcache.kv.packed import Packed
 from agentcache.kv.step_cache import Handle, PagedKV, StepCache
 from agentcache.metal_kernels.kernel_text import device
 from agentcache.models import fused, fused_latent

@@ -9,8 +9,8 @@ from functools import cached_property
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.arena import TensorArena
 from agentcache.kv.step_plan import Reads
+from agentcache.kv.tensor_arena import TensorArena
 from agentcache.metal_kernels.rope_tables import RopeTables, packed_b
 
 Rope = Callable[..., mx.array]

@@ -16,7 +16,7 @@ from functools import cache
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.arena import Packed, dequantise, quantise
+from agentcache.kv.packed import Packed, dequantise, quantise
 from agentcache.kv.packing import Packing, Plain, Quantisation
 from agentcache.metal_kernels.kernel_text import device
 from agentcache.models.fused import read_by_kernels

@@ -28,7 +28,8 @@ from mlx_lm.models.base import create_causal_mask
 
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.arena import LayerArena, dequantise, quantise
+from agentcache.kv.arena import LayerArena
+from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import LayerPacking, Packing
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import StepCache

@@ -21,7 +21,8 @@ from itertools import groupby
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.arena import LayerArena, SideArena, dequantise
+from agentcache.kv.arena import LayerArena, SideArena
+from agentcache.kv.packed import dequantise
 from agentcache.kv.step_cache import PagedKV
 from agentcache.models import fused_residual, value_residuals
 from agentcache.models.attention import MAX_PACKED_QUERIES, AttentionOptions, paged_attention

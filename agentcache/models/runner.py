@@ -14,8 +14,8 @@ from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.sequence import Copy
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import GroupArena, TensorArena, has_due, make_arenas, take_due
 from agentcache.kv.block_layout import Array, GroupMemory
+from agentcache.kv.group_arena import GroupArena, make_arenas
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.reserved import note_resized
 from agentcache.kv.residual_arenas import ResidualArenas
@@ -23,6 +23,7 @@ from agentcache.kv.spec import CacheSpec
 from agentcache.kv.states import StateArena
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.tensor_arena import TensorArena, has_due, take_due
 from agentcache.malloc import give_back_freed
 from agentcache.models.divergence import StepMeasures
 from agentcache.models.fused import Mode, mode, why_none, writer

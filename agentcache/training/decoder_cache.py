@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from agentcache.kv.arena import dequantise, quantise
+from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import Quantisation
 
 

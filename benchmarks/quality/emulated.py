@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from agentcache.kv.arena import dequantise, quantise
+from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import Packing, Plain, Quantisation
 from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits
 

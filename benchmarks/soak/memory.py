@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from agentcache.client import Client
-from agentcache.kv.arena import Packed, dequantise
+from agentcache.kv.packed import Packed, dequantise
 from agentcache.kv.packing import PARTS, Quantisation
 from agentcache.store.manifest import Manifest, SavedCache, decode_manifest
 from agentcache.store.transcript_log import parse_log

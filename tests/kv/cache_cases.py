@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.pool import BlockPool
-from agentcache.kv.arena import LayerArena, Packed, dequantise, quantise
+from agentcache.kv.arena import LayerArena
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
+from agentcache.kv.packed import Packed, dequantise, quantise
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
 

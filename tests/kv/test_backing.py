@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from agentcache.kv import reserved as linux
 from agentcache.kv.adopted import Adopted, adopts
-from agentcache.kv.arena import TensorArena, copy_block
 from agentcache.kv.backing import ARRAY_DTYPES, Backing, Exact, make_backing
 from agentcache.kv.pages import address_of
 from agentcache.kv.reserved import (
@@ -30,6 +29,7 @@ from agentcache.kv.reserved import (
     set_memory_limit,
 )
 from agentcache.kv.spec import TensorSpec
+from agentcache.kv.tensor_arena import TensorArena, copy_block
 from tests.examples import examples
 
 MOST = 40
@@ -166,7 +166,7 @@ def test_where_the_system_takes_no_pages_back_there_are_zeros_all_the_same(monke
 
 RESIDENT = """
 import mlx.core as mx
-from agentcache.kv.arena import TensorArena
+from agentcache.kv.tensor_arena import TensorArena
 from agentcache.kv.reserved import wait_for_pages
 from agentcache.kv.spec import TensorSpec
 
@@ -214,7 +214,7 @@ REFUSED = """
 import resource
 import mlx.core as mx
 from agentcache.kv import backing
-from agentcache.kv.arena import TensorArena
+from agentcache.kv.tensor_arena import TensorArena
 from agentcache.kv.backing import Exact
 from agentcache.kv.spec import TensorSpec
 

@@ -10,8 +10,9 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 from mlx_lm.utils import load_model
 
 from agentcache.blocks.pool import BlockPool
-from agentcache.kv.arena import LayerArena, quantise
+from agentcache.kv.arena import LayerArena
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
+from agentcache.kv.packed import quantise
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
 from tests.conftest import ModelFolder

@@ -8,8 +8,9 @@ import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
-from agentcache.kv.arena import GroupArena, dequantise, quantise
+from agentcache.kv.group_arena import GroupArena
 from agentcache.kv.group_info import describe_group
+from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import LayerPacking, Packing, Plain, Quantisation
 from agentcache.kv.precision import BITS, LayerBits, Precision
 from agentcache.kv.spec import CacheSpec, LayerSpec, attention_group, make_groups

@@ -11,11 +11,12 @@ import pytest
 
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.sequence import Copy
-from agentcache.kv.arena import make_arenas, take_due
+from agentcache.kv.group_arena import make_arenas
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.residual_spec import ResidualLayer, ResidualShape, residual_spec
 from agentcache.kv.spec import CacheSpec, LayerSpec, make_groups
+from agentcache.kv.tensor_arena import take_due
 
 LAYERS = [LayerSpec(index, 2, 64, 64, None if index % 2 else 300) for index in range(4)]
 BASE = CacheSpec("tiny", 4, make_groups(LAYERS, Quantisation()))

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.kv.arena import quantise
+from agentcache.kv.packed import quantise
 from agentcache.kv.packing import Quantisation
 from agentcache.metal_kernels.append import Places, append
 from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, error

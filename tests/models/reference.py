@@ -11,7 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
-from agentcache.kv.arena import dequantise, quantise
+from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import Quantisation
 
 

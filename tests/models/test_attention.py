@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from agentcache.blocks.pool import BlockPool
-from agentcache.kv.arena import LayerArena, Packed, dequantise
+from agentcache.kv.arena import LayerArena
 from agentcache.kv.batch_cache import BatchQuantizedKVCache
+from agentcache.kv.packed import Packed, dequantise
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV

@@ -14,7 +14,8 @@ import pytest
 
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import ConfigError
-from agentcache.kv.arena import GroupArena, LayerArena
+from agentcache.kv.arena import LayerArena
+from agentcache.kv.group_arena import GroupArena
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec, attention_group
 from agentcache.kv.step_plan import Writes

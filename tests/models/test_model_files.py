@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.arena import dequantise
+from agentcache.kv.packed import dequantise
 from agentcache.kv.packing import Quantisation
 from agentcache.models.mla import is_expanded
 from agentcache.models.survey import CacheRef, Paged, Survey

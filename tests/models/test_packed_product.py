@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.kv.arena import Packed, dequantise, quantise
+from agentcache.kv.packed import Packed, dequantise, quantise
 from agentcache.kv.packing import Quantisation
 from agentcache.metal_kernels.kernel_text import NO_DEVICE
 from agentcache.models import fused

@@ -21,7 +21,7 @@ import mlx.core as mx
 from agentcache.cli.serve import LOST_CODE
 from agentcache.config import Config
 from agentcache.errors import RankLost
-from agentcache.kv import arena, packing
+from agentcache.kv import packed, packing
 from agentcache.llm import LLM, Completion
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs, StepOutputs
@@ -196,7 +196,7 @@ def _kill(*others: int) -> None:
 def _keep_float32() -> None:
     """Have keys and values kept as the model makes them, which nobody can ask for: nothing is rounded."""
     SETTINGS["kv"] = "16"
-    arena._PLAIN_DTYPES["F32"] = mx.float32
+    packed._PLAIN_DTYPES["F32"] = mx.float32
     packing.Plain.__str__ = lambda self: "float32"  # type: ignore[method-assign]
     Survey._packing = lambda self, bits, dtype: packing.Plain("F32")  # type: ignore[method-assign]
 

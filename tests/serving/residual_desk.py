@@ -30,10 +30,10 @@ from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import LaneBlock
 from agentcache.blocks.transcript import Transcript
-from agentcache.kv.arena import take_due
 from agentcache.kv.block_layout import Array
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.spec import CacheSpec
+from agentcache.kv.tensor_arena import take_due
 from agentcache.report import AgentInfo
 from agentcache.store.atomic import Fault
 from agentcache.store.manifest import AgentRecord

@@ -16,8 +16,9 @@ import pytest
 from agentcache.agents import buffered_reads, restore
 from agentcache.agents.restoring import Restored
 from agentcache.blocks.keys import BASE_CACHE
-from agentcache.kv.arena import GroupArena, shares_memory
 from agentcache.kv.block_layout import GroupMemory, Place
+from agentcache.kv.group_arena import GroupArena
+from agentcache.kv.tensor_arena import shares_memory
 from tests.kv.store_cases import SPEC
 from tests.serving.block_damage import block_files, flip, header_of, sign
 from tests.serving.residual_desk import Desk, desk, expected, make_ids

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.kv.arena import dequantise, quantise
+from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import Quantisation
 from agentcache.training.decoder_cache import DecoderCache, PromptCache, RoundedNorm, Rounding
 
