@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
 
+# What is above stands for markers, and becomes U+FFFD in what a model says.
+_CHARACTERS = st.characters(max_codepoint=0x10EFFF, exclude_categories=["Cs"])
 _LEAVES: list[st.SearchStrategy[Any]] = [
     st.integers(-50, 50).flatmap(
         lambda low: st.integers(0, 60).map(lambda size: {"type": "integer", "minimum": low, "maximum": low + size})
@@ -17,7 +19,9 @@ _LEAVES: list[st.SearchStrategy[Any]] = [
     st.integers(0, 3).map(lambda low: {"type": "string", "minLength": low, "maxLength": low + 4}),
     st.sampled_from(["^[a-c]{1,3}$", r"^\d{2}-x?$", "^(yes|no)$"]).map(lambda rx: {"type": "string", "pattern": rx}),
     st.sampled_from(["date", "uuid", "ipv4", "time"]).map(lambda name: {"type": "string", "format": name}),
-    st.lists(st.text(max_size=6), min_size=1, max_size=4, unique=True).map(lambda values: {"enum": values}),
+    st.lists(st.text(_CHARACTERS, max_size=6), min_size=1, max_size=4, unique=True).map(
+        lambda values: {"enum": values}
+    ),
     st.sampled_from([True, None, 7, 'ü\n"', [1, 2], {"a": 1}]).map(lambda value: {"const": value}),
     st.sampled_from(["boolean", "null"]).map(lambda kind: {"type": kind}),
 ]
