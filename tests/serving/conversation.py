@@ -67,20 +67,27 @@ def outcome(completion: Completion) -> list[tuple[int, float | None]]:
     return [(logprob.token_id, logprob.logprob) for logprob in completion.logprobs]
 
 
-def check_same(mine: Completion, theirs: Completion, tolerance: float = 1e-3) -> None:
-    """The same tokens, and as likely.
+def logprob_errors(mine: Completion, theirs: Completion) -> list[float]:
+    """How far the log probabilities of the same tokens are apart.
 
     Where `theirs` tells the two likeliest, the other one may come where rounding decides between them, and what follows
     is not compared.
     """
+    errors = []
     for one, other in zip(mine.logprobs, theirs.logprobs, strict=True):
         if one.token_id != other.token_id:
             assert other.top, "another token"
             (_, _, first), (second_id, _, second) = other.top[:2]
             assert (one.token_id, first - second <= MARGIN) == (second_id, True), "another token, the choice was clear"
-            return
+            break
         assert one.logprob is not None and other.logprob is not None
-        assert abs(one.logprob - other.logprob) <= tolerance
+        errors.append(abs(one.logprob - other.logprob))
+    return errors
+
+
+def check_same(mine: Completion, theirs: Completion, tolerance: float = 1e-3) -> None:
+    """The same tokens, and as likely; see `logprob_errors`."""
+    assert max(logprob_errors(mine, theirs), default=0.0) <= tolerance
 
 
 def make_ids(count: int, seed: int = 0) -> list[int]:
