@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from llguidance import LLParserLimits
 
 from agentcache.answer_form import AnswerForm, Notation, TextForm
@@ -76,7 +76,7 @@ def llm(
 def test_what_a_random_model_writes_fits_the_schema(schema: Any, llm: LLM) -> None:
     done = together(llm, [of_schema(schema)] * 3)
     complete = [completion for completion in done if completion.finish_reason == "stop"]
-    assert complete
+    assume(complete)  # a random model may go on with digits; hypothesis fails by itself where many never end
     for completion in complete:
         assert is_valid(completion.text, schema), completion.text
 
