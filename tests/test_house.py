@@ -93,6 +93,7 @@ def test_console_script_exists() -> None:
     assert f"def {function}(" in path.read_text()
 
 
+@pytest.mark.slow
 def test_import_contracts_hold() -> None:
     command = [
         sys.executable,
@@ -105,6 +106,7 @@ def test_import_contracts_hold() -> None:
     assert f"{len(CONTRACTS)} kept, 0 broken" in result.stdout
 
 
+@pytest.mark.slow
 def test_modules_are_named_in_strings_only_by_their_neighbours() -> None:
     """An import that is spelled as a string is seen by no contract, so none may cross from one floor to another."""
     crossing = [
@@ -142,6 +144,7 @@ def test_the_wheel_holds_no_tools() -> None:
     assert PROJECT["project"]["optional-dependencies"]["plots"] == ["matplotlib>=3.9"]
 
 
+@pytest.mark.slow
 def test_bookkeeping_and_files_run_without_mlx() -> None:
     modules = ["agentcache", *(module for name in PLAIN for module in modules_of(name))]
     assert len(modules) > 50

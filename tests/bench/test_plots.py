@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from agentcache.bench.plots import Panel, draw_bars, milliseconds, new_figure, plot_by_phase, plot_ttft_by_size
 
 
@@ -12,6 +14,7 @@ def assert_is_picture(path: Path) -> None:
     assert path.stat().st_size > 1024
 
 
+@pytest.mark.slow
 def test_ttft_by_size(tmp_path: Path) -> None:
     path = tmp_path / "sizes.png"
     series = {"cold": {1024: [900.0, 950.0], 1000: [4000.0]}, "warm": {1024: [40.0, 41.0]}, "hot": {}}
@@ -19,6 +22,7 @@ def test_ttft_by_size(tmp_path: Path) -> None:
     assert_is_picture(path)
 
 
+@pytest.mark.slow
 def test_by_phase(tmp_path: Path) -> None:
     path = tmp_path / "phases.png"
     panel = Panel("first token", {"hot": [9.0, None], "cold": [300.0, 310.0]}, milliseconds)

@@ -32,12 +32,14 @@ def report(results: list[SizeResult]) -> dict[str, Any]:
     return build_report(PLAN, results)
 
 
+@pytest.mark.slow
 def test_every_kind_is_sampled_as_often_as_asked(results: list[SizeResult]) -> None:
     for result in results[:2]:
         kinds = [sample.kind for sample in result.samples]
         assert kinds == ["cold"] * 2 + ["warm, evicted"] * 2 + ["warm", "hot"] * 2
 
 
+@pytest.mark.slow
 def test_only_cold_turns_compute_the_context(results: list[SizeResult]) -> None:
     for result in results[:2]:
         for sample in result.samples:
@@ -46,6 +48,7 @@ def test_only_cold_turns_compute_the_context(results: list[SizeResult]) -> None:
             assert sample.computed_tokens == (whole if sample.kind == "cold" else PLAN.turn_tokens)
 
 
+@pytest.mark.slow
 def test_states_are_as_meant_and_only_disk_restores(results: list[SizeResult]) -> None:
     for sample in results[0].samples:
         assert sample.cache_state == sample.kind.partition(",")[0]
@@ -64,6 +67,7 @@ def test_files_are_those_of_the_context_alone(results: list[SizeResult]) -> None
     assert files.read_bytes_per_s > 0
 
 
+@pytest.mark.slow
 def test_the_workload_is_seeded() -> None:
     plan = Plan((300,), repeats=1, command=FAKE)
     runs = [measure(plan, lambda line: None) for _ in range(2)]
@@ -89,6 +93,7 @@ def test_a_turn_weighs_its_prompt_and_its_answer(report: dict[str, Any]) -> None
     assert cache["turn_written_bytes"] > 600
 
 
+@pytest.mark.slow
 def test_a_sample_in_another_state_than_meant_is_the_first_caveat() -> None:
     plan = Plan((300,), repeats=1, command=(*FAKE, "--fault", "forget"))
     report = build_report(plan, measure(plan, lambda line: None))

@@ -35,6 +35,7 @@ def test_help(name: str) -> None:
     assert shown.exit_code == 0 and "--" in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_wrong_size_is_one_sentence() -> None:
     done = run("compare", "--context", "much")
     assert (done.returncode, done.stdout) == (2, "")

@@ -75,6 +75,7 @@ def test_every_seed_is_run_in_every_way(results: list[SeedResult]) -> None:
         assert {run.values["place"] for run in result.runs.values()} == {result.runs["hot"].values["place"]}
 
 
+@pytest.mark.slow
 def test_states_and_tokens_are_as_meant(results: list[SeedResult]) -> None:
     for result in results:
         states = {way: [turn.cache_state for turn in run.turns] for way, run in result.runs.items()}
@@ -86,6 +87,7 @@ def test_states_and_tokens_are_as_meant(results: list[SeedResult]) -> None:
         assert none[1].prompt_tokens < cold[1].prompt_tokens
 
 
+@pytest.mark.slow
 def test_only_without_memory_are_the_words_others(results: list[SeedResult]) -> None:
     for result in results:
         hot = result.runs["hot"]
@@ -95,6 +97,7 @@ def test_only_without_memory_are_the_words_others(results: list[SeedResult]) -> 
         assert result.restored
 
 
+@pytest.mark.slow
 def test_a_server_that_forgets_is_the_first_caveat(plan: MemoryPlan) -> None:
     forgetful = replace(plan, seeds=(4,), command=(*FAKE, "--fault", "forget"))
     results = measure_memory(forgetful, lambda line: None)
@@ -102,6 +105,7 @@ def test_a_server_that_forgets_is_the_first_caveat(plan: MemoryPlan) -> None:
     assert build_report(forgetful, results)["caveats"][0].startswith("NOT AS MEANT: ")
 
 
+@pytest.mark.slow
 def test_the_report_counts_words_points_and_tokens(report: dict[str, Any]) -> None:
     assert next(iter(report)) == "caveats"
     assert report["phases"] == ["told", "asked"]

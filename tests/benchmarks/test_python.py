@@ -23,6 +23,7 @@ def test_the_prompt_is_long_and_the_tree_is_wide(cost: PythonCost) -> None:
     assert cost.match.tree_nodes >= 2000 // 256 + 3 * 3
 
 
+@pytest.mark.slow
 def test_everything_takes_some_time(cost: PythonCost) -> None:
     rows = python_rows(PLAN, cost)
     assert all(row["ms"] > 0 for row in rows)

@@ -12,6 +12,7 @@ from tests.conftest import ModelFolder
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_small_run(model_folder: ModelFolder) -> None:
     reread = hasattr(os, "posix_fadvise")
     plan = RestorePlan(str(model_folder("qwen3_tied")), context=512, restarts=1, rounds=1, reread=reread)

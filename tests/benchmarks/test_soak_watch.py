@@ -6,6 +6,8 @@ import os
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import pytest
+
 from benchmarks.soak.watch import HealthWatch
 
 
@@ -23,6 +25,7 @@ class _Healthy(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_watch_tells_what_it_saw_and_is_out_of_reach_of_ctrl_c() -> None:
     with HTTPServer(("127.0.0.1", 0), _Healthy) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

@@ -19,6 +19,7 @@ def model(model_folder: ModelFolder) -> Path:
     return model_folder("llama", num_hidden_layers=2)
 
 
+@pytest.mark.slow
 def test_there_and_back(model: Path, tmp_path: Path, invoke: Invoke) -> None:
     sizes = {"ram_budget": "64MB", "disk_budget": "256MB"}
     with LLM(model, cache_dir=tmp_path / "here", **sizes) as llm:

@@ -59,6 +59,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     return demo_on(tmp_path_factory.mktemp("demo"))
 
 
+@pytest.mark.slow
 def test_a_server_that_remembers_passes(good: tuple[dict[str, Any], dict[str, WorkflowTranscript], str]) -> None:
     report, runs, progress = good
     assert all(report[key] for key in ("passed", "same_words", "same_score", "from_disk", "saved"))
@@ -71,6 +72,7 @@ def test_a_server_that_remembers_passes(good: tuple[dict[str, Any], dict[str, Wo
     assert summary_lines(report)[-1] == "Same words: yes (6 turns, 120 tokens)"
 
 
+@pytest.mark.slow
 def test_everything_is_saved(good: tuple[dict[str, Any], dict[str, WorkflowTranscript], str], tmp_path: Path) -> None:
     report, runs, _ = good
     write_demo_report(report, runs, tmp_path)
@@ -81,6 +83,7 @@ def test_everything_is_saved(good: tuple[dict[str, Any], dict[str, WorkflowTrans
         assert read_transcript(folder / "transcript.json") == runs[run]
 
 
+@pytest.mark.slow
 def test_the_table_fits_its_width(good: tuple[dict[str, Any], dict[str, WorkflowTranscript], str]) -> None:
     console = Console(width=120)
     with console.capture() as captured:
@@ -96,12 +99,14 @@ def test_telling_lines_show_what_is_missing(good: tuple[dict[str, Any], dict[str
     assert lines[1].endswith("(expected: never said)")
 
 
+@pytest.mark.slow
 def test_a_server_that_forgets_fails_even_with_the_same_words(tmp_path: Path) -> None:
     report, _, _ = demo_on(tmp_path, "--fault", "forget")
     assert (report["passed"], report["same_words"], report["from_disk"]) == (False, True, False)
     assert "Restored from disk after every SIGKILL: no" in summary_lines(report)
 
 
+@pytest.mark.slow
 def test_a_server_that_says_other_words_fails_and_shows_the_first(tmp_path: Path) -> None:
     report, _, _ = demo_on(tmp_path, "--fault", "drift")
     assert (report["passed"], report["same_words"]) == (False, False)

@@ -32,6 +32,7 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "check_kernels", lambda config: doctor.Check("kernels", True, "untried"))
 
 
+@pytest.mark.slow
 def test_doctor_examines_this_machine(invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("doctor", "--json", "--cache-dir", str(tmp_path / "new" / "cache"))
     checks = {check["name"]: check for check in json.loads(result.stdout)}
@@ -91,6 +92,7 @@ def test_blas() -> None:
 
 
 @pytest.mark.usefixtures("untried")
+@pytest.mark.slow
 def test_every_file_is_verified_on_request(invoke: Invoke, tmp_path: Path) -> None:
     cache_dir = tmp_path / "cache"
     with open_store(cache_dir) as store:
@@ -156,6 +158,7 @@ def test_what_is_served_of_a_model(invoke: Invoke, tmp_path: Path, model_folder:
 
 
 @pytest.mark.usefixtures("untried")
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_says_so(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AGENTCACHE_MEMORY_LIMIT", "20MB")
     result = invoke("doctor", "--json", "--cache-dir", str(tmp_path / "cache"))

@@ -86,6 +86,7 @@ def test_json_is_the_transcript_and_nothing_else(server: ServerProcess, tmp_path
     assert data == json.loads((tmp_path / "out" / "transcript.json").read_text())
 
 
+@pytest.mark.slow
 def test_stopping_and_resuming_says_the_same_words(server: ServerProcess, tmp_path: Path) -> None:
     whole = json.loads(
         invoke(server, "--json", "--session", "whole", "--seed", "5", "--out", str(tmp_path / "whole")).stdout
@@ -131,6 +132,7 @@ def test_mistakes_come_before_any_turn(server: ServerProcess, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_seed_draws_other_facts(server: ServerProcess, script: str, tmp_path: Path) -> None:
     drawn = []
     for seed in range(6):
@@ -162,6 +164,7 @@ def test_min_recall_needs_a_script_that_expects_something(server: ServerProcess,
     assert isinstance(done.exception, ConfigError)
 
 
+@pytest.mark.slow
 def test_one_after_the_other_and_nothing_ahead_say_the_same(server: ServerProcess, tmp_path: Path) -> None:
     texts = []
     for session, options in (("a", []), ("b", ["--sequential"]), ("c", ["--no-prefetch"])):

@@ -57,11 +57,13 @@ def test_a_signal_drains_and_exits_with_0(number: signal.Signals) -> None:
     assert out == "engine closed\n"
 
 
+@pytest.mark.slow
 def test_the_header_by_which_the_server_is_known() -> None:
     with serving() as process:
         assert httpx.get(f"{url_of(process)}/health").headers.get_list("server") == ["agentcache"]
 
 
+@pytest.mark.slow
 def test_it_answers_where_uvloop_is_installed() -> None:
     """Many have it; uvicorn would take it without being asked, and no connection of ours could be made on its loop."""
     assert find_spec("uvloop") is not None, "it is among what development needs"
@@ -69,7 +71,7 @@ def test_it_answers_where_uvloop_is_installed() -> None:
         assert httpx.get(f"{url_of(process)}/health", timeout=PATIENCE).json()["status"] == "ok"
 
 
-@pytest.mark.parametrize(("failure", "said"), [("in-use", "the cache folder is in use"), ("crash", "bad weights")])
+@pytest.mark.parametrize(("failure", "said"), [("in-use", "the cache folder is in use"), slow("crash", "bad weights")])
 def test_an_engine_that_does_not_start_is_one_sentence_and_exit_1(failure: str, said: str) -> None:
     with serving(failure=failure) as process:
         out, err = process.communicate(timeout=PATIENCE)
@@ -80,6 +82,7 @@ def test_an_engine_that_does_not_start_is_one_sentence_and_exit_1(failure: str, 
     assert ("Traceback" in err) == (failure == "crash")  # what nobody foresaw is in the log as a whole
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_one_sentence() -> None:
     with listen(Config(port=0)) as taken, serving("--port", str(taken.getsockname()[1])) as process:
         out, err = process.communicate(timeout=PATIENCE)
@@ -88,6 +91,7 @@ def test_a_taken_port_is_one_sentence() -> None:
     assert len(err.splitlines()) == 1 and "cannot listen on 127.0.0.1 port" in err
 
 
+@pytest.mark.slow
 def test_an_open_address_without_a_key_is_warned_of() -> None:
     with serving("--host", "0.0.0.0") as process:
         assert url_of(process).startswith("http://127.0.0.1:")
@@ -97,6 +101,7 @@ def test_an_open_address_without_a_key_is_warned_of() -> None:
 
 
 @pytest.mark.skipif(shutil.which("ps") is None, reason="no ps here")
+@pytest.mark.slow
 def test_the_key_in_a_file_opens_and_is_in_no_list_of_processes(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("s3cret\n")
     (tmp_path / "key").chmod(0o600)
@@ -108,6 +113,7 @@ def test_the_key_in_a_file_opens_and_is_in_no_list_of_processes(tmp_path: Path) 
     assert "--api-key-file" in listed.stdout and "s3cret" not in listed.stdout
 
 
+@pytest.mark.slow
 def test_settings_of_what_requests_mean(tmp_path: Path) -> None:
     body = {"model": "gpt-4o", "messages": [{"role": "user", "content": "hi"}]}
     with serving("--strict-model-names", "--session-headers", "off", "--images", "placeholder") as process:

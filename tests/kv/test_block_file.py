@@ -265,6 +265,7 @@ def test_impossible_headers_cannot_be_made(position: int, tokens: tuple[int, ...
         make_header(ROOT, "full.0", position, tokens)
 
 
+@pytest.mark.slow
 def test_token_ids_that_unpack_to_gigabytes_are_rejected_cheaply() -> None:
     import base64
     import zlib

@@ -140,6 +140,7 @@ def test_an_unmodified_model_gives_the_logits_of_mlx_lms_quantised_cache(
         assert mx.abs(logits - model(ids, cache=plain)).mean().item() < 0.05 * size
 
 
+@pytest.mark.slow
 def test_a_ragged_batch_runs_on_an_unmodified_model(model_folder: ModelFolder) -> None:
     model, config = load_model(model_folder("gemma3_text"))
     rng = np.random.default_rng(0)

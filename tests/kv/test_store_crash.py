@@ -90,6 +90,7 @@ def test_the_scenario_covers_the_whole_write_path(tmp_path: Path) -> None:
     assert len(SPEC.groups) == 2  # so that one turn writes more than one file
 
 
+@pytest.mark.slow
 def test_a_failure_at_any_step_loses_nothing(ram_path: Path) -> None:
     steps = record_steps(ram_path / "dry-run")
     for number, expected in enumerate(steps):

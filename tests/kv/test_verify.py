@@ -57,6 +57,7 @@ def test_a_damaged_block(cache_dir: Path, damage: Callable[[Path], None]) -> Non
     assert (report.blocks, report.agents, report.missing_blocks) == (11, 2, 0)
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_of_a_block_is_found(cache_dir: Path) -> None:
     path = block_paths(cache_dir)[0]
     data = path.read_bytes()

@@ -86,6 +86,7 @@ def test_base_poet_clerk_base(server: ServerProcess) -> None:
         assert outcome(cold)[1] == pytest.approx(outcome(answer)[1], abs=5e-2)
 
 
+@pytest.mark.slow
 def test_a_switch_of_adapter_computes_little_of_a_cached_context(server: ServerProcess) -> None:
     context = make_ids(4096, seed=2)
     complete(server, context, 1)
@@ -185,6 +186,7 @@ def test_refused_uses(http: httpx.Client, body: dict[str, Any], param: str) -> N
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.slow
 def test_base_is_bit_equal_beside_concurrent_traffic(server: ServerProcess) -> None:
     prompt = make_ids(100, seed=6)
     alone = complete(server, prompt, 24, agentcache={"salt": "alone"})

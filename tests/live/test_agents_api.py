@@ -154,6 +154,7 @@ def test_delete_forgets_and_frees_the_disk(
     assert again["agentcache"]["computed_tokens"] == len(prompt)
 
 
+@pytest.mark.slow
 def test_clearing_the_cache_leaves_agents_on_disk(live_model: Path, tmp_path: Path, agent: str) -> None:
     with serving(live_model, tmp_path / "cache") as server:
         said = complete(server, make_ids(300), 3, agent=agent)

@@ -274,6 +274,7 @@ def test_a_web_page_may_not_ask(http: httpx.Client) -> None:
     refused(http.get("/v1/agents", headers={"Host": "evil.example"}), 403, None, "forbidden")
 
 
+@pytest.mark.slow
 def test_the_api_key(live_model: Path, tmp_path: Path) -> None:
     with serving(live_model, tmp_path / "cache", "--api-key", "secret") as server, http_of(server) as http:
         presented = [{}, {"Authorization": "Basic secret"}, {"Authorization": "Bearer wrong"}, {"x-api-key": "secre"}]

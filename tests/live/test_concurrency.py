@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 
 from agentcache.server_process import ServerProcess
 from tests.live.servers import (
@@ -30,6 +31,7 @@ from tests.live.servers import (
 NUM_AGENTS = 10
 
 
+@pytest.mark.slow
 def test_one_agents_requests_run_in_order_of_arrival(live_server: ServerProcess, agent: str) -> None:
     """The second sees what the first has left, and begins when that is done."""
     computed = stats(live_server)["computed_tokens"]
@@ -87,6 +89,7 @@ def test_ten_agents_get_what_each_gets_alone(live_server: ServerProcess, agent: 
     wait_until_idle(live_server)
 
 
+@pytest.mark.slow
 def test_agents_that_are_asked_deleted_and_forked_at_once(live_server: ServerProcess, agent: str) -> None:
     """Whatever the order turns out to be, every answer is one of those that are allowed."""
     complete(live_server, make_ids(260, seed=44), 2, agent=agent)
@@ -111,6 +114,7 @@ def test_agents_that_are_asked_deleted_and_forked_at_once(live_server: ServerPro
     complete(live_server, make_ids(270, seed=44), 2, agent=agent)
 
 
+@pytest.mark.slow
 def test_two_agents_that_are_forked_into_each_other(live_server: ServerProcess, agent: str) -> None:
     """Both forks begin when both agents have just finished a turn; neither may wait for what the other holds."""
     first, second = f"{agent}-a", f"{agent}-b"

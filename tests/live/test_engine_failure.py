@@ -97,6 +97,7 @@ def check_told(answer: httpx.Response) -> None:
     assert "device lost" not in answer.text
 
 
+@pytest.mark.slow
 def test_every_waiter_is_told(live_model: Path, tmp_path: Path, trap: Trap, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         async with serving(live_model, tmp_path / "cache") as http:

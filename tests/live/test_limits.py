@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, agent_info, complete, http_of, make_ids, serving, stats, wait_until_idle
-from tests.marks import slow
 from tests.rounds import check_bound, in_rounds
 
 TIMEOUT = 1.5
@@ -42,6 +40,7 @@ def check_in_time(waiting: list[asyncio.Task[httpx.Response]]) -> None:
 
 
 @in_rounds
+@pytest.mark.slow
 def test_a_full_queue_refuses_and_empties(server: ServerProcess) -> None:
     body = {"prompt": make_ids(20), **ENDLESS, "request_timeout": 1.0}
     paths = {"/v1/completions": {"prompt": "x"}, "/v1/messages": {"max_tokens": 1, "messages": []}, "/v1/agents": {}}
@@ -66,9 +65,9 @@ def test_a_full_queue_refuses_and_empties(server: ServerProcess) -> None:
     assert complete(server, make_ids(20), 2)["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize(
-    ("length", "stream"), [(20, True), *starmap(slow, [(12_000, False), (12_000, True), (20, False)])], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("length", [20, 12_000])
 def test_what_takes_too_long_ends_in_prefill_and_in_decode(
     server: ServerProcess, agent: str, stream: bool, length: int
 ) -> None:

@@ -196,6 +196,7 @@ def test_an_agent_by_extra_body(client: openai.OpenAI, model_id: str, agent: str
 # -- responses --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_response_is_what_chat_says(client: openai.OpenAI, model_id: str) -> None:
     chat = client.chat.completions.create(model=model_id, messages=MESSAGES, max_tokens=12, **GREEDY)
     body: dict[str, Any] = {"model": model_id, "input": MESSAGES, "max_output_tokens": 12, **GREEDY}

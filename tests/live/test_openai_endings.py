@@ -48,6 +48,7 @@ def test_a_stop_string_across_tokens_ends_the_text(
     assert streamed[-1].choices[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_indentation_is_what_the_model_said(client: openai.OpenAI, model_id: str, tokenizer: Tokenizer) -> None:
     spaces = [i for i in range(tokenizer.vocab_size) if (text := tokenizer.token_text(i)) and not text.strip()]
     words = [i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i) in ("def", "print", " return", "x", ":")]

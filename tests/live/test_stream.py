@@ -124,6 +124,7 @@ def check_left(server: ServerProcess, agent: str, info: dict[str, Any]) -> None:
 
 
 @in_rounds
+@pytest.mark.slow
 def test_leaving_while_waiting_for_ones_turn(live_server: ServerProcess) -> None:
     """Of two requests for one conversation, the second leaves before it begins: it never runs."""
     agent = f"agent-{uuid.uuid4().hex[:12]}"

@@ -52,6 +52,7 @@ def test_parse(client: openai.OpenAI, model_id: str) -> None:
     assert streamed.choices[0].message.parsed == done.choices[0].message.parsed
 
 
+@pytest.mark.slow
 def test_parse_responses(client: openai.OpenAI, model_id: str) -> None:
     options: Any = {"max_output_tokens": 400, "extra_body": {"seed": 3} | NO_THOUGHTS}
     done = client.responses.parse(model=model_id, input="hi", text_format=House, **options)
@@ -60,6 +61,7 @@ def test_parse_responses(client: openai.OpenAI, model_id: str) -> None:
     assert plain.status == "incomplete" or isinstance(json.loads(plain.output_text), dict)
 
 
+@pytest.mark.slow
 def test_tools_that_must_be_called(client: openai.OpenAI, model_id: str) -> None:
     body: Any = {"model": model_id, "messages": MESSAGES, "tools": SHORT_TOOLS} | ANY
     named = {"type": "function", "function": {"name": "look"}}
@@ -98,6 +100,7 @@ def test_tools_of_responses(client: openai.OpenAI, model_id: str) -> None:
         assert [item.type for item in done.output] == ["function_call"]
 
 
+@pytest.mark.slow
 def test_anthropics_tools_and_format(claude: anthropic.Anthropic) -> None:
     tools: Any = [
         {"name": tool["function"]["name"], "input_schema": {"type": "object"} | tool["function"]["parameters"]}
@@ -134,6 +137,7 @@ def test_what_cannot_be_kept_to_is_refused_before_the_first_token(http: httpx.Cl
     assert refused({"text": {"format": flat}}, "/v1/responses") == (400, "text.format.schema")
 
 
+@pytest.mark.slow
 def test_texts_and_choices(http: httpx.Client) -> None:
     def text_of(**fields: Any) -> str:
         answer = http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 60, "seed": 1} | fields)
@@ -159,6 +163,7 @@ def test_no_schema_breaks_the_server(schema: Any, http: httpx.Client) -> None:
         assert answer.status_code in (200, 400), answer.text
 
 
+@pytest.mark.slow
 def test_a_bomb_takes_nobody_elses_time(http: httpx.Client) -> None:
     many = {"properties": {f"p{i}": {} for i in range(9_000)}}
     bombs: list[dict[str, Any]] = [{"guided_json": many}, {"guided_regex": "((a{1000}){1000}){9}"}]

@@ -207,10 +207,10 @@ def texts(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 SHAPES = [
     HeadShape(128, 8, 4, 64, mx.bfloat16),
-    HeadShape(128, 2, 3, 64, mx.float16, value_rank=16),
-    HeadShape(96, 2, 16, 32, mx.float16, value_rank=8, key_rank=8, pairs=16, interleaved=True, normed=True),
+    slow(HeadShape(128, 2, 3, 64, mx.float16, value_rank=16)),
+    slow(HeadShape(96, 2, 16, 32, mx.float16, value_rank=8, key_rank=8, pairs=16, interleaved=True, normed=True)),
     LatentShape(512, 64, 16, 64, mx.bfloat16),
-    LatentShape(64, 32, 3, 32, mx.float32, 8),
+    slow(LatentShape(64, 32, 3, 32, mx.float32, 8)),
     slow(HeadShape(64, 2, 2, 64, mx.float32)),
     slow(HeadShape(256, 2, 1, 64, mx.bfloat16, value_rank=64, key_rank=64, pairs=128)),
 ]
@@ -224,7 +224,7 @@ def test_every_text_is_compiled(shape: Shape, library: Path, monkeypatch: pytest
     assert all(cubin.startswith(b"\x7fELF") for cubin in cubins)
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("architecture", ["sm_80", slow("sm_89"), slow("sm_100a"), slow("sm_120a")])
 def test_they_are_compiled_for_other_gpus(architecture: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = Compiler.of_library(library, architecture)
     assert compiler.version >= (13, 0)

@@ -337,6 +337,7 @@ def test_there_are_enough_of_enough_classes(bugs: Sequence[Bug]) -> None:
     assert len({bug.caught_by for bug in bugs}) >= 5
 
 
+@pytest.mark.slow
 def test_nothing_is_caught_where_nothing_is_planted(emulate: Emulate) -> None:
     emulate()
     assert caught(lambda: decoded_right(ROW)) == caught(lambda: decoded_right(PREFIX)) == ()

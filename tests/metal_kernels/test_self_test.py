@@ -39,16 +39,14 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "shape", [SHAPE, LATENTS, *(slow(shape) for shape in OTHERS)], ids=lambda shape: type(shape).__name__
-)
+@pytest.mark.parametrize("shape", [LATENTS, *map(slow, (SHAPE, *OTHERS))], ids=lambda shape: type(shape).__name__)
 def test_right_kernels_pass(shape: Shape) -> None:
     assert try_kernels(shape, emulated("none")) == Verdict(True)
 
 
 @pytest.mark.parametrize(
     ("bug", "reason"),
-    [("wrong", "wrong numbers: decode"), ("syntax", "ended with code 1"), ("abort", "ended with code -6")],
+    [slow("wrong", "wrong numbers: decode"), ("syntax", "ended with code 1"), ("abort", "ended with code -6")],
 )
 def test_others_do_not_and_it_says_why(bug: str, reason: str) -> None:
     verdict = try_kernels(SHAPE, emulated(bug))
@@ -79,7 +77,7 @@ def test_on_a_back_end_without_kernels_the_self_test_fails() -> None:
     ("kernel", "old", "new", "names"),
     [
         ("unpack", "& 15u), scale", "& 7u), scale", ["append and unpack", "unpack"]),
-        ("append", "scale), 15.0f)", "scale), 14.0f)", ["append"]),
+        slow("append", "scale), 15.0f)", "scale), 14.0f)", ["append"]),
         slow("append", "biases[at] =", "if (false) biases[at] =", ["append", "append and decode", "append and unpack"]),
         slow("append", "= places[", "= 1 + places[", ["append", "append and decode", "append and unpack"]),
     ],
@@ -89,6 +87,7 @@ def test_wrong_steps_are_named(kernel: str, old: str, new: str, names: list[str]
     assert sorted(wrong.partition(" (off by ")[0] for wrong in wrong_steps(SHAPE)) == names
 
 
+@pytest.mark.slow
 def test_residuals_that_are_wrong_are_named(emulate: Emulate) -> None:
     emulate(edits={"agentcache_merge": lambda launch: launch.edited("low[d - D] = sum;", "low[d - D] = 2.0f * sum;")})
     with_residuals = replace(SHAPE, value_rank=3)

@@ -107,5 +107,6 @@ def test_what_a_thread_with_an_arena_of_its_own_frees_is_kept_too() -> None:
 
 @cpu_memory
 @of_glibc
+@pytest.mark.slow
 def test_all_threads_of_an_engine_share_one_arena(model_folder: ModelFolder, tmp_path: Path) -> None:
     assert number_from(ARENAS, model_folder("llama"), tmp_path / "cache", tmp_path / "told.xml") == 1

@@ -57,6 +57,7 @@ def test_at_4_bits_it_is_what_8_bits_see(strength: float, tmp_path: Path) -> Non
     assert values[1] > 0.01
 
 
+@pytest.mark.slow
 def test_it_grows_with_the_adapter(tmp_path: Path) -> None:
     loaded = small_model("llama")
     values = [divergence(read(loaded, tmp_path / str(s), s)[1]).value for s in (0.02, 0.1, 0.5)]

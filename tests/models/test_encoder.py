@@ -141,6 +141,7 @@ class TestLimits:
         assert list(looks) == []
 
     @in_rounds
+    @pytest.mark.slow
     def test_other_threads_run_meanwhile(self, chatml: Tokenizer) -> None:
         ticks, done = [time.perf_counter()], threading.Event()
 

@@ -112,6 +112,7 @@ def test_what_a_step_writes_is_what_operations_write(kernel_device: Device, monk
         np.testing.assert_array_equal(made, wanted)
 
 
+@pytest.mark.slow
 def test_latents_in_eight_bits_are_written_by_operations(kernel_device: Device) -> None:
     log = kernel_device()
     Step((5,), bits=8).compute()
@@ -148,7 +149,7 @@ def test_check_notices_a_kernel_that_turns_wrong(
     assert "latent decode by a kernel is off by" in caplog.text
 
 
-@pytest.mark.parametrize("bug", ["wrong", "syntax", "abort"])
+@pytest.mark.parametrize("bug", [slow("wrong"), slow("syntax"), "abort"])
 def test_kernels_found_wrong_are_not_used(
     bug: str, kernel_device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -88,6 +88,7 @@ def read(log: Sequence[Result], name: str = "residuals") -> list[int]:
     return [moved for result in log if name in result.traffic and (moved := result.traffic[name].read)]
 
 
+@pytest.mark.slow
 def test_rows_of_one_adapter_are_computed_together(
     two: list[AdapterWeights], decoded: Decoded, log: list[Result]
 ) -> None:
@@ -98,6 +99,7 @@ def test_rows_of_one_adapter_are_computed_together(
     assert log == []
 
 
+@pytest.mark.slow
 def test_keys_and_values_are_put_together_by_one_kernel(
     loaded: LoadedModel, decoded: Decoded, log: list[Result], tmp_path: Path
 ) -> None:
@@ -163,6 +165,7 @@ def test_matrices_for_kernels_are_kept_with_their_adapter(
 
 
 @steady_sums
+@pytest.mark.slow
 def test_check_computes_both(two: list[AdapterWeights], decoded: Decoded, log: list[Result]) -> None:
     checked = decoded(two, log, "check")
     assert len(read(log)) == 4
@@ -200,6 +203,7 @@ def test_kernels_found_wrong_are_not_used_and_it_warns_once(
     assert close(by_kernels, decoded(two, log, "off"), 1e-4)
 
 
+@pytest.mark.slow
 def test_nobody_waits_while_kernels_are_tried(
     two: list[AdapterWeights], decoded: Decoded, kernel_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +227,7 @@ def test_nobody_waits_while_kernels_are_tried(
     assert close(by_kernels, meanwhile, 1e-4)
 
 
+@pytest.mark.slow
 def test_kernels_that_an_earlier_start_has_found_right_are_used_at_once(
     two: list[AdapterWeights], decoded: Decoded, log: list[Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ from agentcache.models.text.replies.reader import open_reader
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.conftest import StyledTokenizer
 from tests.examples import examples
+from tests.marks import slow
 from tests.reply_formats import FAMILIES, WRITERS
 from tests.schemas import SHORT_TOOLS, calling, object_schemas, of_schema, schemas, tagged_schemas
 from tests.tokenizers_factory import byte_bpe
@@ -123,7 +124,7 @@ def family_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda family: Tokenizer.load(WRITERS[family](tmp_path_factory.mktemp("family"))))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [slow(family) if index % 3 else family for index, family in enumerate(FAMILIES)])
 def test_every_family_calls_in_its_own_dialect_and_says_what_it_must(family: str, family_tokenizer: Any) -> None:
     tokenizer: Tokenizer = family_tokenizer(family)
     prompt_end = tokenizer.render_chat([{"role": "user", "content": "hi"}], SHORT_TOOLS)[-256:]
@@ -447,6 +448,7 @@ def test_what_cannot_be_used_is_refused_soon(
     assert time.thread_time() - began < 3
 
 
+@pytest.mark.slow
 def test_many_tools_are_tried_together(chatml: Tokenizer) -> None:
     texts = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(8)}}
     tools = tuple(CallableTool(f"tool_{i}", json.dumps(texts | {"title": f"{i}"})) for i in range(60))

@@ -42,12 +42,13 @@ def test_logits_are_those_of_the_original_on_quantised_values(model_folder: Mode
     assert compare(model_folder(architecture), CHUNKS) < allowed
 
 
+@pytest.mark.slow
 def test_a_prompt_of_several_wide_windows(model_folder: ModelFolder) -> None:
     folder = model_folder("gemma3_text", sliding_window=300, num_hidden_layers=6)
     assert compare(folder, [256, 256, 250, 40, 1, 1]) < 1e-4
 
 
-@pytest.mark.parametrize("architecture", [slow("llama_bias"), slow("gemma3_text"), "gpt_oss", "deepseek_v2_q_lora"])
+@pytest.mark.parametrize("architecture", [*map(slow, ["llama_bias", "gemma3_text", "gpt_oss"]), "deepseek_v2_q_lora"])
 def test_four_bit_weights(model_folder: ModelFolder, tmp_path: Path, architecture: str) -> None:
     source = model_folder(architecture, q_lora_rank=64) if "q_lora" in architecture else model_folder(architecture)
     assert compare(quantised(source, tmp_path), CHUNKS) < 1e-4
@@ -69,7 +70,7 @@ def test_half_precision_weights(model_folder: ModelFolder, tmp_path: Path, archi
 @pytest.mark.parametrize(
     ("architecture", "size"),
     [
-        *(("llama", 7), ("gemma3_text", 256), ("deepseek_v2", 7)),
+        *(slow("llama", 7), ("gemma3_text", 256), slow("deepseek_v2", 7)),
         *(slow("llama", 256), slow("gemma3_text", 7), slow("deepseek_v2", 256)),
         *(slow("llama", 300), slow("gemma3_text", 300), slow("deepseek_v2", 300)),
     ],
@@ -115,6 +116,7 @@ def test_keys_and_values_in_8_bits_are_proved_as_those_in_4_are(model_folder: Mo
     assert [2 * size for size in data[0]] == data[1]
 
 
+@pytest.mark.slow
 def test_rope_is_part_of_the_digest(model_folder: ModelFolder) -> None:
     folders = [model_folder(a, rope_theta=theta) for a in ("qwen2", "gemma3") for theta in (10000.0, 20000.0)]
     digests = [host(*load(folder)).spec.digest for folder in folders]

@@ -103,6 +103,7 @@ def test_residuals_are_told_apart(model_folder: ModelFolder, monkeypatch: pytest
     assert [each.residuals for each in states] == [""]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_served_has_no_layers(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel):
         layer_kinds(tmp_path)

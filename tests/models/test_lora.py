@@ -28,7 +28,7 @@ from tests.models.driver import random_ids
 from tests.models.lora_driver import CHUNKS, EQUAL, VISIBLE, adapted_step, difference, put, run
 from tests.models.reference import Reference
 from tests.models.saved_model import quantised, save
-from tests.tiny import VARIANTS_SLOW
+from tests.tiny import OTHER_CACHES_SLOW
 
 
 def reference_logits(reference: Reference, ids: np.ndarray) -> mx.array:
@@ -48,7 +48,7 @@ def check_against_mlx_lm(model: Path, adapter: Path) -> None:
     assert mx.array_equal(run(loaded, ids, None), base)
 
 
-@pytest.mark.parametrize("architecture", VARIANTS_SLOW)
+@pytest.mark.parametrize("architecture", OTHER_CACHES_SLOW)
 def test_logits_are_those_of_mlx_lm_with_its_adapter(
     model_folder: ModelFolder, tmp_path: Path, architecture: str
 ) -> None:

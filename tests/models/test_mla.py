@@ -48,6 +48,7 @@ def test_absorbed_and_decompressed_agree(monkeypatch: pytest.MonkeyPatch, name: 
     assert mx.median(error).item() < 1e-3
 
 
+@pytest.mark.slow
 def test_what_is_cached_is_the_latent() -> None:
     for name in ARCHITECTURES:
         loaded = zoo.load(name, MODEL_FILES[name].config)

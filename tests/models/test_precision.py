@@ -123,6 +123,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Hoste
     return read.model, host(read.model, "qwen3", read.config, check=False), ids
 
 
+@pytest.mark.slow
 def test_the_embedded_model_does_with_4_bits(embedded: tuple[nn.Module, Hosted, tuple[int, ...]]) -> None:
     model, hosted, ids = embedded
     found = Measured(ids)(model, hosted.survey)

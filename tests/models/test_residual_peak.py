@@ -15,6 +15,7 @@ from agentcache.models import residual_attention
 from agentcache.models.footprint import Footprint
 from tests.device_marks import cpu_memory
 from tests.held_memory import held_bytes
+from tests.marks import slow
 from tests.models.driver import Row
 from tests.models.residual_driver import AnyRow, Overlay, ResidualDriver
 from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
@@ -76,6 +77,7 @@ def decode_peaks(driver: ResidualDriver, rows: list[Overlay]) -> tuple[int, int]
 
 
 @cpu_memory
+@pytest.mark.slow
 def test_eight_residual_rows_take_what_eight_base_rows_do_and_one_rows_keys(
     crowd: tuple[ResidualDriver, list[Overlay]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +101,7 @@ def test_the_estimate_covers_rows_of_values_alone(of_values: tuple[ResidualDrive
 
 
 @cpu_memory
-@pytest.mark.parametrize("num_tokens", [1, 64, 256])
+@pytest.mark.parametrize("num_tokens", [1, 64, slow(256)])
 @pytest.mark.parametrize("which", ["crowd", "of_values"])
 def test_the_estimate_covers_it(which: str, num_tokens: int, request: pytest.FixtureRequest) -> None:
     driver, rows = request.getfixturevalue(which)

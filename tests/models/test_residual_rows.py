@@ -146,6 +146,7 @@ def decode(driver: ResidualDriver, rows: Sequence[AnyRow], steps: int = 6) -> mx
     return mx.stack(found)
 
 
+@pytest.mark.slow
 def test_rows_of_all_kinds_are_in_a_batch_what_they_are_alone(
     crowd: tuple[LoadedModel, list[AdapterWeights]],
 ) -> None:

@@ -99,6 +99,7 @@ class TestLimits:
     def test_a_template_that_takes_too_much_memory(self, tmp_path: Path, template: str) -> None:
         assert "more memory than 96 MB" in refusal(made(tmp_path, template)).message
 
+    @pytest.mark.slow
     def test_the_next_render_works(self, tmp_path: Path) -> None:
         template = (
             "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"

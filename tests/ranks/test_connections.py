@@ -72,6 +72,7 @@ def test_without_a_ring_nothing_is_ever_cut(monkeypatch: pytest.MonkeyPatch) -> 
     assert not ring_connections().are_cut()
 
 
+@pytest.mark.slow
 def test_rank_0_gives_up_its_thread_that_waits_for_one_that_is_gone(ring: Ring) -> None:
     """However long ranks are given to answer."""
     lost: queue.SimpleQueue[RankLost] = queue.SimpleQueue()

@@ -37,6 +37,7 @@ def device_bytes(llm: LLM) -> int:
     return llm.stats().adapter_ram_bytes
 
 
+@pytest.mark.slow
 def test_same_name_other_weights(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     with open_adapters(base, tmp_path / "cache", {"poet": folders["plain"]}) as llm:
         before = ask(llm, PROMPT, "poet")
@@ -50,6 +51,7 @@ def test_same_name_other_weights(base: Path, folders: dict[str, Path], tmp_path:
         assert device_bytes(llm) == new.ram_bytes, "the old weights are gone"
 
 
+@pytest.mark.slow
 def test_same_weights_other_name_or_format(base: Path, tmp_path: Path) -> None:
     pairs = random_matrices(base, rank=3, seed=1)
     one, two = write_mlx_lm(tmp_path / "one", pairs), write_peft(tmp_path / "two", pairs)
@@ -91,6 +93,7 @@ def test_weights_are_dropped_and_read_again(base: Path, tmp_path: Path) -> None:
         assert all(adapter.running == 0 for adapter in llm.adapters())
 
 
+@pytest.mark.slow
 def test_a_dropped_adapter_whose_folder_has_changed(base: Path, tmp_path: Path) -> None:
     folders = {name: make_adapter(tmp_path / name, base, rank=64, seed=seed) for seed, name in enumerate("abc")}
     with open_adapters(base, tmp_path / "probe", {}) as llm:
@@ -108,6 +111,7 @@ def test_a_dropped_adapter_whose_folder_has_changed(base: Path, tmp_path: Path) 
         check_equal(again := ask(llm, PROMPT, "a"), cold(llm, again))
 
 
+@pytest.mark.slow
 def test_too_large_for_the_budget(base: Path, tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "large", base, rank=64)
     with open_adapters(base, tmp_path / "probe", {}) as llm:
@@ -176,6 +180,7 @@ def test_replaced_and_unloaded_while_it_runs(base: Path, folders: dict[str, Path
         assert llm.adapters() == () and device_bytes(llm) == 0
 
 
+@pytest.mark.slow
 def test_a_cancelled_request_gives_its_adapter_back(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     with open_adapters(base, tmp_path / "cache", {"poet": folders["plain"]}) as llm:
 

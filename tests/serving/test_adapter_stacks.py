@@ -143,6 +143,7 @@ def check_all_equal(mine: Sequence[Completion], theirs: Sequence[Completion]) ->
         check_equal(one, other)
 
 
+@pytest.mark.slow
 def test_the_budget_holds_in_every_step(llm: LLM) -> None:
     """Of a full cache, with sets that change and adapters that go."""
     expected, seen = alone(llm, MIXED), watch(llm)
@@ -217,6 +218,7 @@ def test_copies_without_use_are_given_back(llm: LLM, monkeypatch: pytest.MonkeyP
     assert max(seen.copies) == whole
 
 
+@pytest.mark.slow
 def test_a_model_of_sixteen_bits(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """On MLX's CPU back end it mixes adapters without copies; nowhere does the engine fail."""
     shutil.copytree(base, tmp_path / "model")

@@ -34,6 +34,7 @@ def llm(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_every_adapter_shows_and_base_is_as_before(llm: LLM) -> None:
     prompt = make_ids(300) + INVOKE_A + INVOKE_B
     base = ask(llm, prompt, salt="base")
@@ -47,6 +48,7 @@ def test_every_adapter_shows_and_base_is_as_before(llm: LLM) -> None:
     assert again.logprobs == base.logprobs, "bit for bit"
 
 
+@pytest.mark.slow
 def test_base_a_b_base(llm: LLM) -> None:
     """Each step uses all that the rules allow, and says what it says cold."""
     base = ask(llm, make_ids(600))
@@ -69,6 +71,7 @@ def test_base_a_b_base(llm: LLM) -> None:
     check_equal(last, cold(llm, last))
 
 
+@pytest.mark.slow
 def test_a_second_turn_of_the_same_adapter(llm: LLM) -> None:
     """The newer invocation counts; tokens behind the older one were computed by the adapter and are of no use."""
     first = ask(llm, make_ids(300) + INVOKE_A, "a", agent="alice")
@@ -82,7 +85,7 @@ def test_a_second_turn_of_the_same_adapter(llm: LLM) -> None:
     check_equal(third, cold(llm, third))
 
 
-@pytest.mark.parametrize("start", [slow(255), 256, 1, slow(16), slow(257), slow(300)])
+@pytest.mark.parametrize("start", [1, *map(slow, (255, 256, 16, 257, 300))])
 def test_every_offset_of_the_invocation_in_a_block(llm: LLM, start: int) -> None:
     prompt = make_ids(start) + INVOKE_A + make_ids(300, seed=1)
     base = ask(llm, prompt, tokens=1)
@@ -99,6 +102,7 @@ def test_every_offset_of_the_invocation_in_a_block(llm: LLM, start: int) -> None
     check_equal(back, cold(llm, back))
 
 
+@pytest.mark.slow
 def test_a_generated_invocation_does_not_activate_again(llm: LLM) -> None:
     """Within the request the start stays; the next prompt holds the invocation, and there it counts."""
     prompt = make_ids(280) + INVOKE_A + make_ids(20, seed=3)
@@ -111,6 +115,7 @@ def test_a_generated_invocation_does_not_activate_again(llm: LLM) -> None:
     assert follow.report.activated_at == len(prompt)
 
 
+@pytest.mark.slow
 def test_plain_lora_shares_what_lies_below_its_first_layer(llm: LLM, qwen3: Path) -> None:
     prompt = make_ids(512)
     ask(llm, prompt, tokens=1)
@@ -124,6 +129,7 @@ def test_plain_lora_shares_what_lies_below_its_first_layer(llm: LLM, qwen3: Path
     check_equal(again, adapted)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_changes_no_keys_or_values_uses_bases(llm: LLM, qwen3: Path, tmp_path: Path) -> None:
     """One of the last layer's output: all of the cache is base's, only the logits are its own."""
     targets = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
@@ -137,6 +143,7 @@ def test_an_adapter_that_changes_no_keys_or_values_uses_bases(llm: LLM, qwen3: P
     assert back.report.computed_tokens == 2
 
 
+@pytest.mark.slow
 def test_an_agent_keeps_its_adapter(llm: LLM) -> None:
     engine = inside.async_engine(llm)
     inside.on_loop(llm, engine.create_agent("poet", adapter="plain"))
@@ -164,6 +171,7 @@ def test_an_agent_that_changes_its_adapter_loses_nothing(llm: LLM) -> None:
         ids = [*all_ids(said), *make_ids(1, seed=turn)]
 
 
+@pytest.mark.slow
 def test_an_agent_uses_its_adapter_as_it_was_loaded(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     with open_adapters(qwen3, tmp_path / "cache", {"poet": f"{folders['plain']}:prefill-share"}) as llm:
         inside.on_loop(llm, inside.async_engine(llm).create_agent("alice", adapter="poet"))
@@ -176,6 +184,7 @@ def test_an_agent_uses_its_adapter_as_it_was_loaded(qwen3: Path, folders: dict[s
             inside.on_loop(llm, inside.async_engine(llm).create_agent("cy", policy=Policy.ACTIVATED))
 
 
+@pytest.mark.slow
 def test_prefill_share_is_activation_at_the_last_token(llm: LLM) -> None:
     prompt = make_ids(400)
     ask(llm, prompt, tokens=1)
@@ -191,6 +200,7 @@ def test_prefill_share_is_activation_at_the_last_token(llm: LLM) -> None:
     check_equal(base, cold(llm, base))
 
 
+@pytest.mark.slow
 def test_explicit_start(llm: LLM) -> None:
     prompt = INVOKE_A + make_ids(100)
     said = ask(llm, prompt, "a", invocation_start=50)

@@ -39,6 +39,7 @@ def everything(folder: Path) -> dict[str, bytes]:
 # -- there and back ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_elsewhere_the_agent_is_warm_and_says_the_same(saved: Saved, archive: Path, tmp_path: Path) -> None:
     with open_llm(saved.model, tmp_path / "there") as llm:
         imported = llm.import_agent("alice", archive)
@@ -55,6 +56,7 @@ def test_elsewhere_the_agent_is_warm_and_says_the_same(saved: Saved, archive: Pa
     assert verify_folder(tmp_path / "there").problems == ()
 
 
+@pytest.mark.slow
 def test_the_file_is_nobody_elses_and_replaces_none(saved: Saved, archive: Path, tmp_path: Path) -> None:
     old = os.umask(0)
     try:
@@ -91,6 +93,7 @@ def test_an_agent_of_several_models(saved: Saved, tmp_path: Path) -> None:
     assert ArchiveFile(tmp_path / "file").model[:16] == model
 
 
+@pytest.mark.slow
 def test_all_conversations_under_another_name(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path / "here") as llm:
         first = llm.generate(make_ids(700, seed=1), greedy(3), agent="alice")
@@ -289,6 +292,7 @@ def test_what_is_taken_apart_and_put_together_is_the_same(archive: Path) -> None
     assert Parts.of(archive).sealed() == archive.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_right_changes_nothing(
     saved: Saved, archive: Path, other_parts: Parts, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:

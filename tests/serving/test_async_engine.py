@@ -68,6 +68,7 @@ def fail_in_the_next_step(engine: Engine) -> None:
     engine.step = step  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_failure_reaches_every_waiter(model: Path, tmp_path: Path) -> None:
     """Running, waiting for a place, for the agent's turn or for a restore; and whoever comes later."""
 
@@ -90,6 +91,7 @@ def test_a_failure_reaches_every_waiter(model: Path, tmp_path: Path) -> None:
     run(test, model, tmp_path, max_concurrent_requests=2)
 
 
+@pytest.mark.slow
 def test_what_was_saved_before_a_failure_is_there_after_it(model: Path, tmp_path: Path) -> None:
     async def fails(engine: AsyncEngine) -> None:
         await complete(engine, "bob")
@@ -103,6 +105,7 @@ def test_what_was_saved_before_a_failure_is_there_after_it(model: Path, tmp_path
     run(works, model, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_queue_is_bounded(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         limit = engine.config.max_waiting_requests
@@ -113,6 +116,7 @@ def test_the_queue_is_bounded(model: Path, tmp_path: Path) -> None:
     run(test, model, tmp_path, max_concurrent_requests=1)
 
 
+@pytest.mark.slow
 def test_prompts_are_counted_up_to_a_multiple_of_what_may_run(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         most = await inside.on_thread(engine, lambda inner: inner.view().max_prompt_tokens)
@@ -126,6 +130,7 @@ def test_prompts_are_counted_up_to_a_multiple_of_what_may_run(model: Path, tmp_p
     run(test, model, tmp_path)
 
 
+@pytest.mark.slow
 def test_closing_tells_those_who_wait(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         waiters = [asyncio.ensure_future(outcome_of(complete(engine, "alice", 500, seed))) for seed in range(3)]
@@ -138,6 +143,7 @@ def test_closing_tells_those_who_wait(model: Path, tmp_path: Path) -> None:
     run(test, model, tmp_path)
 
 
+@pytest.mark.slow
 def test_two_that_fork_into_each_others_place(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         for agent in ("a", "b"):
@@ -148,6 +154,7 @@ def test_two_that_fork_into_each_others_place(model: Path, tmp_path: Path) -> No
     run(test, model, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_event_loop_wakes_once_a_step(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for every row: what a step has for all of them is handed over together."""
     steps: list[int] = []
@@ -174,6 +181,7 @@ def test_the_event_loop_wakes_once_a_step(model: Path, tmp_path: Path, monkeypat
     run(test, model, tmp_path)
 
 
+@pytest.mark.slow
 def test_who_cannot_take_its_updates_ends_alone(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         def take(update: Update) -> None:
@@ -191,6 +199,7 @@ def test_who_cannot_take_its_updates_ends_alone(model: Path, tmp_path: Path) -> 
     run(test, model, tmp_path)
 
 
+@pytest.mark.slow
 def test_nothing_comes_after_a_cancel(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         updates: list[Update] = []

@@ -50,6 +50,7 @@ def scarce(model: Path, folder: Path, adapters: dict[str, Path], caches: float, 
         yield llm
 
 
+@pytest.mark.slow
 def test_exact_while_there_is_room_and_then_residual(small: Path, five: dict[str, Path], tmp_path: Path) -> None:
     with scarce(small, tmp_path, five, 2.5) as llm:
         said = [ask(llm, PROMPT, name, 1) for name in NAMES]
@@ -61,6 +62,7 @@ def test_exact_while_there_is_room_and_then_residual(small: Path, five: dict[str
             check_same(ask(llm, PROMPT, name, 1, policy=each.report.policy, salt="again"), each)
 
 
+@pytest.mark.slow
 def test_what_it_has_there_costs_nothing(small: Path, five: dict[str, Path], tmp_path: Path) -> None:
     """Its own exact blocks are in RAM: it goes on with them, however full RAM is."""
     with scarce(small, tmp_path, five, 2.5) as llm:
@@ -99,6 +101,7 @@ def test_who_would_step_down_stays_exact(small: Path, five: dict[str, Path], tmp
         assert again.base_computed_tokens == 0, "nobody has tried again"
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_as_there_is_room(small: Path, five: dict[str, Path], tmp_path: Path) -> None:
     with scarce(small, tmp_path, five, 2.5) as llm:
         for name in ("ann", "cyd"):

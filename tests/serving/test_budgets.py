@@ -106,6 +106,7 @@ def test_ten_times_as_many_agents_as_fit_in_ram(model: Path, tmp_path: Path) -> 
     assert 0 < peaks.arenas <= budget
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_leave_ram_first(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path, ram_budget=6 * BLOCK_BYTES) as llm:
         talks = make_agents(llm, 3)
@@ -137,6 +138,7 @@ def test_the_disk_budget_holds_with_many_agents(model: Path, tmp_path: Path) -> 
         assert states(llm)["a01"] == "cold"
 
 
+@pytest.mark.slow
 def test_a_start_with_less_disk_than_is_in_use(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         talks = make_agents(llm, 6)
@@ -153,6 +155,7 @@ def test_a_start_with_less_disk_than_is_in_use(model: Path, tmp_path: Path) -> N
             assert turn.report.saved
 
 
+@pytest.mark.slow
 def test_another_models_blocks_give_way(model: Path, model_folder: ModelFolder, tmp_path: Path) -> None:
     with open_llm(model_folder("mistral", seed=1, num_hidden_layers=2), tmp_path) as llm:
         make_agents(llm, 4)
@@ -189,6 +192,7 @@ def test_mla_keeps_the_latent_only(model_folder: ModelFolder, tmp_path: Path) ->
         assert info.disk_bytes == info.ram_bytes
 
 
+@pytest.mark.slow
 def test_long_after_many_short(model_folder: ModelFolder, tmp_path: Path) -> None:
     """RAM that short requests have taken for their windows is there for one long context."""
     with open_llm(model_folder("gpt_oss"), tmp_path, ram_budget=7 * 4 * 36864) as llm:
@@ -206,6 +210,7 @@ def test_a_request_without_an_agent_leaves_nothing_on_disk(model: Path, tmp_path
         assert bytes_below(tmp_path) == before == llm.stats().disk_bytes
 
 
+@pytest.mark.slow
 def test_a_shared_prefix_is_kept_once(model: Path, tmp_path: Path) -> None:
     """Agents with the same system prompt share its blocks in RAM and on disk."""
     with open_llm(model, tmp_path) as llm:
@@ -262,6 +267,7 @@ def test_a_turn_beside_others_that_may_not_go_drops_nothing(model: Path, tmp_pat
             assert inside.make_room(engine, 100_000)
 
 
+@pytest.mark.slow
 def test_side_conversations_go_before_long_ones_and_transcripts_of_the_longest_stay(
     model: Path, tmp_path: Path
 ) -> None:
@@ -295,7 +301,7 @@ def stalest(llm: LLM) -> str:
     return min(llm.agents(), key=lambda info: info.last_used).id
 
 
-@pytest.mark.parametrize("way", ["turn", "save"])
+@pytest.mark.parametrize("way", ["turn", slow("save")])
 def test_the_older_blocks_of_an_agent_do_not_make_room_for_its_newer_ones(
     way: str, model: Path, tmp_path: Path
 ) -> None:
@@ -329,6 +335,7 @@ def test_the_older_blocks_of_an_agent_do_not_make_room_for_its_newer_ones(
         assert turn.token_ids == cold_ids(llm, turn.prompt_token_ids, 3)
 
 
+@pytest.mark.slow
 def test_what_a_new_lineage_shares_with_the_one_that_makes_room_for_it_stays(model: Path, tmp_path: Path) -> None:
     alice, bob = TokenTalk("alice", ids=[10]), TokenTalk("bob", ids=[11])
     with open_llm(model, tmp_path) as llm:
@@ -351,6 +358,7 @@ def test_what_a_new_lineage_shares_with_the_one_that_makes_room_for_it_stays(mod
         assert turn.token_ids == cold_ids(llm, turn.prompt_token_ids, 3)
 
 
+@pytest.mark.slow
 def test_ram_is_told_by_kind_as_taken_and_as_used(model_folder: ModelFolder, tmp_path: Path) -> None:
     with open_llm(model_folder("gemma3"), tmp_path) as llm:
         TokenTalk().turn(llm, 700)

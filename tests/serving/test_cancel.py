@@ -98,7 +98,7 @@ def test_the_place_under_way_is_written_by_somebody_else_next(model: Path, tmp_p
             hand.engine.clear()
 
 
-@pytest.mark.parametrize("in_time", [0, 1])
+@pytest.mark.parametrize("in_time", [slow(0), 1])
 def test_a_read_that_comes_late_changes_nothing(in_time: int, model: Path, tmp_path: Path) -> None:
     """Somebody else has the slots by then. `in_time` reads are in place before the request is cancelled."""
     ids, prompt = make_ids(CONTEXT, seed=3), make_ids(CONTEXT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import starmap
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def checked(cache_dir: Path) -> FolderReport:
     return report
 
 
-@pytest.mark.parametrize(("stays", "full"), [(True, 0), (False, 1), slow(True, 1), slow(False, 0)])
+@pytest.mark.parametrize(("stays", "full"), [(False, 1), *starmap(slow, [(True, 0), (True, 1), (False, 0)])])
 def test_a_turn_that_is_being_saved_is_saved(full: int, stays: bool, model: Path, tmp_path: Path) -> None:
     """Whoever waits for its answer gets it; who has left finds the turn later."""
 
@@ -60,7 +61,7 @@ def test_a_turn_that_is_being_saved_is_saved(full: int, stays: bool, model: Path
     run(find, model, tmp_path)
 
 
-@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize("full", [slow(0), 1])
 def test_a_prompt_that_is_cut_short_leaves_nothing(full: int, model: Path, tmp_path: Path) -> None:
     """Its first blocks are on their way to the disk, or wait there for room."""
 

@@ -64,7 +64,7 @@ def together(llm: LLM, adapters: Sequence[str | None], policy: str | None) -> tu
     return said, llm.stats().computed_tokens - before
 
 
-@pytest.mark.parametrize("policy", [slow(kind) if kind == "residual-shared-a" else kind for kind in KINDS])
+@pytest.mark.parametrize("policy", [slow(kind) if kind and kind.startswith("residual") else kind for kind in KINDS])
 def test_a_common_beginning_is_computed_once(llm: LLM, policy: str | None) -> None:
     """By base, by an adapter for itself, by base for all adapters' residuals."""
     who: list[str | None] = [None] * 4 if policy is None else [NAMES[0]] * 4
@@ -95,6 +95,7 @@ def test_of_several_adapters_base_reads_a_context_once(llm: LLM) -> None:
         check_same(mine, ask(llm, prompt(number), name, 3, policy="residual", salt="alone"), 0.01)
 
 
+@pytest.mark.slow
 def test_a_family_reads_a_context_once(llm: LLM) -> None:
     said, computed = together(llm, NAMES, "residual-shared-a")
     assert computed < len(CONTEXT) + len(NAMES) * (2 * OWN + 8)
@@ -112,6 +113,7 @@ def test_reports_say_what_was_taken(llm: LLM, policy: str | None) -> None:
     assert sum(each.base_computed_tokens for each in reports) == expected
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_are_computed_by_each(llm: LLM) -> None:
     sampling = greedy(1, prompt_logprobs=True)
     requests = [Request(str(i), TokenPrompt(prompt(i)), sampling) for i in range(2)]
@@ -120,6 +122,7 @@ def test_prompt_logprobs_are_computed_by_each(llm: LLM) -> None:
         assert each.prompt_logprobs is not None and len(each.prompt_logprobs) == len(CONTEXT) + OWN
 
 
+@pytest.mark.slow
 def test_one_that_is_followed_may_leave(llm: LLM) -> None:
     """Who waited for its step computes the rest."""
     alone = ask(llm, prompt(1), NAMES[1], 3, policy="residual", salt="alone")

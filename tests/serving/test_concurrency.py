@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from agentcache.engine.engine import Engine
 from agentcache.llm import Completion
 from tests.serving import inside
@@ -28,6 +30,7 @@ def parallel(*calls: Callable[[], Completion]) -> list[Completion]:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
+@pytest.mark.slow
 def test_several_at_once_say_what_each_says_alone(model: Path, tmp_path: Path) -> None:
     texts = {f"agent{number}": make_text(20 + 60 * number, seed=number) for number in range(5)}
     with open_llm(model, tmp_path / "alone") as llm:
@@ -46,6 +49,7 @@ def test_several_at_once_say_what_each_says_alone(model: Path, tmp_path: Path) -
     assert together == alone
 
 
+@pytest.mark.slow
 def test_one_agent_takes_one_request_at_a_time(model: Path, tmp_path: Path) -> None:
     """Two at once leave the memory of one after the other."""
     prompts = [make_ids(40, seed=number) for number in range(3)]
@@ -74,6 +78,7 @@ def test_a_queue_for_one_agent_keeps_its_order(model: Path, tmp_path: Path) -> N
         assert inside.on_loop(llm, three()) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_preemption_ends_with_the_same_tokens(model: Path, tmp_path: Path) -> None:
     """More contexts than fit: some have to wait or give their blocks back, and say the same in the end."""
     prompts = {f"agent{number}": make_ids(240, seed=number) for number in range(4)}
@@ -89,6 +94,7 @@ def test_preemption_ends_with_the_same_tokens(model: Path, tmp_path: Path) -> No
             assert cold_ids(cold, completion.prompt_token_ids, 40) == completion.token_ids
 
 
+@pytest.mark.slow
 def test_preemption_of_a_request_for_prompt_logprobs(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path, ram_budget=8 * BLOCK_BYTES) as llm:
         sampling = greedy(2, prompt_logprobs=True)

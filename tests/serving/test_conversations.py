@@ -38,6 +38,7 @@ def title(llm: LLM, agent: str = "alice", words: str = "hi") -> Completion:
     return llm.chat(messages, greedy(4), agent=agent)
 
 
+@pytest.mark.slow
 def test_a_side_request_takes_no_memory_away(model: Path, tmp_path: Path) -> None:
     chat = Chat()
     with open_llm(model, tmp_path) as llm:
@@ -56,6 +57,7 @@ def test_a_side_request_takes_no_memory_away(model: Path, tmp_path: Path) -> Non
         goes_on(title(llm), side.report.prompt_tokens)
 
 
+@pytest.mark.slow
 def test_a_side_request_that_comes_first(model: Path, tmp_path: Path) -> None:
     chat = Chat()
     with open_llm(model, tmp_path) as llm:
@@ -90,7 +92,7 @@ def start_over(chat: Chat) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     ("rewrite", "restart"),
     [
-        *((regenerate, False), slow(edit_in_the_middle, True), (compact, False), (start_over, True)),
+        *((regenerate, False), slow(edit_in_the_middle, True), slow(compact, False), slow(start_over, True)),
         *(slow(regenerate, True), slow(edit_in_the_middle, False), slow(compact, True), slow(start_over, False)),
     ],
 )
@@ -125,6 +127,7 @@ def test_a_rewrite_keeps_what_it_shares(model: Path, tmp_path: Path) -> None:
         assert report.match in ("PARTIAL", "DIVERGE")
 
 
+@pytest.mark.slow
 def test_two_programs_under_one_name(model: Path, tmp_path: Path) -> None:
     """They share the system prompt and take turns."""
     system = {"role": "system", "content": make_text(150, seed=1)}
@@ -164,6 +167,7 @@ def test_twenty_beginnings_stay_within_the_bound(model: Path, tmp_path: Path) ->
     assert (report.unnamed_blocks, report.missing_blocks, report.problems) == (0, 0, ())
 
 
+@pytest.mark.slow
 def test_titles_and_regenerations_do_not_push_a_long_conversation_out(model: Path, tmp_path: Path) -> None:
     chat = Chat()
     with open_llm(model, tmp_path, max_lineages=3) as llm:
@@ -176,6 +180,7 @@ def test_titles_and_regenerations_do_not_push_a_long_conversation_out(model: Pat
         goes_on(chat.turn(llm, "And now?"), tokens)
 
 
+@pytest.mark.slow
 def test_a_lower_bound_holds_from_the_start(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         for seed in range(5):
@@ -187,6 +192,7 @@ def test_a_lower_bound_holds_from_the_start(model: Path, tmp_path: Path) -> None
     assert len(manifests(tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_a_title_does_not_wait_for_the_main_request(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
 
@@ -206,6 +212,7 @@ def test_a_title_does_not_wait_for_the_main_request(model: Path, tmp_path: Path)
         llm.check_integrity()
 
 
+@pytest.mark.slow
 def test_one_lineage_takes_one_request_at_a_time(model: Path, tmp_path: Path) -> None:
     """The second one finds that the first has gone on elsewhere, and becomes a lineage of its own."""
     with open_llm(model, tmp_path) as llm:
@@ -224,6 +231,7 @@ def test_one_lineage_takes_one_request_at_a_time(model: Path, tmp_path: Path) ->
         inside.on_loop(llm, run())
 
 
+@pytest.mark.slow
 def test_clearing_the_cache_leaves_everything_on_disk(model: Path, tmp_path: Path) -> None:
     chat = Chat()
     with open_llm(model, tmp_path) as llm:
@@ -280,6 +288,7 @@ def test_a_cancelled_branch_leaves_no_lineage(model: Path, tmp_path: Path) -> No
         llm.check_integrity()
 
 
+@pytest.mark.slow
 def test_what_was_not_found_is_reported(model: Path, tmp_path: Path) -> None:
     talk = TokenTalk()
     with open_llm(model, tmp_path) as llm:
@@ -323,6 +332,7 @@ def test_no_saved_conversation_goes_for_one_that_is_not_saved(bound: int, model:
     assert (report.unnamed_blocks, report.missing_blocks, report.problems) == (0, 0, ())
 
 
+@pytest.mark.slow
 def test_a_fork_that_fails_leaves_nothing_and_can_be_repeated(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         for seed in range(3):
@@ -364,6 +374,7 @@ def test_a_request_that_waits_for_its_agent_to_be_made_has_its_system_text(model
         assert inside.on_loop(llm, run()) > 60
 
 
+@pytest.mark.slow
 def test_thoughts_that_are_left_out_are_no_other_lineage(model: Path, tmp_path: Path) -> None:
     """The client sends the answer without its beginning, as templates of reasoning models do."""
     chat = Chat()

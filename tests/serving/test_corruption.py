@@ -14,8 +14,8 @@ from tests.serving.saved import LENGTHS, Saved, check_answer
 
 # What one wrong byte is found by, in whatever place, kv/test_block_file.py tries without an engine.
 WRONG_BYTES = {
-    *("truncated", "longer", "random", "header length, high", "header start", "last byte"),
-    *("header block_key", "header parent", "header checksum", "header total_tokens"),
+    *("truncated", "longer", "random", "header length", "header length, high", "header start", "last byte"),
+    *("header block_key", "header token_ids", "header parent", "header checksum", "header total_tokens"),
     *("key scales", "key biases", "value data", "value scales", "value biases"),
 }
 
@@ -32,6 +32,7 @@ def test_a_wrong_block_file(damage: Damage, saved: Saved, tmp_path: Path) -> Non
     assert third.report.computed_tokens > saved.third.report.computed_tokens
 
 
+@pytest.mark.slow
 def test_a_lost_block_file(saved: Saved, tmp_path: Path) -> None:
     cache_dir = saved.copy(tmp_path / "cache")
     block_files(cache_dir)[1].unlink()
@@ -76,7 +77,7 @@ MANIFEST_DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("pattern", ["*/*.json", "*/*.log"])
+@pytest.mark.parametrize("pattern", ["*/*.json", slow("*/*.log")])
 @pytest.mark.parametrize("damage", MANIFEST_DAMAGE.values(), ids=MANIFEST_DAMAGE)
 def test_a_wrong_manifest_or_log(damage: Callable[[Path], object], pattern: str, saved: Saved, tmp_path: Path) -> None:
     cache_dir = saved.copy(tmp_path / "cache")
@@ -87,6 +88,7 @@ def test_a_wrong_manifest_or_log(damage: Callable[[Path], object], pattern: str,
     assert third.report.computed_tokens == third.report.prompt_tokens
 
 
+@pytest.mark.slow
 def test_a_renamed_manifest(saved: Saved, tmp_path: Path) -> None:
     """Another agent cannot take over a memory by its file's name."""
     cache_dir = saved.copy(tmp_path / "cache")

@@ -16,6 +16,7 @@ from agentcache.llm import LLM, Completion
 from agentcache.models.proof import STEPS
 from agentcache.request import Request, TokenPrompt
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.adapter_cases import ask, check_equal, cold, make_folders, open_adapters
 from tests.serving.conversation import check_idle, greedy, make_ids
@@ -95,7 +96,7 @@ def test_who_runs_goes_on_between_the_pieces(base: Path, poet: Path, tmp_path: P
         check_equal(said := ask(llm, make_ids(40), "poet", tokens=8), cold(llm, said))
 
 
-@pytest.mark.parametrize("at", [1, LAYERS + 3])
+@pytest.mark.parametrize("at", [1, slow(LAYERS + 3)])
 def test_files_that_change_meanwhile(at: int, base: Path, poet: Path, tmp_path: Path) -> None:
     with open_adapters(base, tmp_path / "cache", {}) as llm:
         seen = watch(llm, at, lambda: os.utime(poet / "config.json", (1, 1)))
@@ -115,6 +116,7 @@ def check_nothing_left(llm: LLM) -> None:
     assert inside.resident_bytes(llm) == 0
 
 
+@pytest.mark.slow
 def test_who_wanted_it_leaves_meanwhile(base: Path, poet: Path, tmp_path: Path) -> None:
     with open_adapters(base, tmp_path / "cache", {}) as llm:
 
@@ -132,6 +134,7 @@ def test_who_wanted_it_leaves_meanwhile(base: Path, poet: Path, tmp_path: Path) 
         check_nothing_left(llm)
 
 
+@pytest.mark.slow
 def test_an_adapter_comes_and_goes_meanwhile(base: Path, poet: Path, tmp_path: Path) -> None:
     """The budget of the cache is right after every piece, and at the end."""
     with open_adapters(base, tmp_path / "cache", make_folders(tmp_path, base, ("plain",))) as llm:

@@ -56,6 +56,7 @@ def decoders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     }
 
 
+@pytest.mark.slow
 def test_a_decoder_equal_to_base_equals_base(base: Path, decoders: dict[str, Path], tmp_path: Path) -> None:
     with open_adapters(base, tmp_path, decoders) as llm:
         prompt = make_ids(300)
@@ -69,6 +70,7 @@ def test_a_decoder_equal_to_base_equals_base(base: Path, decoders: dict[str, Pat
         check_equal(alone, plain)
 
 
+@pytest.mark.slow
 def test_a_decoder_leaves_base_as_it_is(base: Path, decoders: dict[str, Path], tmp_path: Path) -> None:
     with open_adapters(base, tmp_path, decoders, prefill_chunk=1024) as llm:  # one, whatever the time it takes
         prompt = make_ids(520)
@@ -87,6 +89,7 @@ def test_a_decoder_leaves_base_as_it_is(base: Path, decoders: dict[str, Path], t
         check_equal(again, cold(llm, again))
 
 
+@pytest.mark.slow
 def test_rows_of_several_models_take_turns(base: Path, decoders: dict[str, Path], tmp_path: Path) -> None:
     jobs = [(None, 1), ("poet", 2), ("lawyer", 3), (None, 4), ("poet", 5)]
     with open_adapters(base, tmp_path, decoders) as llm:
@@ -99,6 +102,7 @@ def test_rows_of_several_models_take_turns(base: Path, decoders: dict[str, Path]
             check_equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_a_preempted_decoder_goes_on(base: Path, decoders: dict[str, Path], tmp_path: Path) -> None:
     """Its prompt is base's again, its own tokens its own, in chunks of one model each."""
     with open_adapters(base, tmp_path, decoders) as llm:
@@ -108,6 +112,7 @@ def test_a_preempted_decoder_goes_on(base: Path, decoders: dict[str, Path], tmp_
         assert llm.stats().preemptions == 2
 
 
+@pytest.mark.slow
 def test_the_shared_blocks_bytes_do_not_change(base: Path, decoders: dict[str, Path], tmp_path: Path) -> None:
     prompt = make_ids(540)
     with open_adapters(base, tmp_path, decoders) as llm:
@@ -118,6 +123,7 @@ def test_the_shared_blocks_bytes_do_not_change(base: Path, decoders: dict[str, P
         assert same_bytes(cached_bytes(llm, prompt, 539), before)
 
 
+@pytest.mark.slow
 def test_an_agent_with_a_decoder_and_a_restart(base: Path, decoders: dict[str, Path], tmp_path: Path) -> None:
     """Of its own tokens nothing is of use to the next turn: base computes them."""
     with open_adapters(base, tmp_path, decoders) as llm:
@@ -129,6 +135,7 @@ def test_an_agent_with_a_decoder_and_a_restart(base: Path, decoders: dict[str, P
         check_equal(second, cold(llm, second))
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_are_bases(base: Path, decoders: dict[str, Path], tmp_path: Path) -> None:
     with open_adapters(base, tmp_path, decoders) as llm:
         for length in (2, 40):
@@ -140,6 +147,7 @@ def test_prompt_logprobs_are_bases(base: Path, decoders: dict[str, Path], tmp_pa
             assert mine[0] is None and mine[1:] == pytest.approx(theirs[1:], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_broken_model_does_not_end_the_engine(base: Path, decoders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "decoder"
     shutil.copytree(decoders["poet"], folder)

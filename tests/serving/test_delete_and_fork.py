@@ -11,6 +11,7 @@ from agentcache.errors import Conflict, NotFound
 from tests.serving.conversation import TokenTalk, cold_ids, greedy, make_ids, open_llm
 
 
+@pytest.mark.slow
 def test_delete_forgets_in_ram_and_on_disk(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         talk = TokenTalk()
@@ -28,6 +29,7 @@ def test_delete_forgets_in_ram_and_on_disk(model: Path, tmp_path: Path) -> None:
         assert talk.turn(llm, 620).report.match == "NEW"
 
 
+@pytest.mark.slow
 def test_deleting_one_of_two_forks_leaves_the_other(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         talk = TokenTalk()
@@ -45,6 +47,7 @@ def test_deleting_one_of_two_forks_leaves_the_other(model: Path, tmp_path: Path)
         assert cold_ids(llm, turn.prompt_token_ids, 3) == turn.token_ids
 
 
+@pytest.mark.slow
 def test_names_that_are_taken(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         llm.generate([20, 30], greedy(1), agent="alice")
@@ -59,6 +62,7 @@ def test_names_that_are_taken(model: Path, tmp_path: Path) -> None:
         assert [info.id for info in llm.agents()] == ["alice", "bob"]
 
 
+@pytest.mark.slow
 def test_two_new_agents_at_once_whose_names_clash(model: Path, tmp_path: Path) -> None:
     """One of them is refused; the other is saved."""
     with open_llm(model, tmp_path) as llm:

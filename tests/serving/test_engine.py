@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
+from itertools import starmap
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def test_max_tokens_0_caches_the_prompt(model: Path, tmp_path: Path) -> None:
         assert cold_ids(llm, ids, 3) == again.token_ids
 
 
+@pytest.mark.slow
 def test_an_exact_hit_computes_one_token(model: Path, tmp_path: Path) -> None:
     for length in (255, 256, 257, 300):
         with open_llm(model, tmp_path / str(length)) as llm:
@@ -70,7 +72,9 @@ def test_a_stop_string_ends_text_and_memory(tokenizer: str, model_folder: ModelF
             )
 
 
-@pytest.mark.parametrize(("length", "restart"), [(246, False), (300, True), slow(246, True), slow(300, False)])
+@pytest.mark.parametrize(
+    ("length", "restart"), [(246, False), *starmap(slow, [(300, True), (246, True), (300, False)])]
+)
 def test_what_is_kept_ends_in_front_of_a_stop_string_of_several_tokens(
     length: int, restart: bool, model: Path, tmp_path: Path
 ) -> None:
@@ -128,6 +132,7 @@ def test_prompt_logprobs_are_those_of_single_steps(chunk: int, model: Path, tmp_
             assert step.logprobs[0].logprob == pytest.approx(echo.prompt_logprobs[at].logprob, abs=2e-2)
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_context(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path, max_context=400) as llm:
         talk = TokenTalk()
@@ -153,6 +158,7 @@ def test_a_prompt_larger_than_the_ram_budget(model: Path, tmp_path: Path) -> Non
         assert talk.turn(llm, 340).report.cache_state == "hot"
 
 
+@pytest.mark.slow
 def test_generation_ends_where_the_ram_budget_does(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path, ram_budget=4 * BLOCK_BYTES) as llm:
         completion = llm.generate(make_ids(1000), greedy(100), agent="alice")
@@ -161,7 +167,7 @@ def test_generation_ends_where_the_ram_budget_does(model: Path, tmp_path: Path) 
         assert completion.report.saved
 
 
-@pytest.mark.parametrize("ids", [[], [-1], [10**6], [2**40]])
+@pytest.mark.parametrize("ids", [[], *map(slow, [[-1], [10**6], [2**40]])])
 def test_token_ids_that_are_none(ids: list[int], model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         with pytest.raises(InvalidRequest):
@@ -169,7 +175,7 @@ def test_token_ids_that_are_none(ids: list[int], model: Path, tmp_path: Path) ->
         assert len(llm.generate([20, 30], greedy(1)).token_ids) == 1
 
 
-@pytest.mark.parametrize("agent", ["../x", "", ".", "a/b", "a" * 65, "ä", "a\n"])
+@pytest.mark.parametrize("agent", ["../x", *map(slow, ["", ".", "a/b", "a" * 65, "ä", "a\n"])])
 def test_agent_ids_that_are_none(agent: str, model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         with pytest.raises(InvalidRequest):
@@ -180,6 +186,7 @@ def test_agent_ids_that_are_none(agent: str, model: Path, tmp_path: Path) -> Non
         assert [info.id for info in llm.agents()] == ["good"]
 
 
+@pytest.mark.slow
 def test_a_misspelt_option_is_no_template_argument(model_folder: ModelFolder, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     with open_llm(model_folder("mistral", num_hidden_layers=2), tmp_path) as llm:

@@ -53,7 +53,7 @@ def report(updates: list[Update]) -> Report:
 
 @pytest.mark.parametrize(
     "length",
-    [1, slow(2), slow(10), BLOCK_SIZE - 1, slow(BLOCK_SIZE), BLOCK_SIZE + 1, slow(2 * BLOCK_SIZE + 100)],
+    [1, *map(slow, (2, 10, BLOCK_SIZE - 1, BLOCK_SIZE)), BLOCK_SIZE + 1, slow(2 * BLOCK_SIZE + 100)],
 )
 def test_each_is_what_a_request_of_its_own_would_get(length: int, model: Path, tmp_path: Path) -> None:
     """And computes one token of the prompt: the others' keys and values are there, in whatever block they lie."""
@@ -79,6 +79,7 @@ def test_with_windows_and_latents(architecture: str, model_folder: ModelFolder, 
         assert [tokens(choice) for choice in choices] == alone
 
 
+@pytest.mark.slow
 def test_they_decode_in_one_batch(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         answers(llm, request_of(make_ids(300), greedy(40), n=8))
@@ -86,6 +87,7 @@ def test_they_decode_in_one_batch(model: Path, tmp_path: Path) -> None:
         assert stats.decode_rows > 6 * stats.decode_steps
 
 
+@pytest.mark.slow
 def test_the_agents_memory_is_the_first_ones(model: Path, tmp_path: Path) -> None:
     ids = make_ids(300)
     with open_llm(model, tmp_path) as llm:
@@ -143,6 +145,7 @@ def test_cancelling_ends_all_of_them(token: int, model: Path, tmp_path: Path) ->
         assert len(llm.generate(make_ids(300), greedy(3), agent="alice").token_ids) == 3
 
 
+@pytest.mark.slow
 def test_whoever_takes_updates_and_fails_ends_all(model: Path, tmp_path: Path) -> None:
     def fail(update: Update) -> None:
         if update.choice == 2:

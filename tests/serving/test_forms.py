@@ -73,6 +73,7 @@ def llm(
 
 @settings(max_examples=examples(50))
 @given(schema=schemas)
+@pytest.mark.slow
 def test_what_a_random_model_writes_fits_the_schema(schema: Any, llm: LLM) -> None:
     done = together(llm, [of_schema(schema)] * 3)
     complete = [completion for completion in done if completion.finish_reason == "stop"]
@@ -81,6 +82,7 @@ def test_what_a_random_model_writes_fits_the_schema(schema: Any, llm: LLM) -> No
         assert is_valid(completion.text, schema), completion.text
 
 
+@pytest.mark.slow
 def test_those_without_a_form_say_what_they_say_alone(llm: LLM) -> None:
     forms = [None, of_schema(SCHEMA), None, text_form(Notation.REGEX, "[a-f]{30}"), None, of_schema({"type": "object"})]
     mixed = together(llm, forms, max_tokens=60)
@@ -91,6 +93,7 @@ def test_those_without_a_form_say_what_they_say_alone(llm: LLM) -> None:
     assert re.fullmatch("[a-f]{30}", mixed[3].text)
 
 
+@pytest.mark.slow
 def test_the_same_bits_beside_a_form_as_without(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches of the same rows, in as many steps: of greedy rows and of those that are drawn."""
     monkeypatch.setattr(compiler, "GRACE", 10.0)  # nobody sits a step out, however busy the machine is
@@ -136,6 +139,7 @@ class Held(Executor):
             future.set_result(find())
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_slow_form(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are counted while it is not known what one row may have: all the others go on in each of them."""
     monkeypatch.setattr(compiler, "GRACE", 0.0)
@@ -200,6 +204,7 @@ def test_who_is_late_and_leaves(ends: str, model: Path, tmp_path: Path, monkeypa
             assert formed.token_ids == alone.token_ids
 
 
+@pytest.mark.slow
 def test_a_grammar_that_takes_longer_than_many_steps(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +234,7 @@ SAMPLING = [
 ]
 
 
+@pytest.mark.slow
 def test_lookahead_changes_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(cache_dir: Path) -> list[tuple[int, ...]]:
         with open_llm(model, cache_dir) as llm:
@@ -251,6 +257,7 @@ def test_a_text_ends_where_nothing_can_follow(llm: LLM) -> None:
     assert re.fullmatch("(ab)*", done.text) and done.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_further_answers_have_the_form_each_by_itself(llm: LLM) -> None:
     updates: list[Any] = []
     request = Request("n", TokenPrompt(make_ids(30)), any_way(seed=7), n=3, form=of_schema(SCHEMA))
@@ -259,6 +266,7 @@ def test_further_answers_have_the_form_each_by_itself(llm: LLM) -> None:
     assert len(set(texts)) == 3 and all(is_valid(text, SCHEMA) for text in texts)
 
 
+@pytest.mark.slow
 def test_who_loses_its_place_goes_on_in_the_same_form(model: Path, tmp_path: Path) -> None:
     regex = text_form(Notation.REGEX, "[a-f]{80}")  # each takes its second block on the way
     with open_llm(model, tmp_path / "large") as llm:

@@ -39,7 +39,7 @@ def fail_writes(llm: LLM, wanted: str) -> Callable[[], None]:
     return inside.set_fault(inside.engine_of(llm), fault)
 
 
-@pytest.mark.parametrize("step", ["block", slow("log"), "manifest"])
+@pytest.mark.parametrize("step", ["block", slow("log"), slow("manifest")])
 def test_a_full_disk(step: str, model: Path, tmp_path: Path) -> None:
     """The turn is answered and says that it is not saved; the state saved before survives."""
     with open_llm(model, tmp_path / "kept") as llm:
@@ -68,7 +68,7 @@ def test_a_full_disk(step: str, model: Path, tmp_path: Path) -> None:
         repair()
 
 
-@pytest.mark.parametrize("step", ["block", "log", "manifest"])
+@pytest.mark.parametrize("step", [slow("block"), slow("log"), "manifest"])
 def test_a_disk_that_works_again(step: str, model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         talk = TokenTalk()
@@ -86,7 +86,7 @@ def test_a_disk_that_works_again(step: str, model: Path, tmp_path: Path) -> None
 
 @cpu_chunks
 @pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("failures", [1, 100])
+@pytest.mark.parametrize("failures", [1, slow(100)])
 def test_a_turn_of_which_only_the_first_write_fails(failures: int, is_known: bool, model: Path, tmp_path: Path) -> None:
     """It is saved where the same blocks can be written later; else nothing is promised, whatever else was written.
 
@@ -148,6 +148,7 @@ class BadBlocks:
         return num_bytes
 
 
+@pytest.mark.slow
 def test_a_fork_of_an_agent_whose_last_turn_was_not_saved(model: Path, tmp_path: Path) -> None:
     """What is on disk belongs to a story that the agent has left: the fork's manifest must not name it."""
     with open_llm(model, tmp_path) as llm:
@@ -163,6 +164,7 @@ def test_a_fork_of_an_agent_whose_last_turn_was_not_saved(model: Path, tmp_path:
         assert twin.token_ids == cold_ids(llm, twin.prompt_token_ids, 3)
 
 
+@pytest.mark.slow
 def test_a_disk_budget_that_holds_less_than_a_turn(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path, disk_budget=3 * BLOCK_BYTES) as llm:
         talk = TokenTalk()
@@ -177,6 +179,7 @@ def test_a_disk_budget_that_holds_less_than_a_turn(model: Path, tmp_path: Path) 
         assert after_first.turn(llm, 320).report.cache_state == "warm"
 
 
+@pytest.mark.slow
 def test_a_turn_that_does_not_fit_leaves_its_room_to_others(model: Path, tmp_path: Path) -> None:
     """Blocks go to disk while the prompt is computed; those of a turn that then cannot be saved go again."""
     with open_llm(model, tmp_path, disk_budget=6 * BLOCK_BYTES) as llm:
@@ -185,6 +188,7 @@ def test_a_turn_that_does_not_fit_leaves_its_room_to_others(model: Path, tmp_pat
     assert verify_folder(tmp_path).unnamed_blocks == 0
 
 
+@pytest.mark.slow
 def test_nobody_makes_room_for_what_can_never_fit(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path, disk_budget=6 * BLOCK_BYTES) as llm:
         for seed, agent in enumerate(("alice", "bob")):

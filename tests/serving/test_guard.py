@@ -59,7 +59,7 @@ def driver_at(model_folder: ModelFolder) -> Callable[[str, int], tuple[Driver, R
 @pytest.mark.parametrize(
     ("num_tokens", "context", "architecture"),
     [
-        *((700, 0, "mistral"), (256, 1200, "deepseek_v2"), slow(1, 1200, "mistral")),
+        *(slow(700, 0, "mistral"), (256, 1200, "deepseek_v2"), slow(1, 1200, "mistral")),
         *(slow(256, 1200, "mistral"), slow(1, 1200, "deepseek_v2"), slow(700, 0, "deepseek_v2")),
         *(
             slow(*step, name)
@@ -109,7 +109,7 @@ def large_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 @cpu_memory
 @pytest.mark.parametrize(
     ("contexts", "num_tokens"),
-    [slow([8000], 1), slow([4000] * 8, 1), slow([4000] * 16, 1), slow([8000, *[300] * 7], 1), ([8000], 8)]
+    [slow([8000], 1), slow([4000] * 8, 1), slow([4000] * 16, 1), slow([8000, *[300] * 7], 1), slow([8000], 8)]
     + [([0], 256), slow([3000], 256)],
     ids=str,
 )
@@ -222,6 +222,7 @@ def test_a_request_that_memory_cannot_hold_is_refused_and_the_engine_goes_on(
 
 
 @cpu_memory  # a GPU's decode step is taken to need more than this
+@pytest.mark.slow
 def test_with_little_memory_chunks_are_smaller_and_say_the_same(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def merged(model: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_exact_is_the_merged_model(llm: LLM, qwen: Path, tmp_path: Path) -> None:
     ids, turns = make_ids(600), []
     for turn in range(3):
@@ -64,6 +65,7 @@ def test_exact_is_the_merged_model(llm: LLM, qwen: Path, tmp_path: Path) -> None
             check_same(said, answer(whole, prompt, None))
 
 
+@pytest.mark.slow
 def test_activated_goes_on_from_bases_state_and_base_from_its(llm: LLM) -> None:
     ids = make_ids(700)
     base = answer(llm, ids, "alice")
@@ -84,9 +86,9 @@ def test_activated_goes_on_from_bases_state_and_base_from_its(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("start", "options"),
     [
-        (290, {"policy": "activated", "invocation_start": 290}),
+        slow(290, {"policy": "activated", "invocation_start": 290}),
         (256, {"policy": "activated", "invocation_start": 256}),
-        (399, {"policy": "prefill-share"}),
+        slow(399, {"policy": "prefill-share"}),
     ],
     ids=["activated", "activated at a border", "prefill-share"],
 )
@@ -114,7 +116,7 @@ def test_what_base_has_computed_and_the_adapter_goes_on_from(
 @pytest.mark.parametrize(
     ("how", "policy"),
     [
-        *(("evicted", "prefill-share"), ("stopped", "activated")),
+        *(slow("evicted", "prefill-share"), ("stopped", "activated")),
         *(
             slow("hot", "activated"),
             slow("hot", "prefill-share"),
@@ -147,6 +149,7 @@ def check_goes_on(llm: LLM, ids: list[int], start: int) -> None:
     check_same(base, answer(llm, prompt, None, salt="cold"))
 
 
+@pytest.mark.slow
 def test_each_activated_turn_costs_what_is_new(llm: LLM) -> None:
     """Base computes what the adapter of the turn before has computed, and no token twice."""
     ids, start, computed = make_ids(500), 0, 0
@@ -159,6 +162,7 @@ def test_each_activated_turn_costs_what_is_new(llm: LLM) -> None:
     assert computed < 500 + 5 * 30 + 40 * 10 + 4 * 20 + 5 * 4
 
 
+@pytest.mark.slow
 def test_from_the_first_token_on_activated_is_exact(llm: LLM) -> None:
     ids = make_ids(300)
     exact = answer(llm, ids, None, adapter="poet", policy="exact")
@@ -166,6 +170,7 @@ def test_from_the_first_token_on_activated_is_exact(llm: LLM) -> None:
     check_same(activated, exact)
 
 
+@pytest.mark.slow
 def test_the_adapters_memory_is_there_after_a_restart(qwen: Path, poet: Path, tmp_path: Path) -> None:
     ids = make_ids(700)
     with open_adapters(qwen, tmp_path, {"poet": str(poet)}) as llm:

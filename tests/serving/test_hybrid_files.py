@@ -35,6 +35,7 @@ def test_a_damaged_snapshot_is_quarantined_and_computed_again(qwen: Path, tmp_pa
         assert again.report.saved
 
 
+@pytest.mark.slow
 def test_a_state_of_token_ids_is_saved(tmp_path: Path) -> None:
     """Layers that look at the last words themselves keep those, as 64-bit whole numbers."""
     (tmp_path / "model").mkdir()
@@ -50,6 +51,7 @@ def test_a_state_of_token_ids_is_saved(tmp_path: Path) -> None:
         check_same(again, answer(llm, ids, None, salt="cold"))
 
 
+@pytest.mark.slow
 def test_a_lost_snapshot_is_computed_again(qwen: Path, tmp_path: Path) -> None:
     with open_llm(qwen, tmp_path, snapshot_tokens=EVERY) as llm:
         ids = make_ids(700)
@@ -104,6 +106,7 @@ def test_forgotten_agents_leave_no_snapshots(qwen: Path, tmp_path: Path) -> None
         assert snapshot_files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_an_idle_agent_is_saved_to_its_last_token(qwen: Path, tmp_path: Path) -> None:
     with open_llm(qwen, tmp_path / "one", idle_seconds=0.2) as llm:
         ids = make_ids(300)

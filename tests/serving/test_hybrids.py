@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,15 +92,12 @@ def converse(process: Process) -> Iterator[tuple[list[int], int, Completion]]:
 MODES = ["hot", "evicted", "stopped", "killed"]
 
 
-@pytest.mark.parametrize(
-    ("file", "modes"), [("qwen3_5", ["killed"]), *(slow(file, MODES) for file in HYBRIDS)], ids=str
-)
-def test_the_same_words_at_the_cost_of_what_is_new(
-    file: str, modes: Sequence[str], hybrid: Callable[[str], Path], tmp_path: Path
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("file", HYBRIDS)
+def test_the_same_words_at_the_cost_of_what_is_new(file: str, hybrid: Callable[[str], Path], tmp_path: Path) -> None:
     cold: dict[tuple[int, ...], Completion] = {}
     with open_llm(hybrid(file), tmp_path / "cold", snapshot_tokens=EVERY) as reference:
-        for how in modes:
+        for how in MODES:
             process = Process(hybrid(file), tmp_path / how, how)
             with process.stack:
                 for prompt, new, completion in converse(process):
@@ -152,6 +149,7 @@ def test_thoughts_that_the_template_leaves_out_are_not_gone_on_from(
             assert len(snapshot_files(process.cache_dir)) <= MOST_SAVED
 
 
+@pytest.mark.slow
 def test_an_answer_given_anew_begins_near_the_prompts_end(qwen: Path, tmp_path: Path) -> None:
     with open_llm(qwen, tmp_path) as llm:
         ids = make_ids(1500)
@@ -162,7 +160,7 @@ def test_an_answer_given_anew_begins_near_the_prompts_end(qwen: Path, tmp_path: 
         assert again.token_ids == first.token_ids
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("num_tokens", [1, slow(3)])
 def test_a_stop_string_leaves_the_turn_where_it_ended(num_tokens: int, qwen: Path, tmp_path: Path) -> None:
     """While it is found, the device is at work on tokens that are not kept; of a long one, some are computed."""
     with open_llm(qwen, tmp_path) as llm:
@@ -201,6 +199,7 @@ def test_a_long_system_prompt_is_known_after_a_crash(qwen: Path, tmp_path: Path)
         assert Chat("bob", [dict(system)]).turn(llm, make_text(25, seed=3)).report.computed_tokens < 256 + 100
 
 
+@pytest.mark.slow
 def test_salts_share_no_state(qwen: Path, tmp_path: Path) -> None:
     with open_llm(qwen, tmp_path) as llm:
         costs = [answer(llm, make_ids(600), None, salt=salt).report.computed_tokens for salt in ("", "", "a")]

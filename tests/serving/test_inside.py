@@ -11,6 +11,7 @@ from tests.serving import inside
 from tests.serving.conversation import greedy, make_ids, open_llm
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_held_for_too_few_messages_fails(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         inside.hold_until(llm, 2, seconds=60.0)

@@ -13,6 +13,7 @@ from agentcache.sampling import SamplingParams
 from agentcache.store.precision_file import NAME, read_precision, write_precision
 from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder
+from tests.marks import slow
 
 PROMPT = list(range(5, 65)) * 5
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=1)
@@ -36,7 +37,7 @@ def test_each_has_files_of_its_own(model_folder: ModelFolder, tmp_path: Path) ->
     assert ask(model, tmp_path / "8", 4)[0] == len(PROMPT)  # nothing of 8 bits is read as 4
 
 
-@pytest.mark.parametrize(("kv", "size"), [("k8v4", 1.4), ("16", 3.1)])
+@pytest.mark.parametrize(("kv", "size"), [slow("k8v4", 1.4), ("16", 3.1)])
 def test_other_formats_come_back_from_disk(kv: str, size: float, model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder("qwen2", num_hidden_layers=2)
     four, first = ask(model, tmp_path / "4", "4"), ask(model, tmp_path / "cache", kv)
@@ -71,12 +72,14 @@ def test_what_was_chosen_holds(model_folder: ModelFolder, tmp_path: Path) -> Non
     assert read_precision(cache_dir, fingerprint) == chosen
 
 
+@pytest.mark.slow
 def test_bits_that_are_asked_for_are_not_measured(model_folder: ModelFolder, tmp_path: Path) -> None:
     with LLM(str(model_folder("qwen2", num_hidden_layers=2)), cache_dir=tmp_path / "cache", kv="k8v4") as llm:
         assert (llm.model.kv_precision, llm.model.kv_bits, llm.model.kv_divergence) == ("k8v4", 6, None)
     assert not (tmp_path / "cache" / NAME).exists()
 
 
+@pytest.mark.slow
 def test_another_precision_leaves_agents_alone_that_say_nothing(model_folder: ModelFolder, tmp_path: Path) -> None:
     """Who tries `--kv 8` for an hour finds everybody else warm afterwards."""
     model = str(model_folder("qwen2", num_hidden_layers=2))
@@ -93,6 +96,7 @@ def test_another_precision_leaves_agents_alone_that_say_nothing(model_folder: Mo
     assert (report.problems, report.unnamed_blocks) == ((), 0)
 
 
+@pytest.mark.slow
 def test_auto_is_the_default_and_finds_what_was_kept_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded model does with 4 bits: its caches of versions that always kept 4 are read on. Measured once."""
     monkeypatch.delenv("AGENTCACHE_KV")

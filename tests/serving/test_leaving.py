@@ -54,6 +54,7 @@ def test_a_deleted_agent_stays_away(begin: Begin, model: Path, tmp_path: Path) -
     assert (report.agents, report.unnamed_blocks, report.missing_blocks, report.problems) == (1, 0, 0, ())
 
 
+@pytest.mark.slow
 def test_the_next_turn_goes_on_from_what_was_saved(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         gate = await inside.on_thread(engine, Gate.of)
@@ -67,6 +68,7 @@ def test_the_next_turn_goes_on_from_what_was_saved(model: Path, tmp_path: Path) 
     run(test, model, tmp_path)
 
 
+@pytest.mark.slow
 def test_those_who_wait_behind_a_save_are_told_of_the_end(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         gate = await inside.on_thread(engine, Gate.of)
@@ -83,6 +85,7 @@ def test_those_who_wait_behind_a_save_are_told_of_the_end(model: Path, tmp_path:
     run(test, model, tmp_path)
 
 
+@pytest.mark.slow
 def test_who_leaves_before_anything_is_saved_leaves_nothing(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         running = asyncio.ensure_future(complete(engine, "alice", max_tokens=500))

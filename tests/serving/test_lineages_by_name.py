@@ -23,6 +23,7 @@ from tests.serving.conversation import (
 from tests.serving.gate import Gate
 
 
+@pytest.mark.slow
 def test_a_lineage_by_name(model: Path, tmp_path: Path) -> None:
     talks = [TokenTalk(ids=make_ids(270, seed=seed)) for seed in range(2)]
     with open_llm(model, tmp_path) as llm:
@@ -65,6 +66,7 @@ def test_going_on_from_a_lineage_by_name(model: Path, tmp_path: Path) -> None:
             llm.generate(ids, greedy(4), agent="alice", lineage="nope")
 
 
+@pytest.mark.slow
 def test_settings_of_the_agent_hold_for_every_lineage(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         system = make_text(20, seed=8)

@@ -114,6 +114,7 @@ SAMPLING = [
 ]
 
 
+@pytest.mark.slow
 def test_rows_that_come_and_go(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch whose rows begin and end at different steps: each says what it says alone, one step at a time."""
     lengths = [3, 30, 7, 18, 1, 25, 11, 40, 5, 12]
@@ -132,6 +133,7 @@ def test_rows_that_come_and_go(model: Path, tmp_path: Path, monkeypatch: pytest.
     assert [len(tokens) for tokens in together] == lengths
 
 
+@pytest.mark.slow
 def test_the_last_token_that_fits(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the RAM budget ends, the token under way still counts."""
 

@@ -11,6 +11,7 @@ from agentcache.errors import StoreError
 from agentcache.llm import LLM
 from agentcache.store.verify import verify_folder
 from tests.kv.store_cases import size_on_disk
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.block_damage import block_files
 from tests.serving.conversation import TokenTalk, check_idle, cold_ids, greedy, make_ids, open_llm
@@ -31,7 +32,7 @@ def check_disk(llm: LLM, cache_dir: Path) -> None:
     assert (report.problems, report.missing_blocks) == ((), 0)
 
 
-@pytest.mark.parametrize("name", ["", "blocks", "agents"])
+@pytest.mark.parametrize("name", ["", slow("blocks"), slow("agents")])
 def test_the_next_turn_saves_all_that_is_in_ram(name: str, model: Path, tmp_path: Path) -> None:
     cache_dir = tmp_path / "cache"
     with open_llm(model, cache_dir) as llm:
@@ -90,6 +91,7 @@ def test_saving_what_is_gone_says_so_and_then_saves_what_is_there(model: Path, t
         check_disk(llm, tmp_path)
 
 
+@pytest.mark.slow
 def test_another_agents_memory_is_written_by_its_own_next_turn(model: Path, tmp_path: Path) -> None:
     cache_dir = tmp_path / "cache"
     with open_llm(model, cache_dir) as llm:

@@ -48,8 +48,9 @@ def no_controls(llm: LLM) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     ("tokenizer", "controls"),
-    [(TOKENIZERS[0], True), *((tokenizer, False) for tokenizer in TOKENIZERS[2:])]
+    [(TOKENIZERS[0], True)]
     + [
+        *(slow(tokenizer, False) for tokenizer in TOKENIZERS[2:]),
         *(slow(tokenizer, False) for tokenizer in TOKENIZERS[:2]),
         *(slow(tokenizer, True) for tokenizer in TOKENIZERS[1:]),
     ],
@@ -150,6 +151,7 @@ def reasoning_model(folder: Path, model: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_reasoning_dropped_by_the_template_costs_only_what_is_rewritten(
     model_folder: ModelFolder, tmp_path: Path
 ) -> None:
@@ -177,6 +179,7 @@ def test_reasoning_dropped_by_the_template_costs_only_what_is_rewritten(
         assert cold_ids(cold, third.prompt_token_ids, 8) == third.token_ids
 
 
+@pytest.mark.slow
 def test_an_edited_history_costs_what_follows_the_edit(model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder("qwen3", num_hidden_layers=2)
     with open_llm(model, tmp_path / "turns") as llm, open_llm(model, tmp_path / "cold") as cold:

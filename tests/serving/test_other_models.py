@@ -16,6 +16,7 @@ from tests.serving.saved import LENGTHS, Saved, check_answer
 from tests.tokenizers_factory import byte_bpe
 
 
+@pytest.mark.slow
 def test_blocks_of_another_model_of_equal_shape(saved: Saved, tmp_path: Path) -> None:
     """Its files under this model's names, with the same tokens at the same places."""
     cache_dir = saved.copy(tmp_path / "cache")
@@ -27,6 +28,7 @@ def test_blocks_of_another_model_of_equal_shape(saved: Saved, tmp_path: Path) ->
     check_answer(saved, cache_dir, quarantined=True)
 
 
+@pytest.mark.slow
 def test_two_models_take_turns_in_one_folder(saved: Saved, model_folder: ModelFolder, tmp_path: Path) -> None:
     """Neither sees the other's agents or blocks, and both find their own again."""
     cache_dir = saved.copy(tmp_path / "cache")

@@ -106,6 +106,7 @@ def test_a_block_of_another_producer_is_not_taken_for_ones_own(model: Path, tmp_
     check_sound(tmp_path)
 
 
+@pytest.mark.slow
 def test_in_little_memory(model: Path, tmp_path: Path) -> None:
     """Requests of many producers at once, which preempt and evict one another, and agents that come back from disk.
 

@@ -23,6 +23,7 @@ from agentcache.models.footprint import free_memory
 from agentcache.pressure import Level, PressureGauge
 from agentcache.system_memory import MACOS_CRITICAL, MACOS_NORMAL, MACOS_WARNING, PressureReading, SystemMemory
 from tests.adapters_factory import make_adapter
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.adapter_cases import open_adapters
 from tests.serving.by_hand import ByHand, by_hand
@@ -83,6 +84,7 @@ def test_all_agents_leave_and_come_back_warm(
         assert outcome(each[0].turn(llm, 940)) and llm.stats().memory_pressure is Level.NORMAL
 
 
+@pytest.mark.slow
 def test_a_warning_takes_half_the_oldest_first_and_what_stays_is_moved_together(
     model: Path, tmp_path: Path, expected: list[list[tuple[int, float | None]]]
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_warning_takes_half_the_oldest_first_and_what_stays_is_moved_together(
         assert [outcome(turn) for turn in reversed(turns)] == expected
 
 
+@pytest.mark.slow
 def test_again_and_again_until_nothing_is_left(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         talks(llm)
@@ -132,6 +135,7 @@ def test_what_could_not_be_saved_stays(model: Path, tmp_path: Path) -> None:
         assert cold_ids(llm, turn.prompt_token_ids, 3) == turn.token_ids
 
 
+@pytest.mark.slow
 def test_requests_wait_for_one_another_and_none_is_refused(model: Path, tmp_path: Path) -> None:
     prompts = [make_ids(600 + 30 * seed, seed=seed) for seed in range(3)]
     with by_hand(model, tmp_path / "calm") as hand:
@@ -170,6 +174,7 @@ def tell(hand: ByHand, level: Level) -> None:
     hand.engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_request_under_way_keeps_its_blocks(model: Path, tmp_path: Path) -> None:
     with by_hand(model, tmp_path / "calm") as hand:
         hand.run(calm := hand.submit(make_ids(900), greedy(40)))
@@ -199,6 +204,7 @@ def test_each_change_is_told_once(model: Path, tmp_path: Path, caplog: pytest.Lo
     ]
 
 
+@pytest.mark.slow
 def test_the_trunk_gives_its_memory_back(qwen3: Path, tmp_path: Path) -> None:
     folders = {"poet": make_adapter(tmp_path / "poet", qwen3, layers=[6, 7])}
     with open_adapters(qwen3, tmp_path / "cache", folders, trunk_budget=16 << 20) as llm:
@@ -232,6 +238,7 @@ def free_bytes(llm: LLM, room: int) -> Iterator[None]:
         inside.set_free_memory(engine, free_memory)
 
 
+@pytest.mark.slow
 def test_the_cache_does_not_grow_beyond_what_the_machine_has(
     model: Path, tmp_path: Path, expected: list[list[tuple[int, float | None]]]
 ) -> None:
@@ -286,7 +293,7 @@ def test_the_watch_tells_of_changes_and_of_pressure_that_lasts() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says it in files")
-@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("is_on", [True, slow(False)])
 def test_the_system_says_it_in_a_file(is_on: bool, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "proc" / "pressure" / "memory"
     file.parent.mkdir(parents=True)

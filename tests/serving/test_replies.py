@@ -22,7 +22,7 @@ from tests.serving.talk import NAMES, SYSTEM, Talk, answering, calling, num_new_
 ANTHROPIC_TOOLS = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[slow(name) if index else name for index, name in enumerate(NAMES)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -34,7 +34,8 @@ def talk(family: str, model_folder: ModelFolder, tmp_path: Path) -> Iterator[Tal
         yield Talk(front, script)
 
 
-@pytest.mark.parametrize("family", ["harmony", slow("deepseek"), slow("qwen3")], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NAMES, indirect=True)
 def test_streams_say_what_whole_answers_say(talk: Talk, family: str) -> None:
     for reply, blocks in FAMILIES[family].replies:
         question = [{"role": "user", "content": "Hi"}]
@@ -88,7 +89,7 @@ def check_anthropic(talk: Talk, question: list[dict[str, Any]], message: dict[st
 @pytest.mark.parametrize(
     ("family", "num_turns", "drops"),
     [
-        *(("qwen3", 4, True), ("deepseek", 4, True), ("harmony", 4, False)),
+        *(slow("qwen3", 4, True), ("deepseek", 4, True), slow("harmony", 4, False)),
         *(slow("qwen3", 4, False), slow("deepseek", 4, False), slow("harmony", 4, True)),
         *starmap(slow, product(NAMES, [20], [False, True])),
     ],

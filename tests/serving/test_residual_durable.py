@@ -81,6 +81,7 @@ def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 # -- after a restart --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_restart_computes_what_is_new(saved: Saved, tmp_path: Path) -> None:
     with serving(saved, saved.copy(tmp_path / "cache")) as llm:
         assert llm.agent("alice").cache_state == "warm" and llm.agent("alice").residual_bytes == 0
@@ -94,6 +95,7 @@ def test_a_restart_computes_what_is_new(saved: Saved, tmp_path: Path) -> None:
         assert sum(stats.disk_bytes_by.values()) == stats.disk_bytes
 
 
+@pytest.mark.slow
 def test_all_of_it_comes_into_ram_at_once(saved: Saved, tmp_path: Path) -> None:
     with serving(saved, saved.copy(tmp_path / "cache")) as llm:
         assert llm.restore("alice").cache_state == "hot"
@@ -164,6 +166,7 @@ def test_every_file_of_residuals_is_wrong_in_turn(saved: Saved, tmp_path: Path) 
             assert llm.stats().quarantined == 1
 
 
+@pytest.mark.slow
 def test_a_lost_file_of_base_is_a_partial_hit(saved: Saved, tmp_path: Path) -> None:
     """Residuals behind it stay of use: base computes its tokens once more, the adapter none of them."""
     cache_dir = saved.copy(tmp_path / "cache")

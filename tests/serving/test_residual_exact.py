@@ -38,6 +38,7 @@ def test_an_adapter_of_the_last_layer_says_what_it_says_exactly(
             check_differs(exact, ask(llm, PROMPT, None, TOKENS))
 
 
+@pytest.mark.slow
 def test_layers_whose_bits_differ_are_shared_as_others_are(model_folder: ModelFolder, tmp_path: Path) -> None:
     """As `auto` keeps them for a model some of whose layers do not stand 4 bits."""
     model, cache_dir = model_folder("qwen3", num_hidden_layers=3), tmp_path / "cache"
@@ -53,7 +54,7 @@ def test_layers_whose_bits_differ_are_shared_as_others_are(model_folder: ModelFo
         assert shared.report.divergence is not None and shared.report.divergence < 0.01
 
 
-@pytest.mark.parametrize("kv", ["4", slow("8"), "k8v4", "16"])
+@pytest.mark.parametrize("kv", ["4", *map(slow, ["8", "k8v4", "16"])])
 def test_an_adapter_that_adds_nothing_says_what_base_says(model_folder: ModelFolder, tmp_path: Path, kv: str) -> None:
     model = model_folder("qwen2", num_hidden_layers=2)
     folders = residual_folders(tmp_path / "adapters", model, ("nil",), strength=0.0)

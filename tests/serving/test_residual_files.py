@@ -231,6 +231,7 @@ def test_an_archive_carries_them(adapters: list[str], ram_path: Path) -> None:
 # -- crashes and damage -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_step_leaves_the_turn_before_or_this_one(ram_path: Path) -> None:
     """What the folder holds at each step is what a process would find that was killed there."""
     with desk(ram_path / "first") as made:

@@ -86,7 +86,7 @@ def hand(small: Path, two: dict[str, Path], tmp_path: Path) -> Iterator[Hand]:
         yield hand
 
 
-@pytest.mark.parametrize("steps", [step if step in (1, 5, 9, 13) else slow(step) for step in range(14)])
+@pytest.mark.parametrize("steps", [step if step in (5, 9) else slow(step) for step in range(14)])
 def test_who_leaves_at_any_step_leaves_nothing_behind(hand: Hand, steps: int) -> None:
     """In front of base's pass, within it, within the adapter's, and while both decode."""
     left = hand.say("ann", PROMPT, 8, agent="alice")
@@ -147,6 +147,7 @@ def test_all_kinds_in_one_batch_each_as_alone(hand: Hand) -> None:
         assert said.token_ids == alone.token_ids, which
 
 
+@pytest.mark.slow
 def test_pressure_on_residuals_makes_only_residual_requests_wait(
     small: Path, two: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -226,6 +227,7 @@ def test_a_weak_adapter_stays_within_the_limit(small: Path, tmp_path: Path) -> N
         assert said.report.divergence is not None and said.report.divergence < 0.05
 
 
+@pytest.mark.slow
 def test_base_and_adapter_take_turns_where_windows_are_read(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +250,7 @@ def test_base_and_adapter_take_turns_where_windows_are_read(
     assert most == [2, 5], "a window, and as far as base is ahead"
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_while_its_residuals_are_read_from_disk(hand: Hand) -> None:
     hand.run(hand.say("ann", PROMPT, 4, agent="alice"))
     hand.hand.evict("alice")

@@ -42,7 +42,7 @@ MODELS = [
     slow("qwen2", "byte_bpe"),
     slow("qwen3", "byte_bpe"),
     slow("qwen3_moe", "byte_bpe"),
-    ("gemma3_text", "metaspace"),
+    slow("gemma3_text", "metaspace"),
     slow("gemma3_text_wide", "metaspace"),
     slow("gpt_oss", "byte_bpe_bos"),
     slow("phi3", "metaspace"),
@@ -163,6 +163,7 @@ def test_after_evict_and_restore(architecture: str, model_folder: ModelFolder, t
 
 
 @steady_sums
+@pytest.mark.slow
 def test_more_files_than_there_are_buffers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file waits for a buffer that another one has left; one of them is wrong, and so no use to anybody."""
     monkeypatch.setattr(GroupArena, "memory", lambda arena: None)  # as where a device has memory of its own
@@ -184,7 +185,7 @@ def test_more_files_than_there_are_buffers(model: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("architecture", "restart"),
     [
-        *(("qwen3", False), ("deepseek_v2", True), slow("qwen3", True), slow("deepseek_v2", False)),
+        *(("qwen3", False), slow("deepseek_v2", True), slow("qwen3", True), slow("deepseek_v2", False)),
         *(slow("gemma3_text", False), slow("gemma3_text", True)),
     ],
 )

@@ -88,6 +88,7 @@ def test_all_orders_of_three_members_give_the_same_answers(small: Path, three: d
                 assert said.logprobs == answers[name].logprobs
 
 
+@pytest.mark.slow
 def test_partly_cached_prompts(llm: LLM) -> None:
     """Base computes again what the family lacks, and writes nothing that base has."""
     whole = say(llm, PROMPT, "ann", salt="whole")
@@ -237,6 +238,7 @@ def change_one_a(folder: Path, source: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_one_ulp_in_one_a_is_no_family(small: Path, three: dict[str, Path], tmp_path: Path) -> None:
     folders = {"ann": three["ann"], "odd": change_one_a(tmp_path / "odd", three["bob"])}
     with open_residual(small, tmp_path / "cache", folders) as llm:
@@ -271,6 +273,7 @@ def test_refused_by_name_where_residuals_are(model_folder: ModelFolder, small: P
 # -- the guard ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_divergence_is_the_members_own_whoever_came_first(llm: LLM, three: dict[str, Path]) -> None:
     alone = {name: say(llm, PROMPT[:300], name, 1, salt=name).report.divergence for name in MEMBERS}
     after = {name: say(llm, PROMPT[:300], name, 1, salt="all").report.divergence for name in MEMBERS[::-1]}

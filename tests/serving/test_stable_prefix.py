@@ -58,7 +58,7 @@ def notice_tokens(talk: Talk, number: int) -> int:
 
 @pytest.mark.parametrize(
     ("family", "num_turns"),
-    [("deepseek", 4), ("harmony", 4), slow("qwen3", 4), *(slow(family, 20) for family in NAMES)],
+    [("deepseek", 4), slow("harmony", 4), slow("qwen3", 4), *(slow(family, 20) for family in NAMES)],
     indirect=["family"],
 )
 def test_turns_with_tools_compute_what_they_add_and_the_line(stable: Talk, family: str, num_turns: int) -> None:

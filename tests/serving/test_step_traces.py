@@ -31,8 +31,9 @@ def answers(folder: Path, home: Path, num_tokens: int = 20) -> tuple[list[list[i
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "num_tokens"), [("qwen3", 20), slow("qwen3", 250), slow("gpt_oss", 250), slow("deepseek_v2", 250)]
+    ("kind", "num_tokens"), [("qwen3", 20), ("qwen3", 250), ("gpt_oss", 250), ("deepseek_v2", 250)]
 )
 def test_traced_steps_choose_the_same_tokens(
     kind: str, num_tokens: int, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

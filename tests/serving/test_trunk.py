@@ -44,6 +44,7 @@ def llm(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_the_second_one_computes_the_upper_half(llm: LLM) -> None:
     prompt = make_ids(513)
     base, whole = layer_tokens(llm, prompt, tokens=1)
@@ -58,6 +59,7 @@ def test_the_second_one_computes_the_upper_half(llm: LLM) -> None:
     assert computed == whole
 
 
+@pytest.mark.slow
 def test_an_adapter_fills_the_trunk_for_those_that_begin_no_higher(llm: LLM) -> None:
     prompt = make_ids(513)
     _, first = layer_tokens(llm, prompt, "a", tokens=1)
@@ -73,6 +75,7 @@ def test_an_adapter_fills_the_trunk_for_those_that_begin_no_higher(llm: LLM) -> 
     check_equal(higher, cold(llm, higher))
 
 
+@pytest.mark.slow
 def test_from_inside_a_block_to_beyond_the_trunk(llm: LLM) -> None:
     """The own lane ends inside a block, base's goes on, the prompt further."""
     ask(llm, make_ids(300), "a", tokens=1)
@@ -90,6 +93,7 @@ def test_from_inside_a_block_to_beyond_the_trunk(llm: LLM) -> None:
     check_equal(back, cold(llm, back))
 
 
+@pytest.mark.slow
 def test_a_prompt_that_ends_where_the_trunk_does(llm: LLM) -> None:
     """A whole step is left to do, and so the last block."""
     ask(llm, make_ids(512), tokens=1)
@@ -98,6 +102,7 @@ def test_a_prompt_that_ends_where_the_trunk_does(llm: LLM) -> None:
     check_equal(adapted, cold(llm, adapted))
 
 
+@pytest.mark.slow
 def test_an_activated_adapter(llm: LLM) -> None:
     """Before and behind its start; what is before, base has computed in all layers."""
     prompt = make_ids(600)
@@ -108,6 +113,7 @@ def test_an_activated_adapter(llm: LLM) -> None:
     check_equal(adapted, cold(llm, adapted, invocation_start=100))
 
 
+@pytest.mark.slow
 def test_prompt_logprobs(llm: LLM) -> None:
     prompt = make_ids(300)
     ask(llm, prompt, tokens=1)
@@ -131,6 +137,7 @@ def test_without_a_budget_nothing_changes(budget: int, qwen3: Path, folders: dic
         assert budget or not any(isinstance(layer, TrunkLayer) for layer in layers)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_that_no_adapter_wants(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     only = {"all": folders["all"]}
     with open_adapters(qwen3, tmp_path / "cache", only, trunk_budget=BUDGET) as llm:
@@ -191,6 +198,7 @@ def test_preempted_on_the_way(at: int, qwen3: Path, folders: dict[str, Path], tm
         assert receiver.token_ids == expected.token_ids
 
 
+@pytest.mark.slow
 def test_cancelled_on_the_way(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """Nobody keeps a slot of the trunk but the trunk itself."""
     with by_hand(qwen3, tmp_path / "cache", trunk_budget=4 * BLOCK_BYTES) as hand:
@@ -211,6 +219,7 @@ def test_cancelled_on_the_way(qwen3: Path, folders: dict[str, Path], tmp_path: P
         assert inside.trunk_blocks(hand.engine) == 0
 
 
+@pytest.mark.slow
 def test_chunks_from_the_trunk_tell_no_rate(
     qwen3: Path, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

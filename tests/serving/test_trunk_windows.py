@@ -56,6 +56,7 @@ def test_without_the_blocks_in_front_of_a_window(model_folder: ModelFolder, tmp_
         check_equal(adapted, cold(llm, adapted))
 
 
+@pytest.mark.slow
 def test_an_agent_keeps_the_blocks_in_front_of_a_window(model_folder: ModelFolder, tmp_path: Path) -> None:
     """Where nobody has them any more they are computed; a request without an agent can do without."""
     model = model_folder("gemma3_text_wide")

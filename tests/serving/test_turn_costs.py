@@ -83,7 +83,7 @@ def draw(random: np.random.Generator, spec: CacheSpec, header: BlockHeader) -> A
     return data
 
 
-@pytest.mark.parametrize("num_tokens", [1200, 6000, slow(16000)])
+@pytest.mark.parametrize("num_tokens", [1200, slow(6000), slow(16000)])
 def test_a_turn_writes_and_reads_only_what_it_adds(num_tokens: int, model: Path, tmp_path: Path) -> None:
     chat = long_chat(num_tokens)
     held = save_without_computing(model, tmp_path, chat)
@@ -119,6 +119,7 @@ def count_encoded(llm: LLM) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_a_full_block_takes_4_5_bits_per_value(model: Path, tmp_path: Path) -> None:
     chat = long_chat(1000)
     with open_llm(model, tmp_path) as llm:

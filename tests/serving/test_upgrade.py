@@ -87,6 +87,7 @@ def transcript_in(saved: Saved) -> Any:
         return transcript_of(llm)
 
 
+@pytest.mark.slow
 def test_a_second_start_before_any_turn_changes_nothing(saved: Saved, tmp_path: Path) -> None:
     cache_dir, talk = as_version_1(saved, tmp_path), saved.talk.fork("alice")
     for _ in range(2):

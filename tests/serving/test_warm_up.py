@@ -8,13 +8,14 @@ import pytest
 
 from agentcache.engine import warm_up as module
 from tests.conftest import ModelFolder
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import greedy, make_ids
 from tests.tiny import OTHER_CACHES_SLOW
 
 
-@pytest.fixture(params=["", "cuda"], ids=["few steps", "all that CUDA compiles"])
+@pytest.fixture(params=["", slow("cuda")], ids=["few steps", "all that CUDA compiles"])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is warmed up here, and on CUDA: the steps are right on every device."""
     if request.param:

@@ -87,10 +87,12 @@ def test_the_loss_falls(trained: tuple[DecoderTrainer, list[Progress]]) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_the_base_stays_as_it_is(trained: tuple[DecoderTrainer, list[Progress]], embedded: Path) -> None:
     assert base_bytes(trained[0].base) == base_bytes(load_base(str(embedded)))
 
 
+@pytest.mark.slow
 def test_only_the_last_layers_are_adapted(trained: tuple[DecoderTrainer, list[Progress]]) -> None:
     assert {int(name.partition(".")[0]) for name in trained[0].parameters} == set(range(2, 8))
 
@@ -121,6 +123,7 @@ def test_a_checkpoint_of_another_training_is_refused(
         new_trainer(embedded, other).load(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_was_trained_shows_when_it_is_served(
     trained: tuple[DecoderTrainer, list[Progress]], embedded: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +141,7 @@ def test_what_was_trained_shows_when_it_is_served(
     assert mx.argmax(adapted[-1]).item() == example.answer[0] != mx.argmax(plain[-1]).item()
 
 
+@pytest.mark.slow
 def test_it_answers_as_it_was_taught_from_the_cache_that_base_has_filled(
     trained: tuple[DecoderTrainer, list[Progress]], embedded: Path, tmp_path: Path
 ) -> None:
@@ -235,6 +239,7 @@ def run_command(*options: Any) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_the_command(model_folder: ModelFolder, tmp_path: Path) -> None:
     model, data, out = model_folder("qwen2", num_hidden_layers=2), tmp_path / "data.jsonl", tmp_path / "out"
     data.write_text("\n".join(json.dumps({"prompt": f"What is {n}?", "completion": "A number."}) for n in range(5)))
