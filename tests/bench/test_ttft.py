@@ -124,7 +124,6 @@ def test_sizes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_command_measures_the_real_server(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "agentcache", "bench", "ttft", "--sizes", "600", "--repeats", "1"]
     options = ["--json", "--out", str(tmp_path)]

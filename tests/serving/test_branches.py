@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from tests.conftest import ModelFolder
-from tests.marks import slow
 from tests.serving.front import open_front
 from tests.serving.scripted import scripted
 from tests.serving.talk import SYSTEM, Talk, answering, calling, result
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [slow("qwen3"), "harmony"])
+@pytest.mark.parametrize("family", ["qwen3", "harmony"])
 def test_both_branches_are_found(family: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     model = model_folder("mistral", family, num_hidden_layers=2)
     with scripted() as script, open_front(model, tmp_path / "cache") as front:

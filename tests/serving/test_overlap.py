@@ -14,7 +14,6 @@ from agentcache.kv.tensor_arena import TensorArena, take_due
 from agentcache.models import runner
 from agentcache.models.runner import ModelRunner, Started
 from tests.conftest import ModelFolder
-from tests.marks import slow
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import BLOCK_BYTES, RAM_BUDGET, greedy, make_ids
 from tests.serving.simulation import Computed, FormulaDevice, Simulation
@@ -169,9 +168,9 @@ def check_crowd(
             assert receiver.token_ids == alone[number], f"prompt {number}, seed {seed}"
 
 
-@pytest.mark.usefixtures("never_waiting")
-@pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
 @pytest.mark.slow
+@pytest.mark.usefixtures("never_waiting")
+@pytest.mark.parametrize("seed", range(4))
 def test_random_cancels_while_two_steps_are_under_way(seed: int, model: Path, starts: Starts, tmp_path: Path) -> None:
     check_crowd(model, tmp_path, seed, 150, [30, 250, 252, 300, 520], ram_budget=14 * BLOCK_BYTES)
     assert sum(starts.behind) > 40

@@ -131,7 +131,7 @@ def test_turn_two_is_the_same_hot_evicted_and_restarted(small: Path, five: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen3", slow("mistral_sliding")])
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral_sliding"])
 def test_bases_files_are_those_of_a_server_without_adapters(
     model_folder: ModelFolder, tmp_path: Path, architecture: str
 ) -> None:
