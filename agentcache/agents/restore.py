@@ -2,7 +2,7 @@
 
 While nothing is computed, files are read to where their blocks belong in the arenas, and verified there
 (`reads_in_place`). Nobody reads these slots until they are published, and the engine thread, which would only wait
-meanwhile, works with the readers: for some ms at a time, after which it sees to what else has come.
+meanwhile, works with the readers: for some ms, and on until something else has come for it.
 
 Beside requests that compute, blocks are read into buffers (`buffered_reads`). So are blocks that are not full, and all
 where the device's memory is not ours.
@@ -29,7 +29,9 @@ from agentcache.store.store import Store
 READERS = min(4, os.cpu_count() or 4)  # more would only push each other's files out of the processor's caches
 _LARGE_BLOCK_BYTES = 1 << 20  # smaller ones are mostly Python: a second thread would only be in the way
 _READS_BEGUN = READERS + 2  # so that a reader that is done finds its next batch
-_LONGEST_AT_ONCE = 0.02  # seconds for which the engine thread begins reads; then it sees to what else has come
+# Seconds for which the engine thread begins reads whatever has come: to stop and to go on costs it 2 ms, in which it
+# finds out anew where each tensor lies.
+_LEAST_AT_ONCE = 0.02
 
 
 class Restorer:
@@ -38,6 +40,7 @@ class Restorer:
     Args:
         post: runs a function on the engine thread soon; callable from any thread.
         is_idle: whether no request computes anything.
+        is_awaited: whether something has come for the engine thread to do.
 
     Attributes:
         buffered: what reads while something is computed.
@@ -49,11 +52,13 @@ class Restorer:
         store: Store,
         post: Callable[[Callable[[], None]], None],
         is_idle: Callable[[], bool],
+        is_awaited: Callable[[], bool],
     ) -> None:
         self._caches = caches
         self._store = store
         self._post = post
         self._is_idle = is_idle
+        self._is_awaited = is_awaited
         self._whole: deque[tuple[Restoring, Load]] = deque()  # full blocks, to be read to where they belong
         sizes = [group.bytes_per_block for group in caches.base.prefix.all_groups]
         readers = READERS if max(sizes) >= _LARGE_BLOCK_BYTES else 1
@@ -134,7 +139,7 @@ class Restorer:
             memories: gets those of caches' groups that there are jobs of.
             others: gets blocks that have no places, or nobody who waits for them.
         """
-        ends_at = time.perf_counter() + _LONGEST_AT_ONCE
+        may_end_at = time.perf_counter() + _LEAST_AT_ONCE
         while self._whole:
             restore, load = self._whole.popleft()
             group, memory = (restore.cache.name, load.group), None
@@ -146,7 +151,7 @@ class Restorer:
                 yield Job(restore, load, memory.place(load.block_id))
             else:
                 others.append((restore, load))
-            if time.perf_counter() >= ends_at:
+            if time.perf_counter() >= may_end_at and self._is_awaited():
                 return
 
 

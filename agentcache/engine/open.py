@@ -64,6 +64,7 @@ def open_engine(
     model_path: str,
     post: Callable[[Callable[[], None]], None],
     *,
+    is_awaited: Callable[[], bool] = lambda: True,
     warm: bool = False,
     give_up: Callable[[RankLost], None] = lambda lost: None,
 ) -> Engine:
@@ -73,6 +74,7 @@ def open_engine(
         config: the settings.
         model_path: folder or hub id.
         post: runs a function on this thread soon; callable from any thread.
+        is_awaited: whether something has been posted that has not run yet; true also where nobody knows.
         warm: whether the first request is to find a process that has computed something before.
         give_up: called on some thread when this one waits for another rank for good.
 
@@ -96,7 +98,7 @@ def open_engine(
     plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
     limits = Limits(wanted_limits(plan))
     try:
-        return _put_together(config, world, loaded, footprint, plan, limits, post, warm=warm)
+        return _put_together(config, world, loaded, footprint, plan, limits, post, is_awaited, warm=warm)
     except BaseException:
         limits.restore()
         raise
@@ -110,6 +112,7 @@ def _put_together(
     plan: MemoryPlan,
     limits: Limits,
     post: Callable[[Callable[[], None]], None],
+    is_awaited: Callable[[], bool],
     *,
     warm: bool,
 ) -> Engine:
@@ -149,7 +152,7 @@ def _put_together(
         partial(first_thought, form=loaded.tokenizer.reply_format),
     )
     requests = Requests()
-    restorer = Restorer(caches, store, post, lambda: not requests.running)
+    restorer = Restorer(caches, store, post, lambda: not requests.running, is_awaited)
     kernel_memo.keep_in(config.cache_dir / _KERNELS_FOUND)  # the folder is ours by now
     persistence.index()
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))

@@ -67,7 +67,14 @@ class AsyncEngine:
         self._warm_up = warm_up
         path = config.model or str(embedded_model_path(Path(config.cache_dir).parent))
         self._thread = EngineThread(
-            lambda post: open_engine(config, path, post, warm=warm_up, give_up=self._thread.give_up)
+            lambda post: open_engine(
+                config,
+                path,
+                post,
+                is_awaited=self._thread.is_awaited,
+                warm=warm_up,
+                give_up=self._thread.give_up,
+            )
         )
         self._workers = PromptWorkers()
         self._turns = AgentTurns()

@@ -158,6 +158,10 @@ class EngineThread:
         """Run `function` on the engine's thread between steps. From any thread; for what belongs to the engine."""
         self._inbox.put(function)
 
+    def is_awaited(self) -> bool:
+        """Whether something has been posted that has not run yet. From any thread."""
+        return not self._inbox.empty()
+
     def tell(self, message: Message, receive: Receive) -> None:
         """Have the engine handle a message; `receive` is called with its replies, on the event loop."""
         engine = self.engine

@@ -18,7 +18,7 @@ import mlx.core as mx
 from agentcache.kv.packed import Packed
 from agentcache.kv.packing import PARTS, LayerPacking, Packing
 from agentcache.kv.spec import LayerSpec, packed_tensors, sides
-from agentcache.kv.tensor_arena import TensorArena, copy_block
+from agentcache.kv.tensor_arena import TensorArena, copy_block, resize
 
 _ALL = slice(None)
 
@@ -66,8 +66,7 @@ class SideArena:
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` blocks."""
-        for part in self._arenas:
-            part.resize(capacity)
+        resize(self._arenas, capacity)
 
     def write_slots(self, packed: Packed, slots: Sequence[Slot], head: int = 0) -> None:
         """Write one row's tokens run by run (slice assignment: the fastest way for long runs).

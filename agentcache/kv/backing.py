@@ -43,7 +43,7 @@ class Backing(Protocol):
     most: int
 
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
-        """An array for `capacity` blocks, `most` at most, evaluated; between steps.
+        """An array for `capacity` blocks, `most` at most; between steps. Lazy where it is a copy.
 
         Args:
             array: the one until now, which must not be used any more. It may have been another backing's.
@@ -59,14 +59,12 @@ class Exact:
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
         """See `Backing`."""
         if capacity <= used:
-            resized = mx.contiguous(array[:capacity])
-        else:
-            # Zeros first and then what is there: each page of the new array is touched for the first time once, and no
-            # second array of zeros is made to be copied.
-            resized = mx.zeros((capacity, *array.shape[1:]), array.dtype)
-            if used:
-                resized[:used] = array[:used]
-        mx.eval(resized)
+            return mx.contiguous(array[:capacity])
+        # Zeros first and then what is there: each page of the new array is touched for the first time once, and no
+        # second array of zeros is made to be copied.
+        resized = mx.zeros((capacity, *array.shape[1:]), array.dtype)
+        if used:
+            resized[:used] = array[:used]
         return resized
 
 

@@ -16,7 +16,7 @@ from agentcache.kv.arena import LayerArena
 from agentcache.kv.backing import ARRAY_DTYPES
 from agentcache.kv.block_layout import Array, GroupMemory, block_tensors, first_float
 from agentcache.kv.spec import CacheSpec, GroupSpec
-from agentcache.kv.tensor_arena import TensorArena, copy_block, shares_memory
+from agentcache.kv.tensor_arena import TensorArena, copy_block, resize, shares_memory
 from agentcache.kv.upload import upload
 
 
@@ -43,15 +43,11 @@ class GroupArena:
 
     def grow(self, capacity: int) -> None:
         """Follow the block pool's capacity upwards; the new slots hold zeros."""
-        for tensor in self._tensors.values():
-            if tensor.capacity < capacity:
-                tensor.resize(capacity)
+        resize([tensor for tensor in self._tensors.values() if tensor.capacity < capacity], capacity)
 
     def shrink(self, capacity: int) -> None:
         """Follow the block pool's capacity downwards."""
-        for tensor in self._tensors.values():
-            if tensor.capacity > capacity:
-                tensor.resize(capacity)
+        resize([tensor for tensor in self._tensors.values() if tensor.capacity > capacity], capacity)
 
     def copy(self, source: int, target: int) -> None:
         """See `copy_block`."""

@@ -16,7 +16,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import TensorSpec
-from agentcache.kv.tensor_arena import TensorArena, copy_block
+from agentcache.kv.tensor_arena import TensorArena, copy_block, resize
 
 Extras: TypeAlias = "Mapping[str, str | Array]"  # as in `store/block_extras.py`
 
@@ -39,7 +39,7 @@ class TokenMeasures:
     def fit(self, capacity: int) -> None:
         """Follow the pool's capacity."""
         if self.tokens.capacity != capacity:
-            self.tokens.resize(capacity)
+            resize([self.tokens], capacity)
 
     def copy(self, source: int, target: int) -> None:
         """See `copy_block`."""

@@ -24,7 +24,6 @@ from agentcache.models.packed_product import packed_product
 
 # Up to this many query tokens, multiplying with the packed data is faster than unpacking it first (CPU and GPU alike).
 MAX_PACKED_QUERIES = 8
-_LAYERS_BEGUN = 4  # layers that are given to the device together where a step begins early
 
 
 class AttentionOptions(NamedTuple):
@@ -74,7 +73,7 @@ def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOp
     k = unpack_for(queries, keys, reads)
     v = unpack_for(queries, values, reads)
     attended = flash_attention(queries, k, v, reads, options)
-    if reads.begins_early and kv.arena.layer.index % _LAYERS_BEGUN == 0:
+    if reads.begins_early:
         mx.async_eval(attended)
     return attended
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv import group_arena
+from agentcache.kv import group_arena, tensor_arena
 from agentcache.kv.arena import Slot
 from agentcache.kv.block_layout import Place
 from agentcache.kv.group_arena import GroupArena, make_arenas
@@ -167,6 +167,32 @@ def test_bytes_are_those_of_the_spec() -> None:
     arena = GroupArena(spec)
     arena.grow(3)
     assert sum(tensor.array.nbytes for tensor in arena.tensors) == 3 * spec.bytes_per_block
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 24])
+def test_tensors_that_are_copied_are_so_together(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few at a time: not all of them are in memory twice."""
+    arena = GroupArena(attention_group("full.0", [LayerSpec(index, 2, 32, 32) for index in range(4)], Q32))
+    arena.grow(3)
+    fill(arena, 1, seed=3)
+    before = arena.snapshot(1, BLOCK_SIZE)
+    sizes = [5 * tensor.spec.slot_bytes for tensor in arena.tensors]
+    monkeypatch.setattr(tensor_arena, "_RESIZED_AT_ONCE", sum(sizes) * at_once // len(sizes))
+    evaluated: list[int] = []
+    evaluate = mx.eval
+
+    def noting(arrays: list[mx.array]) -> None:
+        evaluated.append(sum(array.nbytes for array in arrays))
+        evaluate(arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", noting)
+        arena.grow(5)
+    assert sum(evaluated) == sum(sizes) and len(sizes) == 24
+    assert max(evaluated) <= sum(sizes) * at_once // len(sizes) + max(sizes)
+    assert len(evaluated) <= len(sizes) // at_once + 1
+    np.testing.assert_array_equal(arena.snapshot(1, BLOCK_SIZE), before)
+    assert not arena.snapshot(4, BLOCK_SIZE).any()
 
 
 def read_to(arena: GroupArena, block_id: int, block: np.ndarray) -> Place:

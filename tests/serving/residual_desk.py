@@ -58,9 +58,11 @@ class Desk:
 
     Attributes:
         is_idle: whether the device computes nothing.
+        is_awaited: whether something has come for the engine thread, which is the test's.
     """
 
     is_idle = True
+    is_awaited = False
 
     def __init__(
         self,
@@ -88,7 +90,9 @@ class Desk:
             max_lineages=8,
             first_thought=lambda transcript: None,
         )
-        self.restorer = Restorer(self.caches, self.store, self.posted.put, lambda: self.is_idle)
+        self.restorer = Restorer(
+            self.caches, self.store, self.posted.put, lambda: self.is_idle, lambda: self.is_awaited
+        )
         self.eviction = Eviction(self.caches, self.agents, self.persistence)
         self.operations = AgentOperations(self.caches, self.agents, self.persistence, self.in_use, self.restorer)
         self.persistence.index()

@@ -18,6 +18,7 @@ from agentcache.agents.restoring import Restored
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.kv.block_layout import GroupMemory, Place
 from agentcache.kv.group_arena import GroupArena
+from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.tensor_arena import shares_memory
 from tests.kv.store_cases import SPEC
 from tests.serving.block_damage import block_files, flip, header_of, sign
@@ -194,7 +195,8 @@ def test_a_request_that_comes_in_between_is_not_waited_for(
     saved: Desk, moved: Moved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file is read to where it belongs; then something is computed, and the others go through buffers."""
-    monkeypatch.setattr(restore, "_LONGEST_AT_ONCE", 0)
+    monkeypatch.setattr(restore, "_LEAST_AT_ONCE", 0)
+    saved.is_awaited = True
     monkeypatch.setattr(buffered_reads, "_BATCH_BLOCKS", 1)
     done: list[Any] = []
     saved.operations.restore("alice", done.append)
@@ -206,6 +208,23 @@ def test_a_request_that_comes_in_between_is_not_waited_for(
     assert moved == Moved(from_buffers=ALL_BYTES - first, floats=first // 9)
     saved.check()
     assert saved.info("alice").cache_state == "hot"
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_where_tensors_lie_is_found_out_once_unless_somebody_waits(
+    is_awaited: bool, saved: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, memory = Counter[int](), ResidualArenas.memory
+
+    def counting_memory(arenas: ResidualArenas, group: int) -> GroupMemory | None:
+        calls[group] += 1
+        return memory(arenas, group)
+
+    monkeypatch.setattr(ResidualArenas, "memory", counting_memory)
+    monkeypatch.setattr(restore, "_LEAST_AT_ONCE", 0)
+    saved.is_awaited = is_awaited
+    assert saved.restore("alice") == ALL_BYTES
+    assert calls == dict.fromkeys(range(len(SPEC.groups)), FULL if is_awaited else 1)
 
 
 def test_slots_of_a_request_that_has_left_are_not_touched(saved: Desk, moved: Moved) -> None:
