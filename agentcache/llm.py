@@ -7,6 +7,7 @@ with LLM("path/to/model") as llm:
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import uuid
@@ -14,6 +15,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
+
+import mlx.core as mx
 
 from agentcache.adapter_settings import AdapterFolder, Policy, parse_policy
 from agentcache.answer_form import AnswerForm
@@ -128,11 +131,13 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Write what is due and give the cache folder back."""
+        """Write what is due, and give the cache folder and the model's memory back."""
         if self._loop.is_closed():
             return
         self._wait(self._engine.close())
         self._stop_loop()
+        gc.collect()  # or the model would keep its memory until Python looks for cycles: another may be loaded now
+        mx.clear_cache()
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -11,6 +11,7 @@ The model has random weights in the shape of Qwen3-8B unless told otherwise. Sid
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import statistics
@@ -231,6 +232,7 @@ def measure_real_size(plan: RealSizePlan, progress: Callable[[str], None]) -> li
         bare = Bare(folder) if plan.bare else None
         if plan.decode:
             _decode(plan, Paged(folder), bare, add, folder)
+        gc.collect()  # a model is full of cycles, and the next one needs the room
         mx.clear_cache()
         if plan.prefill or plan.context:
             _requests(plan, folder, Path(home) / "cache", bare, add)

@@ -65,7 +65,7 @@ class EngineThread:
         self._stopping = True
         self.post(lambda: None)
         await asyncio.to_thread(self._thread.join)
-        self._thread = None
+        self._thread = self.engine = None
 
     @property
     def view(self) -> EngineView:

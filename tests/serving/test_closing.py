@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from itertools import starmap
 from pathlib import Path
 
 import pytest
 
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.kv.reserved import allocated_bytes
+from agentcache.llm import LLM
 from agentcache.request import Request, TokenPrompt
 from agentcache.store.verify import FolderReport, verify_folder
 from tests.marks import slow
@@ -75,3 +78,14 @@ def test_a_prompt_that_is_cut_short_leaves_nothing(full: int, model: Path, tmp_p
 
     run(test, model, tmp_path)
     assert checked(tmp_path).agents == 1
+
+
+def test_a_model_that_is_closed_gives_its_memory_back(model: Path, tmp_path: Path) -> None:
+    """At once, though somebody still has the object: the next one may be as large."""
+    gc.collect()
+    before = allocated_bytes()
+    with LLM(model, cache_dir=tmp_path) as llm:
+        llm.generate(make_ids(300), greedy(2), agent="alice")
+        taken = allocated_bytes() - before
+    assert taken > 100_000
+    assert allocated_bytes() - before < taken / 10
