@@ -19,7 +19,7 @@ from agentcache.engine.device import Device
 from agentcache.engine.generation import Generation, Outcome, State
 from agentcache.engine.passes import Overlay
 from agentcache.engine.requests import Requests
-from agentcache.engine.room import Growth, has_room, slots_needed
+from agentcache.engine.room import Growth, Newcomer, has_room, slots_needed
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, OutOfMemory, Overloaded
@@ -83,7 +83,8 @@ class Admission:
         """Open a waiting request's sequence; starts its restore where blocks are on disk only."""
         root = self._caches.root(self._caches.base, generation.request.salt)
         if not busy:
-            self._cache.allocator.make_room(len(generation.token_ids) + 1)
+            num_tokens = len(generation.token_ids)
+            self._cache.allocator.make_room(num_tokens + 1, self._at_once(num_tokens))
         self._settle_policy(generation, root)
         if generation.adapter is not None and generation.is_residual:
             self._open_residual(generation, generation.adapter, root, busy)
@@ -118,11 +119,10 @@ class Admission:
             return
         generation.adapter = use.settled(use.policy)
         prefix = self._usable_prefix(generation, root)
-        num_tokens = len(generation.token_ids) + 1
         allocator = self._cache.allocator
         # Nor the residuals' part: whoever reads there could not make room for them.
         kept = self._cache.ledger.share_left(RESIDUAL)
-        fits = has_room(allocator, self._base_growth(), prefix, num_tokens, evicts=False, beside=kept)
+        fits = has_room(allocator, self._base_growth(), self._new(generation, prefix), evicts=False, beside=kept)
         if not fits or self._residual_tokens(generation, use, root) > prefix.num_tokens:
             self._share(generation)
 
@@ -155,7 +155,7 @@ class Admission:
         assert isinstance(cache.arenas, ResidualArenas)  # base's only are others
         paired_from = match.base.num_tokens if use.is_family else len(generation.token_ids)
         overlay = Overlay(cache, cache.arenas, residuals, base, paired_from, is_family=use.is_family)
-        generation.take_sequence(base, overlay=overlay)
+        generation.take_sequence(base, overlay=overlay, at_once=self._scheduler.pace.largest_chunk)
         cache.arenas.copy_blocks(residuals.copies)
         if generation.num_generated == 0:
             generation.prompt_logprobs.clear()
@@ -210,8 +210,7 @@ class Admission:
         """
         if beside is None:
             beside = self._lacking_residuals()[0]
-        num_tokens = len(generation.token_ids) + 1
-        if not has_room(self._cache.allocator, self._base_growth(), prefix, num_tokens, beside=beside):
+        if not has_room(self._cache.allocator, self._base_growth(), self._new(generation, prefix), beside=beside):
             raise OutOfBlocks("running requests need all the blocks there are")
 
     @property
@@ -220,36 +219,49 @@ class Admission:
 
     def _base_growth(self) -> list[Growth]:
         """What those who are admitted hold of base's cache, and need."""
-        return [Growth(other.open_sequence.tables, len(other.token_ids) + 1) for other in self._admitted]
+        return [
+            Growth(other.open_sequence.tables, len(other.token_ids) + 1, self._at_once(other.num_to_launch))
+            for other in self._admitted
+        ]
 
     def _residual_growth(self, cache: KeptCache) -> list[Growth]:
         """The same of an adapter's cache."""
-        overlays = [(other.overlay, len(other.token_ids) + 1) for other in self._admitted if other.overlay is not None]
-        return [Growth(overlay.residuals.tables, count) for overlay, count in overlays if overlay.cache is cache]
+        return [
+            Growth(other.overlay.residuals.tables, len(other.token_ids) + 1, self._at_once(other.num_to_launch))
+            for other in self._admitted
+            if other.overlay is not None and other.overlay.cache is cache
+        ]
+
+    def _new(self, generation: Generation, prefix: CachedPrefix) -> Newcomer:
+        """A request that is not admitted yet, and would start with `prefix`."""
+        num_tokens = len(generation.token_ids)
+        return Newcomer(prefix, num_tokens + 1, self._at_once(num_tokens - prefix.num_tokens))
+
+    def _at_once(self, num_tokens: int) -> int:
+        """Of so many tokens that are to be computed, and those to come, how many may be at once."""
+        return max(1, min(num_tokens, self._scheduler.pace.largest_chunk))
 
     def _check_overlay_room(self, generation: Generation, cache: KeptCache, match: OverlayMatch) -> None:
         """The same for one that has residuals too: all adapters' have one part of the budget."""
-        lacking, spare = self._lacking_residuals(cache, match.residuals, len(generation.token_ids) + 1)
+        lacking, spare = self._lacking_residuals(cache, self._new(generation, match.residuals))
         left = self._cache.ledger.share_left(RESIDUAL)
         if lacking > left + spare:
             raise OutOfBlocks("running requests need all the blocks there are for residuals")
         self._check_room(generation, match.base, min(lacking, left))
 
-    def _lacking_residuals(
-        self, joins: KeptCache | None = None, prefix: CachedPrefix | None = None, num_tokens: int = 0
-    ) -> tuple[int, int]:
+    def _lacking_residuals(self, joins: KeptCache | None = None, newcomer: Newcomer | None = None) -> tuple[int, int]:
         """Bytes of slots that the residuals of those who are admitted need and have not yet, and bytes that adapters'
         caches have beyond that.
 
         Args:
-            joins: the cache that one more is to use, with this prefix of so many tokens.
+            joins: the cache that a newcomer is to use.
         """
         lacking = spare = 0
         for cache in self._caches.further:
             allocator, running = cache.prefix.allocator, self._residual_growth(cache)
-            new = (prefix, num_tokens) if cache is joins else (None, 0)
+            new = newcomer if cache is joins else None
             for index, group in enumerate(allocator.slots.groups):
-                short = slots_needed(allocator, index, running, *new) - allocator.slots.pools[index].capacity
+                short = slots_needed(allocator, index, running, new) - allocator.slots.pools[index].capacity
                 lacking += max(0, short) * group.bytes_per_block
                 spare += max(0, -short) * group.bytes_per_block
         return lacking, spare
@@ -257,13 +269,13 @@ class Admission:
     def _make_residual_room(self, generation: Generation, cache: KeptCache, prefix: CachedPrefix) -> bool:
         """Slots for all residuals of a request's known tokens; False if others who run have what it takes."""
         allocator, running = cache.prefix.allocator, self._residual_growth(cache)
-        num_tokens = len(generation.token_ids) + 1
+        new = self._new(generation, prefix)
         for index in range(len(allocator.slots.groups)):
-            needed = slots_needed(allocator, index, running, prefix, num_tokens)
+            needed = slots_needed(allocator, index, running, new)
             if not allocator.grow_to(index, needed):
                 return False
         # Where base could not give way, slots have gone that others will need.
-        lacking, spare = self._lacking_residuals(cache, prefix, num_tokens)
+        lacking, spare = self._lacking_residuals(cache, new)
         return lacking <= spare + self._cache.ledger.room
 
     def _restore(self, generation: Generation, due: Sequence[tuple[str, CacheSequence]]) -> None:

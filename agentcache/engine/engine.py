@@ -368,7 +368,8 @@ class Engine:
 
     def view(self) -> EngineView:
         """What other threads may know of it; changes between two steps only."""
-        return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
+        max_cached_tokens = self.cache.allocator.max_tokens(self.scheduler.pace.largest_chunk)
+        return EngineView(self.served, self.agents.view(), max_cached_tokens, self.relief.level)
 
     def clear(self) -> None:
         """Evict every block from RAM that nobody is reading; agents come back warm."""

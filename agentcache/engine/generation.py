@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.saved import Saved
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import BLOCK_SIZE, Producer
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import SnapshotPlan
@@ -214,15 +214,20 @@ class Generation:
         return bool(self.in_flight) and self.num_to_launch == 0 and self.num_generated < self.max_tokens - 1
 
     def take_sequence(
-        self, sequence: CacheSequence, ahead: TrunkMatch | None = None, overlay: Overlay | None = None
+        self,
+        sequence: CacheSequence,
+        ahead: TrunkMatch | None = None,
+        overlay: Overlay | None = None,
+        at_once: int = BLOCK_SIZE,
     ) -> None:
         """Its sequence, and the passes that compute what is not there yet, given what the trunk has.
 
         Args:
             overlay: a residual request's.
+            at_once: tokens of its prompt that are computed at once, at most.
         """
         self.sequence, self.overlay = sequence, overlay
-        self.passes = plan_passes(self.adapter, sequence, ahead, overlay, self.last_for_adapter)
+        self.passes = plan_passes(self.adapter, sequence, ahead, overlay, self.last_for_adapter, at_once)
         self.drop_passes()
 
     def drop_passes(self) -> None:

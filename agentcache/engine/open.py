@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-
-import mlx.core as mx
 
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.caches import KeptCache, KeptCaches
@@ -17,7 +16,7 @@ from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.allocator import least_bytes
+from agentcache.blocks.allocator import least_bytes, windows_bytes
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.ledger import RESIDUAL, WEIGHTS, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
@@ -28,6 +27,7 @@ from agentcache.engine.device import MlxDevice
 from agentcache.engine.engine import Engine, Parts
 from agentcache.engine.guard import MemoryGuard
 from agentcache.engine.pace import Pace, idle_chunk
+from agentcache.engine.prefill_rate import settled_token_seconds
 from agentcache.engine.requests import Requests
 from agentcache.engine.residuals import Residuals
 from agentcache.engine.scheduler import Scheduler
@@ -40,10 +40,13 @@ from agentcache.kv.precision import AUTO
 from agentcache.kv.reserved import wait_for_pages
 from agentcache.kv.spec import CacheSpec
 from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
+from agentcache.metal_kernels.kernel_text import NO_DEVICE
+from agentcache.metal_kernels.kernel_text import device as device_kind
 from agentcache.models.device_memory import Limits, device_memory, wanted_limits
 from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
 from agentcache.models.fused import memo as kernel_memo
 from agentcache.models.loader import LoadedModel
+from agentcache.models.runner import ModelRunner
 from agentcache.models.text.replies.history import first_thought
 from agentcache.ranks.world import World, join
 from agentcache.store.precision_file import read_precision, write_precision
@@ -52,11 +55,8 @@ from agentcache.store.precision_file import read_precision, write_precision
 # restore needs than its files take to be read.
 _PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 8192, 256 << 20
 _RESIDUAL_SHARE = 4  # of the RAM budget, one part is for residuals of adapters
-# Of prefilling, until it has been measured: slow machines of their kind. The kinds are told apart by what does not
-# change, since prompts are cut by it.
-_KERNELS_FOUND = "kernels.json"
-_CPU_FLOPS, _METAL_FLOPS, _CUDA_FLOPS, _SERVER_CUDA_FLOPS = 50e9, 2e12, 50e12, 400e12
-_SERVER_CUDA = (9, 10)  # compute capabilities of NVIDIA's server GPUs: H100, H200, B200
+_WINDOWS_SHARE = 8  # one part is enough for the windows of a prompt, with all that a chunk reads and writes of them
+_KERNELS_FOUND, _PREFILL_RATES = "kernels.json", "prefill.json"
 
 
 def open_engine(
@@ -163,6 +163,7 @@ def _put_together(
     trunk = Trunk(cache, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
     if warm:
         warm_up(cache, runner, restorer, loaded.max_context)
+    pace = _pace(config, loaded, cache, runner, plan.ram_budget)
     wait_for_pages()  # nobody's first turn does
     # A look at the model that a server without lossy policies has no need of.
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
@@ -175,7 +176,7 @@ def _put_together(
             caches=caches,
             device=device,
             requests=requests,
-            scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=_pace(config, loaded)),
+            scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=pace),
             turns=turns,
             agents=agents,
             operations=AgentOperations(caches, agents, persistence, in_use, restorer),
@@ -238,29 +239,25 @@ def _snapshot_tokens(config: Config, spec: CacheSpec) -> int:
     return interval_for(state_bytes, spec.bytes_per_token)
 
 
-def _pace(config: Config, loaded: LoadedModel) -> Pace:
-    max_stall, token_seconds = config.max_stall_ms / 1e3, 2 * loaded.num_parameters / _assumed_flops()
+def _pace(config: Config, loaded: LoadedModel, cache: PrefixCache, runner: ModelRunner, ram_budget: int) -> Pace:
+    max_stall, chunk, token_seconds = config.max_stall_ms / 1e3, config.prefill_chunk, math.inf
+    # On a CPU a larger chunk only costs time: without fused attention the scores of all its tokens are computed, also
+    # those that are masked. So what a token costs there is of no interest.
+    if device_kind() != NO_DEVICE:
+        file, num_tokens = config.cache_dir / _PREFILL_RATES, min(chunk, loaded.max_context)
+        token_seconds = settled_token_seconds(file, loaded.fingerprint, cache, runner, num_tokens)
+    idle = idle_chunk(chunk, max_stall=max_stall, token_seconds=token_seconds)
     return Pace(
         max_stall=max_stall,
         decode_share=config.decode_share,
-        chunk=config.prefill_chunk,
-        idle_chunk=_idle_chunk(loaded, config.prefill_chunk, max_stall, token_seconds),
+        chunk=_beside_windows(chunk, loaded.spec, ram_budget),
+        idle_chunk=_beside_windows(idle, loaded.spec, ram_budget),
         token_seconds=token_seconds,
     )
 
 
-def _idle_chunk(loaded: LoadedModel, chunk: int, max_stall: float, token_seconds: float) -> int:
-    windowed = any(group.window is not None for group in loaded.spec.groups)
-    # A larger chunk would hold more of a window's blocks at once than the window needs. And on a CPU it only costs
-    # time: without fused attention the scores of all its tokens are computed, also those that are masked.
-    if windowed or mx.default_device() == mx.cpu:
-        return chunk
-    return idle_chunk(chunk, max_stall=max_stall, token_seconds=token_seconds)
-
-
-def _assumed_flops() -> float:
-    if mx.default_device() == mx.cpu:
-        return _CPU_FLOPS
-    if not mx.cuda.is_available():
-        return _METAL_FLOPS
-    return _SERVER_CUDA_FLOPS if mx.device_info().get("compute_capability_major") in _SERVER_CUDA else _CUDA_FLOPS
+def _beside_windows(num_tokens: int, spec: CacheSpec, ram_budget: int) -> int:
+    """As many of a chunk's tokens as leave others room beside the windows' blocks that are held for them at once."""
+    while num_tokens > BLOCK_SIZE and windows_bytes(spec.groups, num_tokens) > ram_budget // _WINDOWS_SHARE:
+        num_tokens = max(BLOCK_SIZE, num_tokens // 2)
+    return num_tokens

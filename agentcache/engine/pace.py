@@ -11,6 +11,7 @@ those should be the same in every process, however busy its machine is.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 SMALLEST_CHUNK = 32  # below this a chunk costs nearly as much as it does with 32 tokens
@@ -35,12 +36,12 @@ class _Rate:
 
 
 def idle_chunk(chunk: int, *, max_stall: float, token_seconds: float) -> int:
-    """Tokens for a chunk while nobody decodes: `chunk`, doubled as long as it is taken to last a few stalls at most.
+    """Tokens for a chunk while nobody decodes: `chunk`, doubled as long as it lasts a few stalls at most.
 
     Args:
         chunk: tokens of the largest chunk while somebody does.
         max_stall: seconds.
-        token_seconds: what a token is taken to cost.
+        token_seconds: what a token costs; inf where nobody knows.
     """
     num_tokens = chunk
     while 2 * num_tokens <= min(_LARGEST_IDLE_CHUNK, _IDLE_STALLS * max_stall / token_seconds):
@@ -56,11 +57,11 @@ class Pace:
         decode_share: share of the time that decoding gets, counted from chunk to chunk.
         chunk: prompt tokens computed at once while anyone decodes, at most; above 0.
         idle_chunk: the same while nobody does (`idle_chunk`).
-        token_seconds: what a token of a chunk is taken to cost before any has been measured.
+        token_seconds: what a token of a chunk is taken to cost before any has been measured; inf where nobody knows.
     """
 
     def __init__(
-        self, *, max_stall: float, decode_share: float, chunk: int, idle_chunk: int, token_seconds: float
+        self, *, max_stall: float, decode_share: float, chunk: int, idle_chunk: int, token_seconds: float = math.inf
     ) -> None:
         self.max_stall = max_stall
         self._assumed_seconds = token_seconds
@@ -71,6 +72,11 @@ class Pace:
         self._step_seconds = 0.0
         self._patience = min(PATIENCE * max_stall, _MOST_PATIENCE)
         self._owed = 0.0  # seconds of decoding; below zero it has had more than its share
+
+    @property
+    def largest_chunk(self) -> int:
+        """Tokens of a prompt that are computed at once, at most, whoever else is there."""
+        return max(self._chunk, self._idle_chunk)
 
     @property
     def step_seconds(self) -> float:

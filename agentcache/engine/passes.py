@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.trunk_match import TrunkMatch
 
 if TYPE_CHECKING:
     from agentcache.kv.residual_arenas import ResidualArenas
-
-# Where a window is read, base must not be further ahead of the adapter than this: what base leaves behind, the adapter
-# has still to read.
-_MOST_AHEAD = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +97,7 @@ def plan_passes(
     ahead: TrunkMatch | None,
     overlay: Overlay | None = None,
     last: int = 0,
+    at_once: int = BLOCK_SIZE,
 ) -> list[Pass]:
     """The passes of a request that uses an adapter so, or None, and has its sequence.
 
@@ -107,9 +105,12 @@ def plan_passes(
         ahead: what the trunk has for it.
         overlay: what a residual request writes on top of `sequence`.
         last: the token behind which the adapter is to choose the next one; 0 where it is to compute all.
+        at_once: tokens of a prompt that are computed at once, at most.
     """
     if overlay is not None:
-        return list(_family_passes(use, overlay, last) if overlay.is_family else _residual_passes(use, overlay))
+        return list(
+            _family_passes(use, overlay, last) if overlay.is_family else _residual_passes(use, overlay, at_once)
+        )
     acts = None if use is None or use.start is None else use
     passes = []
     if ahead is not None:
@@ -119,11 +120,15 @@ def plan_passes(
     return [*passes, Pass(acts, None, sequence)]
 
 
-def _residual_passes(use: AdapterUse | None, overlay: Overlay) -> Iterator[Pass]:
-    """Base over what it lacks, then the adapter; where there are windows, in turns."""
+def _residual_passes(use: AdapterUse | None, overlay: Overlay, at_once: int) -> Iterator[Pass]:
+    """Base over what it lacks, then the adapter; where there are windows, in turns: what base leaves behind, the
+    adapter has still to read, so base is one chunk ahead of it at most."""
     if any(group.window is not None for group in overlay.cache.spec.groups):
-        start = min(overlay.base.num_tokens, overlay.residuals.num_tokens)
-        for end in range(start - start % _MOST_AHEAD + _MOST_AHEAD, overlay.paired_from, _MOST_AHEAD):
+        start, ahead = (
+            min(overlay.base.num_tokens, overlay.residuals.num_tokens),
+            -(-at_once // BLOCK_SIZE) * BLOCK_SIZE,
+        )
+        for end in range(start - start % ahead + ahead, overlay.paired_from, ahead):
             yield Pass(None, end, overlay.base)
             yield Pass(use, end, overlay.residuals, overlay=overlay)
     yield Pass(None, overlay.paired_from, overlay.base)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 
-import mlx.core as mx
-
 from agentcache.agents.restore import Restorer
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.engine.scratch import compute, scratch_sequence
 from agentcache.metal_kernels.kernel_text import device
 from agentcache.models.runner import ModelRunner
-from agentcache.models.step import StepInputs
 
-_ROOT = "warm-up"
 _MOST_TOKENS = 16_384  # enough for the temporaries of long contexts, and done in a fraction of a second
 _STEPS = ((1, 1), (1, 16))  # rows and tokens of each: a decode step, a short turn
 _MOST_SECONDS = 0.5  # for a decode step; where it takes longer, a short turn would take many times that
@@ -29,22 +26,11 @@ def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_con
     """
     capacity = BLOCK_SIZE * min((pool.capacity for pool in cache.slots.pools), default=1)
     num_tokens = min(_MOST_TOKENS, capacity, max_context)
-    sequence = cache.open(_ROOT, cache.match_prefix(_ROOT, (), 0))
-    try:
-        cache.reserve(sequence, num_tokens)
+    with scratch_sequence(cache, runner, num_tokens) as sequence:
         restorer.buffered.warm_up(sequence.tables)
         started, compiles = time.perf_counter(), device() == "cuda"
         for rows, most in _STEPS_OF_CUDA if compiles else _STEPS:
             if time.perf_counter() - started > _MOST_SECONDS and not compiles:
                 break
             count = min(most, num_tokens)
-            tables, lengths = [sequence.tables] * rows, [num_tokens - count] * rows
-            reads, writes = runner.reads(tables, lengths, count), runner.writes(tables, lengths, count)
-            states = (None,) * rows if runner.states is not None else ()
-            step = StepInputs(mx.zeros((rows, count), mx.int32), lengths, reads, writes, states=states)
-            logits = runner.forward(step).logits
-            runner.start(mx.argmax(logits[:, -1], axis=-1))
-            runner.wait()
-    finally:
-        cache.abandon(sequence)
-    runner.reset_counters()
+            compute(runner, sequence, num_tokens - count, count, rows=rows)

@@ -120,7 +120,7 @@ def test_the_passes_of_a_residual_request(base: int, residuals: int) -> None:
 
 def test_base_is_not_far_ahead_where_windows_are_read() -> None:
     overlay = overlay_of(300, 100, 5000, window=512)
-    passes = plan_passes(RESIDUAL, overlay.base, None, overlay)
+    passes = plan_passes(RESIDUAL, overlay.base, None, overlay, at_once=2000)
     assert [(each.computes, each.end) for each in passes] == [
         (None, 2048),
         (RESIDUAL, 2048),
