@@ -17,6 +17,7 @@ from agentcache.kv.packing import LayerPacking, Packing, Quantisation
 from agentcache.kv.reserved import allocated_bytes
 from agentcache.kv.spec import DTYPES, CacheSpec, LayerSpec, RecurrentSpec
 from agentcache.metal_kernels.decode_plan import MAX_SPLITS
+from agentcache.metal_kernels.kernel_text import device
 from agentcache.metal_kernels.latent_decode import THREADGROUPS
 from agentcache.metal_kernels.latent_shape import partial_bytes
 from agentcache.models.attention import MAX_PACKED_QUERIES, reads_packed
@@ -62,7 +63,8 @@ class Footprint:
         query_dim: values per head in the queries of a chunk.
         unpacked_dim: values per token in a layer's keys and values as a chunk reads them; 0 for what the cache holds.
         softcap: whether scores are capped.
-        fused: scores of a chunk are never all in memory (flash attention).
+        fused: there are kernels: a chunk's scores are never all in memory where `has_flash_kernel`.
+        is_half: the model computes in 16 bits.
     """
 
     spec: CacheSpec
@@ -73,6 +75,7 @@ class Footprint:
     unpacked_dim: int
     softcap: float | None
     fused: bool
+    is_half: bool = True
 
     @classmethod
     def of(cls, spec: CacheSpec, config: dict[str, Any]) -> Footprint:
@@ -95,6 +98,7 @@ class Footprint:
             unpacked_dim=unpacked_dim,
             softcap=sizes.get("attn_logit_softcapping"),
             fused=mx.default_device() == mx.gpu,
+            is_half=(sizes.get("torch_dtype") or sizes.get("dtype")) != "float32",
         )
 
     def step_bytes(
@@ -220,7 +224,21 @@ class Footprint:
         scores = self.spec.num_attention_heads * num_tokens * keys * _FLOAT
         copies = _FLASH_SCORES_WITH_SINKS if self.spec.model_type in _HAVE_SINKS else _FLASH_SCORES
         mask = num_tokens * keys  # a byte each
-        return unpacked + mask + (0 if self.fused else int(copies * scores))
+        return unpacked + mask + (0 if self._has_flash(kind) else int(copies * scores))
+
+    def _has_flash(self, kind: _LayerKind) -> bool:
+        # What a chunk reads of latents is wider in keys than in values.
+        return (
+            self.fused and not kind.is_latent and has_flash_kernel(device(), kind.key_dim, kind.value_dim, self.is_half)
+        )
+
+
+def has_flash_kernel(device: str, key_dim: int, value_dim: int, is_half: bool) -> bool:
+    """Whether MLX computes a chunk's attention without having all its scores in memory: `use_fallback` in
+    `mlx/backend/{metal,cuda}/scaled_dot_product_attention.cpp` (0.32)."""
+    if device == "metal":  # it has kernels for 192 and 256 too, and takes what is quicker
+        return key_dim == value_dim and key_dim in (64, 72, 80, 96, 128)
+    return device == "cuda" and is_half and max(key_dim, value_dim) <= 128 and key_dim % 8 == value_dim % 8 == 0
 
 
 def _first_int(sizes: dict[str, Any], *names: str, default: int) -> int:

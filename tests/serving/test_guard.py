@@ -18,7 +18,8 @@ from agentcache.blocks.ledger import Ledger
 from agentcache.engine import guard as guard_module
 from agentcache.engine.guard import MemoryGuard
 from agentcache.errors import Overloaded
-from agentcache.models import loader
+from agentcache.metal_kernels import kernel_text
+from agentcache.models import footprint, loader
 from agentcache.models.builtin.random_model import random_model_path
 from agentcache.models.footprint import GATED_DELTA_FILES, SSD_FILES, Footprint, free_memory
 from tests.conftest import ModelFolder
@@ -236,3 +237,40 @@ def test_with_little_memory_chunks_are_smaller_and_say_the_same(
 
 def test_this_machine_has_memory() -> None:
     assert 1 << 20 < free_memory() < 1 << 45
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim", "is_half", "flash"),
+    [
+        ("metal", 128, True, True),
+        ("metal", 128, False, True),
+        ("metal", 256, True, False),
+        ("cuda", 128, True, True),
+        ("cuda", 128, False, False),
+        ("cuda", 256, True, False),
+        ("none", 128, True, False),
+    ],
+)
+def test_scores_of_a_chunk_count_where_there_is_no_flash_attention(
+    device: str, head_dim: int, is_half: bool, flash: bool, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = loader.load(str(model_folder("qwen3", head_dim=head_dim, num_hidden_layers=1)))
+    of_a_gpu = replace(Footprint.of(loaded.spec, loaded.config), fused=True, is_half=is_half)
+    monkeypatch.setattr(footprint, "device", lambda: device)
+    longer, shorter = (of_a_gpu.step_bytes([context], 2048) for context in (16_384, 8192))
+    scores = 8192 * 2048 * loaded.spec.num_attention_heads * 4
+    assert (longer - shorter > scores) is not flash
+
+
+@pytest.mark.skipif(kernel_text.device() != "cuda", reason="no CUDA device to ask")
+def test_which_chunks_have_flash_attention_is_what_mlx_says() -> None:
+    dims = ((64, 64), (72, 72), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+    for (key_dim, value_dim), dtype in itertools.product(dims, (mx.float32, mx.float16, mx.bfloat16)):
+        q, k, v = (mx.zeros((1, 4, n, dim), dtype) for n, dim in ((64, key_dim), (128, key_dim), (128, value_dim)))
+        try:
+            mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask="causal", force_fused=True)
+            has_kernel = True
+        except ValueError:
+            has_kernel = False
+        is_half = dtype != mx.float32
+        assert footprint.has_flash_kernel("cuda", key_dim, value_dim, is_half) is has_kernel, (key_dim, dtype)
