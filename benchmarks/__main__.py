@@ -262,8 +262,9 @@ def real_size(
     out: Out = RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """Decode, prefill and turns at the size of real models, beside bare mlx-lm; needs the memory for two of them."""
-    from benchmarks.real_size import REAL_SIZE, RealSizePlan, build_report, measure_real_size
+    """Steps, prompts and turns at the size of real models, beside mlx-lm and its server; memory for two is needed."""
+    from benchmarks.real_size.measure import RealSizePlan, measure_real_size
+    from benchmarks.real_size.report import REAL_SIZE, build_report
 
     if shape not in ("8b", "small"):
         raise ConfigError(f"--shape is {shape!r}; it can be 8b or small")

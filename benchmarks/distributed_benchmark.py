@@ -187,10 +187,10 @@ def make_model(folder: Path, shape: Shape) -> None:
     """A Qwen3 of random weights: bfloat16 on a GPU, float32 on the CPU, where bfloat16 is emulated."""
     import mlx.core as mx
 
-    from benchmarks import real_size
+    from benchmarks.real_size import model
 
     dtype = mx.bfloat16 if mx.default_device() == mx.Device(mx.gpu) else mx.float32
-    real_size.make_model(folder, real_size.SHAPE | SHAPES[shape], 16, dtype)
+    model.make_model(folder, model.SHAPE | SHAPES[shape], 16, dtype)
 
 
 def build_report(plan: DistributedPlan, progress: Callable[[str], None]) -> Report:

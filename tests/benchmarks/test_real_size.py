@@ -10,7 +10,10 @@ import pytest
 from rich.console import Console
 
 from agentcache.models import loader
-from benchmarks.real_size import REAL_SIZE, Paged, RealSizePlan, build_report, make_model, measure_real_size
+from benchmarks.real_size.measure import RealSizePlan, measure_real_size
+from benchmarks.real_size.model import make_model
+from benchmarks.real_size.report import REAL_SIZE, build_report
+from benchmarks.real_size.sides import Paged
 
 SMALL = {
     "hidden_size": 64,
@@ -33,25 +36,31 @@ def test_a_small_run() -> None:
         rounds=1,
         prefill=(100,),
         context=300,
-        turn_tokens=4,
+        turn_tokens=24,
+        agents=2,
+        answer_tokens=8,
     )
     rows = {row["what"]: row for row in measure_real_size(plan, lambda line: None)}
+    servers = [what for what in rows if what.startswith("server")]
     assert list(rows) == [
         "decode, 1 x 40",
         "decode, 3 x 300",
         "decode, 3 on one prefix of 300",
         "prefill, 100",
         "turn, cold, 300",
-        "turn, hot, 308",
-        "turn, warm, 308",
+        "turn, hot, 348",
+        "turn, warm, 348",
+        *servers,
     ]
     assert all(rows[what]["bare_ms"] > 0 for what in ("decode, 1 x 40", "decode, 3 x 300", "prefill, 100"))
-    assert rows["turn, warm, 308"]["computed"] == plan.turn_tokens
-    assert rows["turn, warm, 308"]["restored_mb"] > 0
+    assert len(servers) == 5 and all(rows[what]["server_ms"] > 0 for what in servers)
+    assert rows["turn, warm, 348"]["computed"] == plan.turn_tokens
+    assert rows["turn, warm, 348"]["restored_mb"] > 0
     console = Console(width=200, record=True)
     for table in REAL_SIZE.tables:
         console.print(table(build_report(plan, list(rows.values()))))
-    assert "bare mlx-lm" in console.export_text()
+    said = console.export_text()
+    assert "bare mlx-lm" in said and "mlx_lm.server" in said
 
 
 def test_its_steps_are_the_engines(tmp_path: Path) -> None:

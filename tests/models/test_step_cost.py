@@ -27,7 +27,7 @@ from agentcache.models.kernel_memo import KernelMemo
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import CurrentStep, StepInputs
 from agentcache.models.trunk import ModelTrunk
-from benchmarks.real_size import SHAPE
+from benchmarks.real_size.model import SHAPE
 
 LAYERS = 2
 CONFIG = {**SHAPE, "model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "num_hidden_layers": LAYERS}

@@ -1,12 +1,15 @@
-"""agentcache beside bare mlx-lm at the size of real models, where bytes and launches are the cost.
+"""agentcache beside bare mlx-lm and `mlx_lm.server` at the size of real models, where bytes and launches are the cost.
 
     decode   a step of some rows behind contexts of some length: the engine's runner over its paged cache in 4 bits,
              and mlx-lm's model over its own `KVCache` in the model's type; both start a step before they look at the
              one before. The contexts hold zeros: a step reads as many bytes of them as of others
     prefill  a cold prompt: a request of the engine, and mlx-lm's model in chunks of 2,048
     turns    a short turn after a context: cold, hot, and warm, as the first one of a new engine on the same folder
+    servers  both servers, over HTTP: several agents' first turns, next ones, first ones after both were killed, what a
+             token of an answer takes then, and one of all answers where all agents speak at once
 
-The model has random weights in the shape of Qwen3-8B unless told otherwise. Sides take turns in one process.
+The model has random weights in the shape of Qwen3-8B unless told otherwise. Sides take turns, but for the servers in
+one process.
 """
 
 from __future__ import annotations
@@ -23,40 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
-from mlx_lm.utils import load_model
-from rich.table import Table
 
-from agentcache.bench.reporter import Report, Reporter, number_table
-from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.llm import LLM
-from agentcache.models import loader
-from agentcache.models.builtin.embedded import TEXT_FILES, embedded_config, embedded_file
 from agentcache.models.device_memory import device_memory
-from agentcache.models.runner import ModelRunner
-from agentcache.models.step import StepInputs
 from agentcache.sampling import SamplingParams
+from benchmarks.compare.measure import OURS, PEER, ComparePlan, TurnSample, measure_comparison
+from benchmarks.real_size.model import SHAPE, make_model
+from benchmarks.real_size.sides import Bare, Paged
 
-CAVEATS = [
-    "Weights are random; times do not depend on what a model has learnt. Compare ratios.",
-    "mlx-lm keeps keys and values in the model's type, agentcache in 4 bits: 3.5 times fewer bytes.",
-]
-# Qwen3-8B; the vocabulary is the embedded tokenizer's, rounded up to what a model of this size has.
-SHAPE = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 40_960,
-}
-_CHUNK = 2048
 _WARM_UP = 4
 
 
@@ -74,6 +51,8 @@ class RealSizePlan:
         prefill: tokens of cold prompts.
         context: tokens that the turns have before them; 0 for no turns.
         bare: whether mlx-lm is measured.
+        agents: conversations on both servers, each beginning with `context` tokens; 0 for no servers.
+        answer_tokens: of every answer there.
     """
 
     model: str | None = None
@@ -87,6 +66,8 @@ class RealSizePlan:
     context: int = 8192
     turn_tokens: int = 16
     bare: bool = True
+    agents: int = 4
+    answer_tokens: int = 64
     seed: int = 0
 
     @classmethod
@@ -95,110 +76,9 @@ class RealSizePlan:
         small = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8192}
         heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
         decode, shared, prefill = ((1, 1024), (1, 8192), (4, 1024)), ((4, 1024),), (1024,)
-        return cls(model, SHAPE | small | heads, 4, decode, shared, 16, rounds, prefill, 2048)
-
-
-def make_model(folder: Path, shape: dict[str, Any], bits: int, dtype: mx.Dtype = mx.bfloat16) -> None:
-    """A Qwen3 of random weights with the embedded model's tokenizer, made by the device in seconds."""
-    config = embedded_config() | shape
-    if bits < 16:
-        config["quantization"] = {"group_size": 64, "bits": bits}
-    from mlx_lm.models.qwen3 import Model, ModelArgs
-
-    model = Model(ModelArgs.from_dict(config))
-    model.set_dtype(dtype)
-    mx.random.seed(1)
-    weights = {
-        name: mx.random.normal(x.shape, x.dtype, scale=x.shape[-1] ** -0.5) if x.ndim > 1 else mx.ones_like(x)
-        for name, x in tree_flatten(model.parameters())
-    }
-    model.load_weights(list(weights.items()))
-    if bits < 16:
-        nn.quantize(model, 64, bits)
-    folder.mkdir(parents=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in TEXT_FILES:
-        (folder / name).write_bytes(embedded_file(name))
-
-
-class Paged:
-    """The engine's runner, with rows of any length whose contexts hold zeros."""
-
-    def __init__(self, folder: Path) -> None:
-        self.loaded = loader.load(str(folder))
-        self.pools = [BlockPool() for _ in self.loaded.spec.groups]
-        self.runner = ModelRunner(self.loaded, self.pools)
-        self.tables: list[list[BlockTable]] = []
-        self.context = 0
-
-    def fill(self, rows: int, context: int, room: int, shared: bool = False) -> None:
-        """Rows of `context` tokens, with blocks for `room` more; `shared`: of the same blocks but for the last."""
-        common = context // BLOCK_SIZE if shared else 0
-        own = -(-(context + room) // BLOCK_SIZE) - common
-        for pool in self.pools:
-            pool.grow(max(pool.capacity, common + rows * own))
-        self.runner.fit()
-        firsts = [common + row * own for row in range(rows)]
-        ids = [[*range(common), *range(first, first + own)] for first in firsts]
-        self.tables = [[BlockTable(list(each)) for _ in self.pools] for each in ids]
-        self.context = context
-        self.runner.evaluate()
-
-    def steps(self, count: int) -> Iterator[None]:
-        """A step each: the next one is built and started before this one's token is looked at, as the engine does."""
-        token, started = mx.zeros((len(self.tables), 1), mx.int32), self.runner.start()
-        for length in range(self.context, self.context + count):
-            lengths = [length] * len(self.tables)
-            step = StepInputs(
-                token,
-                lengths,
-                reads=self.runner.reads(self.tables, lengths, 1),
-                writes=self.runner.writes(self.tables, lengths, 1),
-            )
-            before, token = token, mx.argmax(self.runner.forward(step).logits[:, -1:], axis=-1).astype(mx.int32)
-            started_before, started = started, self.runner.start(token)
-            self.runner.wait_for(started_before)
-            before.tolist()
-            yield
-        token.tolist()
-
-
-class Bare:
-    """mlx-lm's model over its own caches."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model, _ = load_model(folder)
-        self.caches: list[KVCache] = []
-        self.rows = 0
-
-    def fill(self, rows: int, context: int, room: int, shape: dict[str, Any]) -> None:
-        self.rows = rows
-        dims = (rows, shape["num_key_value_heads"], context, shape["head_dim"])
-        self.caches = []
-        for _ in self.model.layers:
-            cache = KVCache()
-            cache.state = mx.zeros(dims, mx.bfloat16), mx.zeros(dims, mx.bfloat16), context
-            self.caches.append(cache)
-        mx.eval([cache.state[:2] for cache in self.caches])
-
-    def steps(self, count: int) -> Iterator[None]:
-        """The same of mlx-lm's model, as `mlx_lm.generate` does it."""
-        token = mx.zeros((self.rows, 1), mx.int32)
-        for _ in range(count):
-            before, token = token, mx.argmax(self.model(token, cache=self.caches)[:, -1:], axis=-1).astype(mx.int32)
-            mx.async_eval(token)
-            before.tolist()
-            yield
-        token.tolist()
-
-    def prefill(self, ids: Sequence[int]) -> None:
-        """A prompt, to its first token."""
-        caches = [KVCache() for _ in self.model.layers]
-        for start in range(0, len(ids), _CHUNK):
-            logits = self.model(mx.array([ids[start : start + _CHUNK]]), cache=caches)
-            mx.eval([cache.state[:2] for cache in caches])
-        mx.argmax(logits[:, -1], axis=-1).item()
+        return cls(
+            model, SHAPE | small | heads, 4, decode, shared, 16, rounds, prefill, 2048, agents=2, answer_tokens=16
+        )
 
 
 def _step_seconds(steps: Iterator[None]) -> float:
@@ -236,6 +116,11 @@ def measure_real_size(plan: RealSizePlan, progress: Callable[[str], None]) -> li
         mx.clear_cache()
         if plan.prefill or plan.context:
             _requests(plan, folder, Path(home) / "cache", bare, add)
+        bare = None
+        gc.collect()
+        mx.clear_cache()
+        if plan.agents and plan.context:
+            _servers(plan, folder, add, progress)
         return rows
 
 
@@ -298,6 +183,33 @@ def _requests(plan: RealSizePlan, folder: Path, cache: Path, bare: Bare | None, 
         )
 
 
+def _servers(plan: RealSizePlan, folder: Path, add: Callable[..., None], progress: Callable[[str], None]) -> None:
+    conversations = ComparePlan(
+        agents=plan.agents,
+        first_tokens=plan.context,
+        turn_tokens=plan.turn_tokens,
+        answer_tokens=plan.answer_tokens,
+        together_tokens=plan.answer_tokens,
+        model=str(folder),
+        seed=plan.seed,
+    )
+    result = measure_comparison(conversations, progress)
+
+    def median(server: str, turn: int, value: Callable[[TurnSample], float]) -> float:
+        return statistics.median(value(each) for each in result.turns if (each.server, each.turn) == (server, turn))
+
+    names, restart = ((OURS, "agentcache_ms"), (PEER, "server_ms")), conversations.restart_turn
+    for turn, what in ((0, "cold"), (1, "hot"), (restart, "after a kill")):
+        tokens = int(median(OURS, turn, lambda each: each.prompt_tokens))
+        times = {name: median(server, turn, lambda each: each.ttft_ms) for server, name in names}
+        add(what=f"server, first token, {what}, {tokens}", **times)
+    answers = {name: 1e3 / median(server, 1, lambda each: each.decode_tokens_per_s) for server, name in names}
+    add(what="server, token of an answer", **answers)
+    rates = {each.server: each.together_tokens_per_s for each in result.servers}
+    together = {name: 1e3 / rates[server] for server, name in names}
+    add(what=f"server, token of {plan.agents} answers at once", **together)
+
+
 def _fits(shape: dict[str, Any], rows: int, context: int) -> bool:
     """Whether mlx-lm's keys and values leave half of the memory for the rest, twice over while they are grown."""
     per_token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
@@ -306,21 +218,3 @@ def _fits(shape: dict[str, Any], rows: int, context: int) -> bool:
 
 def _median_ms(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) * 1e3
-
-
-def build_report(plan: RealSizePlan, rows: list[dict[str, Any]]) -> Report:
-    """All of a run as plain data."""
-    return REAL_SIZE.report(plan, CAVEATS, model=plan.model or "random weights", rows=rows)
-
-
-def real_size_table(report: Report) -> Table:
-    """A line a measurement."""
-    table = number_table("At real size", ("", "bare mlx-lm", "agentcache", "ratio"), named=True)
-    for row in report["rows"]:
-        mine, theirs = row["agentcache_ms"], row.get("bare_ms")
-        ratio = "" if theirs is None else f"{mine / theirs:.2f}"
-        table.add_row(row["what"], "" if theirs is None else f"{theirs:.1f} ms", f"{mine:.1f} ms", ratio)
-    return table
-
-
-REAL_SIZE = Reporter("real_size", "agentcache beside mlx-lm at real size", (real_size_table,))
