@@ -23,6 +23,7 @@ from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import BlockHeader, data_bytes, make_header, tensor_views
 from agentcache.store.manifest import ResidualBlocks
 from agentcache.store.store import AgentRecord, BlockWrite, Store, no_fault
+from tests.memos import MEMOS
 
 MODEL = "0123456789abcdef0123456789abcdef"
 SPEC = CacheSpec("tiny", 4, make_groups([LayerSpec(layer, 2, 64, 64) for layer in range(2)], Quantisation()))
@@ -198,5 +199,5 @@ def tree(folder: Path) -> list[str]:
 
 
 def size_on_disk(folder: Path) -> int:
-    """Bytes of all files below `folder`, but for the lock and what is remembered of a GPU's kernels."""
-    return sum((folder / name).lstat().st_size for name in tree(folder) if name != "kernels.json")
+    """Bytes of all files below `folder`, but for the lock and what is remembered of a device."""
+    return sum((folder / name).lstat().st_size for name in tree(folder) if name not in MEMOS)

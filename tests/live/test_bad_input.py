@@ -14,10 +14,11 @@ import pytest
 
 from agentcache.server_process import ServerProcess
 from tests.live.servers import complete, http_of, make_ids, openai_of, serving
+from tests.memos import BESIDE
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-SUBFOLDERS = {"agents", "blocks", "lock", "quarantine", "weights.json"}
+SUBFOLDERS = {"agents", "blocks", "quarantine", *BESIDE}
 LIMIT = 32 * 10**6
 
 

@@ -27,13 +27,14 @@ from tests.live.servers import (
     stats,
     stop,
 )
+from tests.memos import BESIDE
 from tests.rounds import in_rounds, within
 
 pytestmark = pytest.mark.slow
 
 
 def disk_bytes(cache_dir: Path) -> int:
-    files = (path for path in cache_dir.rglob("*") if path.is_file() and path.name not in ("lock", "weights.json"))
+    files = (path for path in cache_dir.rglob("*") if path.is_file() and path.name not in BESIDE)
     return sum(path.stat().st_size for path in files)
 
 

@@ -173,6 +173,11 @@ def set_chunk(engine: Engine, num_tokens: int) -> None:
     engine.scheduler.pace._chunk = engine.scheduler.pace._idle_chunk = num_tokens
 
 
+def largest_chunk(engine: Engine) -> int:
+    """Tokens of a prompt that are computed at once, at most."""
+    return engine.scheduler.pace.largest_chunk
+
+
 def note_chunk(engine: Engine, seconds: float, num_tokens: int) -> None:
     """Have it believe that the beginning of a prompt took so long while nobody decoded."""
     engine.scheduler.pace.chunk_took(seconds, num_tokens, 0, contended=False)

@@ -16,6 +16,7 @@ from agentcache.errors import StoreError
 from agentcache.llm import LLM
 from tests.conftest import ModelFolder
 from tests.marks import slow
+from tests.memos import BESIDE
 from tests.serving import inside
 from tests.serving.block_damage import block_files, metadata_of
 from tests.serving.conversation import (
@@ -28,12 +29,10 @@ from tests.serving.conversation import (
     transcript_of,
 )
 
-_BESIDE = ("lock", "weights.json", "kernels.json")  # files that are no agents'
-
 
 def bytes_below(folder: Path) -> int:
     """Bytes that the cache has on disk."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in _BESIDE)
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in BESIDE)
     return sum(path.stat().st_size for path in files)
 
 
@@ -167,15 +166,16 @@ def test_another_models_blocks_give_way(model: Path, model_folder: ModelFolder, 
 
 @pytest.mark.parametrize("window", [32, slow(300), slow(512)])
 def test_sliding_windows_bound_ram(window: int, model_folder: ModelFolder, tmp_path: Path) -> None:
-    """Blocks per window group never exceed the window's, in prefill, in decoding and after a turn."""
+    """Blocks per window group never exceed the window's and a chunk's, in prefill, in decoding and after a turn."""
     model = model_folder("gemma3_text", sliding_window=window)
     with open_llm(model, tmp_path) as llm, watched(llm, tmp_path) as peaks:
         talk = TokenTalk(max_tokens=6)
         talk.turn(llm, 1500)
         talk.turn(llm, 1540)
         info = llm.agent("alice")
-        groups = inside.loaded_model(inside.engine_of(llm)).spec.groups
-    most = math.ceil(window / BLOCK_SIZE) + 1
+        engine = inside.engine_of(llm)
+        groups, chunk = inside.loaded_model(engine).spec.groups, inside.largest_chunk(engine)
+    most = math.ceil(window / BLOCK_SIZE) + math.ceil(chunk / BLOCK_SIZE)
     for group in groups:
         assert peaks.blocks[group.name] <= (most if group.window else 7), group.name
     bounds = ((most if group.window else 7) * group.bytes_per_block for group in groups)

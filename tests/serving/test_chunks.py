@@ -9,7 +9,7 @@ import pytest
 
 from agentcache.blocks.allocator import window_blocks, windows_bytes
 from agentcache.engine import open as opening
-from agentcache.engine.engine import Engine
+from agentcache.metal_kernels.kernel_text import NO_DEVICE
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside
@@ -31,14 +31,10 @@ def rates(cache_dir: Path) -> dict[str, str]:
     return written
 
 
-def largest_chunk(engine: Engine) -> int:
-    return engine.scheduler.pace.largest_chunk
-
-
 @pytest.mark.usefixtures("accelerated")
 def test_later_starts_cut_prompts_as_the_first_one_did(model: Path, tmp_path: Path) -> None:
     with by_hand(model, tmp_path) as hand:
-        first = largest_chunk(hand.engine)
+        first = inside.largest_chunk(hand.engine)
         stats = hand.engine.stats()
         assert (hand.live_blocks, stats.computed_tokens) == (0, 0), "nothing is left of measuring"
         assert not inside.resident_nodes(hand.engine)
@@ -48,7 +44,7 @@ def test_later_starts_cut_prompts_as_the_first_one_did(model: Path, tmp_path: Pa
     for token_seconds, chunk in ((seconds, first), (repr(4 * STALL / 600), 512), ("1.0", 256)):
         (tmp_path / "prefill.json").write_text(json.dumps({model_and_device: token_seconds, "another model": "2.0"}))
         with by_hand(model, tmp_path) as hand:
-            assert largest_chunk(hand.engine) == chunk
+            assert inside.largest_chunk(hand.engine) == chunk
         assert rates(tmp_path) == {model_and_device: token_seconds, "another model": "2.0"}
 
 
@@ -63,9 +59,12 @@ def test_what_is_no_rate_is_measured_again(damage: str, model: Path, tmp_path: P
             assert 0 < float(rates(tmp_path)[model_and_device]) < 1
 
 
-def test_on_a_cpu_chunks_stay_small_and_nothing_is_measured(model: Path, tmp_path: Path) -> None:
+def test_on_a_cpu_chunks_stay_small_and_nothing_is_measured(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "device_kind", lambda: NO_DEVICE)
     with by_hand(model, tmp_path) as hand:
-        assert largest_chunk(hand.engine) == 256
+        assert inside.largest_chunk(hand.engine) == 256
     assert not (tmp_path / "prefill.json").exists()
 
 
@@ -78,7 +77,7 @@ def test_windows_are_computed_in_large_chunks_within_what_was_reckoned(
     monkeypatch.setattr(opening, "settled_token_seconds", lambda *_: 1e-6)
     for chunk in (256, 2048):
         with by_hand(model, tmp_path / str(chunk), ram_budget=1 << 30) as hand:
-            assert largest_chunk(hand.engine) == 2048
+            assert inside.largest_chunk(hand.engine) == 2048
             if chunk == 256:
                 inside.set_chunk(hand.engine, chunk)
             receiver, held = hand.submit(make_ids(1400), greedy(4)), 0
@@ -104,7 +103,7 @@ def test_where_memory_is_short_windows_are_computed_in_smaller_chunks(
     for most in (1024, 512, 256):
         budget = 8 * windows_bytes(groups, most) if most > 256 else 2 * windows_bytes(groups)
         with by_hand(model, tmp_path / str(most), ram_budget=budget) as hand:
-            assert largest_chunk(hand.engine) == most
+            assert inside.largest_chunk(hand.engine) == most
             longest = inside.max_cached_tokens(hand.engine)
             receiver = hand.submit(make_ids(min(longest, 1800) - 4), greedy(4))
             hand.run(receiver)

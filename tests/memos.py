@@ -1,0 +1,4 @@
+"""Files of a cache folder that are no agents': what a start has found out and later ones need not."""
+
+MEMOS = frozenset({"weights.json", "kernels.json", "prefill.json"})
+BESIDE = MEMOS | {"lock"}
