@@ -33,12 +33,6 @@ def min_blocks(group: Group) -> int:
     return 4 if group.window is None else window_blocks(group.window)
 
 
-def most_blocks(group: Group, num_tokens: int, at_once: int = BLOCK_SIZE) -> int:
-    """Slots that a sequence holds at a time on its way to `num_tokens` tokens, so many of them at once."""
-    blocks = -(-num_tokens // BLOCK_SIZE)
-    return blocks if group.window is None else min(blocks, window_blocks(group.window, at_once))
-
-
 def windows_bytes(groups: Sequence[Group], at_once: int = BLOCK_SIZE) -> int:
     """Bytes of the windows of a long sequence of which so many tokens are computed at once."""
     return sum(window_blocks(each.window, at_once) * each.bytes_per_block for each in groups if each.window is not None)
@@ -129,16 +123,16 @@ class BlockAllocator:
         while self.capacity_bytes < num_bytes and sum(self._grow(index) for index in last_of_kind):
             continue
 
-    def make_room(self, num_tokens: int, at_once: int = BLOCK_SIZE) -> None:
+    def make_room(self, num_tokens: int) -> None:
         """See to it that a sequence of `num_tokens` tokens fits, as far as the budget and those who read allow.
 
         For when nobody else runs: what one attention kind has taken for many short contexts then serves a long one.
-
-        Args:
-            at_once: of the tokens, so many are computed at once.
         """
         for index, group in enumerate(self.slots.groups):
-            self.grow_to(index, most_blocks(group, num_tokens, at_once))
+            needed = -(-num_tokens // BLOCK_SIZE)
+            if group.window is not None:
+                needed = min(needed, min_blocks(group))
+            self.grow_to(index, needed)
 
     def grow_to(self, index: int, capacity: int) -> bool:
         """Have so many slots in group `index`, whoever has to give way; False if nobody can any more."""
@@ -272,13 +266,12 @@ class BlockAllocator:
         """Bytes of all slots, used or not."""
         return sum(pool.capacity * size for pool, size in zip(self._pools, self._bytes, strict=True))
 
-    def max_tokens(self, at_once: int = BLOCK_SIZE) -> int:
-        """Tokens that a single sequence can hold within the budget (all groups unbounded by windows taken together),
-        where so many are computed at once."""
+    def max_tokens(self) -> int:
+        """Tokens that a single sequence can hold within the budget (all groups unbounded by windows taken together)."""
         if not self._unbounded_bytes:
             return _UNBOUNDED
         left = self._ledger.left_for(self._kinds[0].account.family)
-        return max(0, (left - windows_bytes(self.slots.groups, at_once)) // self._unbounded_bytes) * BLOCK_SIZE
+        return max(0, (left - windows_bytes(self.slots.groups)) // self._unbounded_bytes) * BLOCK_SIZE
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless the slots are what the ledger says."""

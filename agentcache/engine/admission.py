@@ -9,7 +9,7 @@ from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.restore import Restorer
 from agentcache.agents.restoring import Restored
-from agentcache.blocks.keys import BASE_CACHE
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.ledger import RESIDUAL
 from agentcache.blocks.overlay_match import OverlayMatch, match_overlay
@@ -19,7 +19,7 @@ from agentcache.engine.device import Device
 from agentcache.engine.generation import Generation, Outcome, State
 from agentcache.engine.passes import Overlay
 from agentcache.engine.requests import Requests
-from agentcache.engine.room import Growth, Newcomer, has_room, slots_needed
+from agentcache.engine.room import Growth, has_room, slots_needed
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, OutOfMemory, Overloaded
@@ -83,8 +83,7 @@ class Admission:
         """Open a waiting request's sequence; starts its restore where blocks are on disk only."""
         root = self._caches.root(self._caches.base, generation.request.salt)
         if not busy:
-            num_tokens = len(generation.token_ids)
-            self._cache.allocator.make_room(num_tokens + 1, self._at_once(num_tokens))
+            self._cache.allocator.make_room(len(generation.token_ids) + 1)
         self._settle_policy(generation, root)
         if generation.adapter is not None and generation.is_residual:
             self._open_residual(generation, generation.adapter, root, busy)
@@ -119,10 +118,11 @@ class Admission:
             return
         generation.adapter = use.settled(use.policy)
         prefix = self._usable_prefix(generation, root)
+        num_tokens = len(generation.token_ids) + 1
         allocator = self._cache.allocator
         # Nor the residuals' part: whoever reads there could not make room for them.
         kept = self._cache.ledger.share_left(RESIDUAL)
-        fits = has_room(allocator, self._base_growth(), self._new(generation, prefix), evicts=False, beside=kept)
+        fits = has_room(allocator, self._base_growth(), prefix, num_tokens, evicts=False, beside=kept)
         if not fits or self._residual_tokens(generation, use, root) > prefix.num_tokens:
             self._share(generation)
 
@@ -210,7 +210,8 @@ class Admission:
         """
         if beside is None:
             beside = self._lacking_residuals()[0]
-        if not has_room(self._cache.allocator, self._base_growth(), self._new(generation, prefix), beside=beside):
+        num_tokens = len(generation.token_ids) + 1
+        if not has_room(self._cache.allocator, self._base_growth(), prefix, num_tokens, beside=beside):
             raise OutOfBlocks("running requests need all the blocks there are")
 
     @property
@@ -219,49 +220,36 @@ class Admission:
 
     def _base_growth(self) -> list[Growth]:
         """What those who are admitted hold of base's cache, and need."""
-        return [
-            Growth(other.open_sequence.tables, len(other.token_ids) + 1, self._at_once(other.num_to_launch))
-            for other in self._admitted
-        ]
+        return [Growth(other.open_sequence.tables, len(other.token_ids) + 1) for other in self._admitted]
 
     def _residual_growth(self, cache: KeptCache) -> list[Growth]:
         """The same of an adapter's cache."""
-        return [
-            Growth(other.overlay.residuals.tables, len(other.token_ids) + 1, self._at_once(other.num_to_launch))
-            for other in self._admitted
-            if other.overlay is not None and other.overlay.cache is cache
-        ]
-
-    def _new(self, generation: Generation, prefix: CachedPrefix) -> Newcomer:
-        """A request that is not admitted yet, and would start with `prefix`."""
-        num_tokens = len(generation.token_ids)
-        return Newcomer(prefix, num_tokens + 1, self._at_once(num_tokens - prefix.num_tokens))
-
-    def _at_once(self, num_tokens: int) -> int:
-        """Of so many tokens that are to be computed, and those to come, how many may be at once."""
-        return max(1, min(num_tokens, self._scheduler.pace.largest_chunk))
+        overlays = [(other.overlay, len(other.token_ids) + 1) for other in self._admitted if other.overlay is not None]
+        return [Growth(overlay.residuals.tables, count) for overlay, count in overlays if overlay.cache is cache]
 
     def _check_overlay_room(self, generation: Generation, cache: KeptCache, match: OverlayMatch) -> None:
         """The same for one that has residuals too: all adapters' have one part of the budget."""
-        lacking, spare = self._lacking_residuals(cache, self._new(generation, match.residuals))
+        lacking, spare = self._lacking_residuals(cache, match.residuals, len(generation.token_ids) + 1)
         left = self._cache.ledger.share_left(RESIDUAL)
         if lacking > left + spare:
             raise OutOfBlocks("running requests need all the blocks there are for residuals")
         self._check_room(generation, match.base, min(lacking, left))
 
-    def _lacking_residuals(self, joins: KeptCache | None = None, newcomer: Newcomer | None = None) -> tuple[int, int]:
+    def _lacking_residuals(
+        self, joins: KeptCache | None = None, prefix: CachedPrefix | None = None, num_tokens: int = 0
+    ) -> tuple[int, int]:
         """Bytes of slots that the residuals of those who are admitted need and have not yet, and bytes that adapters'
         caches have beyond that.
 
         Args:
-            joins: the cache that a newcomer is to use.
+            joins: the cache that one more is to use, with this prefix of so many tokens.
         """
         lacking = spare = 0
         for cache in self._caches.further:
             allocator, running = cache.prefix.allocator, self._residual_growth(cache)
-            new = newcomer if cache is joins else None
+            new = (prefix, num_tokens) if cache is joins else (None, 0)
             for index, group in enumerate(allocator.slots.groups):
-                short = slots_needed(allocator, index, running, new) - allocator.slots.pools[index].capacity
+                short = slots_needed(allocator, index, running, *new) - allocator.slots.pools[index].capacity
                 lacking += max(0, short) * group.bytes_per_block
                 spare += max(0, -short) * group.bytes_per_block
         return lacking, spare
@@ -269,13 +257,13 @@ class Admission:
     def _make_residual_room(self, generation: Generation, cache: KeptCache, prefix: CachedPrefix) -> bool:
         """Slots for all residuals of a request's known tokens; False if others who run have what it takes."""
         allocator, running = cache.prefix.allocator, self._residual_growth(cache)
-        new = self._new(generation, prefix)
+        num_tokens = len(generation.token_ids) + 1
         for index in range(len(allocator.slots.groups)):
-            needed = slots_needed(allocator, index, running, new)
+            needed = slots_needed(allocator, index, running, prefix, num_tokens)
             if not allocator.grow_to(index, needed):
                 return False
         # Where base could not give way, slots have gone that others will need.
-        lacking, spare = self._lacking_residuals(cache, new)
+        lacking, spare = self._lacking_residuals(cache, prefix, num_tokens)
         return lacking <= spare + self._cache.ledger.room
 
     def _restore(self, generation: Generation, due: Sequence[tuple[str, CacheSequence]]) -> None:
@@ -302,29 +290,40 @@ class Admission:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def reserve(self, generation: Generation, num_tokens: int) -> bool:
-        """Blocks for the next tokens; False if the request has to wait for them or ends for want of them."""
+    def reserve(self, generation: Generation, num_tokens: int) -> int:
+        """Blocks for the next tokens; of a chunk for fewer, where there is no room for all that it holds at once.
+
+        Returns for how many; 0 if the request has to wait for blocks or ends for want of them.
+        """
         while generation.state is State.RUNNING:
-            overlay = generation.current.overlay
+            residual = True
             try:
-                if overlay is not None:
-                    overlay.cache.prefix.reserve(overlay.residuals, generation.in_flight + num_tokens)
+                self._reserve_residuals(generation, num_tokens)
+                residual = False
+                self._reserve_base(generation, num_tokens)
+                return num_tokens
             except OutOfBlocks as error:
-                if generation.in_flight:
-                    return False
-                self._out_of_blocks(generation, error, residual=True)
-                continue
-            try:
-                if overlay is None:
-                    self._cache.reserve(generation.open_sequence, generation.in_flight + num_tokens)
-                elif overlay.is_paired(generation.num_launched):
-                    self._cache.reserve(overlay.base, generation.num_launched + num_tokens - overlay.base.num_tokens)
-                return True
-            except OutOfBlocks as error:
-                if generation.in_flight:
-                    return False  # what is under way may end others, or show that this was the last token
-                self._out_of_blocks(generation, error)
-        return False
+                if num_tokens > BLOCK_SIZE:
+                    num_tokens = _first_half(generation.num_launched, num_tokens)
+                elif generation.in_flight or any(other.in_flight > BLOCK_SIZE for other in self._requests.running):
+                    # What is under way may end others, or show that this was the last token; and a large chunk gives
+                    # back what it holds of windows.
+                    return 0
+                else:
+                    self._out_of_blocks(generation, error, residual=residual)
+        return 0
+
+    def _reserve_residuals(self, generation: Generation, num_tokens: int) -> None:
+        overlay = generation.current.overlay
+        if overlay is not None:
+            overlay.cache.prefix.reserve(overlay.residuals, generation.in_flight + num_tokens)
+
+    def _reserve_base(self, generation: Generation, num_tokens: int) -> None:
+        overlay = generation.current.overlay
+        if overlay is None:
+            self._cache.reserve(generation.open_sequence, generation.in_flight + num_tokens)
+        elif overlay.is_paired(generation.num_launched):
+            self._cache.reserve(overlay.base, generation.num_launched + num_tokens - overlay.base.num_tokens)
 
     def _out_of_blocks(self, generation: Generation, error: OutOfBlocks, *, residual: bool = False) -> None:
         victim = self._scheduler.victim(residual=residual)
@@ -357,6 +356,13 @@ class Admission:
                 generation.overlay.cache.prefix.abandon(generation.overlay.residuals)
             self._cache.abandon(generation.sequence)
             generation.lose_sequence()
+
+
+def _first_half(start: int, num_tokens: int) -> int:
+    """Half of a chunk that begins behind `start` tokens, to the end of a block if it has one."""
+    half = num_tokens // 2
+    to_boundary = half - (start + half) % BLOCK_SIZE
+    return to_boundary if to_boundary > 0 else half
 
 
 def _note_cached(generation: Generation, prefix: CachedPrefix, match: OverlayMatch | None = None) -> None:

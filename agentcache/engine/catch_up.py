@@ -23,18 +23,26 @@ class CatchUp:
 
     def look(self) -> None:
         """Before a step is planned: running prompts go on behind what others have computed."""
-        running = self._requests.running
-        if self._base.prefix.snapshots is not None or len(running) < 2:
-            return  # where there are snapshots, a row computes all tokens of which it needs the recurrent state
+        running, waiting = self._requests.running, self.pass_on()
         prompts = [each for each in running if each.in_flight > 1 or each.num_to_launch > 1]
-        waiting = [each for each in prompts if not each.in_flight]
-        for generation in waiting:
-            self._take(generation)
         for generation in running:
             generation.leader = None
         for generation in waiting:
             within = (each for each in prompts if each is not generation and self._is_within_next_of(generation, each))
             generation.leader = max(within, key=lambda each: each.in_flight, default=None)
+
+    def pass_on(self) -> list[Generation]:
+        """Prompts that wait take what there is for them now: behind a large chunk, before its windows are left.
+
+        Returns these prompts.
+        """
+        running = self._requests.running
+        if self._base.prefix.snapshots is not None or len(running) < 2:
+            return []  # where there are snapshots, a row computes all tokens of which it needs the recurrent state
+        waiting = [each for each in running if not each.in_flight and each.num_to_launch > 1]
+        for generation in waiting:
+            self._take(generation)
+        return waiting
 
     def _take(self, generation: Generation) -> None:
         """All that is there, pass by pass."""

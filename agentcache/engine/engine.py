@@ -245,12 +245,12 @@ class Engine:
         fitting = self.device.limit(plan)
         if plan and not fitting and self._under_way is None:
             self._admission.give_up(next(iter(plan)))
-        ready = [generation for generation, count in fitting.items() if self._admission.reserve(generation, count)]
+        counts = {each: self._admission.reserve(each, count) for each, count in fitting.items()}
         # Making room for one may have preempted another.
-        rows = [generation for generation in ready if generation.state is State.RUNNING]
+        rows = [each for each, count in counts.items() if count and each.state is State.RUNNING]
         if not rows:
             return None
-        return self.device.build(rows, fitting[rows[0]], self._under_way, contended=self.scheduler.contended)
+        return self.device.build(rows, counts[rows[0]], self._under_way, contended=self.scheduler.contended)
 
     def _note_time(self, batch: Step) -> None:
         self.counters.note(batch)
@@ -285,6 +285,8 @@ class Engine:
                 self._advance(generation, result.row.work, token_ids)
             else:
                 self.residuals.advance(generation, overlay, token_ids)
+                self._catch_up.pass_on()
+                self.residuals.leave_windows(overlay)
                 if result.token is not None and self._is_too_far(generation):
                     continue
             if result.state is not None:
@@ -340,6 +342,7 @@ class Engine:
         self.trunk.advance(sequence)
         if published:
             self.turns.save_early(generation, sequence, published)
+            self._catch_up.pass_on()
         overlay = generation.overlay
         self.cache.leave_window(sequence, None if overlay is None else overlay.residuals.num_tokens)
 
@@ -368,8 +371,7 @@ class Engine:
 
     def view(self) -> EngineView:
         """What other threads may know of it; changes between two steps only."""
-        max_cached_tokens = self.cache.allocator.max_tokens(self.scheduler.pace.largest_chunk)
-        return EngineView(self.served, self.agents.view(), max_cached_tokens, self.relief.level)
+        return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
 
     def clear(self) -> None:
         """Evict every block from RAM that nobody is reading; agents come back warm."""

@@ -94,7 +94,7 @@ def open_engine(
         kv=config.kv,
         kept=partial(read_precision, config.cache_dir),
     )
-    footprint = Footprint.of(loaded.spec, loaded.config)
+    footprint = Footprint.of(loaded.spec, loaded.config, is_half=loaded.is_half)
     plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
     limits = Limits(wanted_limits(plan))
     try:
@@ -161,9 +161,8 @@ def _put_together(
     trunk_budget = 0 if loaded.spec.recurrent else plan.trunk_budget  # see `trunk_cut`
     block_bytes = loaded.trunk.block_bytes() if trunk_budget else 0
     trunk = Trunk(cache, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
-    if warm:
-        warm_up(cache, runner, restorer, loaded.max_context)
-    pace = _pace(config, loaded, cache, runner, plan.ram_budget)
+    token_seconds = warm_up(cache, runner, restorer, loaded.max_context) if warm else math.inf
+    pace = _pace(config, loaded, cache, runner, plan.ram_budget, token_seconds)
     wait_for_pages()  # nobody's first turn does
     # A look at the model that a server without lossy policies has no need of.
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
@@ -239,18 +238,26 @@ def _snapshot_tokens(config: Config, spec: CacheSpec) -> int:
     return interval_for(state_bytes, spec.bytes_per_token)
 
 
-def _pace(config: Config, loaded: LoadedModel, cache: PrefixCache, runner: ModelRunner, ram_budget: int) -> Pace:
-    max_stall, chunk, token_seconds = config.max_stall_ms / 1e3, config.prefill_chunk, math.inf
+def _pace(
+    config: Config,
+    loaded: LoadedModel,
+    cache: PrefixCache,
+    runner: ModelRunner,
+    ram_budget: int,
+    token_seconds: float,
+) -> Pace:
+    """How chunks are cut and shared out. No prompt is cut by `token_seconds`, what a token took in this process."""
+    max_stall, idle = config.max_stall_ms / 1e3, config.prefill_chunk
     # On a CPU a larger chunk only costs time: without fused attention the scores of all its tokens are computed, also
-    # those that are masked. So what a token costs there is of no interest.
+    # those that are masked.
     if device_kind() != NO_DEVICE:
-        file, num_tokens = config.cache_dir / _PREFILL_RATES, min(chunk, loaded.max_context)
+        file, num_tokens = config.cache_dir / _PREFILL_RATES, min(config.prefill_chunk, loaded.max_context)
         token_seconds = settled_token_seconds(file, loaded.fingerprint, cache, runner, num_tokens)
-    idle = idle_chunk(chunk, max_stall=max_stall, token_seconds=token_seconds)
+        idle = idle_chunk(config.prefill_chunk, max_stall=max_stall, token_seconds=token_seconds)
     return Pace(
         max_stall=max_stall,
         decode_share=config.decode_share,
-        chunk=_beside_windows(chunk, loaded.spec, ram_budget),
+        chunk=_beside_windows(config.prefill_chunk, loaded.spec, ram_budget),
         idle_chunk=_beside_windows(idle, loaded.spec, ram_budget),
         token_seconds=token_seconds,
     )

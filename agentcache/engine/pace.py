@@ -41,7 +41,7 @@ def idle_chunk(chunk: int, *, max_stall: float, token_seconds: float) -> int:
     Args:
         chunk: tokens of the largest chunk while somebody does.
         max_stall: seconds.
-        token_seconds: what a token costs; inf where nobody knows.
+        token_seconds: what a token costs.
     """
     num_tokens = chunk
     while 2 * num_tokens <= min(_LARGEST_IDLE_CHUNK, _IDLE_STALLS * max_stall / token_seconds):

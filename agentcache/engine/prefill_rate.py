@@ -1,7 +1,7 @@
 """What a token of a prompt costs on this device: prompts are cut by it, so it is measured once and then stands.
 
 Where a prompt is cut decides the last digits of its keys and values. So the first start with a model on a device
-measures, and later ones take what it has written into the cache folder, however busy the machine is by then.
+measures, and later ones with the same MLX take what it has written into the cache folder, however busy the machine is.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ def settled_token_seconds(
     Args:
         file: where it is kept; by who holds the folder's lock.
         fingerprint: the model's.
-        num_tokens: of the prompt that is computed to find out.
+        num_tokens: of the prompt that is computed to find out, a block's at most.
     """
-    known, key = read_memo(file), f"{fingerprint} {mx.device_info()['device_name']}"
+    num_tokens = min(num_tokens, BLOCK_SIZE)
+    known = read_memo(file)
+    key = f"{fingerprint}, {num_tokens} tokens, {mx.device_info()['device_name']}, mlx {mx.__version__}"
     seconds = _as_seconds(known.get(key))
     if seconds is None:
         seconds = measured_token_seconds(cache, runner, num_tokens)
@@ -40,15 +42,15 @@ def settled_token_seconds(
 
 
 def measured_token_seconds(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -> float:
-    """The same, measured: a prompt's chunk of so many tokens, a block's at most, once what it needs is compiled."""
-    count, runs = min(num_tokens, BLOCK_SIZE), list[float]()
-    with scratch_sequence(cache, runner, count) as sequence:
-        compute(runner, sequence, 0, count)
+    """The same, measured: a prompt's chunk of so many tokens, once what it needs is compiled."""
+    runs: list[float] = []
+    with scratch_sequence(cache, runner, num_tokens) as sequence:
+        compute(runner, sequence, 0, num_tokens)
         while not runs or (len(runs) < _MOST_RUNS and sum(runs) < _SECONDS):
             started = time.perf_counter()
-            compute(runner, sequence, 0, count)
+            compute(runner, sequence, 0, num_tokens)
             runs.append(time.perf_counter() - started)
-    return min(runs) / count
+    return min(runs) / num_tokens
 
 
 def _as_seconds(written: str | None) -> float | None:

@@ -122,13 +122,15 @@ class Residuals:
 
     def advance(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> None:
         """These tokens' residuals have been computed, and of those that are paired base's keys and values too."""
-        residuals, base = overlay.residuals, self._caches.base.prefix
         for cache, sequence in overlay.written(self._caches.base):
             if published := cache.prefix.advance(sequence, token_ids):
                 self._turns.save_early(generation, sequence, published, cache.name)
         generation.drop_passes()
-        overlay.cache.prefix.leave_window(residuals)
-        base.leave_window(overlay.base, residuals.num_tokens)
+
+    def leave_windows(self, overlay: Overlay) -> None:
+        """Of both sequences, what no later token of the adapter's attends to."""
+        overlay.cache.prefix.leave_window(overlay.residuals)
+        self._caches.base.prefix.leave_window(overlay.base, overlay.residuals.num_tokens)
 
     # -- the guard ----------------------------------------------------------------------------------------------------
 

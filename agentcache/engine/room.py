@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentcache.blocks.allocator import BlockAllocator, most_blocks
+from agentcache.blocks.allocator import BlockAllocator, min_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.pool import BlockTable
@@ -14,30 +14,22 @@ from agentcache.blocks.slots import Group
 
 @dataclass(frozen=True)
 class Growth:
-    """A running request: its block tables, one per group, and the tokens that it is known to need room for.
-
-    Args:
-        at_once: how many of these may be computed at once from now on.
-    """
+    """A running request: its block tables, one per group, and the tokens that it is known to need room for."""
 
     tables: Sequence[BlockTable]
     num_tokens: int
-    at_once: int = BLOCK_SIZE
-
-
-@dataclass(frozen=True)
-class Newcomer:
-    """A request that would start with `prefix`; the rest as for `Growth`."""
-
-    prefix: CachedPrefix
-    num_tokens: int
-    at_once: int = BLOCK_SIZE
 
 
 def has_room(
-    allocator: BlockAllocator, running: Sequence[Growth], new: Newcomer, *, evicts: bool = True, beside: int = 0
+    allocator: BlockAllocator,
+    running: Sequence[Growth],
+    prefix: CachedPrefix,
+    num_tokens: int,
+    *,
+    evicts: bool = True,
+    beside: int = 0,
 ) -> bool:
-    """Whether all of `running` and one more request fit side by side.
+    """Whether all of `running` and a request of `num_tokens` tokens that starts with `prefix` fit side by side.
 
     What the budget still lets the pools grow by counts as room.
 
@@ -46,35 +38,58 @@ def has_room(
         beside: bytes of the budget that others are to have meanwhile.
     """
     fits = _fits if evicts else _fits_beside_the_cached
-    return all(fits(allocator, index, running, new, beside) for index in range(len(allocator.slots.groups)))
+    indices = range(len(allocator.slots.groups))
+    return all(fits(allocator, index, running, prefix, num_tokens, beside) for index in indices)
 
 
-def _fits(allocator: BlockAllocator, index: int, running: Sequence[Growth], new: Newcomer, beside: int) -> bool:
+def _fits(
+    allocator: BlockAllocator,
+    index: int,
+    running: Sequence[Growth],
+    prefix: CachedPrefix,
+    num_tokens: int,
+    beside: int,
+) -> bool:
     room = allocator.slots.pools[index].capacity + allocator.affordable_growth(index, beside)
-    return slots_needed(allocator, index, running, new) <= room
+    return slots_needed(allocator, index, running, prefix, num_tokens) <= room
 
 
 def _fits_beside_the_cached(
-    allocator: BlockAllocator, index: int, running: Sequence[Growth], new: Newcomer, beside: int
+    allocator: BlockAllocator,
+    index: int,
+    running: Sequence[Growth],
+    prefix: CachedPrefix,
+    num_tokens: int,
+    beside: int,
 ) -> bool:
     group = allocator.slots.groups[index]
     # A block that is partly filled is copied, for others may go on from it too.
-    there = sum(node.is_full and index in node.block_ids for node in new.prefix.lane(index).nodes)
-    needed = max(0, most_blocks(group, new.num_tokens, new.at_once) - there)
+    there = sum(node.is_full and index in node.block_ids for node in prefix.lane(index).nodes)
+    needed = max(0, _most_blocks(group, num_tokens) - there)
     room = allocator.slots.pools[index].num_free + allocator.affordable_growth(index, beside)
     return _promised(group, index, running) + needed <= room
 
 
-def slots_needed(allocator: BlockAllocator, index: int, running: Sequence[Growth], new: Newcomer | None = None) -> int:
-    """Slots of a group without which all of `running`, and one more if there is one, do not fit side by side."""
+def slots_needed(
+    allocator: BlockAllocator,
+    index: int,
+    running: Sequence[Growth],
+    prefix: CachedPrefix | None = None,
+    num_tokens: int = 0,
+) -> int:
+    """Slots of a group without which all of `running`, and one that starts with `prefix`, do not fit side by side."""
     group, read = allocator.slots.groups[index], {slot for g in running for slot in g.tables[index].block_ids}
-    needed = len(read) + _promised(group, index, running)
-    if new is None:
-        return needed
     # What others read already costs the newcomer nothing.
-    shared = sum(node.block_ids.get(index) in read for node in new.prefix.lane(index).nodes)
-    return needed + max(0, most_blocks(group, new.num_tokens, new.at_once) - shared)
+    shared = 0 if prefix is None else sum(node.block_ids.get(index) in read for node in prefix.lane(index).nodes)
+    needed = max(0, _most_blocks(group, num_tokens) - shared)
+    return len(read) + _promised(group, index, running) + needed
 
 
 def _promised(group: Group, index: int, running: Sequence[Growth]) -> int:
-    return sum(max(0, most_blocks(group, g.num_tokens, g.at_once) - len(g.tables[index].block_ids)) for g in running)
+    return sum(max(0, _most_blocks(group, g.num_tokens) - len(g.tables[index].block_ids)) for g in running)
+
+
+def _most_blocks(group: Group, num_tokens: int) -> int:
+    """Blocks that a sequence holds at a time on its way to `num_tokens` tokens."""
+    blocks = -(-num_tokens // BLOCK_SIZE)
+    return blocks if group.window is None else min(blocks, min_blocks(group))

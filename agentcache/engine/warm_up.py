@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from agentcache.agents.restore import Restorer
@@ -18,19 +19,25 @@ _MOST_SECONDS = 0.5  # for a decode step; where it takes longer, a short turn wo
 _STEPS_OF_CUDA = (*_STEPS, (2, 1), (1, 256))
 
 
-def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_context: int) -> None:
+def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_context: int) -> float:
     """Restore blocks of zeros and compute a few steps behind them, in slots that are there already, up to 16K tokens.
 
     The kernel hands out, and clears, every page that temporaries are put on for the first time. A turn behind 16K
     tokens took a quarter longer for that in a process that had computed nothing large.
+
+    Returns the seconds that a token of a short turn took; inf where that was not tried.
     """
     capacity = BLOCK_SIZE * min((pool.capacity for pool in cache.slots.pools), default=1)
     num_tokens = min(_MOST_TOKENS, capacity, max_context)
     with scratch_sequence(cache, runner, num_tokens) as sequence:
         restorer.buffered.warm_up(sequence.tables)
-        started, compiles = time.perf_counter(), device() == "cuda"
+        token_seconds, started, compiles = math.inf, time.perf_counter(), device() == "cuda"
         for rows, most in _STEPS_OF_CUDA if compiles else _STEPS:
             if time.perf_counter() - started > _MOST_SECONDS and not compiles:
                 break
             count = min(most, num_tokens)
+            began = time.perf_counter()
             compute(runner, sequence, num_tokens - count, count, rows=rows)
+            if count > 1:
+                token_seconds = (time.perf_counter() - began) / count
+    return token_seconds

@@ -42,5 +42,6 @@ def inspect_model(config: Config, model_path: str) -> InspectedModel:
         kv=config.kv,
         kept=partial(read_precision, config.cache_dir),
     )
-    plan = plan_for(wishes, loaded, Footprint.of(loaded.spec, loaded.config), config.prefill_chunk)
+    footprint = Footprint.of(loaded.spec, loaded.config, is_half=loaded.is_half)
+    plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
     return InspectedModel(describe_model(loaded, config), plan)

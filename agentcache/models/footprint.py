@@ -75,10 +75,10 @@ class Footprint:
     unpacked_dim: int
     softcap: float | None
     fused: bool
-    is_half: bool = True
+    is_half: bool
 
     @classmethod
-    def of(cls, spec: CacheSpec, config: dict[str, Any]) -> Footprint:
+    def of(cls, spec: CacheSpec, config: dict[str, Any], *, is_half: bool = True) -> Footprint:
         """From a model's config.json."""
         sizes = config | text_config(config)
         hidden = _first_int(sizes, "hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim", default=8192)
@@ -98,7 +98,7 @@ class Footprint:
             unpacked_dim=unpacked_dim,
             softcap=sizes.get("attn_logit_softcapping"),
             fused=mx.default_device() == mx.gpu,
-            is_half=(sizes.get("torch_dtype") or sizes.get("dtype")) != "float32",
+            is_half=is_half,
         )
 
     def step_bytes(
@@ -238,7 +238,9 @@ def has_flash_kernel(device: str, key_dim: int, value_dim: int, is_half: bool) -
     `mlx/backend/{metal,cuda}/scaled_dot_product_attention.cpp` (0.32)."""
     if device == "metal":  # it has kernels for 192 and 256 too, and takes what is quicker
         return key_dim == value_dim and key_dim in (64, 72, 80, 96, 128)
-    return device == "cuda" and is_half and max(key_dim, value_dim) <= 128 and key_dim % 8 == value_dim % 8 == 0
+    # Of cuDNN: from Ampere on.
+    is_recent = device == "cuda" and mx.device_info().get("compute_capability_major", 8) >= 8
+    return is_recent and is_half and max(key_dim, value_dim) <= 128 and key_dim % 8 == value_dim % 8 == 0
 
 
 def _first_int(sizes: dict[str, Any], *names: str, default: int) -> int:

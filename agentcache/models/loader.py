@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _download, get_total_parameters, load_model
+from mlx_lm.utils import _download, load_model
 
 from agentcache.blocks.keys import Namespace
 from agentcache.errors import InvalidRequest, UnsupportedModel
@@ -78,9 +78,10 @@ class LoadedModel:
         return weight_bytes(self.model)
 
     @property
-    def num_parameters(self) -> int:
-        """Of the whole model; of a mixture of experts, all experts."""
-        return int(get_total_parameters(self.model))
+    def is_half(self) -> bool:
+        """Whether it computes in 16 bits: so says its largest matrix, or what scales that."""
+        floats = [x for _, x in tree_flatten(self.model.parameters()) if mx.issubdtype(x.dtype, mx.floating)]
+        return max(floats, key=lambda x: x.size).dtype.size == 2
 
 
 class WantedPositions(nn.Module):

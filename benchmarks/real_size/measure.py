@@ -5,8 +5,8 @@
              one before. The contexts hold zeros: a step reads as many bytes of them as of others
     prefill  a cold prompt: a request of the engine, and mlx-lm's model in chunks of 2,048
     turns    a short turn after a context: cold, hot, and warm, as the first one of a new engine on the same folder
-    servers  both servers, over HTTP: several agents' first turns, next ones, first ones after both were killed, what a
-             token of an answer takes then, and one of all answers where all agents speak at once
+    servers  both servers, over HTTP: several agents' first turns, next ones, first ones after both were killed; what a
+             token of an answer takes, and, where all agents speak at once, one of any of their answers
 
 The model has random weights in the shape of Qwen3-8B unless told otherwise. Sides take turns, but for the servers in
 one process.
@@ -27,9 +27,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from agentcache.client import ServerError
 from agentcache.llm import LLM
 from agentcache.models.device_memory import device_memory
 from agentcache.sampling import SamplingParams
+from agentcache.server_process import ServerNotStarted
 from benchmarks.compare.measure import OURS, PEER, ComparePlan, TurnSample, measure_comparison
 from benchmarks.real_size.model import SHAPE, make_model
 from benchmarks.real_size.sides import Bare, Paged
@@ -193,7 +195,11 @@ def _servers(plan: RealSizePlan, folder: Path, add: Callable[..., None], progres
         model=str(folder),
         seed=plan.seed,
     )
-    result = measure_comparison(conversations, progress)
+    try:
+        result = measure_comparison(conversations, progress)
+    except (ServerNotStarted, ServerError) as error:
+        progress(f"without servers: {error}")
+        return
 
     def median(server: str, turn: int, value: Callable[[TurnSample], float]) -> float:
         return statistics.median(value(each) for each in result.turns if (each.server, each.turn) == (server, turn))
@@ -207,7 +213,7 @@ def _servers(plan: RealSizePlan, folder: Path, add: Callable[..., None], progres
     add(what="server, token of an answer", **answers)
     rates = {each.server: each.together_tokens_per_s for each in result.servers}
     together = {name: 1e3 / rates[server] for server, name in names}
-    add(what=f"server, token of {plan.agents} answers at once", **together)
+    add(what=f"server, {plan.agents} answers at once, a token of any", **together)
 
 
 def _fits(shape: dict[str, Any], rows: int, context: int) -> bool:

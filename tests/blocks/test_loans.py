@@ -9,7 +9,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import CacheSequence
-from agentcache.engine.room import Newcomer, has_room
+from agentcache.engine.room import has_room
 from agentcache.errors import OutOfBlocks
 from tests.blocks.borrower import Borrower, leave
 from tests.blocks.cache_model import FakeGroup
@@ -70,8 +70,9 @@ def test_who_runs_gets_it_back() -> None:
     assert lending.allocator.max_tokens() == plain.allocator.max_tokens()
     blocks = plain.allocator.max_tokens() // BLOCK_SIZE
     nothing = lending.match_prefix(ROOT, [], 0)
-    new = Newcomer(nothing, blocks * BLOCK_SIZE)
-    assert has_room(lending.allocator, [], new) == has_room(plain.allocator, [], new)
+    assert has_room(lending.allocator, [], nothing, blocks * BLOCK_SIZE) == has_room(
+        plain.allocator, [], nothing, blocks * BLOCK_SIZE
+    )
     sequences = [run(cache, blocks, seed=1) for cache in (plain, lending)]
     assert tables(sequences[0]) == tables(sequences[1])
     assert (loan.ended, loan.lent) == (1, 0)

@@ -108,3 +108,33 @@ def test_where_memory_is_short_windows_are_computed_in_smaller_chunks(
             receiver = hand.submit(make_ids(min(longest, 1800) - 4), greedy(4))
             hand.run(receiver)
             assert len(receiver.token_ids) == 4, "what is said to fit does"
+
+
+def test_prompts_that_begin_alike_are_computed_once_in_large_chunks_too(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    """Those who wait take a chunk's blocks before its windows are left."""
+    model = model_folder("gemma3_text_wide", num_hidden_layers=6)
+    common, own, computed, said = make_ids(1300), 20, [], []
+    for chunk in (256, 2048):
+        with by_hand(model, tmp_path / str(chunk)) as hand:
+            inside.set_chunk(hand.engine, chunk)
+            receivers = [hand.submit([*common, *make_ids(own, seed=seed)], greedy(3)) for seed in (1, 2, 3)]
+            hand.run(*receivers)
+            computed.append(hand.engine.stats().computed_tokens)
+            said.append([receiver.token_ids for receiver in receivers])
+    assert said[0] == said[1]
+    behind_the_last_block = 3 * (1300 % 256 + own + 2)
+    assert max(computed) <= 1300 + behind_the_last_block
+
+
+def test_a_chunk_for_which_there_is_no_memory_is_computed_in_parts(model_folder: ModelFolder, tmp_path: Path) -> None:
+    """What is there suffices for small chunks: nobody is sent away for the sake of a large one."""
+    model = model_folder("gemma3_text", num_hidden_layers=6)
+    with by_hand(model, tmp_path) as hand:
+        hand.engine.cache.allocator.give_back()  # to what a short sequence needs
+        hand.engine.cache.allocator.headroom = lambda: 0
+        inside.set_chunk(hand.engine, 2048)
+        receiver = hand.submit(make_ids(1000), greedy(3))
+        hand.run(receiver)
+        assert len(receiver.token_ids) == 3

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from agentcache.blocks.allocator import most_blocks
+from agentcache.blocks.allocator import window_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import CacheSequence
-from agentcache.engine.room import Growth, Newcomer, has_room
+from agentcache.engine.room import Growth, has_room
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,10 @@ def begin(cache: PrefixCache, token: int, num_blocks: int) -> CacheSequence:
     return sequence
 
 
-def newcomer(cache: PrefixCache, ids: list[int], at_once: int = BLOCK_SIZE) -> Newcomer:
-    return Newcomer(cache.match_prefix("root", ids, len(ids)), len(ids), at_once)
-
-
-def fits(
-    cache: PrefixCache,
-    running: list[tuple[CacheSequence, int]],
-    token: int,
-    num_blocks: int,
-    at_once: int = BLOCK_SIZE,
-) -> bool:
+def fits(cache: PrefixCache, running: list[tuple[CacheSequence, int]], token: int, num_blocks: int) -> bool:
     ids = [token] * (num_blocks * BLOCK_SIZE)
     growth = [Growth(sequence.tables, blocks * BLOCK_SIZE) for sequence, blocks in running]
-    return has_room(cache.allocator, growth, newcomer(cache, ids, at_once))
+    return has_room(cache.allocator, growth, cache.match_prefix("root", ids, len(ids)), len(ids))
 
 
 @pytest.mark.parametrize(("blocks", "expected"), [(5, True), (6, False)])
@@ -75,17 +65,10 @@ def test_a_window_takes_no_more_than_its_blocks() -> None:
     assert not fits(PrefixCache([Group()], Ledger(12)), [], 2, 100)
 
 
-@pytest.mark.parametrize(("at_once", "expected"), [(BLOCK_SIZE, True), (5 * BLOCK_SIZE, True), (6 * BLOCK_SIZE, False)])
-def test_a_large_chunk_takes_its_blocks_beside_the_window(at_once: int, expected: bool) -> None:
-    cache = PrefixCache([Group(window=300)], Ledger(12))
-    running = begin(cache, 1, 3)
-    assert fits(cache, [(running, 100)], 2, 100, at_once) is expected
-
-
 @pytest.mark.parametrize("at_once", [100, 255, BLOCK_SIZE, 257, 1024])
 @pytest.mark.parametrize("window", [1, 2, 300, 512])
-def test_what_a_sequence_is_taken_to_hold_is_what_it_holds_at_worst(window: int, at_once: int) -> None:
-    """Wherever its chunks begin, and with the token beside it that is decoded ahead."""
+def test_what_a_window_takes_beside_a_chunk_is_what_it_takes_at_worst(window: int, at_once: int) -> None:
+    """Wherever chunks begin, and with the token that is decoded ahead of the last one's end."""
     cache, most = PrefixCache([Group(window=window)], Ledger(1000)), 0
     for start in (0, 1, 3, 100, 255):
         sequence = cache.open("root", cache.match_prefix("root", (), 0))
@@ -95,16 +78,16 @@ def test_what_a_sequence_is_taken_to_hold_is_what_it_holds_at_worst(window: int,
             cache.advance(sequence, [start] * step)
             cache.leave_window(sequence)
         cache.abandon(sequence)
-    assert most_blocks(cache.groups[0], 100_000, at_once) - 1 <= most <= most_blocks(cache.groups[0], 100_000, at_once)
+    assert window_blocks(window, at_once) - 1 <= most <= window_blocks(window, at_once)
 
 
 def test_what_others_are_to_have_is_no_room() -> None:
     cache = PrefixCache([Group()], Ledger(12))
     running = begin(cache, 1, 3)
     ids = [2] * (5 * BLOCK_SIZE)
-    new, growth = newcomer(cache, ids), [Growth(running.tables, 3 * BLOCK_SIZE)]
+    prefix, growth = cache.match_prefix("root", ids, len(ids)), [Growth(running.tables, 3 * BLOCK_SIZE)]
     for evicts in (True, False):
-        room = [has_room(cache.allocator, growth, new, evicts=evicts, beside=beside) for beside in (4, 5)]
+        room = [has_room(cache.allocator, growth, prefix, len(ids), evicts=evicts, beside=beside) for beside in (4, 5)]
         assert room == [True, False]
 
 
@@ -113,6 +96,6 @@ def test_others_may_need_what_it_has_taken() -> None:
     cache = PrefixCache([Group()], Ledger(12))
     cache.close(begin(cache, 1, 12))
     ids = [2] * (5 * BLOCK_SIZE)
-    new = newcomer(cache, ids)
-    assert [has_room(cache.allocator, [], new, beside=beside) for beside in (7, 8)] == [True, False]
-    assert not has_room(cache.allocator, [], new, evicts=False)
+    prefix = cache.match_prefix("root", ids, len(ids))
+    assert [has_room(cache.allocator, [], prefix, len(ids), beside=beside) for beside in (7, 8)] == [True, False]
+    assert not has_room(cache.allocator, [], prefix, len(ids), evicts=False)
