@@ -178,6 +178,11 @@ def largest_chunk(engine: Engine) -> int:
     return engine.scheduler.pace.largest_chunk
 
 
+def let_prompts_go_first(engine: Engine) -> None:
+    """The first tokens of an answer wait for prompts, however long these take."""
+    engine.scheduler._goes_before = lambda generation, prompts: False  # type: ignore[method-assign]
+
+
 def note_chunk(engine: Engine, seconds: float, num_tokens: int) -> None:
     """Have it believe that the beginning of a prompt took so long while nobody decoded."""
     engine.scheduler.pace.chunk_took(seconds, num_tokens, 0, contended=False)

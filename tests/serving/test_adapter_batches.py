@@ -73,6 +73,7 @@ def folders(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def llm(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> Iterator[LLM]:
     # Prompts first, however long they take here: so the rows meet on a busy machine too.
     with open_adapters(qwen3, tmp_path / "cache", folders, max_stall_ms=1e6, decode_share=1e-6) as llm:
+        inside.let_prompts_go_first(inside.engine_of(llm))
         yield llm
 
 

@@ -78,8 +78,8 @@ def on_engine(hand: ByHand, clock: KnownCosts, arrivals: Iterable[Arrival]) -> l
 def test_every_token_comes_when_it_does_in_the_simulation(
     arrivals: list[Arrival], model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # With windows chunks are of one size on every device, also while nobody decodes.
-    model = model_folder("mistral_sliding", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    model = model_folder("qwen3", num_hidden_layers=2)
     settings = {"max_stall_ms": 1e3 * MAX_STALL, "decode_share": DECODE_SHARE, "prefill_chunk": CHUNK}
     with by_hand(model, tmp_path, max_concurrent_requests=16, **settings) as hand:
+        inside.set_chunk(hand.engine, CHUNK)  # on every device, also while nobody decodes
         assert on_engine(hand, KnownCosts(monkeypatch), arrivals) == in_simulation(arrivals)
