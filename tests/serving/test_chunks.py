@@ -18,6 +18,11 @@ from tests.serving.conversation import greedy, make_ids
 
 STALL = 0.1  # seconds, as `max_stall_ms` is by default
 WINDOW = 512
+WINDOWED = {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": WINDOW,
+}
 
 
 @pytest.fixture
@@ -72,7 +77,7 @@ def test_windows_are_computed_in_large_chunks_within_what_was_reckoned(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As much at once as without windows; the answer is that of small chunks."""
-    model, said = model_folder("gemma3_text_wide", num_hidden_layers=6), []
+    model, said = model_folder("mistral_sliding", **WINDOWED), []
     monkeypatch.setattr(opening, "device_kind", lambda: "metal")
     monkeypatch.setattr(opening, "settled_token_seconds", lambda *_: 1e-6)
     for chunk in (256, 2048):
@@ -95,7 +100,7 @@ def test_windows_are_computed_in_large_chunks_within_what_was_reckoned(
 def test_where_memory_is_short_windows_are_computed_in_smaller_chunks(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_folder("gemma3_text_wide", num_hidden_layers=6)
+    model = model_folder("mistral_sliding", **WINDOWED)
     monkeypatch.setattr(opening, "device_kind", lambda: "metal")
     monkeypatch.setattr(opening, "settled_token_seconds", lambda *_: 1e-6)
     with by_hand(model, tmp_path / "look") as hand:
@@ -114,7 +119,7 @@ def test_prompts_that_begin_alike_are_computed_once_in_large_chunks_too(
     model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     """Those who wait take a chunk's blocks before its windows are left."""
-    model = model_folder("gemma3_text_wide", num_hidden_layers=6)
+    model = model_folder("mistral_sliding", **WINDOWED)
     common, own, computed, said = make_ids(1300), 20, [], []
     for chunk in (256, 2048):
         with by_hand(model, tmp_path / str(chunk)) as hand:
@@ -130,7 +135,7 @@ def test_prompts_that_begin_alike_are_computed_once_in_large_chunks_too(
 
 def test_a_chunk_for_which_there_is_no_memory_is_computed_in_parts(model_folder: ModelFolder, tmp_path: Path) -> None:
     """What is there suffices for small chunks: nobody is sent away for the sake of a large one."""
-    model = model_folder("gemma3_text", num_hidden_layers=6)
+    model = model_folder("mistral_sliding", **WINDOWED | {"sliding_window": 32})
     with by_hand(model, tmp_path) as hand:
         hand.engine.cache.allocator.give_back()  # to what a short sequence needs
         hand.engine.cache.allocator.headroom = lambda: 0

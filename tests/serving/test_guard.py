@@ -111,7 +111,7 @@ def large_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 @pytest.mark.parametrize(
     ("contexts", "num_tokens"),
     [slow([8000], 1), slow([4000] * 8, 1), slow([4000] * 16, 1), slow([8000, *[300] * 7], 1), slow([8000], 8)]
-    + [([0], 256), slow([3000], 256)],
+    + [slow([0], 256), slow([3000], 256)],
     ids=str,
 )
 @in_rounds
