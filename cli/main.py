@@ -47,6 +47,12 @@ class Commands(TyperGroup):
         except AgentCacheError as error:
             report(error)
             raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+        except ImportError as error:
+            if "libmlx" not in str(error):  # the library that MLX's back ends bring
+                raise
+            typer.echo(f"error: MLX is installed without a back end ({error})", err=True)
+            typer.echo("hint: on Linux install agentcache[cpu] or agentcache[cuda]", err=True)
+            raise typer.Exit(1) from error
 
 
 def load_command(name: str) -> Any:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,25 @@ def test_every_command_is_listed_and_has_help(invoke: Invoke) -> None:
 
 def test_version(invoke: Invoke) -> None:
     assert invoke("--version").stdout.strip() == __version__
+
+
+def test_mlx_without_a_back_end_is_one_sentence(tmp_path: Path) -> None:
+    """What `pip install .` leads to on Linux: a package that does not find its library."""
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").touch()
+    (tmp_path / "mlx" / "nn.py").write_text("import mlx.core")
+    missing = "libmlx.so: cannot open shared object file: No such file or directory"
+    (tmp_path / "mlx" / "core.py").write_text(f"raise ImportError({missing!r})")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "HOME": str(tmp_path)}
+    said = subprocess.run(
+        [sys.executable, "-m", "agentcache", "serve"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert said.returncode == 1
+    assert said.stderr.splitlines() == [
+        f"error: MLX is installed without a back end ({missing})",
+        "hint: on Linux install agentcache[cpu] or agentcache[cuda]",
+    ]
 
 
 def test_wrong_calls_exit_with_2(invoke: Invoke) -> None:
