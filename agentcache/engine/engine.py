@@ -284,8 +284,8 @@ class Engine:
             if overlay is None:
                 self._advance(generation, result.row.work, token_ids)
             else:
-                self.residuals.advance(generation, overlay, token_ids)
-                self._catch_up.pass_on()
+                if self.residuals.advance(generation, overlay, token_ids):
+                    self._catch_up.pass_on()
                 self.residuals.leave_windows(overlay)
                 if result.token is not None and self._is_too_far(generation):
                     continue

@@ -124,10 +124,8 @@ def _residual_passes(use: AdapterUse | None, overlay: Overlay, at_once: int) -> 
     """Base over what it lacks, then the adapter; where there are windows, in turns: what base leaves behind, the
     adapter has still to read, so base is one chunk ahead of it at most."""
     if any(group.window is not None for group in overlay.cache.spec.groups):
-        start, ahead = (
-            min(overlay.base.num_tokens, overlay.residuals.num_tokens),
-            -(-at_once // BLOCK_SIZE) * BLOCK_SIZE,
-        )
+        start = min(overlay.base.num_tokens, overlay.residuals.num_tokens)
+        ahead = -(-at_once // BLOCK_SIZE) * BLOCK_SIZE
         for end in range(start - start % ahead + ahead, overlay.paired_from, ahead):
             yield Pass(None, end, overlay.base)
             yield Pass(use, end, overlay.residuals, overlay=overlay)

@@ -120,12 +120,18 @@ class Residuals:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def advance(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> None:
-        """These tokens' residuals have been computed, and of those that are paired base's keys and values too."""
+    def advance(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> bool:
+        """These tokens' residuals have been computed, and of those that are paired base's keys and values too.
+
+        Returns whether they have filled a block.
+        """
+        has_filled = False
         for cache, sequence in overlay.written(self._caches.base):
             if published := cache.prefix.advance(sequence, token_ids):
                 self._turns.save_early(generation, sequence, published, cache.name)
+                has_filled = True
         generation.drop_passes()
+        return has_filled
 
     def leave_windows(self, overlay: Overlay) -> None:
         """Of both sequences, what no later token of the adapter's attends to."""
