@@ -12,13 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-import numpy as np
-
 from agentcache.agents.processors import kept_to, share_processors
 from agentcache.agents.restoring import Read, Restoring
 from agentcache.blocks.sequence import Load
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
-from agentcache.kv.block_layout import Array, Place
+from agentcache.kv.block_layout import Array, Place, aligned
 from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
 
@@ -108,7 +106,7 @@ class ReadsInPlace:
         with suppress(IndexError):
             if (buffer := self._buffers.pop()).nbytes >= size:
                 return buffer
-        return np.empty(size, np.uint8)
+        return aligned(size)
 
     def _dismiss(self, readers: Collection[Future[None]]) -> None:
         """They read nothing more, and those that have yet to begin do not."""

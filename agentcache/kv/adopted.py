@@ -10,9 +10,8 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.block_layout import Array
-from agentcache.kv.pages import address_of, to_page_end
+from agentcache.kv.pages import address_of, as_blocks, to_page_end
 from agentcache.kv.spec import TensorSpec
 
 log = logging.getLogger(__name__)
@@ -46,12 +45,7 @@ class Adopted:
     def _front(self, capacity: int) -> mx.array:
         """The first so many blocks; as Metal wants it, to the end of a page."""
         num_bytes = to_page_end(capacity * self._spec.slot_bytes)
-        flat = self._adopt(self._pages[:num_bytes].view(self._spec.numpy_dtype))
-        shape = (capacity, *self._spec.block_shape(BLOCK_SIZE))
-        strides = [int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
-        front = mx.as_strided(flat, shape, strides, 0)
-        mx.eval(front)
-        return front
+        return as_blocks(self._adopt(self._pages[:num_bytes].view(self._spec.numpy_dtype)), self._spec, capacity)
 
 
 def _pages(num_bytes: int) -> Array:

@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.adopted import Adopted, adopts
+from agentcache.kv.block_layout import ALIGNMENT
 from agentcache.kv.reserved import Reserved, addresses_are_free
 from agentcache.kv.spec import TensorSpec
 
@@ -30,7 +31,7 @@ ARRAY_DTYPES = {
     "BF16": mx.uint16,  # its bits: the buffer protocol, by which bytes come and go, knows no bfloat16
     "U8": mx.uint8,
 }
-_MOST_ELEMENTS = 2**31 - 1  # that an array can have as one axis
+_MOST_ELEMENTS = 2**31 - 1 - ALIGNMENT  # that an array can have as one axis, and room to begin where it is to
 
 
 class Backing(Protocol):

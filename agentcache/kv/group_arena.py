@@ -14,7 +14,7 @@ import numpy as np
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.backing import ARRAY_DTYPES
-from agentcache.kv.block_layout import Array, GroupMemory, block_tensors, first_float
+from agentcache.kv.block_layout import Array, GroupMemory, aligned, block_tensors, first_float
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.kv.tensor_arena import TensorArena, copy_block, resize, shares_memory
 from agentcache.kv.upload import upload
@@ -60,7 +60,7 @@ class GroupArena:
         """
         if not shares_memory():
             return self._download(block_id, num_tokens)
-        block = np.empty(self.spec.bytes_of(num_tokens), np.uint8)
+        block = aligned(self.spec.bytes_of(num_tokens))
         self._copy_out(block_id, num_tokens, block.data)
         return block
 

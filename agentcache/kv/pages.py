@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 
 import mlx.core as mx
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv.spec import TensorSpec
 
 
 def address_of(array: mx.array) -> int:
     """Where it lies, in memory that this process sees; not of an array without bytes."""
     # NumPy would make memory of its own for an array that has none.
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array).cast("B")))
+
+
+def as_blocks(room: mx.array, spec: TensorSpec, count: int, begin: int = 0) -> mx.array:
+    """So many blocks of a tensor in an array of one axis, where they lie from element `begin` on; evaluated."""
+    shape = (count, *spec.block_shape(BLOCK_SIZE))
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    blocks = mx.as_strided(room, shape, strides, begin)
+    mx.eval(blocks)
+    return blocks
 
 
 def to_page_end(num_bytes: int) -> int:

@@ -20,9 +20,9 @@ from threading import Lock
 
 import mlx.core as mx
 
-from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv import npy_file
-from agentcache.kv.pages import address_of, to_page_end
+from agentcache.kv.block_layout import ALIGNMENT
+from agentcache.kv.pages import address_of, as_blocks, to_page_end
 from agentcache.kv.spec import TensorSpec
 
 log = logging.getLogger(__name__)
@@ -121,11 +121,14 @@ class Reserved:
     @classmethod
     def make(cls, spec: TensorSpec, most: int) -> tuple[Reserved, mx.array] | None:
         """None where the system refuses so many addresses, or does not take pages back."""
-        array = npy_file.load((most, *spec.block_shape(BLOCK_SIZE)), spec.numpy_dtype)
-        address = address_of(array)
+        itemsize = spec.numpy_dtype.itemsize
+        room = npy_file.load(((most * spec.slot_bytes + ALIGNMENT) // itemsize,), spec.numpy_dtype)
+        begin = address_of(room)
         # MLX does not say that it got none. What it got may have been used before.
-        if address < mmap.PAGESIZE or not _take_pages(address, array.nbytes):
+        if begin < mmap.PAGESIZE or not _take_pages(begin, room.nbytes):
             return None
+        array = as_blocks(room, spec, most, -begin % ALIGNMENT // itemsize)
+        address = address_of(array)
         # Where the system gives 2 MB at a time, an adapter's first block would take 2 MB of each of its tensors.
         first, last = _pages_within(address, address + array.nbytes)
         _madvise()(first, last - first, _MADV_NOHUGEPAGE)

@@ -32,11 +32,12 @@ from agentcache.blocks.keys import (
 )
 from agentcache.blocks.siblings import BYTES_PER_TOKEN, pack, unpack
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
-from agentcache.kv.block_layout import Array, block_tensors, first_float, float_ranges, header_entries
+from agentcache.kv.block_layout import ALIGNMENT, Array, block_tensors, first_float, float_ranges, header_entries
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.block_extras import Extras, decode_extras, encode_extras
 
 MAX_HEADER_BYTES = 1 << 20
+_OLD_ALIGNMENT = 8
 HEAD_BEGIN = 8  # bytes: the length of the JSON behind them
 NO_EXTRAS: Extras = MappingProxyType({})
 _NO_CHECKSUM = "0" * 32
@@ -187,7 +188,7 @@ def verify_block(
     Raises:
         BlockRejected: it is anything but the block that `header` describes; the message says where they differ.
     """
-    unsigned = _plain_head(spec, header)
+    unsigned = _plain_head(spec, header, len(head))
     checksum, extras = _only_difference(unsigned, head), ""
     if checksum is None:
         unsigned, checksum, extras = _examine_head(spec, header, head)
@@ -228,9 +229,10 @@ def _examine_head(spec: CacheSpec, header: BlockHeader, head: bytes) -> tuple[by
     packed, checksum, extras = (stated.get(name, "") for name in ("token_ids", "checksum", "extras"))
     _check_metadata(_metadata(spec, header, packed, checksum, extras), stated)
     _check_token_ids(header.token_ids, packed)
-    if _head(spec, header, _metadata(spec, header, packed, checksum, extras)) != head:
+    size = len(head)
+    if _head(spec, header, _metadata(spec, header, packed, checksum, extras), size) != head:
         raise BlockRejected("the header is not the one that was written")
-    return _head(spec, header, _metadata(spec, header, packed, _NO_CHECKSUM, extras)), checksum, extras
+    return _head(spec, header, _metadata(spec, header, packed, _NO_CHECKSUM, extras), size), checksum, extras
 
 
 # --- the header ---
@@ -266,11 +268,15 @@ def _attention_metadata(group: GroupSpec) -> dict[str, str]:
     return {"num_kv_heads": str(group.layers[0].num_kv_heads), "head_dim": str(group.layers[0].key_dim)}
 
 
-def _plain_head(spec: CacheSpec, header: BlockHeader) -> bytes:
-    """The head of a block without extras, before it is signed."""
+def _plain_head(spec: CacheSpec, header: BlockHeader, size: int = 0) -> bytes:
+    """The head of a block without extras, before it is signed.
+
+    Args:
+        size: see `_head_of`.
+    """
     numbers = (FORMAT_VERSION, header.total_tokens, header.position + 1)
     texts = (header.block_key, header.parent, _compressed(header.packed))
-    return _head_of(spec, header, _metadata_form(spec, header.group, header.producer) % (*numbers, *texts))
+    return _head_of(spec, header, _metadata_form(spec, header.group, header.producer) % (*numbers, *texts), size)
 
 
 @lru_cache(maxsize=256)
@@ -283,20 +289,22 @@ def _metadata_form(spec: CacheSpec, group: str, producer: str) -> str:
     return "{" + ",".join(f'"{name}":{value}' for name, value in members.items()) + "}"
 
 
-def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str]) -> bytes:
-    return _head_of(spec, header, json.dumps(metadata, separators=(",", ":")))
+def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str], size: int = 0) -> bytes:
+    return _head_of(spec, header, json.dumps(metadata, separators=(",", ":")), size)
 
 
-def _head_of(spec: CacheSpec, header: BlockHeader, metadata: str) -> bytes:
-    """The 8 bytes of length and the JSON header, padded so that the tensors start on a multiple of 8.
+def _head_of(spec: CacheSpec, header: BlockHeader, metadata: str, size: int) -> bytes:
+    """The 8 bytes of length and the JSON header, padded so that the tensors begin on a multiple of `ALIGNMENT`.
 
     Args:
         metadata: as JSON.
+        size: of a head that is there. Before, tensors began on a multiple of 8, and one of such a size stays as it is.
     """
     entries = header_entries(spec.group(header.group), header.position, header.num_tokens)
     text = b'{"__metadata__":%b,%b}' % (metadata.encode(), entries)
-    padding = b" " * (-len(text) % 8)
-    return b"".join(((len(text) + len(padding)).to_bytes(HEAD_BEGIN, "little"), text, padding))
+    end = HEAD_BEGIN + len(text)
+    begin = size if size == end + -end % _OLD_ALIGNMENT else end + -end % ALIGNMENT
+    return (begin - HEAD_BEGIN).to_bytes(HEAD_BEGIN, "little") + text.ljust(begin - HEAD_BEGIN)
 
 
 def data_bytes(spec: CacheSpec, header: BlockHeader) -> int:

@@ -8,12 +8,10 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from agentcache.blocks.keys import STATE_GROUP, kind_of
 from agentcache.blocks.ledger import STATE
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant
-from agentcache.kv.block_layout import Array, first_float
+from agentcache.kv.block_layout import Array, aligned, first_float
 from agentcache.kv.spec import CacheSpec
 from agentcache.store.atomic import Fault, Replacement
 from agentcache.store.block_extras import Extras
@@ -128,7 +126,7 @@ class BlockFolder:
         """
         spec = self._spec_of(header)
         size = data_bytes(spec, header)
-        data = np.empty(size, np.uint8) if buffer is None else buffer[:size]
+        data = aligned(size) if buffer is None else buffer[:size]
         first = first_float(spec.group(header.group), header.num_tokens)
         return StoredBlock(data, self.read_apart(header, [data[:first].data], data[first:]))
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from safetensors.numpy import load
 from agentcache.blocks.keys import Namespace
 from agentcache.blocks.siblings import pack
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
+from agentcache.kv.block_layout import ALIGNMENT
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec, LayerSpec, attention_group
 from agentcache.store import block_file
@@ -26,6 +28,7 @@ from agentcache.store.block_file import (
 )
 from tests.examples import examples
 from tests.kv.store_cases import ROOT, SPEC, encode_block, make_block, make_data, quantised, tensors_of
+from tests.serving.block_damage import sign
 
 BLOCK = make_block((5, 6, 7, 151_000, 5), position=3)
 FILE = encode_block(SPEC, BLOCK.header, BLOCK.data)
@@ -147,6 +150,30 @@ def test_padding_is_part_of_what_is_checked() -> None:
         damaged[7 + int.from_bytes(damaged[:8], "little")] = ord("\t")
         with pytest.raises(BlockRejected, match="not the one that was written"):
             decode_block(SPEC, block.header, bytes(damaged))
+
+
+def test_tensors_begin_where_copies_are_fast() -> None:
+    for num_tokens in (1, 5, 256):
+        block = make_block(tuple(range(num_tokens)))
+        file = encode_block(SPEC, block.header, block.data)
+        assert (8 + int.from_bytes(file[:8], "little")) % ALIGNMENT == 0
+
+
+def test_files_of_before_with_less_padding_are_read(tmp_path: Path) -> None:
+    """Their tensors begin on a multiple of 8; nothing but that and 64 is right."""
+    path, extras = tmp_path / "block.safetensors", {"note": np.arange(3, dtype=np.float32)}
+    for file in FILE, encode_block(SPEC, BLOCK.header, BLOCK.data, extras):
+        end = 8 + int.from_bytes(file[:8], "little")
+        text = file[8:end].rstrip(b" ")
+        for padding in range(-len(text) % 8, 200, 8):
+            sign(path, text.ljust(len(text) + padding), file[end:])
+            if padding < 8 or (8 + len(text) + padding == end):
+                read = decode_block(SPEC, BLOCK.header, path.read_bytes())
+                np.testing.assert_array_equal(read.data, BLOCK.data)
+                assert read.extras.keys() == (extras.keys() if file is not FILE else set())
+            else:
+                with pytest.raises(BlockRejected):
+                    decode_block(SPEC, BLOCK.header, path.read_bytes())
 
 
 def _padding_of(file: bytes) -> int:
