@@ -257,9 +257,11 @@ def kernels(
 def real_size(
     model: Annotated[str | None, typer.Option(help="Model folder. Default: random weights in an 8B shape.")] = None,
     shape: Annotated[str, typer.Option(help="Of the random weights: 8b, or small.")] = "8b",
-    bits: Annotated[int, typer.Option(help="Of the random weights: 4, 8 or 16.")] = 4,
+    bits: Annotated[int | None, typer.Option(help="Of the weights: 4, 8, 16. Default: 4; small: 16.")] = None,
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Times each side is measured.")] = 3,
-    agents: Annotated[int, typer.Option(min=0, max=16, help="On both servers; 0: no servers.")] = 4,
+    agents: Annotated[
+        int | None, typer.Option(min=0, max=16, help="On both servers; 0: none. Default: 4; small: 2.")
+    ] = None,
     out: Out = RESULTS,
     as_json: AsJson = False,
 ) -> None:
@@ -269,8 +271,8 @@ def real_size(
 
     if shape not in ("8b", "small"):
         raise ConfigError(f"--shape is {shape!r}; it can be 8b or small")
-    plan = RealSizePlan(model=model, bits=bits, rounds=rounds) if shape == "8b" else RealSizePlan.small(model, rounds)
-    plan = replace(plan, agents=agents)
+    plan = RealSizePlan(model=model, rounds=rounds) if shape == "8b" else RealSizePlan.small(model, rounds)
+    plan = replace(plan, bits=plan.bits if bits is None else bits, agents=plan.agents if agents is None else agents)
     REAL_SIZE.hand_out(build_report(plan, measure_real_size(plan, say)), out, as_json=as_json)
 
 

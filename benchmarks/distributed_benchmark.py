@@ -184,13 +184,10 @@ def _variables(ranks: int, backend: Backend, folder: Path) -> list[dict[str, str
 
 
 def make_model(folder: Path, shape: Shape) -> None:
-    """A Qwen3 of random weights: bfloat16 on a GPU, float32 on the CPU, where bfloat16 is emulated."""
-    import mlx.core as mx
-
+    """A Qwen3 of random weights."""
     from benchmarks.real_size import model
 
-    dtype = mx.bfloat16 if mx.default_device() == mx.Device(mx.gpu) else mx.float32
-    model.make_model(folder, model.SHAPE | SHAPES[shape], 16, dtype)
+    model.make_model(folder, model.SHAPE | SHAPES[shape], 16)
 
 
 def build_report(plan: DistributedPlan, progress: Callable[[str], None]) -> Report:

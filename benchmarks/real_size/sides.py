@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
@@ -62,10 +63,16 @@ class Paged:
 
 
 class Bare:
-    """mlx-lm's model over its own caches."""
+    """mlx-lm's model over its own caches.
+
+    Attributes:
+        dtype: what it computes in, and keeps keys and values in.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.model, _ = load_model(folder)
+        parameters = [array for _, array in tree_flatten(self.model.parameters())]
+        self.dtype = next(array.dtype for array in parameters if mx.issubdtype(array.dtype, mx.floating))
         self.caches: list[KVCache] = []
         self.rows = 0
 
@@ -75,7 +82,7 @@ class Bare:
         self.caches = []
         for _ in self.model.layers:
             cache = KVCache()
-            cache.state = mx.zeros(dims, mx.bfloat16), mx.zeros(dims, mx.bfloat16), context
+            cache.state = mx.zeros(dims, self.dtype), mx.zeros(dims, self.dtype), context
             self.caches.append(cache)
         mx.eval([cache.state[:2] for cache in self.caches])
 
