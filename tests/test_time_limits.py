@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HANGING = """
-import asyncio, threading
+import asyncio, signal, threading
 
 def test_spins():
     while True:
@@ -24,21 +24,31 @@ def test_waits_for_a_lock():
 def test_waits_in_an_event_loop():
     asyncio.run(asyncio.Event().wait())
 
+def test_hears_no_signal():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    threading.Event().wait()
+
 def test_is_done():
     pass
 """
+# Seconds after which a signal comes, and after which the process ends, if that has not helped.
+LIMITS = ("-o", "timeout=1", "-o", "faulthandler_timeout=15")
 
 
 @pytest.mark.slow
 def test_tests_that_hang_fail_by_their_names(tmp_path: Path) -> None:
     """With this project's settings, but for the seconds."""
     (tmp_path / "test_hanging.py").write_text(HANGING)
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-o", "timeout=1", "-c", str(ROOT / "pyproject.toml")]
+    command = [sys.executable, "-m", "pytest", "-n", "2", *LIMITS, "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
-    for name in ("test_spins", "test_waits_for_a_lock", "test_waits_in_an_event_loop"):
-        assert f"FAILED test_hanging.py::{name} - Failed: Timeout (>1.0s)" in done.stdout, done.stdout + done.stderr
-    assert "3 failed, 1 passed" in done.stdout
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"it hangs: {error.stdout!r} {error.stderr!r}")
+    for name in ("test_spins", "test_waits_for_a_lock", "test_waits_in_an_event_loop", "test_hears_no_signal"):
+        assert f"FAILED test_hanging.py::{name}" in done.stdout, done.stdout + done.stderr
+    assert "4 failed, 1 passed" in done.stdout
+    assert "Failed: Timeout (>1.0s)" in done.stdout and "crashed while running" in done.stdout
 
 
 def test_every_test_has_a_limit(request: pytest.FixtureRequest) -> None:
