@@ -17,8 +17,8 @@ from agentcache.kv.spec import POSITION, GroupSpec, TensorSpec
 Array = NDArray[Any]
 
 # Bytes: the tensors in a block's file begin on a multiple of these, and so do the memory they are read to and the one
-# they are written from. Copies between places that are not multiples of 32 apart take AMD's processors two to five
-# times as long.
+# they are written from. Copies between places that are not a multiple of 32 bytes apart can take AMD's processors two
+# to five times as long.
 ALIGNMENT = 64
 
 
