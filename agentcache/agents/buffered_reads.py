@@ -23,7 +23,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.sequence import Load
 from agentcache.blocks.slots import Group
-from agentcache.kv.block_layout import Array
+from agentcache.kv.block_layout import Array, aligned
 from agentcache.kv.tensor_arena import shares_memory
 from agentcache.store.block_file import BlockHeader, make_header
 from agentcache.store.store import Store
@@ -137,7 +137,7 @@ class BufferedReads:
         """On a reader thread."""
         size = batch.restore.block_bytes(batch.group)
         if size * len(batch.loads) > buffer.nbytes:  # residuals of a rank so high that they are larger than base
-            buffer = np.empty(size * len(batch.loads), np.uint8)
+            buffer = aligned(size * len(batch.loads))
         parts = _parts(buffer, size, len(batch.loads))
         blocks = self._store.read_blocks(batch.headers, parts)
         return [

@@ -19,7 +19,11 @@ def address_of(array: mx.array) -> int:
 
 
 def as_blocks(room: mx.array, spec: TensorSpec, count: int, begin: int = 0) -> mx.array:
-    """So many blocks of a tensor in an array of one axis, where they lie from element `begin` on; evaluated."""
+    """So many blocks of a tensor, [count, *its shape in a block], where they lie in an array of one axis; evaluated.
+
+    Args:
+        room: of the tensor's dtype, from whose element `begin` on there is room for them.
+    """
     shape = (count, *spec.block_shape(BLOCK_SIZE))
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     blocks = mx.as_strided(room, shape, strides, begin)

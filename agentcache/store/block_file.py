@@ -37,7 +37,7 @@ from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.block_extras import Extras, decode_extras, encode_extras
 
 MAX_HEADER_BYTES = 1 << 20
-_OLD_ALIGNMENT = 8
+_OLD_ALIGNMENT = 8  # of the tensors in files of before `block_layout.ALIGNMENT`
 HEAD_BEGIN = 8  # bytes: the length of the JSON behind them
 NO_EXTRAS: Extras = MappingProxyType({})
 _NO_CHECKSUM = "0" * 32
