@@ -16,7 +16,7 @@ from agentcache.agents.processors import kept_to, share_processors
 from agentcache.agents.restoring import Read, Restoring
 from agentcache.blocks.sequence import Load
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
-from agentcache.kv.block_layout import Array, Place, aligned
+from agentcache.kv.block_layout import Place, RestBuffer
 from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
 
@@ -46,7 +46,7 @@ class ReadsInPlace:
         self._count = count
         self._due: SimpleQueue[Job | None] = SimpleQueue()
         self._ended: list[tuple[Restoring, Read]] = []
-        self._buffers: list[Array] = []  # not in use; each was touched before, and may be in the processor's caches
+        self._buffers: list[RestBuffer] = []  # not in use; touched before, they may be in the processor's caches
 
     def carry_out(self, jobs: Iterable[Job]) -> list[tuple[Restoring, Read]]:
         """Carry out the jobs, which are asked for as they are needed, on this thread; what came of them.
@@ -88,25 +88,22 @@ class ReadsInPlace:
 
     def _read(self, blocks: BlockFolder, job: Job) -> None:
         """Bring the block to its place, verified, and let go of that."""
-        size, extras = job.place.rest_bytes, None
-        buffer = self._buffer(size)
-        rest = buffer[:size]
+        rest, extras = self._buffer(job.place.rest_sizes), None
         try:
-            extras = blocks.read_apart(job.restore.header(job.load), job.place.integers, rest)
+            extras = blocks.read_apart(job.restore.header(job.load), job.place.integers, rest.data)
             job.place.put_rest(rest)
         except (BlockMissing, BlockRejected, StoreError):  # the store has logged and counted it
             pass
         finally:
             job.place.let_go()
-        self._buffers.append(buffer)
+        self._buffers.append(rest)
         self._ended.append((job.restore, Read(job.load, extras)))
 
-    def _buffer(self, size: int) -> Array:
-        """uint8, with room for so many bytes of a block's rest."""
+    def _buffer(self, sizes: tuple[int, ...]) -> RestBuffer:
         with suppress(IndexError):
-            if (buffer := self._buffers.pop()).nbytes >= size:
+            if (buffer := self._buffers.pop()).sizes == sizes:
                 return buffer
-        return aligned(size)
+        return RestBuffer(sizes)
 
     def _dismiss(self, readers: Collection[Future[None]]) -> None:
         """They read nothing more, and those that have yet to begin do not."""

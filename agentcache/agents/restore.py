@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
@@ -29,7 +29,7 @@ from agentcache.store.store import Store
 READERS = min(4, os.cpu_count() or 4)  # more would only push each other's files out of the processor's caches
 _LARGE_BLOCK_BYTES = 1 << 20  # smaller ones are mostly Python: a second thread would only be in the way
 _READS_BEGUN = READERS + 2  # so that a reader that is done finds its next batch
-# Seconds for which the engine thread begins reads whatever has come: to stop and to go on costs it 2 ms, in which it
+# Seconds for which the engine thread begins reads whatever has come: to stop and to go on takes time, as it then
 # finds out anew where each tensor lies.
 _LEAST_AT_ONCE = 0.02
 
@@ -115,7 +115,7 @@ class Restorer:
     def _read_in_place(self) -> None:
         """Publish what is sound of the next blocks; nothing else happens on the engine thread meanwhile."""
         others: list[tuple[Restoring, Load]] = []
-        memories: dict[tuple[str, int], GroupMemory | None] = {}
+        memories = self._memories()
         try:
             ended = self._in_place.carry_out(self._jobs(memories, others))
         finally:
@@ -130,24 +130,29 @@ class Restorer:
         for restore, read in ended:
             restore.settle([read])
 
+    def _memories(self) -> dict[tuple[str, int], GroupMemory | None]:
+        """Of each cache's groups that blocks are due of.
+
+        Before any thread reads: MLX lets go of Python's lock for every tensor, and gets it back when another has
+        nothing more to do with it.
+        """
+        awaited = ((restore.cache, load) for restore, load in self._whole if not restore.sequence.closed)
+        due = {(cache.name, load.group): cache for cache, load in awaited}
+        return {(name, group): cache.arenas.memory(group) for (name, group), cache in due.items()}
+
     def _jobs(
-        self, memories: dict[tuple[str, int], GroupMemory | None], others: list[tuple[Restoring, Load]]
+        self, memories: Mapping[tuple[str, int], GroupMemory | None], others: list[tuple[Restoring, Load]]
     ) -> Iterator[Job]:
         """Of the next blocks that are due, for a while.
 
         Args:
-            memories: gets those of caches' groups that there are jobs of.
             others: gets blocks that have no places, or nobody who waits for them.
         """
         may_end_at = time.perf_counter() + _LEAST_AT_ONCE
         while self._whole:
             restore, load = self._whole.popleft()
-            group, memory = (restore.cache.name, load.group), None
-            if not restore.sequence.closed:  # or its slots are others' now
-                if group not in memories:
-                    memories[group] = restore.cache.arenas.memory(load.group)
-                memory = memories[group]
-            if memory is not None:
+            memory = memories.get((restore.cache.name, load.group))
+            if memory is not None and not restore.sequence.closed:  # or its slots are others' now
                 yield Job(restore, load, memory.place(load.block_id))
             else:
                 others.append((restore, load))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,33 +53,61 @@ class BlockTensor(NamedTuple):
             there, own = there + stride, own + length
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the bytes of a full block belong in RAM, in their order, as runs.
+Slots: TypeAlias = "tuple[memoryview, int]"  # where those of one tensor lie, and bytes of one
+
+
+class RestBuffer:
+    """Memory for the bytes of full blocks from their first float on.
 
     Args:
-        integers: what is in front of its first float. They may hold anything as long as nobody reads the block.
-        rest: what comes behind. No other float than finite ones may come here: a masked read would make NaN of it.
+        sizes: bytes of each tensor.
+
+    Attributes:
+        data: uint8 [the sum of `sizes`].
+        tensors: the same, cut into tensors.
     """
 
-    integers: Sequence[memoryview]
-    rest: Sequence[memoryview]
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.data = aligned(sum(sizes))
+        ends = list(accumulate(sizes))
+        self.tensors = [self.data.data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+class Place:
+    """Where a full block belongs in RAM, each of its tensors to a slot of its own.
+
+    Args:
+        memory: of its group.
+        block_id: of all these slots.
+
+    Attributes:
+        integers: where the bytes in front of the block's first float belong. They may be anything as long as nobody
+            reads the block.
+    """
+
+    def __init__(self, memory: GroupMemory, block_id: int) -> None:
+        self.integers = [slots[block_id * size : (block_id + 1) * size] for slots, size in memory.integers]
+        self._memory = memory
+        self._block_id = block_id
 
     @property
-    def rest_bytes(self) -> int:
-        return sum(map(len, self.rest))
+    def rest_sizes(self) -> tuple[int, ...]:
+        """Bytes of each tensor from the first float on."""
+        return self._memory.rest_sizes
 
-    def put_rest(self, data: Array) -> None:
-        """Copy the rest, uint8 [rest_bytes], to where it belongs."""
-        source, begin = data.data, 0
-        for run in self.rest:
-            end = begin + len(run)
-            run[:] = source[begin:end]
-            begin = end
+    def put_rest(self, rest: RestBuffer) -> None:
+        """Copy these tensors to where they belong.
+
+        No other floats than finite ones may come there: a masked read would make NaN of them.
+        """
+        for (slots, size), tensor in zip(self._memory.rest, rest.tensors, strict=True):
+            begin = self._block_id * size
+            slots[begin : begin + size] = tensor
 
     def let_go(self) -> None:
         """Nobody may write there any more: what is computed next may move the array."""
-        for run in (*self.integers, *self.rest):
+        for run in self.integers:
             run.release()
 
 
@@ -87,23 +115,22 @@ class GroupMemory:
     """Where all slots of a group lie.
 
     Args:
-        tensors: of each the memory, and bytes of a slot.
+        tensors: in the order of a block's bytes.
         num_integers: how many of them come before the first of floats.
     """
 
-    def __init__(self, tensors: Sequence[tuple[memoryview, int]], num_integers: int) -> None:
-        self._tensors = tensors
-        self._num_integers = num_integers
+    def __init__(self, tensors: Sequence[Slots], num_integers: int) -> None:
+        self.integers, self.rest = tensors[:num_integers], tensors[num_integers:]
+        self.rest_sizes = tuple(size for _, size in self.rest)
 
     def place(self, block_id: int) -> Place:
         """Where a full block belongs."""
-        runs = [memory[block_id * size : (block_id + 1) * size] for memory, size in self._tensors]
-        return Place(runs[: self._num_integers], runs[self._num_integers :])
+        return Place(self, block_id)
 
     def let_go(self) -> None:
-        """No more places are asked for; with the last of them the arena is its steps' alone."""
-        for memory, _ in self._tensors:
-            memory.release()
+        """No more places are asked for, and nobody writes to those that there were: the arena is its steps' alone."""
+        for slots, _ in (*self.integers, *self.rest):
+            slots.release()
 
 
 def aligned(num_bytes: int) -> Array:

@@ -1,8 +1,8 @@
 """The files below one folder, which no symbolic link can lead out of.
 
 Every call (or several together: `CacheFiles.keep_open`) walks down from the root, folder by folder, by descriptors that
-links cannot give: what somebody puts in a folder's place while we run makes the call fail, and nothing outside is
-touched.
+links cannot give, or has the kernel do so: what somebody puts in a folder's place while we run makes the call fail, and
+nothing outside is touched.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentcache.errors import BrokenInvariant
+from agentcache.store.openat2 import open_below
 
 # Descriptors are few: a process may have 256 on some systems.
 _MOST_KEPT = 16
 MOST_PARTS = 512  # a call reads or writes at most IOV_MAX buffers, 1024 on Linux and on a Mac
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without waiting: opening a pipe would, until somebody comes to its other end.
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
@@ -207,8 +210,7 @@ class CacheFiles:
         """A file. A new one is 0600, whatever the umask."""
         above, name = os.path.split(path)
         with self.folder(above) as folder:
-            # Without waiting: opening a pipe would, until somebody comes to its other end.
-            fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            fd = os.open(name, flags | _FILE, 0o600, dir_fd=folder)
         descriptor = Descriptor(fd)
         if flags & os.O_CREAT:
             try:
@@ -262,7 +264,9 @@ class CacheFiles:
 
     def open_regular(self, path: Path | str, max_bytes: int) -> RegularFile:
         """A regular file, to read; OSError also where it is longer than `max_bytes`."""
-        fd = self.open(path, os.O_RDONLY).fd
+        fd = self._open_at_once(os.fspath(path))
+        if fd is None:
+            fd = self.open(path, os.O_RDONLY).fd
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -273,6 +277,14 @@ class CacheFiles:
             os.close(fd)
             raise
         return RegularFile(fd, status.st_size)
+
+    def _open_at_once(self, path: str) -> int | None:
+        """A file that is there, to read; None where only walking down to it tells what is."""
+        begin = len(self._root) + 1
+        if path[:begin] != self._root + os.sep:
+            return None
+        with self.folder(self._root) as root:
+            return open_below(root, path[begin:], os.O_RDONLY | _FILE)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

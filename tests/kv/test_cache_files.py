@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+import sys
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.errors import BlockRejected
+from agentcache.store import cache_files
 from agentcache.store.atomic import Replacement
 from agentcache.store.cache_files import CacheFiles, skip_bytes
+from agentcache.store.openat2 import open_below
 from agentcache.store.store import no_fault
 from tests.examples import examples
 from tests.kv.store_cases import make_block, open_store
@@ -82,3 +85,53 @@ def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path, monkeypatch: 
         with pytest.raises(BlockRejected, match="the file ends before"):
             store.read_block(block.header)
         assert store.usage.quarantined == 1
+
+
+@pytest.fixture(params=["at once", "folder by folder"])
+def way_down(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that there are can be opened in one call by some systems; others walk."""
+    if request.param == "folder by folder":
+        monkeypatch.setattr(cache_files, "open_below", lambda *asked: None)
+
+
+@pytest.mark.usefixtures("way_down")
+@pytest.mark.parametrize("kept", [False, True], ids=["each walks", "kept open"])
+def test_what_is_opened_to_read(tmp_path: Path, kept: bool) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    for folder in (outside / "ab", root / "blocks" / "ab"):
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(b"content")
+    (root / "blocks" / "cd").symlink_to(outside / "ab")
+    (root / "links").symlink_to("blocks")
+    (root / "blocks" / "ab" / "link").symlink_to("file")
+    os.mkfifo(root / "blocks" / "ab" / "pipe")
+    files = CacheFiles(root)
+    before = len(os.listdir("/dev/fd"))
+    with files.keep_open() if kept else nullcontext():
+        with closing(files.open_regular(root / "blocks" / "ab" / "file", 99)) as file:
+            assert os.read(file.fd, 99) == b"content"
+            assert not os.get_inheritable(file.fd)
+        for folder in (root / "blocks" / "cd", root / "links" / "ab", root / "blocks" / "ab" / "file"):
+            with pytest.raises(NotADirectoryError):
+                files.read(folder / "file", 99)
+        for name, error in (("link", "symbolic link"), ("pipe", "not a regular file"), ("none", "No such file")):
+            with pytest.raises(OSError, match=error):
+                files.read(root / "blocks" / "ab" / name, 99)
+        with pytest.raises(ValueError, match="not below"):
+            files.read(outside / "ab" / "file", 99)
+    assert len(os.listdir("/dev/fd")) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such call")
+def test_a_file_that_is_there_is_opened_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "file").write_bytes(b"content")
+    with CacheFiles(tmp_path).folder(tmp_path) as root:
+        if (there := open_below(root, "ab/file", os.O_RDONLY | os.O_CLOEXEC)) is None:
+            pytest.skip("this kernel has no openat2, or does not let us call it")
+        os.close(there)
+    files, opened, real = CacheFiles(tmp_path), list[str](), os.open
+    monkeypatch.setattr(os, "open", lambda path, *args, **more: opened.append(str(path)) or real(path, *args, **more))
+    with files.keep_open():
+        assert [files.read(tmp_path / "ab" / "file", 99) for _ in range(2)] == [b"content"] * 2
+    assert opened == [str(tmp_path)]

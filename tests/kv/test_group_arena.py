@@ -11,7 +11,7 @@ import pytest
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv import group_arena, tensor_arena
 from agentcache.kv.arena import Slot
-from agentcache.kv.block_layout import Place
+from agentcache.kv.block_layout import Place, RestBuffer
 from agentcache.kv.group_arena import GroupArena, make_arenas
 from agentcache.kv.packed import quantise
 from agentcache.kv.packing import Quantisation
@@ -203,7 +203,9 @@ def read_to(arena: GroupArena, block_id: int, block: np.ndarray) -> Place:
     for run in place.integers:
         run[:] = block.data[begin : begin + len(run)]
         begin += len(run)
-    place.put_rest(block[begin:])
+    rest = RestBuffer(place.rest_sizes)
+    rest.data[:] = block[begin:]
+    place.put_rest(rest)
     place.let_go()
     memory.let_go()
     return place
@@ -229,9 +231,11 @@ def test_a_place_that_was_let_go_is_written_by_steps_alone() -> None:
     arena.grow(256)
     size = sum(tensor.array.nbytes for tensor in arena.tensors)
     place = read_to(arena, 7, np.ones(arena.spec.bytes_per_block, np.uint8))
-    for run in (*place.integers, *place.rest):
+    for run in place.integers:
         with pytest.raises(ValueError, match="released"):
             run[0] = 1
+    with pytest.raises(ValueError, match="released"):
+        place.put_rest(RestBuffer(place.rest_sizes))
     assert peak_of_write(arena.layers[0].keys, scattered=False) < size / 50
 
 

@@ -16,7 +16,7 @@ import pytest
 from agentcache.agents import buffered_reads, restore
 from agentcache.agents.restoring import Restored
 from agentcache.blocks.keys import BASE_CACHE
-from agentcache.kv.block_layout import ALIGNMENT, GroupMemory, Place
+from agentcache.kv.block_layout import ALIGNMENT, GroupMemory, Place, RestBuffer
 from agentcache.kv.group_arena import GroupArena
 from agentcache.kv.reserved import addresses_are_free
 from agentcache.kv.residual_arenas import ResidualArenas
@@ -53,9 +53,9 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
         counted.from_buffers += sum(block.nbytes for block in blocks)
         put(arena, block_ids, blocks)
 
-    def counting_rest(place: Place, data: np.ndarray) -> None:
-        counted.floats += data.nbytes
-        put_rest(place, data)
+    def counting_rest(place: Place, rest: RestBuffer) -> None:
+        counted.floats += rest.data.nbytes
+        put_rest(place, rest)
 
     monkeypatch.setattr(GroupArena, "put", counting_put)
     monkeypatch.setattr(Place, "put_rest", counting_rest)
@@ -185,13 +185,13 @@ def test_after_an_error_no_file_is_open_and_no_place_is_held(
     several_readers: None, saved: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places: list[Place] = []
-    made, before = GroupMemory.place, len(os.listdir("/proc/self/fd"))
+    made, put_rest, before = GroupMemory.place, Place.put_rest, len(os.listdir("/proc/self/fd"))
 
     def noting(memory: GroupMemory, block_id: int) -> Place:
         places.append(made(memory, block_id))
         return places[-1]
 
-    def failing(place: Place, data: np.ndarray) -> None:
+    def failing(place: Place, rest: RestBuffer) -> None:
         raise RuntimeError("it cannot be put there")
 
     monkeypatch.setattr(GroupMemory, "place", noting)
@@ -206,9 +206,12 @@ def test_after_an_error_no_file_is_open_and_no_place_is_held(
     base.prefix.abandon(sequence)
     assert len(os.listdir("/proc/self/fd")) == before
     assert places
-    for run in (run for place in places for run in (*place.integers, *place.rest)):
+    for place in places:
+        for run in place.integers:
+            with pytest.raises(ValueError, match="released"):
+                run[0] = 1
         with pytest.raises(ValueError, match="released"):
-            run[0] = 1
+            put_rest(place, RestBuffer(place.rest_sizes))
 
 
 def test_beside_a_request_that_computes_they_go_through_buffers(saved: Desk, moved: Moved) -> None:
@@ -250,7 +253,8 @@ def test_where_tensors_lie_is_found_out_once_unless_somebody_waits(
     monkeypatch.setattr(restore, "_LEAST_AT_ONCE", 0)
     saved.is_awaited = is_awaited
     assert saved.restore("alice") == ALL_BYTES
-    assert calls == dict.fromkeys(range(len(SPEC.groups)), FULL if is_awaited else 1)
+    # One block at a time where somebody waits, and each time of the groups that blocks are still due of.
+    assert calls == {group: (group + 1) * FULL if is_awaited else 1 for group in range(len(SPEC.groups))}
 
 
 def test_slots_of_a_request_that_has_left_are_not_touched(saved: Desk, moved: Moved) -> None:
