@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
+from agentcache.errors import InvalidRequest
+from agentcache.models.text.json_values import json_string, write_json
 from agentcache.server.validate import Reader
 
 _ANY_OBJECT = '{"type": "object"}'
@@ -133,7 +134,17 @@ def _schema_form(reader: Reader, name: str) -> TextForm:
     schema = reader.get(name)
     if not isinstance(schema, dict):
         reader.fail(name, "must be a JSON schema: an object")
-    return TextForm(Notation.JSON_SCHEMA, json.dumps(schema), reader.param(name))
+    return TextForm(Notation.JSON_SCHEMA, _schema_text(schema, reader.param(name)), reader.param(name))
+
+
+def _schema_text(schema: Any, param: str) -> str:
+    """The schema as JSON. Raises InvalidRequest: a number in it is too large to be written."""
+    try:
+        return write_json(schema)
+    except ValueError:
+        raise InvalidRequest(
+            f"{param} cannot be used as a JSON schema: a number in it is too large.", param=param
+        ) from None
 
 
 def _choice_form(body: Reader, name: str) -> TextForm:
@@ -141,7 +152,7 @@ def _choice_form(body: Reader, name: str) -> TextForm:
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         body.fail(name, "must be a list of at least one string, none of them empty")
     # As a terminal there may be thousands.
-    return TextForm(Notation.LARK, "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)), name)
+    return TextForm(Notation.LARK, "start: CHOICE\nCHOICE: " + " | ".join(map(json_string, choices)), name)
 
 
 def _demanded(body: Reader, tools: Tools | None, choice: ToolChoice, schema: str) -> tuple[CallableTool, ...]:
@@ -172,7 +183,7 @@ def _callable_tools(body: Reader, tools: Tools, schema: str) -> tuple[CallableTo
         function = tool["function"]
         param = body.param(f"tools[{places.get(function['name'], 0)}]")
         arguments = function.get("parameters")
-        arguments = _ANY_OBJECT if arguments is None else json.dumps(arguments)
+        arguments = _ANY_OBJECT if arguments is None else _schema_text(arguments, f"{param}.{schema}")
         made.append(CallableTool(function["name"], arguments, f"{param}.{schema}", f"{param}.{_name_field(schema)}"))
     return tuple(made)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentcache.models.text.json_values import parse_json
 from agentcache.models.text.replies.events import (
     Block,
     Call,
@@ -162,7 +162,7 @@ def _block(block: Block) -> dict[str, Any]:
         case Text(text):
             return {"type": "text", "text": text}
         case Call(name, arguments):
-            return _tool_use(name, json.loads(arguments))
+            return _tool_use(name, parse_json(arguments))
 
 
 def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentcache.errors import InvalidRequest, RequestError, RequestTooSlow
+from agentcache.models.text.json_values import write_json
 from agentcache.server.errors import wire_error
 
 # So long a connection is kept on which nothing is asked: longer than clients keep theirs (httpx 5 s, aiohttp 15 s,
@@ -146,7 +146,7 @@ class ClientConnection(H11Protocol):
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             wire = wire_error(error)
-            body = json.dumps(wire.body).encode()
+            body = write_json(wire.body).encode()
             headers = [
                 ("Content-Type", "application/json"),
                 ("Content-Length", str(len(body))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agentcache.models.text.json_values import json_string
 from agentcache.server.answered import Answered, answer_then
 from agentcache.server.reply import Completion
 
@@ -66,4 +66,4 @@ def _word(value: str | None) -> str:
     """One word of the line, whatever is in it."""
     if not value:
         return "-"
-    return value if value.isprintable() and " " not in value else json.dumps(value)
+    return value if value.isprintable() and " " not in value else json_string(value)

@@ -6,11 +6,11 @@ names. What the model calls is told in the client's own terms again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agentcache.models.text.json_values import parse_json
 from agentcache.server.answer_form import ToolChoice, read_tool_choice
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader
@@ -62,7 +62,7 @@ def shown_name(namespace: str | None, name: str) -> str:
 def custom_input(arguments: str) -> str:
     """The free text in the arguments of a call; what is none is handed over as it is."""
     try:
-        value = json.loads(arguments)
+        value = parse_json(arguments)
     except ValueError:
         return arguments
     text = value.get(INPUT) if isinstance(value, dict) else None

@@ -12,6 +12,7 @@ from agentcache.models.text.json_values import parse_json
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader, check_agent_id
 
+_LONGEST_USER_ID = 16 << 10  # characters in which a session is looked for
 # Claude Code's user ids before they were JSON.
 _USER_SESSION = re.compile(r"user_.*_session_([^_]+)")
 
@@ -70,10 +71,10 @@ def session_of_user(user_id: Any) -> Any:
     """The session in Claude Code's user id: `{"session_id": …}` as text, or `user_…_session_…`; else the whole id."""
     if not isinstance(user_id, str):
         return None
-    if found := _USER_SESSION.fullmatch(user_id):
+    if len(user_id) <= _LONGEST_USER_ID and (found := _USER_SESSION.fullmatch(user_id)):
         return found[1]
     try:
-        value = parse_json(user_id)
+        value = parse_json(user_id, max_chars=_LONGEST_USER_ID)
     except ValueError:
         return user_id
     session = value.get("session_id") if isinstance(value, dict) else None

@@ -93,6 +93,48 @@ def test_console_script_exists() -> None:
     assert f"def {function}(" in path.read_text()
 
 
+# Where clients' text is handled, only this module reads and writes JSON; these others read and write the server's own.
+JSON_READER = "agentcache/models/text/json_values.py"
+OWN_JSON = {
+    "agentcache/models/text/tokenizer.py": "tokenizer.json",
+    "agentcache/models/text/encoder.py": "tokenizer.json",
+    "agentcache/models/text/template_child.py": "the filter `tojson`, in a process with limits",
+    "agentcache/models/text/grammars/reply_grammar.py": "grammars as llguidance writes and reads them",
+    "server/stream.py": "events of answers",
+}
+FOR_CLIENTS = (
+    "server",
+    "agentcache/gateway",
+    "agentcache/engine",
+    "agentcache/agents",
+    "agentcache/models/text",
+)
+
+
+def sources(*folders: str) -> list[tuple[str, ast.Module]]:
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths]
+
+
+def uses(tree: ast.Module, names: set[str]) -> set[str]:
+    """Those of the dotted `names` that the module uses, or imports one by one."""
+    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    return names & (used | imported)
+
+
+def test_one_reader_of_client_json() -> None:
+    functions = ("load", "loads", "dump", "dumps", "JSONDecoder", "JSONEncoder", "scanner", "decoder", "encoder")
+    forbidden = {f"json.{name}" for name in functions} | {"copy.deepcopy", "ast.parse", "pickle.loads"}
+    found = {path: uses(tree, forbidden) for path, tree in sources(*FOR_CLIENTS)}
+    assert {path for path, used in found.items() if used} == {JSON_READER, *OWN_JSON}
+
+
 @pytest.mark.slow
 def test_import_contracts_hold() -> None:
     command = [

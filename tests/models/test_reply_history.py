@@ -97,6 +97,20 @@ def test_a_reply_is_read_in_its_prompt(tokenizer: Tokenizer) -> None:
     assert read.calls == (("look", {"at": "sky", "n": 1}),) and read.answers(message())
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["[" * 2000 + "]" * 2000, '{"a":' * 500 + "1" + "}" * 500, "[" * 100_000, "1" * 5000, "NaN", r'"\ud800"', "{", ""],
+    ids=["lists", "objects", "open", "digits", "nan", "surrogate", "cut", "empty"],
+)
+def test_arguments_that_cannot_be_read_are_another_reply(tokenizer: Tokenizer, arguments: str) -> None:
+    transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
+    other = message(thought=None)
+    other["tool_calls"][0]["function"]["arguments"] = arguments
+    assert with_thoughts(history(other), transcript, reading) == []
+    text = tokenizer.render_chat(history(other), TOOLS)
+    assert not as_generated(text, transcript, reading).is_same
+
+
 def test_the_first_thing_that_was_thought_is_found(tokenizer: Tokenizer) -> None:
     """What a template may not show again begins there: with the marker, also where the prompt has written that."""
     form = tokenizer.reply_format

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from agentcache.models.text.json_values import MAX_DEPTH, MAX_REPLY_DEPTH
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.dialects import DIALECTS
 from agentcache.models.text.replies.events import Call, blocks_of
@@ -185,6 +186,18 @@ def test_json_is_mended(text: str, mended: str, step: int) -> None:
     value.complete()
     out += value.take()
     assert out == mended and isinstance(json.loads(out), dict)
+
+
+@pytest.mark.parametrize("depth", [MAX_REPLY_DEPTH - 1, MAX_REPLY_DEPTH, MAX_DEPTH, 5000])
+def test_no_call_is_nested_deeper_than_a_client_can_send_back(depth: int) -> None:
+    lists = "[" * depth + "]" * depth
+    for found in (converted(lists, frozenset({"array"}), untyped=False), converted(lists, frozenset(), untyped=True)):
+        assert isinstance(found, list) == (depth < MAX_REPLY_DEPTH)
+    in_string = json.dumps({"name": "make", "arguments": f'{{"a": {lists}}}'})
+    reader = open_reader(ReplyFormat("json_tools"), Tools(TOOLS), thoughts=True)
+    events = [*reader.add(f"<tool_call>{in_string}</tool_call>", ()), *reader.finish(cut_off=False)]
+    called = [block for block in blocks_of(events) if isinstance(block, Call)]
+    assert bool(called) == (depth < MAX_REPLY_DEPTH)
 
 
 @pytest.mark.parametrize(

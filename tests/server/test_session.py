@@ -123,6 +123,13 @@ def test_any_user_id_has_a_session(user_id: str) -> None:
     assert isinstance(session, str) and bool(session) == bool(user_id)
 
 
+def test_a_long_user_id_is_not_searched() -> None:
+    session = '{"session_id": "a"}'
+    assert session_of_user(session) == "a"
+    assert session_of_user(session + " " * 20_000) == session + " " * 20_000
+    assert session_of_user(long := "user_" + "_session_" * 5000) == long
+
+
 @pytest.mark.parametrize("session", ['"\\ud800"', "[" * 5000 + "]" * 5000])
 def test_a_session_that_is_no_text_leaves_the_whole_user(session: str) -> None:
     user_id = f'{{"session_id": {session}}}'

@@ -1,4 +1,8 @@
-"""JSON that clients and models write: read only as far as it can be walked through, shown and written again."""
+"""The only reader and writer of JSON that clients and models send.
+
+What it returns can be walked through recursively, compared, shown and written again. `tests/test_house.py` keeps the
+standard library's functions out of the modules that handle such text.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import re
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
+# Of values that a model writes: clients send them back inside of messages, and what they send must be readable.
+MAX_REPLY_DEPTH = MAX_DEPTH - 10
 
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -15,18 +21,22 @@ class _RefusedConstant(ValueError):
     """NaN or Infinity, which Python's reader takes and JSON does not have."""
 
 
-def parse_json(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
-    """The value that `text` holds.
+def parse_json(text: str, *, max_depth: int = MAX_DEPTH, max_chars: int | None = None, strict: bool = True) -> Any:
+    """The value that `text` holds. Of equal keys in an object the last one counts.
 
     Args:
         max_depth: levels of objects and lists there may be.
+        max_chars: length of the longest text that is read; None for any.
+        strict: whether raw control characters in strings are errors.
 
     Raises:
-        ValueError: not JSON (NaN and Infinity are not), nested deeper than `max_depth`, or with a number of thousands
-            of digits or half of a surrogate pair in it.
+        ValueError: not JSON (NaN and Infinity are not), longer than `max_chars`, nested deeper than `max_depth`, or
+            with a number of thousands of digits or half of a surrogate pair in it.
     """
+    if max_chars is not None and len(text) > max_chars:
+        raise ValueError(f"it has more than {max_chars} characters")
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, strict=strict)
     except (json.JSONDecodeError, _RefusedConstant):
         raise
     except RecursionError:
@@ -43,11 +53,24 @@ def written_and_read(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
     Raises:
         ValueError: JSON cannot say it, or `parse_json` would not read it.
     """
+    return parse_json(write_json(value), max_depth=max_depth)
+
+
+def write_json(value: Any, *, ensure_ascii: bool = True) -> str:
+    """The JSON text of `value`.
+
+    Raises:
+        ValueError: JSON cannot say it (NaN and Infinity are not JSON), or it is nested too deeply.
+    """
     try:
-        text = json.dumps(value, allow_nan=False)
+        return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=False)
     except (TypeError, RecursionError) as error:
         raise ValueError(f"it cannot be written as JSON: {error!r:.100}") from error
-    return parse_json(text, max_depth=max_depth)
+
+
+def json_string(text: str, *, ensure_ascii: bool = True) -> str:
+    """`text` as a JSON string, with its quotes."""
+    return json.dumps(text, ensure_ascii=ensure_ascii)
 
 
 def _refuse_constant(name: str) -> NoReturn:

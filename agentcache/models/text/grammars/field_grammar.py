@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from agentcache.models.text.grammars.call_syntax import FieldSyntax
@@ -17,6 +16,7 @@ from agentcache.models.text.grammars.tagged_arguments import (
     TaggedArguments,
     Text,
 )
+from agentcache.models.text.json_values import write_json
 
 _ANY_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _SCALARS = {"integer", "number", "boolean", "null"}
@@ -64,7 +64,7 @@ class FieldWriter:
         if isinstance(value, Json):
             return self._json(value)
         if not self._syntax.quote:
-            return self._rules.rule(json_rule(json.dumps(_schema(value, may_be_null=argument.may_be_null))))
+            return self._rules.rule(json_rule(write_json(_schema(value, may_be_null=argument.may_be_null))))
         if isinstance(value, OneOf) and any(self._syntax.quote in text or has_surrogate(text) for text in value.texts):
             return None
         text = self._quoted(value)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from agentcache.models.text.json_values import parse_json
+from agentcache.models.text.json_values import parse_json, write_json
 
 # Those that llguidance knows. Of others a schema says nothing that has to be kept to: in JSON Schema they are remarks.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
@@ -32,7 +31,7 @@ def json_rule(definition: str, *, must_be_object: bool = False) -> str:
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
             raise ValueError("its type is not 'object'")
         schema = schema | {"type": "object"}
-    text = json.dumps(_without_remarks(schema) | {"x-guidance": _OPTIONS}, ensure_ascii=True, allow_nan=False)
+    text = write_json(_without_remarks(schema) | {"x-guidance": _OPTIONS})
     return "%json " + text
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 
+from agentcache.models.text.json_values import json_string
 from agentcache.models.text.marks import any_of
 
 
@@ -52,7 +52,7 @@ def element(piece: str | int) -> str:
 
 
 def literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json_string(text, ensure_ascii=False)
 
 
 def escaped(text: str) -> str:

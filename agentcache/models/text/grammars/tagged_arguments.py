@@ -6,14 +6,13 @@ other); then all arguments of the call are written as one JSON object, which eve
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agentcache.models.text.grammars.json_schema import json_rule, means_something
-from agentcache.models.text.json_values import parse_json
+from agentcache.models.text.json_values import parse_json, write_json
 from agentcache.models.text.replies.calls import definition, schema_types
 
 _REMARKS = {"title", "description", "default", "example", "examples", "deprecated", "$comment", "readOnly", "writeOnly"}
@@ -208,7 +207,7 @@ def _is_length(value: Any) -> bool:
 def _json(schema: Mapping[str, Any], other: Mapping[str, Any], root: Mapping[str, Any]) -> Json | None:
     """`other` is `schema` without null."""
     whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
-    text = json.dumps(whole)
+    text = write_json(whole)
     if _REFERS_ELSEWHERE.search(text) is not None:
         return None
     return Json(json_rule(text), schema_types(schema, root), _parts(other))

@@ -5,12 +5,12 @@ They become JSON piece by piece, and `JsonText` sees to it that what has been pa
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from agentcache.models.text.json_values import json_string, write_json
 from agentcache.models.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools, partial_end
 from agentcache.models.text.replies.json_calls import ObjectCalls
 from agentcache.models.text.replies.json_text import JsonText
@@ -234,7 +234,7 @@ def _match_end(pattern: re.Pattern[str], text: str, at: int = 0) -> int:
 
 
 def _quoted(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return write_json(value, ensure_ascii=False)
 
 
 def _unescaped(code: str) -> str:
@@ -247,5 +247,5 @@ def _unescaped(code: str) -> str:
     if kind in "01234567" or (kind in "xU" and len(code) > 1):
         number = int(code, 8) if kind.isdigit() else int(code[1:], 16)
         is_character = number <= 0x10FFFF and not 0xD800 <= number < 0xE000
-        return json.dumps(chr(number) if is_character else "\ufffd")[1:-1]
+        return json_string(chr(number) if is_character else "\ufffd")[1:-1]
     return "\\\\" + _quoted(code)[1:-1]

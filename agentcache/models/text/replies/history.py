@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
+from agentcache.models.text.json_values import parse_json
 from agentcache.models.text.marks import any_of
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.events import Call, Reasoning, Text, blocks_of
@@ -206,6 +206,6 @@ def _value(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
+        return parse_json(arguments)
     except ValueError:
         return arguments

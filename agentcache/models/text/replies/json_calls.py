@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from enum import Enum, auto
 
-from agentcache.models.text.json_values import parse_json
+from agentcache.models.text.json_values import MAX_REPLY_DEPTH, parse_json, write_json
 from agentcache.models.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools
 from agentcache.models.text.replies.json_text import JsonText
 
@@ -225,7 +224,7 @@ class ObjectCalls(Steps):
     def _end_value(self) -> Left | None:
         at, self._at = self._at, _InObject.KEY
         if at is _InObject.NAME:
-            name = json.loads(self._captured)
+            name = parse_json(self._captured)
             if not isinstance(name, str) or not name or (self._must_be_known and not self._tools.has(name)):
                 return self._failed()
             self._name = name
@@ -296,10 +295,10 @@ def _string_end(text: str) -> int | None:
 def _object_in(string: str) -> str | None:
     """The JSON text of the object that a JSON string holds; None for anything else."""
     try:
-        value = parse_json(json.loads(string) or "{}")
+        value = parse_json(parse_json(string) or "{}", max_depth=MAX_REPLY_DEPTH)
     except ValueError:
         return None
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
+    return write_json(value, ensure_ascii=False) if isinstance(value, dict) else None
 
 
 def function_name(header: str) -> str | None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from enum import Enum, auto
 
-from agentcache.models.text.json_values import MAX_DEPTH
+from agentcache.models.text.json_values import MAX_REPLY_DEPTH, json_string
 
-# Clients send calls back inside of messages: what they get must leave room for that.
-_MAX_DEPTH = MAX_DEPTH - 10
 _MAX_NUMBER = 400  # digits
 _SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -127,7 +124,7 @@ class JsonText:
             self._is_key, self._expect = False, _Expect.STRING
             return at + 1
         if character in "{[":
-            if len(self._open) >= _MAX_DEPTH:
+            if len(self._open) >= MAX_REPLY_DEPTH:
                 self.is_broken = True
                 return at
             self._pass_on(character)
@@ -176,7 +173,7 @@ class JsonText:
             self._flush_half()
             self._end_string()
         else:
-            self._add(json.dumps(character)[1:-1])
+            self._add(json_string(character)[1:-1])
         return at + 1
 
     def _in_escape(self, character: str, at: int) -> int:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from agentcache.models.text.json_values import written_and_read
+from agentcache.models.text.json_values import MAX_REPLY_DEPTH, json_string, parse_json, write_json, written_and_read
 from agentcache.models.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools, partial_end
 from agentcache.models.text.replies.json_calls import ObjectCalls
 from agentcache.models.text.replies.json_text import JsonText
 
+_MAX_DEPTH = MAX_REPLY_DEPTH - 1  # of one argument, within the object of all
 _LONGEST_LITERAL = 10_000  # characters that are read as a Python literal
 _NAME_ATTRIBUTE = re.compile(r'(?:name|tool|key)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'>]+))')
 _TYPE_ATTRIBUTE = re.compile(r'\btype\s*=\s*"([^"]*)"')
@@ -221,7 +221,7 @@ class TaggedCalls(Steps):
         if self._begun:
             self._sink.arguments('"')
         else:
-            self._put(json.dumps(self._converted(value), ensure_ascii=False))
+            self._put(write_json(self._converted(value), ensure_ascii=False))
         self._text, self._at = behind, _At.ARGUMENTS
         return None
 
@@ -241,12 +241,12 @@ class TaggedCalls(Steps):
             self._begun = True
         certain = value if is_whole else value[: len(value) - partial_end(value, [self._tags.value_end])]
         certain = certain.rstrip(SPACE) if self._tags.strips else certain.removesuffix("\n")
-        self._sink.arguments(json.dumps(certain, ensure_ascii=False)[1:-1])
+        self._sink.arguments(json_string(certain, ensure_ascii=False)[1:-1])
         return value[len(certain) :]
 
     def _put(self, value: str) -> None:
         """The argument's name, and its value or the beginning of that."""
-        key = json.dumps(self._key, ensure_ascii=False)
+        key = json_string(self._key, ensure_ascii=False)
         self._sink.arguments(f"{', ' if self._num_arguments else '{'}{key}: {value}")
         self._num_arguments += 1
 
@@ -327,13 +327,13 @@ def converted(text: str, types: frozenset[str], *, untyped: bool) -> Any:
     for kind, read in _READERS.items():
         if kind in types:
             try:
-                return written_and_read(read(text))
+                return written_and_read(read(text), max_depth=_MAX_DEPTH)
             except (ValueError, LookupError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
                 continue
     if "string" in types:
         return text
     try:
-        return written_and_read(_structure(text))
+        return written_and_read(_structure(text), max_depth=_MAX_DEPTH)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
@@ -358,7 +358,7 @@ def _boolean(text: str) -> bool:
 
 def _structure(text: str) -> Any:
     try:
-        return json.loads(text, strict=False)
+        return parse_json(text, strict=False)
     except ValueError:
         if len(text) > _LONGEST_LITERAL:
             raise
