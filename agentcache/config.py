@@ -11,7 +11,6 @@ from typing import Any
 
 from agentcache.adapter_settings import AdapterFolder
 from agentcache.errors import ConfigError
-from agentcache.sizes import AUTO_DISK_CEILING
 
 KV_CHOICES = ("auto", "4", "8", "k8v4", "16")
 QUEUE_FACTOR = 16  # waiting requests per running one
@@ -90,7 +89,9 @@ class Config:
         cache_dir: the folder that holds the agents' memory; one process at a time may use it.
         memory_limit: bytes that all together may take: weights, cache, hidden states and what a step needs meanwhile;
             None for what the device can give.
-        ram_budget, disk_budget: bytes the cache may take; None for a quarter of the RAM, or what the model leaves.
+        ram_budget: bytes of RAM the cache may take; None for a quarter of the RAM, or what the model leaves.
+        disk_budget: bytes that the cache's files may take, kept by evicting the stalest agents' blocks; None for a
+            share of the disk that limits growth and evicts nothing.
         wired_limit: bytes that a Mac is asked never to page out; None for weights and budgets, 0 for none.
         memory_pressure: whether memory is given back while the system is short of it.
         trunk_budget: bytes of RAM for hidden states that adapters go on from, taken only once there are adapters that
@@ -155,8 +156,11 @@ class Config:
         above_zero=True,
         default=None,
     )
-    disk_budget: int = _setting(
-        Kind.SIZE, Flag("Disk for the cache: 100GB, 20%, auto."), above_zero=True, default=AUTO_DISK_CEILING
+    disk_budget: int | None = _setting(
+        Kind.SIZE,
+        Flag("Disk for the cache, kept by evicting agents: 100GB, 20% (of the disk), auto (a share; evicts nothing)."),
+        above_zero=True,
+        default=None,
     )
     trunk_budget: int | None = _setting(
         Kind.SIZE,

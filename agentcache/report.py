@@ -233,8 +233,8 @@ class CacheStats:
     the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together;
     `trunk_ram_bytes` have their own. These are capacity, in use or not; `ram_accounts` tells the two apart, by kind
     (`blocks/ledger.py`). Blocks are those of all caches, adapters' residuals too. `disk_bytes_by` is by what files hold
-    (`DiskUsage.by_kind`), `evicted_blocks` counts what left RAM, by kind of cache. `/metrics` takes what is a gauge
-    or a counter from here.
+    (`DiskUsage.by_kind`), `evicted_blocks` counts what left RAM, by kind of cache. `disk_budget_kind` is `explicit`,
+    or `automatic` for a budget that evicts nothing. `/metrics` takes what is a gauge or a counter from here.
     """
 
     ram_bytes: int
@@ -282,6 +282,8 @@ class CacheStats:
     ram_accounts: tuple[RamUse, ...] = ()
     disk_bytes_by: Mapping[str, int] = field(default_factory=dict)
     evicted_blocks: Mapping[str, int] = field(default_factory=dict)
+    disk_budget_kind: str = "explicit"
+    disk_budget_reason: str = ""
     memory_limit: Annotated[
         int, Gauge("memory_limit_bytes", "Memory that weights, cache and steps may take together")
     ] = 0

@@ -6,14 +6,12 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentcache.errors import BrokenInvariant, ConfigError, StoreError
 from agentcache.memory_plan import NO_WIRED_LIMIT
 from agentcache.system_memory import SystemMemory
-
-AUTO_DISK_SHARE = 0.20
-AUTO_DISK_CEILING = 100 * 10**9
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -26,10 +24,17 @@ def total_ram() -> int:
     return SystemMemory().total()
 
 
-def available_disk(cache_dir: Path) -> int:
-    """Bytes that are free on the cache folder's disk, plus those that its block files hold already.
+@dataclass(frozen=True)
+class DiskRoom:
+    """The disk of a cache folder, in bytes: its size, what is free, and what the folder's files take."""
 
-    A percentage is taken of both, so that a restart with a full cache does not shrink its own budget.
+    size: int
+    free: int
+    held: int
+
+
+def disk_room(cache_dir: Path) -> DiskRoom:
+    """Measure the disk that the cache folder is, or will be, on.
 
     Raises:
         StoreError: there can be no such folder, or it may not be looked at.
@@ -38,7 +43,8 @@ def available_disk(cache_dir: Path) -> int:
     try:
         while not nearest.exists() and nearest != nearest.parent:
             nearest = nearest.parent
-        return shutil.disk_usage(nearest).free + _held_bytes(cache_dir / "blocks")
+        usage = shutil.disk_usage(nearest)
+        return DiskRoom(usage.total, usage.free, _held_bytes(cache_dir))
     except OSError as error:
         raise StoreError(f"cannot use the cache folder {cache_dir}: {error.strerror}") from error
 
@@ -134,10 +140,11 @@ def _never() -> int:
     raise BrokenInvariant("`auto` was looked for before")
 
 
-def parse_disk_budget(text: str | int, cache_dir: Path) -> int:
-    return parse_size(
-        text,
-        key="disk_budget",
-        whole=lambda: available_disk(cache_dir),
-        auto=lambda: min(int(available_disk(cache_dir) * AUTO_DISK_SHARE), AUTO_DISK_CEILING),
-    )
+def parse_disk_budget(text: str | int, cache_dir: Path) -> int | None:
+    """Bytes; None for `auto`, which the store measures (`store.disk_budget`).
+
+    A percentage is of the disk's size. That does not change when other programs write, so neither does the budget.
+    """
+    if _is(text, "auto"):
+        return None
+    return parse_size(text, key="disk_budget", whole=lambda: disk_room(cache_dir).size, auto=_never)

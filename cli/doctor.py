@@ -20,6 +20,8 @@ from agentcache.config import Config
 from agentcache.config_sources import load_config
 from agentcache.errors import AgentCacheError, CacheFolderInUse, StoreError
 from agentcache.ranks.rank import RANK_FOLDER, rank_folders
+from agentcache.sizes import disk_room
+from agentcache.store.disk_budget import automatic_budget, explicit_budget
 
 OPS_SECONDS = 120
 MAX_PROBLEMS = 20
@@ -89,9 +91,19 @@ def examine(config: Config, model: str | None = None) -> Iterator[Check]:
     yield Check("server", True, f"running at {url}" if url else "none on the configured port")
     yield check_folder(config.cache_dir)
     yield check_quarantine(config.cache_dir)
-    yield Check("disk budget", True, f"{config.disk_budget / 1e9:.1f} GB")
+    yield check_disk_budget(config)
     if ops.ok:  # a back end that is broken ends the process
         yield from check_model(config, url if model is None else None)
+
+
+def check_disk_budget(config: Config) -> Check:
+    if config.disk_budget is not None:
+        return Check("disk budget", True, str(explicit_budget(config.disk_budget)))
+    try:
+        room = disk_room(config.cache_dir)
+    except StoreError as error:
+        return Check("disk budget", False, str(error))
+    return Check("disk budget", True, str(automatic_budget(room.free, room.held)))
 
 
 def check_installation() -> Iterator[Check]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -44,6 +45,18 @@ os.environ.setdefault("AGENTCACHE_KV", "4")
 
 ROOT = Path(__file__).resolve().parent.parent
 RAM_DISK = Path("/dev/shm")
+
+
+@pytest.fixture
+def set_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Have every disk, of 10^12 bytes, say that so many are free."""
+
+    def set_free(num_bytes: int) -> None:
+        status = SimpleNamespace(f_bavail=num_bytes, f_bfree=num_bytes, f_frsize=1, f_blocks=10**12)
+        for name in ("statvfs", "fstatvfs"):
+            monkeypatch.setattr(os, name, lambda path: status)
+
+    return set_free
 
 
 @pytest.fixture

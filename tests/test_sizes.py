@@ -31,9 +31,9 @@ def test_bad_sizes(text: str) -> None:
 def test_percentages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sizes, "total_ram", lambda: 1000)
     assert parse_share_of_ram("20%", key="ram_budget") == 200
-    monkeypatch.setattr(sizes, "available_disk", lambda cache_dir: 5000)
-    assert parse_disk_budget("12.5%", tmp_path) == 625
-    assert parse_disk_budget("auto", tmp_path) == 1000
+    monkeypatch.setattr(sizes, "disk_room", lambda cache_dir: sizes.DiskRoom(size=5000, free=10, held=10))
+    assert parse_disk_budget("12.5%", tmp_path) == 625, "of the disk, whatever other programs have written"
+    assert parse_disk_budget("Auto", tmp_path) is None
     with pytest.raises(ConfigError, match="over 100"):
         parse_share_of_ram("101%", key="ram_budget")
 
@@ -52,17 +52,17 @@ def test_what_depends_on_the_model_is_left_open() -> None:
         parse_share_of_ram("off", key="memory_limit")
 
 
-def test_the_disk_share_counts_what_the_cache_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_of_a_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
-        free = 1000
+        total, free = 5000, 1000
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
     (tmp_path / "cache" / "blocks" / "ab").mkdir(parents=True)
     (tmp_path / "cache" / "blocks" / "ab" / "x.safetensors").write_bytes(b"1" * 500)
-    assert sizes.available_disk(tmp_path / "cache") == 1500
-    assert sizes.available_disk(tmp_path / "not" / "there" / "yet") == 1000
+    assert sizes.disk_room(tmp_path / "cache") == sizes.DiskRoom(size=5000, free=1000, held=500)
+    assert sizes.disk_room(tmp_path / "not" / "there" / "yet") == sizes.DiskRoom(size=5000, free=1000, held=0)
 
 
 def test_a_folder_that_there_can_be_none(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot use the cache folder .*: File name too long"):
-        sizes.available_disk(tmp_path / ("x" * 300))
+        sizes.disk_room(tmp_path / ("x" * 300))

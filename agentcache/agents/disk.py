@@ -105,24 +105,35 @@ class Disk:
         return self._lineages.is_named(name) or self._in_use.has_block(name)
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
-        """Whether the budget could hold a lineage of so many tokens if no other had any blocks on disk."""
-        return self._bytes_with(record, num_tokens) <= self._store.usage.budget
+        """Whether the budget can hold a lineage of so many tokens, once all is evicted that may be."""
+        usage = self._store.usage
+        if not usage.evicts:
+            return usage.has_room(self._bytes_added(record, num_tokens))
+        return self._bytes_with(record, num_tokens) <= usage.budget
 
     def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
         """Bytes on disk with that lineage and all transcripts, which stay. A little more than there will be."""
+        log_bytes = self._log_bytes(record, num_tokens)
+        return self._store.usage.bytes_of(AGENTS) + self.files.estimate(record, num_tokens) + log_bytes
+
+    def _bytes_added(self, record: AgentRecord, num_tokens: int) -> int:
+        """Bytes added on disk once so many of the lineage's tokens are saved. A little more than there will be."""
+        missing = self.files.estimate(record, num_tokens) - self.files.bytes_of(record.block_names)
+        return max(0, missing) + self._log_bytes(record, num_tokens)
+
+    def _log_bytes(self, record: AgentRecord, num_tokens: int) -> int:
         known = self._lineages.find(record.name)
         logged = 0 if known is None else len(known.transcript)
-        log_bytes = max(0, num_tokens - logged) * _LOG_BYTES_PER_TOKEN + _MANIFEST_BYTES
-        return self._store.usage.bytes_of(AGENTS) + self.files.estimate(record, num_tokens) + log_bytes
+        return max(0, num_tokens - logged) * _LOG_BYTES_PER_TOKEN + _MANIFEST_BYTES
 
     # -- jobs -------------------------------------------------------------------------------------------------------
 
     def tidy(self) -> Committed:
-        """At start: remove the files that belong to nobody, and get under the budget."""
+        """At start: remove the files that belong to nobody, and get under a budget that the user has set."""
 
         def work(done: Committed) -> None:
             self._store.collect_orphans()
-            while self._store.usage.free < 0 and self._drop_stalest(done):
+            while self._store.usage.free < 0 and self._make_room(done):
                 continue
 
         return self._run(work)
@@ -151,9 +162,12 @@ class Disk:
     def bring_in(self, archive: ArchivedAgent) -> Committed:
         """Make the agent of an archive durable, all of it or nothing; `InUse` holds its blocks and lineages."""
 
+        usage = self._store.usage
+
         def work(done: Committed) -> None:
             if not self._could_hold(archive.num_bytes):  # nobody else's blocks are dropped for nothing
-                raise StoreError(f"the agent takes {archive.num_bytes} bytes, more than the disk budget can hold")
+                message = f"the agent takes {archive.num_bytes} bytes, more than the disk budget can hold"
+                raise StoreError(message if usage.evicts else usage.refusal(archive.num_bytes))
             saved: list[AgentRecord] = []
             try:
                 for writes in archive.writes():
@@ -230,12 +244,14 @@ class Disk:
 
     def _require_budget(self, turn: SavedTurn) -> None:
         """Nobody else's blocks are dropped for what cannot be saved anyhow."""
-        record, budget = turn.record, self._store.usage.budget
-        if turn.writes and not self.fits(record, record.num_saved):
-            reason = (
-                f"with it and all transcripts there would be {self._bytes_with(record, record.num_saved)} bytes on disk"
-            )
-            raise StoreError(f"{reason}, over the budget of {budget}")
+        record, usage = turn.record, self._store.usage
+        if not turn.writes or self.fits(record, record.num_saved):
+            return
+        if not usage.evicts:
+            raise StoreError(usage.refusal(self._bytes_added(record, record.num_saved)))
+        num_bytes = self._bytes_with(record, record.num_saved)
+        reason = f"with it and all transcripts there would be {num_bytes} bytes on disk"
+        raise StoreError(f"{reason}, over the budget of {usage.budget}")
 
     def _write_blocks(
         self,
@@ -257,16 +273,22 @@ class Disk:
             try:
                 return write()
             except DiskBudgetExceeded as error:
-                if not (is_wanted() and self._could_hold(error.num_bytes) and self._drop_stalest(done)):
+                if not (is_wanted() and self._could_hold(error.num_bytes) and self._make_room(done)):
                     raise
 
     # -- making room ------------------------------------------------------------------------------------------------
 
     def _could_hold(self, num_bytes: int) -> bool:
         """Whether there would be so much room if all that may go were gone."""
+        if not self._store.usage.evicts:
+            return self._store.usage.has_room(num_bytes)
         blocks = self.files.bytes_of(self._lineages.protected_blocks())
         kept = self._store.usage.bytes_of(AGENTS) + blocks
         return kept + num_bytes <= self._store.usage.budget
+
+    def _make_room(self, done: Committed) -> bool:
+        """Evict what is missed least; False if nothing may go. Nothing may to keep an automatic budget."""
+        return self._store.usage.evicts and self._drop_stalest(done)
 
     def _drop_stalest(self, done: Committed) -> bool:
         """Drop the blocks of the stalest lineage, of any model and precision; False if there is none.

@@ -47,12 +47,15 @@ def cache_stats(
 ) -> CacheStats:
     """Everything that can be counted."""
     cache, store = caches.base.prefix, persistence.store
+    budget = store.usage.plan
     counts = [each.prefix.count_blocks() for each in caches]
     return CacheStats(
         ram_bytes=cache.allocator.capacity_bytes,
         disk_bytes=store.usage.total,
         ram_budget=cache.ledger.budget,
-        disk_budget=store.usage.budget,
+        disk_budget=budget.num_bytes,
+        disk_budget_kind=budget.kind,
+        disk_budget_reason=budget.reason,
         blocks_free=sum(each.free for each in counts),
         blocks_live=sum(each.live for each in counts),
         blocks_cached=sum(each.cached for each in counts),

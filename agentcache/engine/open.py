@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -50,6 +51,8 @@ from agentcache.models.runner import ModelRunner
 from agentcache.models.text.replies.history import first_thought
 from agentcache.ranks.world import World, join
 from agentcache.store.precision_file import read_precision, write_precision
+
+log = logging.getLogger("agentcache.engine")
 
 # Of a small model a lot of slots, of a large one those of a first turn: the kernel takes longer to clear pages that a
 # restore needs than its files take to be read.
@@ -155,6 +158,7 @@ def _put_together(
     restorer = Restorer(caches, store, post, lambda: not requests.running, is_awaited)
     kernel_memo.keep_in(config.cache_dir / _KERNELS_FOUND)  # the folder is ours by now
     persistence.index()
+    log.info("disk budget: %s", store.usage.plan)
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
     runner.fit()
     adapters = AdapterWeightSet(loaded, runner, ledger)

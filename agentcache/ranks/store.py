@@ -37,7 +37,7 @@ class LeadingStore(Store):
     """
 
     def __init__(
-        self, cache_dir: Path, spec: CacheSpec, model: str, *, disk_budget: int, leader: Leader, tickets: Tickets
+        self, cache_dir: Path, spec: CacheSpec, model: str, *, disk_budget: int | None, leader: Leader, tickets: Tickets
     ) -> None:
         super().__init__(cache_dir, spec, model, disk_budget=disk_budget)
         self._leader = leader

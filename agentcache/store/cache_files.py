@@ -201,6 +201,12 @@ class CacheFiles:
         with self.folder(path) as fd:
             os.fsync(fd)
 
+    def free_bytes(self) -> int:
+        """Bytes of the disk that this user may still write."""
+        with self.folder(self.root) as fd:
+            status = os.fstatvfs(fd)
+        return status.f_bavail * status.f_frsize
+
     def list_folder(self, path: Path) -> list[tuple[str, os.stat_result]]:
         """Names in a folder, and what they are (of a link: the link itself)."""
         with self.folder(path) as fd, os.scandir(fd) as entries:

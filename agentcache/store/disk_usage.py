@@ -15,6 +15,7 @@ from agentcache.blocks.ledger import STATE
 from agentcache.errors import DiskBudgetExceeded
 from agentcache.store.atomic import TEMP_SUFFIX
 from agentcache.store.cache_files import CacheFiles
+from agentcache.store.disk_budget import HINT, DiskBudget, automatic_budget, explicit_budget
 
 AGENTS = "agents"
 _BLOCKS, _QUARANTINE = "blocks", "quarantine"
@@ -28,15 +29,19 @@ class DiskUsage:
     A file's kind is the folder that it is in or, of a block, what it holds: keys and values of base, unless told.
     Readers reject files on their own threads, so every method may be called from any thread.
 
+    Args:
+        files: the way to them.
+        budget: bytes that the user lets all files take together; None for an automatic budget.
+
     Attributes:
-        budget: bytes that all files together may take.
         total: bytes that they take: blocks, manifests, logs, quarantine.
         written, read: bytes written, and bytes of blocks read, since start.
         quarantined: blocks and agents rejected since start.
     """
 
-    def __init__(self, files: CacheFiles, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, files: CacheFiles, budget: int | None) -> None:
+        self._explicit = None if budget is None else explicit_budget(budget)
+        self._measured: DiskBudget | None = None
         self.total = 0
         self.written = 0
         self.read = 0
@@ -72,9 +77,42 @@ class DiskUsage:
         return self._sizes.get(str(path), 0)
 
     @property
+    def plan(self) -> DiskBudget:
+        """The budget that applies now."""
+        return self._explicit or self._measured or self.measure()
+
+    @property
+    def budget(self) -> int:
+        """Bytes that all files together may take."""
+        return self.plan.num_bytes
+
+    @property
+    def evicts(self) -> bool:
+        """Whether files go to keep the budget: only the user's own budget is worth an agent's memory."""
+        return self._explicit is not None
+
+    @property
     def free(self) -> int:
-        """Bytes left of the budget; negative when it was lowered since the files were written."""
+        """Bytes left of the budget; negative when the user has lowered it since the files were written."""
         return self.budget - self.total
+
+    def measure(self) -> DiskBudget:
+        """Take an automatic budget anew from what is free now. Raises OSError where the disk does not say."""
+        if self._explicit is None:
+            self._measured = automatic_budget(self._files.free_bytes(), self.total)
+        return self.plan
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `num_bytes` more fit the budget. An automatic one that is hit is measured anew first."""
+        if num_bytes > self.free and not self.evicts:
+            with suppress(OSError):
+                self.measure()
+        return num_bytes <= self.free
+
+    def refusal(self, num_bytes: int) -> str:
+        """Why `num_bytes` more do not fit, for people."""
+        message = f"{num_bytes} bytes more would pass the disk budget: {self.total} of {self.budget} are in use"
+        return message if self.evicts else f"{message}. The budget is automatic ({self.plan.reason}): {HINT}"
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -129,16 +167,15 @@ class DiskUsage:
             return size
 
     def require(self, num_bytes: int) -> None:
-        """Make sure that `num_bytes` more fit the budget; files in quarantine give way.
+        """Make sure that `num_bytes` more fit the budget; to keep the user's own, files in quarantine give way.
 
         Raises:
             DiskBudgetExceeded: they do not.
         """
-        if num_bytes > self.free:
+        if self.evicts and num_bytes > self.free:
             self._empty_quarantine()
-        if num_bytes > self.free:
-            message = f"{num_bytes} bytes more would pass the disk budget: {self.total} of {self.budget} are in use"
-            raise DiskBudgetExceeded(message, num_bytes)
+        if not self.has_room(num_bytes):
+            raise DiskBudgetExceeded(self.refusal(num_bytes), num_bytes)
 
     def adopt(self, folder: Path) -> None:
         """Take stock of a folder of files: temporary ones go, what is not a regular file goes to quarantine."""

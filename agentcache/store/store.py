@@ -52,7 +52,7 @@ class Store:
         cache_dir: made if it is not there.
         spec: the model's cache.
         model_fingerprint: names the model's folder of agents.
-        disk_budget: bytes that all files together may take.
+        disk_budget: bytes that the user lets all files take together; None for an automatic budget (`disk_budget`).
         fault: called with the name of each step of the write path, for crash tests.
 
     Attributes:
@@ -65,7 +65,13 @@ class Store:
     """
 
     def __init__(
-        self, cache_dir: Path, spec: CacheSpec, model_fingerprint: str, *, disk_budget: int, fault: Fault = no_fault
+        self,
+        cache_dir: Path,
+        spec: CacheSpec,
+        model_fingerprint: str,
+        *,
+        disk_budget: int | None,
+        fault: Fault = no_fault,
     ) -> None:
         if not is_name(model_fingerprint[:16]):
             raise BrokenInvariant(f"{model_fingerprint!r:.80} cannot name a folder")
@@ -98,6 +104,7 @@ class Store:
         self.usage.adopt_folders(self._block_dir)
         models = self.usage.adopt_folders(self._agent_dir.parent)
         folders = {path.name: AgentFolder(self._files, path, self.usage, self._fault) for path in models}
+        self.usage.measure()
         self._agents = SavedAgents(folders, self._model, self._spec.digest, self._blocks)
         self._folders = self._identities()
 

@@ -182,7 +182,12 @@ def _base_turn(record: AgentRecord) -> list[BlockWrite]:
 
 @contextmanager
 def open_store(
-    cache_dir: Path, *, spec: CacheSpec = SPEC, model: str = MODEL, disk_budget: int = BUDGET, fault: Fault = no_fault
+    cache_dir: Path,
+    *,
+    spec: CacheSpec = SPEC,
+    model: str = MODEL,
+    disk_budget: int | None = BUDGET,
+    fault: Fault = no_fault,
 ) -> Iterator[Store]:
     """A store, closed at the end."""
     store = Store(cache_dir, spec, model, disk_budget=disk_budget, fault=fault)

@@ -140,6 +140,30 @@ def check_service(server: ServerProcess) -> None:
     assert stats(server)["blocks"]["live"] == 0
 
 
+def test_another_program_fills_the_disk_of_a_server_without_a_budget(live_model: Path, small_disk: Disk) -> None:
+    """No start deletes an agent, and all are warm once the other program has gone."""
+    cache_dir, auto = small_disk.folder / "cache", ("--disk-budget", "auto")
+    prompts = {f"agent{number}": make_ids(300, seed=number) for number in range(6)}
+    with serving(live_model, cache_dir, *auto) as server:
+        for agent, ids in prompts.items():
+            assert complete(server, ids, 4, agent=agent)["agentcache"]["saved"] is True
+        held = stats(server)["disk_bytes"]
+        small_disk.fill(server)
+    for _ in range(2):
+        with serving(live_model, cache_dir, *auto) as server:
+            told = stats(server)
+            assert all(agent_info(server, agent)["disk_bytes"] for agent in prompts)
+            assert (told["disk_budget_kind"], told["disk_bytes"], told["disk_budget"]) == ("automatic", held, held)
+            report = complete(server, make_ids(300, seed=99), 4, agent="newcomer")["agentcache"]
+            assert report["saved"] is False and "set --disk-budget" in report["save_error"]
+    assert "disk budget: " in (small_disk.folder / "cache.log").read_text()
+    small_disk.free(server)
+    with serving(live_model, cache_dir, *auto) as server:
+        for agent, ids in prompts.items():
+            report = complete(server, [*ids, 7], 4, agent=agent)["agentcache"]
+            assert (report["cache_state"], report["saved"]) == ("warm", True)
+
+
 def test_an_agent_saved_by_hand_when_there_is_room_again(live_model: Path, limited_disk: Disk, agent: str) -> None:
     with serving(live_model, limited_disk.folder / "cache") as server:
         limited_disk.fill(server)

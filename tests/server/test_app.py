@@ -111,6 +111,8 @@ def test_cache_routes() -> None:
         "evicted_blocks": {"base": 3, "residual": 2},
         "ram_budget": 300,
         "disk_budget": 400,
+        "disk_budget_kind": "explicit",
+        "disk_budget_reason": "",
         "blocks": {"free": 1, "live": 2, "cached": 3},
         "agents": 0,
         "quarantined": 4,
