@@ -151,7 +151,7 @@ async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
     note_model(request, job.adapter or call.model.id)
     note_usage(request, [completion])
     context_of(request).last_turns.note(completion.final_report)
-    return JSONResponse(_warm_object(completion) | {"notes": call.notes})
+    return JSONResponse(_warm_object(completion) | {"notes": list(call.notes.told)})
 
 
 def _read_warm(call: Call, agent_id: str) -> Request:

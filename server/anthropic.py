@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from itertools import groupby
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -61,7 +62,7 @@ def read_job(call: Call) -> Job:
             options.adapter or model.id,
             read_reading(model, prompt.tools, body, form),
             options.return_token_ids,
-            tuple(call.notes),
+            call.notes.told,
             _wants_thoughts(body),
         ),
         stream=body.boolean("stream"),
@@ -154,14 +155,17 @@ def _read_call(block: Reader) -> dict[str, Any]:
 def _read_user(blocks: list[Reader], call: Call) -> list[dict[str, Any]]:
     """Tool results, each a message, and the texts between them."""
     messages: list[dict[str, Any]] = []
-    for block in blocks:
-        if block.required_string("type") == "tool_result":
-            messages.append(_read_result(block, call))
-        elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += _BETWEEN_BLOCKS + read_part(block, "user", call)
+    for is_result, group in groupby(blocks, _is_result):
+        if is_result:
+            messages += [_read_result(block, call) for block in group]
         else:
-            messages.append({"role": "user", "content": read_part(block, "user", call)})
+            text = _BETWEEN_BLOCKS.join([read_part(block, "user", call) for block in group])
+            messages.append({"role": "user", "content": text})
     return messages or [{"role": "user", "content": ""}]
+
+
+def _is_result(block: Reader) -> bool:
+    return block.required_string("type") == "tool_result"
 
 
 def _read_result(block: Reader, call: Call) -> dict[str, Any]:

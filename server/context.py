@@ -25,6 +25,7 @@ T = TypeVar("T")
 SERVER_NAME = "agentcache"  # of the Server header, by which the command line knows its own kind
 SMALL_BODY = 128 << 10  # bytes that are read in a millisecond or two
 LARGE_BODY = 512 << 10  # bytes that take ten
+MOST_NOTES = 32
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,25 @@ class Context:
         return LargeJson(self.engine)
 
 
+class Notes:
+    """Remarks for a client about its request: the first `MOST_NOTES`, and how many there are beside them."""
+
+    def __init__(self) -> None:
+        self._first: list[str] = []
+        self._more = 0
+
+    def add(self, note: str) -> None:
+        if len(self._first) < MOST_NOTES:
+            self._first.append(note)
+        else:
+            self._more += 1
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """All of them, as the client is told."""
+        return (*self._first, *([f"and {self._more} more of this kind"] if self._more else []))
+
+
 @dataclass(frozen=True)
 class Call:
     """One request as it is read: what was sent, to which model, and the settings that say what it means.
@@ -54,7 +74,7 @@ class Call:
     headers: Headers
     model: ModelInfo
     config: Config
-    notes: list[str] = field(default_factory=list)
+    notes: Notes = field(default_factory=Notes)
 
 
 def context_of(request: Request) -> Context:

@@ -28,6 +28,9 @@ from agentcache.errors import (
 log = logging.getLogger("agentcache.server")
 
 RETRY_AFTER_SECONDS = 1
+# Characters: messages and parameters may quote what a client has sent, and that may have any length.
+MAX_MESSAGE = 4000
+MAX_PARAM = 200
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 _ANTHROPIC_ROUTES = "/v1/messages"
 _ANTHROPIC_TYPES = {"server_error": "api_error"}
@@ -71,7 +74,8 @@ class WireError:
 def wire_error(error: Exception) -> WireError:
     """What the client is told; what it must not know (paths, tracebacks) goes to the log."""
     if isinstance(error, RequestError):
-        return WireError(error.status, error.message, error.type, error.code, error.param)
+        param = None if error.param is None else _cut(error.param, MAX_PARAM)
+        return WireError(error.status, _cut(error.message, MAX_MESSAGE), error.type, error.code, param)
     expected = isinstance(error, AgentCacheError) and not isinstance(error, BrokenInvariant)
     log.error("request failed: %s", error, exc_info=None if expected else error)
     if isinstance(error, RankLost):
@@ -83,6 +87,10 @@ def wire_error(error: Exception) -> WireError:
     if isinstance(error, StoreError):
         return WireError(507, "The cache could not be written; see the server's log.", "server_error", "store_error")
     return WireError(500, "Internal error; see the server's log.", "server_error", "internal_error")
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 class ErrorResponses:
@@ -115,7 +123,7 @@ async def http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (unknown route, wrong method) in our shape."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
-    message = f"{what}: {error.detail}."
+    message = f"{what:.300}: {error.detail:.300}."
     code = _HTTP_CODES.get(error.status_code, "http_error")
     wire = WireError(error.status_code, message, "invalid_request_error", code)
     return JSONResponse(wire.body_for(request.url.path), wire.status, error.headers)

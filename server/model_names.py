@@ -27,7 +27,7 @@ def read_adapter(call: Call) -> str | None:
     if name is None:
         return by_model
     if by_model not in (None, name):
-        body.fail("adapter", f"is another one than that of the model {target!r}")
+        body.fail("adapter", f"is another one than that of the model {target!r:.80}")
     return known_adapter(name, call.model, body.param("adapter")).name
 
 
@@ -59,7 +59,7 @@ def _served(name: str, model: ModelInfo) -> str | None:
         return known_adapter(adapter, model, "model").name
     if model.adapter(name) is not None:
         return name
-    message = f"The model {name!r} is not served here; this is {model.id!r}."
+    message = f"The model {name!r:.80} is not served here; this is {model.id!r}."
     raise NotFound(message, param="model", code="model_not_found")
 
 

@@ -129,7 +129,7 @@ def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape,
             for index, prompt in enumerate(prompts)
         ],
         reply=OpenAIReply(
-            job_id, options.adapter or call.model.id, shape, usage, options.return_token_ids, tuple(call.notes), n
+            job_id, options.adapter or call.model.id, shape, usage, options.return_token_ids, call.notes.told, n
         ),
         stream=stream,
         timeout=options.timeout,

@@ -36,7 +36,7 @@ def read_part(part: Reader, role: str, call: Call) -> str:
         part.fail("type", f"is {kind!r:.80}; only text parts are supported")
     if call.config.images is Images.REFUSE:
         way_out = 'with the server\'s setting images = "placeholder" (--images placeholder) it would be left out'
-        part.fail("type", f"is {kind!r}; only text parts are supported; {way_out}")
+        part.fail("type", f"is {kind!r:.80}; only text parts are supported; {way_out}")
     return _left_out(part, kind, "", call)
 
 
@@ -44,5 +44,5 @@ def _left_out(part: Reader, kind: str, where: str, call: Call) -> str:
     what = _PICTURES.get(kind)
     named = f"a part of type {kind!r:.80}" if what is None else f"{'an' if what == 'image' else 'a'} {what}"
     message = part.path.partition(".")[0]
-    call.notes.append(f"{message}: {named}{where} was replaced by a placeholder")
+    call.notes.add(f"{message}: {named}{where} was replaced by a placeholder")
     return f"[{what or kind:.80} omitted: this model reads text only]"

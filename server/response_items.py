@@ -31,6 +31,7 @@ def read_items(call: Call) -> list[dict[str, Any]]:
         call.body.fail("input", "must be a string, or a list of at least one item")
     for item in call.body.objects("input") if isinstance(given, list) else ():
         _read_item(item, messages, call)
+    messages.close()
     if not messages.list:
         call.body.fail("input", "must hold more than an empty system text")
     return messages.list
@@ -41,26 +42,49 @@ class _Messages:
 
     def __init__(self) -> None:
         self.list: list[dict[str, Any]] = []
+        # Of the newest message, put together by `close`: one string that grows with every item would be copied with it.
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
 
     def add(self, role: str, content: str, **fields: Any) -> None:
+        self.close()
         self.list.append({"role": role, "content": content} | fields)
+        self._texts, self._thoughts = [content], []
+
+    def close(self) -> None:
+        """Put the newest message's text and thoughts together."""
+        if not self.list:
+            return
+        newest = self.list[-1]
+        newest["content"] = (_BETWEEN_SYSTEM_TEXTS if newest["role"] == "system" else "").join(self._texts)
+        if self._thoughts:
+            newest["reasoning_content"] = "".join(self._thoughts)
 
     def system(self, text: str) -> None:
         text = without_billing_header(text)
         if not text:
             return
         if len(self.list) == 1 and self.list[0]["role"] == "system":
-            self.list[0]["content"] += _BETWEEN_SYSTEM_TEXTS + text
+            self._texts.append(text)
         else:
             self.add("system", text)
 
     def call(self, item: Reader, arguments: Any) -> None:
         function = {"name": shown_name(item.string("namespace"), item.required_string("name")), "arguments": arguments}
         said = {"id": item.required_string("call_id"), "type": "function", "function": function}
-        self.reply.setdefault("tool_calls", []).append(said)
+        self._open_reply().setdefault("tool_calls", []).append(said)
 
-    @property
-    def reply(self) -> dict[str, Any]:
+    def say(self, text: str) -> None:
+        """Add to what the model has said."""
+        self._open_reply()
+        self._texts.append(text)
+
+    def think(self, thought: str) -> None:
+        """Add to what the model has thought."""
+        self._open_reply().setdefault("reasoning_content", "")
+        self._thoughts.append(thought)
+
+    def _open_reply(self) -> dict[str, Any]:
         """The model's message that is being put together."""
         if not self.list or self.list[-1]["role"] != "assistant":
             self.add("assistant", "")
@@ -74,7 +98,7 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
             _read_message(item, messages, call)
         case "reasoning":
             if text := _read_thought(item):
-                messages.reply["reasoning_content"] = messages.reply.get("reasoning_content", "") + text
+                messages.think(text)
         case "function_call":
             messages.call(item, read_arguments(item))
         case "custom_tool_call":
@@ -88,7 +112,7 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
             item.fail("type", "is required")
         case _:
             # Of a tool that the model was not shown, or of a server that keeps more: a refusal would end the session.
-            call.notes.append(f"{item.path}: an item of type {kind!r:.80} was left out")
+            call.notes.add(f"{item.path}: an item of type {kind!r:.80} was left out")
 
 
 def _read_message(item: Reader, messages: _Messages, call: Call) -> None:
@@ -100,7 +124,7 @@ def _read_message(item: Reader, messages: _Messages, call: Call) -> None:
     if role == "system":
         messages.system(text)
     elif role == "assistant":
-        messages.reply["content"] += text
+        messages.say(text)
     else:
         messages.add(role, text)
 

@@ -88,7 +88,7 @@ def _read_tool(
             _read_tool(inner, tool.required_string("name"), call, shown, by_name)
         return
     if kind not in ("function", "custom"):
-        call.notes.append(f"{tool.path}: a tool of type {kind!r:.80} was left out")
+        call.notes.add(f"{tool.path}: a tool of type {kind!r:.80} was left out")
         return
     known = ResponseTool(tool.required_string("name"), namespace, is_custom=kind == "custom")
     name = shown_name(namespace, known.name)

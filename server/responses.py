@@ -49,7 +49,7 @@ def read_response(call: Call) -> Job:
     messages, tools = read_items(call), read_response_tools(call)
     prompt = ChatPrompt(messages, tools.shown, _template_kwargs(body), param="input")
     if body.string("truncation") == "auto":
-        call.notes.append("truncation: nothing is left out of a prompt that is too long; it is refused")
+        call.notes.add("truncation: nothing is left out of a prompt that is too long; it is refused")
     sampling = read_sampling(
         body,
         vocab_size=model.vocab_size,
@@ -68,7 +68,7 @@ def read_response(call: Call) -> Job:
         asked=_asked(body),
         seals_reasoning=_SEALED_REASONING in _read_include(body),
         return_token_ids=options.return_token_ids,
-        notes=tuple(call.notes),
+        notes=call.notes.told,
     )
     return Job([options.request(job_id, prompt, sampling, form=form)], reply, body.boolean("stream"), options.timeout)
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.models.text.json_values import parse_json
 from agentcache.names import is_name
+from agentcache.server.read_limit import ReadLimit
 
 MAX_INTEGER = 2**63 - 1
 MAX_NUMBER = 1e300
@@ -16,6 +17,8 @@ MAX_NUMBER = 1e300
 # prompts of long contexts, or many of them, only.
 MANY_VALUES = 2**20
 _VALUES_PER_TOKEN = 4
+_MOST_LISTS = 256  # that a prompt's token ids come in
+_LONGEST_HINT = 80  # characters of an unknown name that is compared with known ones
 
 
 def parse_object(raw: list[bytes]) -> dict[str, Any]:
@@ -50,7 +53,7 @@ def refuse_many_values(raw: bytes, max_context: int) -> None:
         return
     num_lists = raw.count(b"[")
     num_values = raw.count(b",") + raw.count(b"{") + num_lists
-    most = max(MANY_VALUES, max_context * max(num_lists, _VALUES_PER_TOKEN))
+    most = max(MANY_VALUES, max_context * max(min(num_lists, _MOST_LISTS), _VALUES_PER_TOKEN))
     if num_values > most:
         raise ContextLengthExceeded(
             f"The body has {num_values} commas and brackets; within the model's context of {max_context} tokens, "
@@ -86,11 +89,13 @@ class Reader:
     Args:
         value: the object.
         path: its dotted path; empty for the body itself.
+        limit: of reading the body, in which every object in a list counts.
     """
 
-    def __init__(self, value: dict[str, Any], path: str = "") -> None:
+    def __init__(self, value: dict[str, Any], path: str = "", limit: ReadLimit | None = None) -> None:
         self.value = value
         self.path = path
+        self._limit = limit
         self._prefix = f"{path}." if path else ""
 
     def param(self, name: str) -> str:
@@ -149,7 +154,7 @@ class Reader:
         value = self.value.get(name)
         if value is not None and not isinstance(value, dict):
             self.fail(name, "must be an object")
-        return Reader(value or {}, self.param(name))
+        return Reader(value or {}, self.param(name), self._limit)
 
     def objects(self, name: str) -> list[Reader]:
         """The objects of the list under `name`; empty where it is absent."""
@@ -163,7 +168,9 @@ class Reader:
     def _item(self, name: str, index: int, item: Any) -> Reader:
         if not isinstance(item, dict):
             self.fail(f"{name}[{index}]", "must be an object")
-        return Reader(item, self.param(f"{name}[{index}]"))
+        if self._limit is not None:
+            self._limit.step()
+        return Reader(item, self.param(f"{name}[{index}]"), self._limit)
 
     def only(self, *known: str) -> None:
         """Refuses every other key."""
@@ -185,5 +192,5 @@ def _range(value: float, minimum: float, maximum: float) -> str:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+    near = [] if len(name) > _LONGEST_HINT else difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else ""

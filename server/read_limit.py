@@ -1,0 +1,53 @@
+"""How long one request's body may be read, and what ends that early."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from agentcache.errors import InvalidRequest, Overloaded
+
+BASE_SECONDS = 2.0
+SECONDS_PER_MEGABYTE = 0.5
+_STEPS = 256  # between two looks at the clock
+
+
+def _never() -> bool:
+    return False
+
+
+class ReadLimit:
+    """The limit of reading one body: seconds of its thread that grow with the body's length. For one thread.
+
+    Args:
+        num_bytes: length of the body.
+        has_ended: whether nothing waits for the result any more; called from the thread that reads.
+    """
+
+    def __init__(self, num_bytes: int, has_ended: Callable[[], bool] = _never) -> None:
+        self._seconds = BASE_SECONDS + SECONDS_PER_MEGABYTE * num_bytes / 1e6
+        self._deadline: float | None = None
+        self._has_ended = has_ended
+        self._steps = 0
+
+    def step(self) -> None:
+        """Count one item of the body.
+
+        Raises:
+            InvalidRequest: reading takes too long.
+            Overloaded: the request has ended.
+        """
+        self._steps += 1
+        if self._steps % _STEPS == 0:
+            self.check()
+
+    def check(self) -> None:
+        """As `step`, at once."""
+        if self._has_ended():
+            raise Overloaded("the request has ended")
+        now = time.thread_time()
+        if self._deadline is None:
+            self._deadline = now + self._seconds
+        elif now > self._deadline:
+            message = f"The body could not be read: it took longer than {self._seconds:.1f} s."
+            raise InvalidRequest(message, code="body_not_read")
