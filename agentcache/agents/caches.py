@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from agentcache.blocks.keys import BASE_CACHE, RESIDUAL, Namespace, kind_of
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, RESIDUAL, Namespace, kind_of
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.ledger import STATE
 from agentcache.blocks.prefix_cache import PrefixCache
@@ -111,9 +112,20 @@ class KeptCaches:
 
     def prefix_of(self, record: AgentRecord, cache: KeptCache | None = None) -> CachedPrefix:
         """What a cache, base's unless said, has of a lineage."""
-        cache, ids = cache or self.base, record.transcript.ids
+        cache, ids = cache or self.base, self.ids_of(record)
         producer = record.producer if cache is self.base else None
         return cache.prefix.match_prefix(self.root(cache, record.salt), ids, len(ids), producer)
+
+    def ids_of(self, record: AgentRecord) -> Sequence[int]:
+        """A lineage's token ids; where its transcript is not in RAM, those of the blocks that it has on disk."""
+        if record.transcript.is_in_ram:
+            return record.transcript.ids
+        ids, tree = array("I"), self.base.prefix.tree
+        for block in record.blocks[: -(-record.num_saved // BLOCK_SIZE)]:  # the first lane has them all
+            if (node := tree.node(block.chain)) is None:
+                break
+            ids.extend(node.token_ids)
+        return ids
 
     def open(self, cache: KeptCache) -> None:
         """There is one more cache."""

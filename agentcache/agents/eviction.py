@@ -62,7 +62,7 @@ class Eviction:
     def _unsaved(self) -> set[Node]:
         """What agents have in RAM and not on disk."""
         # The last token of a turn has been generated and not computed.
-        behind = [each for each in self._agents if each.num_saved < len(each.transcript.ids) - 1]
+        behind = [each for each in self._agents if each.num_saved < len(each.transcript) - 1]
         prefixes = [self._caches.prefix_of(each) for each in behind]
         prefixes += [self._caches.prefix_of(each, cache) for each in behind for cache in self._caches.further]
         nodes = (node for prefix in prefixes for lane in prefix.lanes for node in lane.all_nodes)
@@ -84,7 +84,7 @@ class Eviction:
         return sum(snapshots.evict(node) for node in leaving[: math.ceil(share * len(nodes))])
 
     def _snapshots_of(self, record: AgentRecord) -> tuple[Node, ...]:
-        root, ids = self._caches.root(self._caches.base, record.salt), record.transcript.ids
+        root, ids = self._caches.root(self._caches.base, record.salt), self._caches.ids_of(record)
         return tuple(self._cache.find_snapshots(root, ids, len(ids), record.producer))
 
     def _evict_snapshots(self, records: Iterable[AgentRecord]) -> None:

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from agentcache.agents.block_files import BlockFiles
 from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BASE_CACHE, BlockName
 from agentcache.blocks.lanes import spans
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.sequence import LaneBlock
 from agentcache.store.manifest import AgentRecord
+from agentcache.store.store import Store
 
 Has = Callable[[BlockName], bool]  # whether there is a file
+
+
+def load_agents(store: Store, caches: KeptCaches, agents: AgentTable) -> None:
+    """At start: the store's lineages become known, and what is on disk of them. No more than a budget stays in RAM."""
+    files = BlockFiles(store)
+
+    def take(record: AgentRecord) -> None:
+        files.learn_names(record)
+        index_lineage(caches, record, files.has)
+        agents.put(record)
+
+    store.read_agents(take)
 
 
 def index_lineage(caches: KeptCaches, record: AgentRecord, has: Has) -> None:
@@ -20,7 +35,7 @@ def index_lineage(caches: KeptCaches, record: AgentRecord, has: Has) -> None:
     blocks = lay_out(caches, base, record, record.num_saved)
     _note_stored(base, blocks, has)
     nodes = [block.node for block in blocks]
-    root, ids = caches.root(base, record.salt), record.transcript.ids
+    root, ids = caches.root(base, record.salt), caches.ids_of(record)
     for snapshot in record.snapshots:
         nodes.append(base.prefix.snapshot_node(root, ids, snapshot.num_tokens, record.producer))
         if nodes[-1].chain == snapshot.chain and has(BlockName(snapshot.chain, snapshot.group)):
@@ -34,6 +49,8 @@ def index_residuals(caches: KeptCaches, cache: KeptCache, record: AgentRecord, h
     """What files there are of a lineage's residuals in one cache."""
     residual = record.residual_of(cache.name)
     if residual is not None and residual.spec == cache.spec.digest:
+        residual = residual.first_tokens(len(caches.ids_of(record)))
+    if residual is not None and residual.spec == cache.spec.digest:
         blocks = lay_out(caches, cache, record, residual.num_saved)
         _note_stored(cache, blocks, has)
         _prune(cache, [block.node for block in blocks])
@@ -44,9 +61,10 @@ def lay_out(caches: KeptCaches, cache: KeptCache, record: AgentRecord, num_token
     tree, blocks = cache.prefix.tree, list[LaneBlock]()
     root, has_state = tree.root(caches.root(cache, record.salt)), cache.prefix.snapshots is not None
     producer = record.producer if cache.name == BASE_CACHE else None
+    ids = caches.ids_of(record)
     for span in spans(num_tokens, producer, len(cache.prefix.groups), has_state=has_state):
         parent = root if span.parent is None else blocks[span.parent].node
-        node = tree.insert(parent, record.transcript.ids[span.begin : span.end], span.producer)
+        node = tree.insert(parent, ids[span.begin : span.end], span.producer)
         blocks.append(LaneBlock(node, span.groups))
     return blocks
 

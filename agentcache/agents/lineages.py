@@ -6,21 +6,48 @@ subagents, requests for a title, and what an edit or a regeneration has left beh
 
 from __future__ import annotations
 
+import logging
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_match import len_common_prefix
-from agentcache.blocks.transcript import Transcript
+from agentcache.blocks.transcript import Transcript, TranscriptContent
+from agentcache.errors import StoreError
 from agentcache.report import Volatile
 from agentcache.store.manifest import AgentRecord
+
+log = logging.getLogger("agentcache.lineages")
 
 # How text that a prompt leaves out is recognised: what follows it has to agree in so many characters, or in a few at
 # the transcript's end; and how many passages may be left out.
 _ANCHOR_CHARS, _LEAST_CHARS, _MOST_OMISSIONS = 32, 8, 64
+
+
+class ReadTranscripts:
+    """Transcripts of lineages, in RAM as long as this is referenced, but for those whose logs cannot be read.
+
+    Making it reads logs, in the calling thread.
+    """
+
+    def __init__(self, transcripts: Sequence[Transcript]) -> None:
+        self._tried = tuple(transcripts)
+        self._contents = [content for each in transcripts if (content := _content_of(each)) is not None]
+
+    def covers(self, transcript: Transcript) -> bool:
+        """Whether the transcript is in RAM, or reading it has failed before."""
+        return transcript.is_in_ram or any(transcript is tried for tried in self._tried)
+
+
+def _content_of(transcript: Transcript) -> TranscriptContent | None:
+    try:
+        return transcript.content()
+    except StoreError as error:  # the lineage stays; this request does without
+        log.error("%s", error)
+        return None
 
 
 @dataclass(frozen=True)
@@ -31,11 +58,13 @@ class PlainPrompt:
         content: marked text, or token ids where it came as these.
         retells: transcripts whose conversation it continues, though it may word differently what was said there.
         volatile: lines in front that have changed since the last turn; None where none has.
+        read: transcripts that it was compared with; those that could be read stay in RAM as long as the prompt.
     """
 
     content: str | array[int]
     retells: tuple[Transcript, ...] = ()
     volatile: Volatile | None = None
+    read: ReadTranscripts | None = field(default=None, compare=False, repr=False)
 
     def _same_of(self, transcript: Transcript) -> str | array[int]:
         return transcript.text if isinstance(self.content, str) else transcript.ids
@@ -98,11 +127,11 @@ def choose(lineages: Iterable[AgentRecord], prompt: PlainPrompt, salt: str) -> A
     """The lineage that a prompt goes on from: the one it shares most with; None for another beginning.
 
     Of equals, the one with more tokens in what is shared goes first, then the one used last. Lineages with another salt
-    share nothing, whatever they say.
+    share nothing, whatever they say; nor do those whose transcripts are not in RAM, since their logs cannot be read.
     """
     best: tuple[tuple[int, int, float], AgentRecord] | None = None
     for record in lineages:
-        if record.salt != salt or not record.transcript.ids:
+        if record.salt != salt or not record.transcript or not record.transcript.is_in_ram:
             continue
         shared = prompt.shared_with(record.transcript)
         rank = (shared, _tokens_within(record.transcript, prompt, shared), record.last_used)

@@ -68,7 +68,7 @@ class AgentOperations:
         blocks = blocks_of(lineages)
         return AgentInfo(
             id=record.id,
-            tokens=len(record.transcript.ids),
+            tokens=len(record.transcript),
             blocks=-(-longest.num_tokens // BLOCK_SIZE),
             cache_state=state if longest.num_tokens else CacheState.COLD,
             ram_bytes=_ram_bytes(self._cache, prefixes.values()) + residual_bytes,
@@ -144,6 +144,8 @@ class AgentOperations:
 
     def _as_far_as_saved(self, record: AgentRecord) -> AgentRecord:
         """The record without blocks that are not of its transcript: a turn may have changed it and not been saved."""
+        if not record.transcript.is_in_ram:
+            return record  # it has left RAM, so it is what the disk has
         has_state = self._cache.snapshots is not None
         layout = spans(record.num_saved, record.producer, len(self._cache.groups), has_state=has_state)
         chains = chain_keys(self._caches.root(self._caches.base, record.salt), record.transcript.ids, layout)
@@ -172,8 +174,15 @@ class AgentOperations:
         """Write what of an agent is in RAM but not on disk (after a failed save). Raises NotFound."""
         records = self._agents.lineages(agent_id, lineage)
         saved_all = when_all(len(records), done)
-        for record in records:
-            self._save_lineage(record, saved_all)
+
+        def save() -> None:
+            for record in records:
+                if record.transcript.is_in_ram:
+                    self._save_lineage(record, saved_all)
+                else:
+                    saved_all(Saved(error="its transcript cannot be read"))
+
+        self._persistence.read_transcripts(records, save)
 
     def _save_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
         prefix = self._caches.prefix_of(record)

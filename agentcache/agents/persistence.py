@@ -20,7 +20,8 @@ from agentcache.agents.table import AgentTable, names_of
 from agentcache.blocks.keys import BASE_CACHE, BlockName
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
-from agentcache.blocks.transcript import Transcript
+from agentcache.blocks.transcript import Transcript, TranscriptContent
+from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
@@ -60,6 +61,7 @@ class Persistence:
         self._disk = Disk(store, agents, in_use, caches.is_open)
         self._snapshots = SavedSnapshots(caches, runner, self._disk.fits, first_thought)
         self.jobs = DiskJobs(self._disk, caches, agents, post)
+        agents.must_stay = self._snapshots.is_unsaved
         store.when_lost = lambda: post(self.jobs.forget_lost)
         self.save_failures = 0
 
@@ -70,10 +72,8 @@ class Persistence:
 
     # -- at start ---------------------------------------------------------------------------------------------------
 
-    def index(self) -> None:
-        """Tell the tree what is on disk, remove what belongs to nobody, and get under the disk budget."""
-        for record in self._agents:
-            index_lineage(self._caches, record, self._disk.files.has)
+    def tidy(self) -> None:
+        """Remove what belongs to nobody, and get under the disk budget."""
         for agent_id in self._agents.ids:
             self.keep_bound(max(self._agents.lineages(agent_id), key=lambda record: record.last_used))
         self.jobs.flush()
@@ -260,6 +260,28 @@ class Persistence:
     def unsaved_since(self) -> float | None:
         """When the first of the lineages ended its turn whose last snapshot is in RAM only; None if there is none."""
         return self._snapshots.unsaved_since
+
+    def read_transcripts(self, records: Iterable[AgentRecord], go_on: Callable[[], None]) -> None:
+        """Call `go_on` when the lineages' transcripts are in RAM, or cannot be read; they stay until it returns."""
+        away = [record.transcript for record in records if not record.transcript.is_in_ram]
+        if not away:
+            go_on()
+            return
+        contents: list[TranscriptContent] = []
+
+        def read() -> Committed:
+            for transcript in away:
+                try:
+                    contents.append(transcript.content())
+                except StoreError as error:
+                    log.error("%s", error)
+            return Committed()
+
+        def settle(outcome: Committed) -> None:
+            go_on()
+            contents.clear()
+
+        self.jobs.submit(read, settle=settle)
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
         """Write only a lineage's manifest and transcript (a new agent, a fork); it is in use until that is done."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from agentcache.agents.in_use import InUse
 from agentcache.agents.lineages import staleness, unshared_tokens
+from agentcache.agents.resident import ResidentTranscripts
 from agentcache.blocks.keys import BlockName
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
@@ -109,15 +110,41 @@ class AgentTable(Lineages):
 
     Args:
         model: fingerprint of the served model.
-        records: what the store holds.
+        records: lineages to begin with.
         in_use: knows which lineages somebody is at work on.
+        transcripts: has those of lineages that were not used of late leave RAM; None where all stay.
+
+    Attributes:
+        must_stay: says of a lineage's name whether its transcript is needed on the engine's thread.
     """
 
-    def __init__(self, model: str, records: Iterable[AgentRecord] = (), in_use: InUse | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        records: Iterable[AgentRecord] = (),
+        in_use: InUse | None = None,
+        transcripts: ResidentTranscripts | None = None,
+    ) -> None:
         self._model = model
         self._view: Agents | None = None
         self._in_use = in_use or InUse()
+        self._transcripts = transcripts
+        self.must_stay: Callable[[str], bool] = lambda name: False
         super().__init__(records)
+
+    def put(self, record: AgentRecord) -> None:
+        super().put(record)
+        if self._transcripts is not None:
+            self._transcripts.keep(record.name, record.transcript)
+            self._transcripts.trim(self._is_needed)
+
+    def remove(self, record: AgentRecord) -> None:
+        super().remove(record)
+        if self._transcripts is not None:
+            self._transcripts.forget(record.name)
+
+    def _is_needed(self, name: str) -> bool:
+        return self._in_use.has_lineage(name) or self.must_stay(name)
 
     def view(self) -> Agents:
         """The agents as they are now, whatever changes later."""
@@ -169,7 +196,7 @@ class AgentTable(Lineages):
             blank = self.new(agent_id, param=param)
             return self._renamed(blank) if self._in_use.has_lineage(blank.name) else blank
         known = self._lineages[agent_id]
-        blank_ones = (record for record in known if not record.transcript.ids)
+        blank_ones = (record for record in known if not record.transcript)
         idle = (record for record in blank_ones if not self._in_use.has_lineage(record.name))
         return next(idle, None) or self._renamed(emptied(known[0]))
 
@@ -182,7 +209,14 @@ class AgentTable(Lineages):
         sources, blank = self.lineages(agent_id, lineage), self.new(new_id)
         later = blank.last_used - max(source.last_used for source in sources)
         return [
-            replace(source, id=new_id, created=blank.created, last_used=source.last_used + later) for source in sources
+            replace(
+                source,
+                id=new_id,
+                created=blank.created,
+                last_used=source.last_used + later,
+                transcript=source.transcript.copy(),
+            )
+            for source in sources
         ]
 
     def _changed(self, agent_id: str) -> None:

@@ -12,6 +12,7 @@ budget beside all that is claimed and all floors. Where an account lacks room it
     weights       of the model; loaded before there was a cache, and counted beside its budget
     trunk         hidden states; a budget of its own
     state         recurrent state of running rows, and snapshots of it; its floor is its budget, so nobody gives way
+    transcripts   of agents used last; more than its floor where some are not on disk yet
     temporaries   what the step that was let through last takes, by estimate; the device's free memory is its limit
 """
 
@@ -23,8 +24,8 @@ from dataclasses import dataclass
 from agentcache.errors import BrokenInvariant
 
 BASE, ADAPTERS, STACKS, TRUNK, STATE, TEMPORARIES = "base", "adapters", "stacks", "trunk", "state", "temporaries"
-RESIDUAL, WEIGHTS = "residual", "weights"
-_UNBOUNDED = 2**62
+RESIDUAL, WEIGHTS, TRANSCRIPTS = "residual", "weights", "transcripts"
+UNBOUNDED = 2**62
 
 _NO_SHARES: Mapping[str, int] = {}
 
@@ -211,7 +212,7 @@ class Ledger:
     def share_left(self, family: str) -> int:
         """What is left of a family's share; without a bound where it has none."""
         if family not in self.shares:
-            return _UNBOUNDED
+            return UNBOUNDED
         return self.shares[family] - sum(each.claimed for each in self.accounts if each.family == family)
 
     @property

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -36,24 +38,127 @@ class Spelling:
     ends: Sequence[int]
 
 
-@dataclass
-class Transcript:
-    """What an agent's model has read and written, as text and as the exact tokens. Never changed in place.
-
-    Args:
-        text: marked text (see `models/tokenizer.py`).
-        ids: token ids.
-        ends: character offset into `text` at which each token ends; never falls; the last one is `len(text)`.
-        spans: runs of tokens in order, each ("prompt" or "generated", number of tokens); they add up to `len(ids)`.
-    """
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class TranscriptContent:
+    """What grows with a transcript; the arguments are those of `Transcript`."""
 
     text: str
     ids: array[int]
     ends: array[int]
     spans: tuple[Span, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of RAM, within a few per cent."""
+        return sys.getsizeof(self.text) + sys.getsizeof(self.ids) + sys.getsizeof(self.ends) + 128 * len(self.spans)
+
+
+class Transcript:
+    """What an agent's model has read and written, as text and as the exact tokens. Never changed in place.
+
+    Its content can leave RAM once a log has it (`store_in`, `leave_ram`). Reading `text`, `ids`, `ends` or `spans`
+    then reads the log, in the calling thread. A reference to `content()` keeps it in RAM meanwhile.
+
+    Args:
+        text: marked text (see `models/tokenizer.py`).
+        ids: token ids.
+        ends: character offset into `text` at which each token ends; never falls; the last one is `len(text)`.
+        spans: runs of tokens in order, each ("prompt" or "generated", number of tokens); they add up to `len(ids)`.
+
+    Attributes:
+        num_chars: length of `text`.
+        num_spans: length of `spans`.
+    """
+
+    __slots__ = ("_content", "_num_tokens", "_read", "_unowned", "num_chars", "num_spans")
+    __hash__ = None  # type: ignore[assignment]  # it is compared by its content
+
+    def __init__(self, text: str, ids: array[int], ends: array[int], spans: tuple[Span, ...]) -> None:
+        self._content: TranscriptContent | None = TranscriptContent(text, ids, ends, spans)
+        self._num_tokens, self.num_chars, self.num_spans = len(ids), len(text), len(spans)
+        self._read: Callable[[], TranscriptContent] | None = None
+        self._unowned: Callable[[], TranscriptContent | None] = _nothing
+
     def __len__(self) -> int:
-        return len(self.ids)
+        return self._num_tokens
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Transcript):
+            return NotImplemented
+        return self is other or (self._shape == other._shape and self.content() == other.content())
+
+    def __repr__(self) -> str:
+        return f"Transcript({self.content() if self.is_in_ram else len(self)})"
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return self._num_tokens, self.num_chars, self.num_spans
+
+    @property
+    def text(self) -> str:
+        return self.content().text
+
+    @property
+    def ids(self) -> array[int]:
+        return self.content().ids
+
+    @property
+    def ends(self) -> array[int]:
+        return self.content().ends
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return self.content().spans
+
+    # -- in RAM or not, from any thread -------------------------------------------------------------------------------
+
+    @property
+    def is_in_ram(self) -> bool:
+        """Whether its content can be read without its log."""
+        return self._content is not None or self._unowned() is not None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it stays in RAM, referenced or not."""
+        return self._content is not None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether a log has it."""
+        return self._read is not None
+
+    def content(self) -> TranscriptContent:
+        """Its content, which stays in RAM as long as the result is referenced.
+
+        Raises:
+            StoreError: it is not in RAM, and its log cannot be read.
+        """
+        content = self._content or self._unowned()
+        if content is None:
+            assert self._read is not None  # else it would not have left RAM
+            content = self._read()
+            self._unowned = weakref.ref(content)
+        return content
+
+    def store_in(self, read: Callable[[], TranscriptContent]) -> None:
+        """A log has it: `read` reads it there, on any thread."""
+        self._read = read
+
+    def leave_ram(self) -> None:
+        """Have RAM keep its content only as long as something else references it; it has to be stored."""
+        content = self._content
+        if content is not None and self._read is not None:
+            self._unowned = weakref.ref(content)
+            self._content = None
+
+    def copy(self) -> Transcript:
+        """Another transcript with this content, for a log of its own. It shares the content in RAM."""
+        copy = Transcript.__new__(Transcript)
+        for name in Transcript.__slots__:
+            setattr(copy, name, getattr(self, name))
+        return copy
+
+    # -- making others ------------------------------------------------------------------------------------------------
 
     @classmethod
     def empty(cls) -> Transcript:
@@ -64,33 +169,41 @@ class Transcript:
 
         Cut where a token ends cleanly: of tokens that end together, as those of one character, keep all or none.
         """
-        ends = self.ends[:num_tokens]
-        text = self.text[: ends[-1]] if ends else ""
-        return Transcript(text, self.ids[:num_tokens], ends, self._cut_spans(num_tokens))
+        content = self.content()
+        ends = content.ends[:num_tokens]
+        text = content.text[: ends[-1]] if ends else ""
+        return Transcript(text, content.ids[:num_tokens], ends, _cut_spans(content.spans, num_tokens))
 
     def extended(self, text: str, ids: Iterable[int], ends: Iterable[int], kind: Kind) -> Transcript:
         """This transcript with `text` behind it. `ends` are offsets into the added `text`, one per id."""
-        offset = len(self.text)
+        content = self.content()
+        offset = len(content.text)
         more_ids = array("I", ids)
         more_ends = array("I", (offset + end for end in ends))
-        spans = _join_spans(self.spans, ((kind, len(more_ids)),))
-        return Transcript(self.text + text, self.ids + more_ids, self.ends + more_ends, spans)
+        spans = _join_spans(content.spans, ((kind, len(more_ids)),))
+        return Transcript(content.text + text, content.ids + more_ids, content.ends + more_ends, spans)
 
     def generated_ranges(self) -> list[tuple[int, int]]:
         """Where generated text begins and ends, in characters."""
-        ranges, first = [], 0
-        for kind, count in self.spans:
-            begin, end = self.ends[first - 1] if first else 0, self.ends[first + count - 1]
+        content = self.content()
+        ranges, first, ends = list[tuple[int, int]](), 0, content.ends
+        for kind, count in content.spans:
+            begin, end = ends[first - 1] if first else 0, ends[first + count - 1]
             first += count
             if kind == "generated" and begin < end:
                 ranges.append((begin, end))
         return ranges
 
-    def _cut_spans(self, num_tokens: int) -> tuple[Span, ...]:
-        stops = list(accumulate((count for _, count in self.spans), initial=0))
-        whole = max(bisect_right(stops, num_tokens) - 1, 0)
-        rest = num_tokens - stops[whole]
-        return self.spans[:whole] + (((self.spans[whole][0], rest),) if rest and whole < len(self.spans) else ())
+
+def _cut_spans(spans: tuple[Span, ...], num_tokens: int) -> tuple[Span, ...]:
+    stops = list(accumulate((count for _, count in spans), initial=0))
+    whole = max(bisect_right(stops, num_tokens) - 1, 0)
+    rest = num_tokens - stops[whole]
+    return spans[:whole] + (((spans[whole][0], rest),) if rest and whole < len(spans) else ())
+
+
+def _nothing() -> None:
+    return None
 
 
 def _join_spans(left: tuple[Span, ...], right: Iterable[Span]) -> tuple[Span, ...]:

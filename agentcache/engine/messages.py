@@ -8,6 +8,7 @@ from typing import Any
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.blocks.prefix_match import PromptMatch
+from agentcache.blocks.transcript import TranscriptContent
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
 from agentcache.models.text.grammars.compiler import Grammar
@@ -27,6 +28,7 @@ class Submit:
         match: the prompt as tokens, and how it relates to the lineage that was found.
         max_tokens: to generate, at most.
         found: the agent's lineage that the prompt was matched with; None for another beginning.
+        held: content of the transcript of `found`, which stays in RAM until the request ends; None without one.
         goes_on: whether the prompt goes on from `found`, and does not change what it says.
         adapter: None for base.
         submitted_at: by `time.perf_counter`.
@@ -39,6 +41,7 @@ class Submit:
     max_tokens: int
     submitted_at: float
     found: AgentRecord | None = None
+    held: TranscriptContent | None = None
     goes_on: bool = False
     adapter: AdapterUse | None = None
     system_tokens: int = 0

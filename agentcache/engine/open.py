@@ -13,8 +13,10 @@ from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.eviction import Eviction
 from agentcache.agents.in_use import InUse
+from agentcache.agents.index import load_agents
 from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
+from agentcache.agents.resident import ResidentTranscripts, transcript_budget
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.allocator import least_bytes, windows_bytes
@@ -142,8 +144,10 @@ def _put_together(
     if config.kv == AUTO:
         write_precision(config.cache_dir, loaded.fingerprint, loaded.precision)
     in_use = InUse()
-    agents = AgentTable(loaded.fingerprint, store.load_agents(), in_use)
+    transcripts = ResidentTranscripts(ledger, transcript_budget(plan.ram_budget))
+    agents = AgentTable(loaded.fingerprint, in_use=in_use, transcripts=transcripts)
     caches = KeptCaches(KeptCache(BASE_CACHE, loaded.spec, cache, runner), loaded.namespace)
+    load_agents(store, caches, agents)
     persistence = Persistence(
         caches,
         runner,
@@ -157,7 +161,7 @@ def _put_together(
     requests = Requests()
     restorer = Restorer(caches, store, post, lambda: not requests.running, is_awaited)
     kernel_memo.keep_in(config.cache_dir / _KERNELS_FOUND)  # the folder is ours by now
-    persistence.index()
+    persistence.tidy()
     log.info("disk budget: %s", store.usage.plan)
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
     runner.fit()

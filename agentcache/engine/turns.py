@@ -63,7 +63,7 @@ class Turns:
 
     def _note_own(self, generation: Generation) -> None:
         found = generation.found
-        if found is not None and found.transcript.ids:
+        if found is not None and found.transcript:
             common = len_common_prefix(found.transcript.ids, generation.match.transcript.ids)
             generation.own_tokens = agreed_tokens(found.producer, generation.producer, common)
             # The last token that was generated has never been computed; the prompt's last one always is.

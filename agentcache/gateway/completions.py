@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,12 +15,13 @@ from typing import TypeVar
 
 from agentcache.agents.lineages import PlainPrompt
 from agentcache.agents.table import Agents
+from agentcache.blocks.transcript import Transcript
 from agentcache.config import Config
 from agentcache.engine.messages import Cancel, Submit
 from agentcache.errors import Overloaded
 from agentcache.gateway.adapter_loader import AdapterLoader
 from agentcache.gateway.agent_turns import AgentTurns, Claim, Turn
-from agentcache.gateway.conversation import read_conversation
+from agentcache.gateway.conversation import read_conversation, transcripts_for
 from agentcache.gateway.engine_thread import EngineThread
 from agentcache.gateway.prepare import (
     Prepared,
@@ -134,7 +135,7 @@ class Completions:
             for index in range(1, first.request.n):
                 fork = Receiver(partial(_take_choice, take, index))
                 self._thread.tell_of_the_end(fork, until=fork.settled)
-                submitted = replace(first, request=first.request.fork(index), found=None, goes_on=False)
+                submitted = replace(first, request=first.request.fork(index), found=None, held=None, goes_on=False)
                 await stack.enter_async_context(self._at_work(submitted, fork))
                 ended.append(fork.ended)
             await asyncio.gather(*ended)
@@ -147,8 +148,9 @@ class Completions:
             read = self._reading(request, system, view.agents, view.model.tokenizer)
             prompt = await self._in_background(request, read)
             claim = await turn.wait(partial(self._claim, request, prompt))
-            # The agent may have been made, or deleted, by those who were before.
-            if system_of(request, self._thread.view.agents) == system:
+            # Requests before it may have made the agent, deleted it, or added lineages.
+            agents = self._thread.view.agents
+            if system_of(request, agents) == system and _has_read(prompt, transcripts_for(request, agents)):
                 return prompt, claim
 
     def _reading(
@@ -173,6 +175,7 @@ class Completions:
             max_tokens=room if wanted is None else min(wanted, room),
             submitted_at=submitted_at,
             found=claim.found,
+            held=None if claim.found is None else claim.found.transcript.content(),
             goes_on=claim.lineage is not None,
             adapter=prepared.adapter,
             system_tokens=prepared.system_tokens,
@@ -189,6 +192,10 @@ class Completions:
             return work(replace(limit, has_ended=has_ended))
 
         return await self._workers.run(rough_size(request), read)
+
+
+def _has_read(prompt: PlainPrompt, transcripts: Iterable[Transcript]) -> bool:
+    return prompt.read is not None and all(map(prompt.read.covers, transcripts))
 
 
 def _take_choice(take: Callable[[Update], None], index: int, update: Update) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agentcache.agents.lineages import PlainPrompt
+from agentcache.agents.lineages import PlainPrompt, ReadTranscripts
 from agentcache.agents.table import Agents
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
@@ -50,8 +50,10 @@ def read_conversation(
     Raises:
         As `read_prompt`.
     """
-    prompt = read_prompt(request.prompt, system, tokenizer, limit)
-    held = _lineages_of(request, agents)
+    transcripts = transcripts_for(request, agents)
+    read_before = ReadTranscripts(transcripts)
+    prompt = replace(read_prompt(request.prompt, system, tokenizer, limit), read=read_before)
+    held = [transcript for transcript in transcripts if transcript.is_in_ram]
     if not isinstance(request.prompt, ChatPrompt) or not held:
         return prompt
     if prompt.extends(max(held, key=prompt.shared_with)):
@@ -61,17 +63,17 @@ def read_conversation(
     told = [teller.tell(transcript) for transcript in held]
     text = max(told, key=lambda each: each.shared).text
     changed = max(told, key=lambda each: each.would_share).volatile
-    return PlainPrompt(text, tuple(each.transcript for each in told if each.is_same), changed)
+    return PlainPrompt(text, tuple(each.transcript for each in told if each.is_same), changed, read_before)
 
 
-def _lineages_of(request: Request, agents: Agents) -> list[Transcript]:
-    """What the agent's lineages hold that the request may go on from."""
+def transcripts_for(request: Request, agents: Agents) -> list[Transcript]:
+    """The transcripts of the agent's lineages that the request may continue."""
     records = (
         agents.known(request.agent)
         if request.lineage is None
         else agents.lineages(request.agent or "", request.lineage)
     )
-    return [record.transcript for record in records if record.salt == request.salt and record.transcript.ids]
+    return [record.transcript for record in records if record.salt == request.salt and record.transcript]
 
 
 @dataclass(frozen=True)

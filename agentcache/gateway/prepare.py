@@ -255,5 +255,5 @@ def choose_lineage(request: Request, prompt: PlainPrompt, agents: Agents) -> Age
     """
     if request.lineage is not None:
         [record] = agents.lineages(request.agent or "", request.lineage)
-        return record if record.salt == request.salt or not record.transcript.ids else None
+        return record if record.salt == request.salt or not record.transcript else None
     return choose(agents.known(request.agent), prompt, request.salt)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, STATE_GROUP, block_key, kind_of
 from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.blocks.ledger import STATE
-from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest
+from agentcache.blocks.transcript import TranscriptContent
+from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest, StoreError
 from agentcache.names import is_name
 from agentcache.store.atomic import Fault, append_file, replace_file
 from agentcache.store.cache_files import CacheFiles
@@ -142,13 +144,18 @@ class AgentFolder:
 
     # --- reading ---
 
-    def load(self) -> None:
-        """Read all of them, once. What is wrong goes to quarantine; logs that no manifest names are removed."""
+    def load(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> None:
+        """Read all of them, once. What is wrong goes to quarantine; logs that no manifest names are removed.
+
+        Args:
+            take: gets each as it is read; may have its transcript leave RAM.
+        """
         if self._loaded:
             return
         for name in sorted(self._names):
             try:
                 self._agents[name] = self._read(name)
+                take(self._agents[name])
             except BlockRejected as error:
                 self._reject(name, str(error))
         for name in list(self._generations):
@@ -160,10 +167,21 @@ class AgentFolder:
         is_named_well = is_name(manifest.id) and valid_lineage(manifest.lineage)
         if manifest.name != name or not is_named_well or manifest.model[:16] != self._folder.name:
             raise BlockRejected(f"the manifest is of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
-        log = self._read_whole(self._log_path(name, manifest.log.generation), _MAX_LOG_BYTES)
-        content = parse_log(log, name, manifest.model, manifest.log, manifest.format_version)
+        content = self._read_log(manifest)
         check_caches(manifest, content)
+        content.transcript.store_in(partial(self._read_again, manifest))
         return SavedAgent(manifest, content)
+
+    def _read_log(self, manifest: Manifest) -> Content:
+        log = self._read_whole(self._log_path(manifest.name, manifest.log.generation), _MAX_LOG_BYTES)
+        return parse_log(log, manifest.name, manifest.model, manifest.log, manifest.format_version)
+
+    def _read_again(self, manifest: Manifest) -> TranscriptContent:
+        """The transcript that the manifest's log has; from any thread. Raises StoreError."""
+        try:
+            return self._read_log(manifest).transcript.content()
+        except BlockRejected as error:
+            raise StoreError(f"the transcript of agent {manifest.name} cannot be read: {error}") from error
 
     def _read_whole(self, path: Path, max_bytes: int) -> bytes:
         try:
@@ -198,6 +216,7 @@ class AgentFolder:
         self._write_log(record.name, log)
         self._write_manifest(record.name, encoded)
         self._agents[record.name] = SavedAgent(manifest, content)
+        record.transcript.store_in(partial(self._read_again, manifest))
         with suppress(OSError):  # the lineage is safe; the next save tries again
             self._remove_logs(record.name)
         return len(log.data) + len(encoded)
@@ -225,8 +244,8 @@ class AgentFolder:
             raise BrokenInvariant(f"{record.lineage!r:.80} cannot name a lineage")
         if record.name not in self._names and self._clashes(record.id):
             raise Conflict(f"another agent's id differs from {record.id} only by case", param="id")
-        if not 0 <= record.num_saved <= len(record.transcript.ids) == len(record.transcript.ends):
-            raise BrokenInvariant(f"agent {record.id}: {record.num_saved} tokens saved of {len(record.transcript.ids)}")
+        if not 0 <= record.num_saved <= len(record.transcript):
+            raise BrokenInvariant(f"agent {record.id}: {record.num_saved} tokens saved of {len(record.transcript)}")
         has_state = groups[-1:] == (STATE_GROUP,)
         num_groups = len(groups) - has_state
         if len(record.blocks) != len(spans(record.num_saved, record.producer, num_groups, has_state=has_state)):
@@ -234,9 +253,7 @@ class AgentFolder:
         if not all(0 < each.num_tokens <= record.num_saved for each in record.snapshots):
             raise BrokenInvariant(f"agent {record.id}: snapshots behind its {record.num_saved} saved tokens")
         for each in record.residuals:
-            if not 0 < each.num_saved <= len(record.transcript.ids) or len(each.blocks) != -(
-                -each.num_saved // BLOCK_SIZE
-            ):
+            if not 0 < each.num_saved <= len(record.transcript) or len(each.blocks) != -(-each.num_saved // BLOCK_SIZE):
                 raise BrokenInvariant(f"agent {record.id}: {len(each.blocks)} residuals for {each.num_saved} tokens")
 
     def _clashes(self, agent_id: str) -> bool:
@@ -342,7 +359,7 @@ def _manifest_of(record: AgentRecord, spec: str, groups: tuple[str, ...], end: L
 
 def check_caches(manifest: Manifest, content: Content) -> None:
     """Raise BlockRejected unless the log has a chain for each block that the manifest names, and no others."""
-    num_tokens = len(content.transcript.ids)
+    num_tokens = len(content.transcript)
     for cache in manifest.caches:
         if not 0 <= cache.num_saved <= num_tokens:
             raise BlockRejected(f"{cache.num_saved} of {num_tokens} tokens are named as saved")

@@ -28,18 +28,25 @@ class SavedAgents:
         self._blocks = blocks
         self.served = folders[model[:16]]
 
-    def load_served(self) -> list[SavedAgent]:
-        """The lineages of the served model. What is wrong goes to quarantine."""
-        self._load(self.served)
-        return [agent for agent in self.served.agents if agent.manifest.model == self._model]
+    def load_served(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> list[SavedAgent]:
+        """The lineages of the served model. What is wrong goes to quarantine.
+
+        Args:
+            take: gets each as it is read; the transcripts stay in RAM unless it has them leave.
+        """
+        self._load(self.served, lambda agent: take(agent) if self._is_served(agent) else _leave_ram(agent))
+        return [agent for agent in self.served.agents if self._is_served(agent)]
 
     def load_all(self) -> None:
-        """From here on, what is asked below is answered for all models."""
+        """From here on, what is asked below is answered for all models. No transcript stays in RAM for it."""
         for folder in self._folders.values():
-            self._load(folder)
+            self._load(folder, _leave_ram)
 
-    def _load(self, folder: AgentFolder) -> None:
-        folder.load()
+    def _is_served(self, agent: SavedAgent) -> bool:
+        return agent.manifest.model == self._model
+
+    def _load(self, folder: AgentFolder, take: Callable[[SavedAgent], None]) -> None:
+        folder.load(take)
         for agent in folder.agents:
             for kind, keys in agent.keys_by_kind():
                 self._blocks.classify(keys, kind)
@@ -71,4 +78,8 @@ class SavedAgents:
         return (agent for agent in self if not self._can_read(agent))
 
     def _can_read(self, agent: SavedAgent) -> bool:
-        return agent.manifest.model == self._model and agent.fits(self._spec)
+        return self._is_served(agent) and agent.fits(self._spec)
+
+
+def _leave_ram(agent: SavedAgent) -> None:
+    agent.content.transcript.leave_ram()

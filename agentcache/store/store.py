@@ -160,6 +160,15 @@ class Store:
         with as_store_error("load the agents"):
             return [agent.record(self._spec.digest) for agent in self._agents.load_served()]
 
+    def read_agents(self, take: Callable[[AgentRecord], None]) -> None:
+        """Call `take` with each of these lineages as it is read, once. It may have the transcript leave RAM.
+
+        Raises:
+            StoreError: the folder cannot be tidied up.
+        """
+        with as_store_error("load the agents"):
+            self._agents.load_served(lambda agent: take(agent.record(self._spec.digest)))
+
     def save_agent(self, record: AgentRecord) -> int:
         """Make a lineage durable; its blocks have to be. Returns the bytes written, O(what is new since its last save).
 

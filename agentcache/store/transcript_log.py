@@ -62,7 +62,7 @@ class LogEnd:
 
 def least_bytes(content: Content) -> int:
     """A log of `content` is longer than this."""
-    return 10 * len(content.transcript.ids) + len(content.transcript.text)
+    return 10 * len(content.transcript) + content.transcript.num_chars
 
 
 def start_log(agent_id: str, model: str, generation: int, content: Content) -> tuple[bytes, LogEnd]:
@@ -139,19 +139,25 @@ def _changes(old: Content, new: Content) -> dict[str, Any]:
 
     Of each cache whose chains differ: how many stay, and those that follow.
     """
-    before, after = old.transcript, new.transcript
+    changes = _changed_words(old.transcript, new.transcript)
+    changes["chains"] = dict(_changed_chains(old.chains, new.chains))
+    return changes if new.system == old.system else {**changes, "system": new.system}
+
+
+def _changed_words(old: Transcript, new: Transcript) -> dict[str, Any]:
+    if old is new:  # only blocks have come or gone; it need not be in RAM
+        return {"keep": [len(new), new.num_chars, new.num_spans], "ids": "", "ends": "", "text": "", "spans": ()}
+    before, after = old.content(), new.content()
     tokens = min(_common_tokens(before.ids, after.ids), _common_tokens(before.ends, after.ends))
     characters = _common_characters(before.text, after.text)
     spans = _common_items(before.spans, after.spans)
-    record: dict[str, Any] = {
+    return {
         "keep": [tokens, characters, spans],
         "ids": _pack(after.ids[tokens:]),
         "ends": _pack(after.ends[tokens:]),
         "text": after.text[characters:],
         "spans": after.spans[spans:],
-        "chains": dict(_changed_chains(old.chains, new.chains)),
     }
-    return record if new.system == old.system else {**record, "system": new.system}
 
 
 def _changed_chains(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.blocks.keys import Producer
+from agentcache.blocks.transcript import Transcript
 from agentcache.errors import (
     BrokenInvariant,
     Conflict,
@@ -21,6 +23,8 @@ from tests.kv.store_cases import (
     size_on_disk,
     tree,
 )
+
+NOTHING = array("I"), array("I"), ()
 
 
 def test_an_agent_survives_a_restart(tmp_path: Path) -> None:
@@ -258,8 +262,32 @@ def test_a_log_of_cut_back_histories_is_compacted(tmp_path: Path) -> None:
 
 def test_text_that_json_escapes_does_not_force_compaction_every_turn(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
-        transcript = replace(make_transcript(0), text="\n\0" * 30_000)
+        transcript = Transcript("\n\0" * 30_000, *NOTHING)
         store.save_agent(make_record("a", transcript))
         for turn in range(5):
-            transcript = replace(transcript, text=transcript.text + f"\n{turn}")
+            transcript = Transcript(transcript.text + f"\n{turn}", *NOTHING)
             assert store.save_agent(make_record("a", transcript)) < 2000
+
+
+def test_a_transcript_that_has_left_ram_is_read_only_where_its_words_are_needed(tmp_path: Path) -> None:
+    record = make_record("a", make_transcript(700))
+    without = replace(record, num_saved=0, blocks=())
+    with open_store(tmp_path) as store:
+        store.save_agent(record)
+        record.transcript.leave_ram()
+        store.save_agent(without)
+        assert not record.transcript.is_in_ram, "only its blocks have gone"
+        longer = make_record("a", make_transcript(720))
+        assert store.save_agent(longer) < 2500
+        assert not record.transcript.is_in_ram and record.transcript == make_transcript(700), "its log has grown"
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [longer]
+
+
+def test_agents_of_another_model_take_no_ram_for_their_transcripts(tmp_path: Path) -> None:
+    with open_store(tmp_path, model="f" * 32) as store:
+        store.save_agent(replace(make_record("other", make_transcript(300)), model="f" * 32))
+    with open_store(tmp_path) as store:
+        store.collect_orphans()
+        [other] = store._agents
+        assert not other.content.transcript.is_in_ram and len(other.content.transcript) == 300

@@ -7,6 +7,7 @@ requests' reports and `Engine.stats` tell is taken from there.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -17,13 +18,15 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from agentcache.agents import resident
 from agentcache.agents.disk import Committed
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName
-from agentcache.blocks.ledger import BASE, STACKS
+from agentcache.blocks.ledger import BASE, STACKS, TRANSCRIPTS
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.transcript import TranscriptContent
 from agentcache.engine.batch import Batch
 from agentcache.engine.device import MlxDevice
 from agentcache.engine.engine import Engine
@@ -41,7 +44,8 @@ from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.pressure import Level
 from agentcache.report import AgentInfo, RestoreReport
 from agentcache.request import Request
-from agentcache.store.manifest import AgentRecord
+from agentcache.store.agent_folder import AgentFolder
+from agentcache.store.manifest import AgentRecord, Manifest
 from agentcache.store.store import Store
 
 T = TypeVar("T")
@@ -551,3 +555,32 @@ def wait_until(llm: LLM, holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+# -- transcripts ------------------------------------------------------------------------------------------------------
+
+
+def keep_few_transcripts(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Engines that are opened from now on keep so many bytes of transcripts in RAM."""
+    patch.setattr(resident, "_LEAST_BUDGET", num_bytes)
+    patch.setattr(resident, "_SHARE", 1 << 62)
+
+
+def watch_logs(patch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that read transcripts from their logs, after the start."""
+    names: list[str] = []
+    read = AgentFolder._read_again
+
+    def note(folder: AgentFolder, manifest: Manifest) -> TranscriptContent:
+        names.append(threading.current_thread().name)
+        return read(folder, manifest)
+
+    patch.setattr(AgentFolder, "_read_again", note)
+    return names
+
+
+def transcript_bytes(engine: Engine) -> tuple[int, int]:
+    """What transcripts take in RAM as it is accounted for, and as counted here."""
+    [account] = [each for each in engine.cache.ledger.statement() if each.kind == TRANSCRIPTS]
+    kept = [record.transcript for record in engine.agents if record.transcript.is_kept]
+    return account.used_bytes, sum(each.content().num_bytes for each in kept)

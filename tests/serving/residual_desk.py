@@ -19,6 +19,7 @@ import numpy as np
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.eviction import Eviction
 from agentcache.agents.in_use import InUse
+from agentcache.agents.index import load_agents
 from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.residuals import ResidualTurn
@@ -75,10 +76,11 @@ class Desk:
         self.posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.store = Store(folder, SPEC, MODEL, disk_budget=disk_budget, fault=fault)
         self.in_use = InUse()
-        self.agents = AgentTable(MODEL, self.store.load_agents(), self.in_use)
+        self.agents = AgentTable(MODEL, in_use=self.in_use)
         self._ledger = Ledger(1 << 30)
         base = self._cache(BASE_CACHE, SPEC)
         self.caches = KeptCaches(base, lambda salt: Namespace(MODEL, SPEC.digest, salt))
+        load_agents(self.store, self.caches, self.agents)
         runner: Any = base.arenas  # asked about recurrent state only
         self.persistence = Persistence(
             self.caches,
@@ -95,7 +97,7 @@ class Desk:
         )
         self.eviction = Eviction(self.caches, self.agents, self.persistence)
         self.operations = AgentOperations(self.caches, self.agents, self.persistence, self.in_use, self.restorer)
-        self.persistence.index()
+        self.persistence.tidy()
         for name in adapters:
             self.open(name)
 

@@ -1,0 +1,65 @@
+"""Which lineages have their transcripts in RAM: those used last, within a budget."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from agentcache.blocks.ledger import TRANSCRIPTS, UNBOUNDED, Ledger
+from agentcache.blocks.transcript import Transcript
+
+_LEAST_BUDGET = 16 << 20
+_SHARE = 64  # of the RAM budget, beside which one part more is for transcripts
+
+
+def transcript_budget(ram_budget: int) -> int:
+    """Bytes for transcripts, for a RAM budget in bytes."""
+    return max(_LEAST_BUDGET, ram_budget // _SHARE)
+
+
+class ResidentTranscripts:
+    """Counts the bytes of transcripts in RAM, and has those not used of late leave it. Belongs to the engine thread.
+
+    A transcript that no log has yet stays, whatever it takes. Requests may read one that has left: theirs is the memory
+    then, until they end.
+
+    Args:
+        ledger: has an account of them.
+        budget: bytes that they may take.
+    """
+
+    def __init__(self, ledger: Ledger, budget: int) -> None:
+        self._budget = budget
+        self._account = ledger.open(TRANSCRIPTS, apart=UNBOUNDED, floor=budget)
+        self._kept: OrderedDict[str, tuple[Transcript, int]] = OrderedDict()  # by lineage, with its bytes
+
+    def keep(self, name: str, transcript: Transcript) -> None:
+        """This is the lineage's transcript now, and used last."""
+        known, num_bytes = self._kept.get(name, (None, 0))
+        if known is not transcript:
+            self.forget(name)
+            if not transcript.is_kept:
+                return
+            num_bytes = transcript.content().num_bytes
+            self._account.claim(num_bytes)
+        self._kept[name] = transcript, num_bytes
+        self._kept.move_to_end(name)
+
+    def forget(self, name: str) -> None:
+        """The lineage has no transcript any more."""
+        if name in self._kept:
+            _, num_bytes = self._kept.pop(name)
+            self._account.release(num_bytes)
+
+    def trim(self, is_needed: Callable[[str], bool]) -> None:
+        """Keep to the budget, but for transcripts of lineages that are needed and those that are not on disk."""
+        excess, leaving = self._account.claimed - self._budget, list[str]()
+        for name, (transcript, num_bytes) in self._kept.items():
+            if excess <= 0:
+                break
+            if transcript.is_stored and not is_needed(name):
+                leaving.append(name)
+                excess -= num_bytes
+        for name in leaving:
+            self._kept[name][0].leave_ram()
+            self.forget(name)
