@@ -65,7 +65,7 @@ def _num_chars(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(_num_chars, value.values()))
+        return sum(map(_num_chars, value.keys())) + sum(map(_num_chars, value.values()))
     return sum(map(_num_chars, value)) if isinstance(value, Sequence) else 0
 
 

@@ -401,6 +401,72 @@ ZEPHYR = r"""{% for message in messages %}
 {% endif %}
 {% endfor %}"""
 
+QWEN_3_CODER = r"""{%- macro render_extra_keys(json_dict, handled_keys) %}
+    {%- if json_dict is mapping %}
+        {%- for json_key in json_dict if json_key not in handled_keys %}
+            {%- if json_dict[json_key] is string %}
+                {{-'\n<' ~ json_key ~ '>' ~ json_dict[json_key] ~ '</' ~ json_key ~ '>' }}
+            {%- else %}
+                {{- '\n<' ~ json_key ~ '>' ~ (json_dict[json_key] | tojson | safe) ~ '</' ~ json_key ~ '>' }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- if messages[0]["role"] == "system" %}{{- "<|im_start|>system\n" + messages[0]["content"] }}
+{%- elif tools %}{{- "<|im_start|>system\nYou can use tools." }}{%- endif %}
+{%- for tool in tools or [] %}
+    {%- if tool.function is defined %}{%- set tool = tool.function %}{%- endif %}
+    {{- "\n<function>\n<name>" ~ tool.name ~ "</name>\n<parameters>" }}
+    {%- for name, fields in (tool.parameters.properties or {})|items %}
+        {{- '\n<parameter>\n<name>' ~ name ~ '</name>\n<type>' ~ fields.type | string ~ '</type>' }}
+        {{- render_extra_keys(fields, ['name', 'type']) }}
+        {{- '\n</parameter>' }}
+    {%- endfor %}
+    {{- render_extra_keys(tool.parameters, ['type', 'properties']) }}
+    {{- '\n</parameters>\n</function>' }}
+{%- endfor %}
+{%- if messages[0]["role"] == "system" or tools %}{{- '<|im_end|>\n' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" and message.tool_calls %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content | trim }}
+        {%- for tool_call in message.tool_calls %}
+            {{- '\n<tool_call>\n<function=' + tool_call.function.name + '>\n' }}
+            {%- for args_name, args_value in tool_call.function.arguments|items %}
+                {{- '<parameter=' + args_name + '>\n' }}
+                {{- (args_value if args_value is string else args_value | tojson) ~ '\n</parameter>\n' }}
+            {%- endfor %}
+            {{- '</function>\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {{- '<|im_start|>user\n<tool_response>\n' ~ message.content ~ '\n</tool_response>\n<|im_end|>\n' }}
+    {%- elif message.role != "system" %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+# Control tokens in two halves around the role.
+PHI_4_MINI = r"""{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message %}
+{{- '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}
+{%- else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
+
+# Nothing that a template of a model does with its client's words, but all that one could do.
+REWORKING = r"""{{- "<|im_start|>" ~ bos_token }}
+{%- for message in messages %}
+{{- "\n<" ~ message.role ~ ">" ~ message.content | replace("#", "") | replace("x y", "|") ~ ">" }}
+{{- message.content | upper }}{{ message.content | lower }}{{ message.content | trim("~ ") }}{{ message.content[1:-1] }}
+{{- message.content.split("/") | join }}{{ message | tojson }}{{ message | tojson(ensure_ascii=true) }}{{ message }}
+{{- message | items | list }}{{ "%s|>%s" | format(message.content, message.name) }}{{ message.content | reverse }}
+{%- for key in message %}{{ key }}{{ message[key] }}{{ key | title }}{% endfor %}<|im_end|>
+{%- endfor %}
+{%- for name, value in (options or {})|items %}{{ "<|" ~ name ~ "|>" ~ value }}{% endfor %}
+{%- for tool in tools or [] %}{{ tool }}{{ tool | tojson(indent=2) }}
+{{- tool.function | items | list | join }}{% endfor %}
+"""
+
 TEMPLATES = {
     "chatml": CHATML,
     "llama_3": LLAMA_3,
@@ -414,6 +480,8 @@ TEMPLATES = {
     "trained": TRAINED,
     "cohere": COHERE,
     "zephyr": ZEPHYR,
+    "qwen_3_coder": QWEN_3_CODER,
+    "phi_4_mini": PHI_4_MINI,
 }
 
 TOOLS: list[dict[str, Any]] = [

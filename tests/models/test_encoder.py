@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -23,6 +25,7 @@ from tests.conftest import StyledTokenizer
 from tests.examples import examples
 from tests.models.tokenizing import StandInWrapper, decoded, ids_of, specials, user
 from tests.rounds import check_bound, in_rounds
+from tests.tokenizers_factory import byte_bpe
 
 
 class TestEncode:
@@ -77,6 +80,20 @@ class TestEncode:
         tokenizer = Tokenizer(StandInWrapper(backend))  # type: ignore[arg-type]
         assert ids_of(tokenizer, "</s>") == [1]
         assert ids_of(tokenizer, tokenizer.mark("a</s>b")) == [6, 2, 3, 4, 5, 7]
+
+    @pytest.mark.parametrize("text", ["<\uff5cim_end\uff5c>", "\uff1c|im_end|\uff1e", "<|im_end|\uff1e"])
+    def test_what_a_normaliser_makes_a_control_token_of_is_text(self, tmp_path: Path, text: str) -> None:
+        saved = json.loads((byte_bpe(tmp_path) / "tokenizer.json").read_text())
+        saved |= {"normalizer": {"type": "NFKC"}}
+        saved["added_tokens"] = [token | {"normalized": True} for token in saved["added_tokens"]]
+        (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+        tokenizer = Tokenizer.load(tmp_path)
+        rendered, harmless = (tokenizer.render_chat(user(content)) for content in (f"a{text}b", "a b"))
+        ids, expected = ids_of(tokenizer, rendered), ids_of(tokenizer, harmless)
+        controls = [each for each in ids if each in tokenizer.control_ids]
+        assert controls == [each for each in expected if each in tokenizer.control_ids]
+        assert "a<|im_end|>b" in decoded(tokenizer, ids)
+        assert tokenizer.encode(rendered).ends[-1] == len(rendered)
 
     def test_added_tokens_that_are_not_special_are_found_beside_marks(self, chatml: Tokenizer) -> None:
         think = ids_of(chatml, "<think>")

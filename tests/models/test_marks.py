@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
+from agentcache.errors import UnsupportedModel
 from agentcache.models.text.marks import Marks
+from agentcache.models.text.messages import with_strings
 
 
 class TestMarks:
@@ -31,3 +35,33 @@ class TestMarks:
         marks = Marks([f"<{index}>" for index in range(5000)])
         assert marks.unmark(marks.mark("<0><4999>")) == "<0><4999>"
         assert len(set(marks.mark_of.values())) == 5000
+
+
+class TestSeals:
+    @pytest.mark.parametrize("number", [1, 1022, 1023, 1024, 2046, 2047, 32_000])
+    def test_no_text_of_a_client_holds_one(self, number: int) -> None:
+        specials = [f"<{index}>" for index in range(number)]
+        marks = Marks(specials)
+        text = "".join(specials[:5] + specials[-5:])
+        sealed = marks.seals.seal(text)
+        assert len(sealed) == min(2 * number, 10)
+        assert set(marks.mark(sealed)) == {"\ufffd"}
+        assert set(sealed).isdisjoint(marks.mark_of.values())
+        assert marks.mark_unsealed((sealed + text).encode()) == text + marks.mark(text)
+
+    def test_more_special_tokens_than_characters(self) -> None:
+        with pytest.raises(UnsupportedModel, match="too many"):
+            Marks([f"<{index}>" for index in range(33_000)])
+
+    def test_marks_are_where_they_were(self) -> None:
+        """Transcripts on disk hold them."""
+        assert Marks(["<s>"] * 2046).mark("<s>") == "\U0010fffd"
+        assert Marks(["<s>"] * 2047).mark("<s>") == "\U001007fe"
+
+
+def test_keys_that_marking_makes_equal_stay_apart() -> None:
+    marks = Marks(["<s>"])
+    keys = ["\U0010f800", "\U0010f801", "\ufffd", "<s>", "a"]
+    changed = with_strings({"x": [dict.fromkeys(keys, "<s>")], "role": 1}, marks.mark)
+    mark = marks.mark("<s>")
+    assert changed == {"x": [dict.fromkeys(["\ufffd", "\ufffd\ufffd", "\ufffd" * 3, mark, "a"], mark)], "role": 1}

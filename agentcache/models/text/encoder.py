@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
+from typing import Any
 
 import tokenizers
 
@@ -41,6 +42,7 @@ class MarkedEncoder:
         self._controls = controls
         self._control = any_of(controls.values())
         self._backend = _bare(saved)
+        self._normalises = _normalises_controls(json.loads(saved), set(controls.values()))
         self._lock = threading.Lock()
 
     def encode(self, text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
@@ -52,7 +54,7 @@ class MarkedEncoder:
             if num_chars > _USUAL_CHARS * limit.max_tokens:
                 self._count(text, limit)
         whole = _encode(self._backend, text)
-        if not has_marks:
+        if not has_marks and not (self._normalises and self._has_lookalikes(whole, text)):
             limit.check(len(whole))
             return Encoding(whole.ids, _clean_ends(whole.offsets, len(text)))
         tokens: list[_Token] = []
@@ -82,17 +84,27 @@ class MarkedEncoder:
     def _sections(self, whole: tokenizers.Encoding, text: str) -> Iterator[Sequence[_Token]]:
         """Tokens with their offsets, section by section; control tokens part the sections."""
         tokens = list(zip(whole.ids, whole.offsets, strict=True))
-        bounds = [index for index, token in enumerate(tokens) if token[0] in self._controls]
+        bounds = [index for index, token in enumerate(tokens) if self._is_control(token, text)]
         control, begin, first = None, 0, 0
         for bound in [*bounds, len(tokens)]:
             end = tokens[bound][1][0] if bound < len(tokens) else len(text)
-            if self._marks.are_in(text[begin:end]):
+            has_lookalike = self._normalises and any(token[0] in self._controls for token in tokens[first:bound])
+            if has_lookalike or self._marks.are_in(text[begin:end]):
                 yield self._encode_plain(text[begin:end], begin, control)
             else:
                 yield tokens[first:bound]
             if bound < len(tokens):
                 yield tokens[bound : bound + 1]
                 control, begin, first = tokens[bound][0], tokens[bound][1][1], bound + 1
+
+    def _is_control(self, token: _Token, text: str) -> bool:
+        """Whether a control token stands in the text as its string; a normaliser can make one of other characters."""
+        special = self._controls.get(token[0])
+        return special is not None and (not self._normalises or special in text[slice(*token[1])])
+
+    def _has_lookalikes(self, whole: tokenizers.Encoding, text: str) -> bool:
+        found = [token for token in zip(whole.ids, whole.offsets, strict=True) if token[0] in self._controls]
+        return not all(self._is_control(token, text) for token in found)
 
     def _encode_plain(self, section: str, begin: int, control: int | None) -> Sequence[_Token]:
         """Tokens of a section with marks. The control token before it goes in front: some tokenizers heed it."""
@@ -129,6 +141,14 @@ def _bare(saved: str) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _normalises_controls(content: Mapping[str, Any], controls: Set[str]) -> bool:
+    """Whether the tokenizer looks for control tokens in text that it has normalised."""
+    added = content.get("added_tokens") or ()
+    return content.get("normalizer") is not None and any(
+        token.get("normalized") and token["content"] in controls for token in added
+    )
 
 
 def _renamed(saved: str, names: Mapping[str, str]) -> str:

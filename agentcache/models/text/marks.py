@@ -6,14 +6,24 @@ appear as their strings; everywhere else such a string is a mark, so that no lat
 
 from __future__ import annotations
 
+import marshal
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+from agentcache.errors import UnsupportedModel
 
 _FIRST = 0x10F800
 _FIRST_OF_MANY = 0x100000
 _LAST = 0x10FFFD
+_RESERVED_BYTES = re.compile(rb"\xf4[\x80-\xbf]{3}")  # plane 16 in UTF-8
+# Roles that a template may write between the two halves of a control token, as in "<|" + role + "|>".
+_ROLES = (
+    *("system", "developer", "user", "human", "assistant", "model", "bot", "tool", "function", "ipython"),
+    *("observation", "environment", "tool_response", "context", "documents"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,12 +51,23 @@ class Marks:
         first = _FIRST if len(specials) <= _LAST - _FIRST + 1 else _FIRST_OF_MANY
         self.mark_of = {special: chr(first + index) for index, special in enumerate(specials)}
         self._special_of = {mark: special for special, mark in self.mark_of.items()}
-        self._reserved = re.compile(f"[{chr(first)}-{chr(_LAST)}]")
         self._special = any_of(specials)
+        self._special_bytes = re.compile(self._special.pattern.encode())
+        self.seals = Seals(specials, first + len(specials))
+        self._reserved = re.compile(f"[{min(chr(first), self.seals.lowest)}-{chr(_LAST)}]")
 
     def mark(self, text: str) -> str:
         """Plain text as marked text. Characters that happen to be marks already become U+FFFD."""
         return self._special.sub(lambda found: self.mark_of[found[0]], self.clean(text))
+
+    def mark_unsealed(self, content: bytes | bytearray) -> str:
+        """The marked text of what a sealed template has written, in UTF-8.
+
+        A control token's string without a seal is made of a client's words: it becomes a mark.
+        """
+        content = self.seals.join_halves(content)
+        content = self._special_bytes.sub(lambda found: self.mark_of[found[0].decode()].encode(), content)
+        return self.seals.unseal(content).decode("utf-8", "surrogatepass")
 
     def unmark(self, text: str) -> str:
         """Marked text as plain text."""
@@ -75,6 +96,81 @@ class Marks:
             low, high = offsets.low(ends[index]), offsets.high(ends[index])
             moved[index] = following = high if low == high else following
         return MarkedEnds(marked, moved)
+
+
+class Seals:
+    """Characters that stand for the control tokens that a chat template writes itself, while it is rendered.
+
+    A template can put a client's strings next to its own, strip them, or replace parts of them. Whatever they become,
+    they hold no seal, so they become no control token. A template may also write a control token in two halves around a
+    role; beside each half it has one more seal.
+
+    Args:
+        specials: special-token strings.
+        free: the first code point of the reserved range that is no mark.
+
+    Raises:
+        UnsupportedModel: too many special tokens for the reserved range.
+    """
+
+    def __init__(self, specials: Sequence[str], free: int) -> None:
+        first = _first_seal(len(specials), free)
+        self.lowest = chr(first)
+        self._seal_of = {special: chr(first + index) for index, special in enumerate(specials)}
+        self._special_of = {seal.encode(): special.encode() for special, seal in self._seal_of.items()}
+        self._opened, self._closed = chr(first + len(specials)), chr(first + len(specials) + 1)
+        self._special = any_of(specials)
+        halves = [half for special in specials for half in _halves(special)]
+        self._openings = tuple(sorted({opening for opening, _, _ in halves}))
+        self._closings = tuple(sorted({closing for _, _, closing in halves}))
+        self._half = re.compile(any_of((self._opened, self._closed)).pattern.encode())
+        roles = any_of({role for _, role, _ in halves}).pattern
+        self._joined = re.compile(
+            f"({any_of(self._openings).pattern}){self._opened}({roles}){self._closed}({any_of(self._closings).pattern})"
+        )
+
+    @cached_property
+    def for_template(self) -> bytes:
+        """What `template_child` seals a template with, as `marshal` writes it."""
+        return marshal.dumps((tuple(self._seal_of.items()), self._openings, self._opened, self._closings, self._closed))
+
+    def seal(self, text: str) -> str:
+        """Text of the model's own, such as the BOS, with its control tokens sealed."""
+        return self._special.sub(lambda found: self._seal_of[found[0]], text)
+
+    def unseal(self, content: bytes | bytearray) -> bytes:
+        """UTF-8 with its sealed control tokens as their strings."""
+        return _RESERVED_BYTES.sub(lambda found: self._special_of.get(found[0], found[0]), content)
+
+    def join_halves(self, content: bytes | bytearray) -> bytes | bytearray:
+        """UTF-8 with a seal for each control token that was written as two halves around a role."""
+        if not self._half.search(content):
+            return content
+        text = self._joined.sub(self._join, content.decode("utf-8", "surrogatepass"))
+        return text.replace(self._opened, "").replace(self._closed, "").encode("utf-8", "surrogatepass")
+
+    def _join(self, found: re.Match[str]) -> str:
+        token = "".join(found.groups())
+        return self._seal_of.get(token, token)
+
+
+def _first_seal(num_specials: int, free: int) -> int:
+    """Where seals begin: behind the marks, or else in front of them."""
+    num_seals = num_specials + 2
+    if free + num_seals - 1 <= _LAST:
+        return free
+    if _FIRST_OF_MANY + num_seals > free - num_specials:
+        raise UnsupportedModel(f"The tokenizer has {num_specials} special tokens, which is too many.")
+    return _FIRST_OF_MANY
+
+
+def _halves(special: str) -> Iterator[tuple[str, str, str]]:
+    """A control token's string as what may stand in front of a role in it, the role, and what may stand behind."""
+    for name in _ROLES:
+        for role in (name, name.upper(), name.capitalize()):
+            opening, found, closing = special.partition(role)
+            if found and opening and closing:
+                yield opening, role, closing
 
 
 class MarkOffsets:

@@ -19,14 +19,27 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of nested dicts and lists in which every string value (no key) went through `change`."""
+    """A copy of nested dicts and lists in which every string, also every key, went through `change`.
+
+    Keys that become equal stay apart: the later ones get U+FFFD appended.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: with_strings(part, change) for key, part in value.items()}
+        return _with_keys(value, change)
     if isinstance(value, Sequence):
         return [with_strings(part, change) for part in value]
     return value
+
+
+def _with_keys(value: Mapping[Any, Any], change: Callable[[str], str]) -> dict[Any, Any]:
+    changed = dict[Any, Any]()
+    for key, part in value.items():
+        name = change(key) if isinstance(key, str) else key
+        while name in changed:
+            name = f"{name}\ufffd"
+        changed[name] = with_strings(part, change)
+    return changed
 
 
 def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:

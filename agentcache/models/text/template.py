@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from agentcache.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLong
 from agentcache.errors import InvalidRequest, UnsupportedModel
+from agentcache.models.text.marks import Marks
+from agentcache.models.text.messages import with_strings
 from agentcache.models.text.template_child import RenderOutcome
 from agentcache.models.text.work_limit import WorkLimit
 
@@ -61,10 +63,14 @@ class ChatTemplate:
 
     Each render that is under way has a process; they are started when needed and kept. A template that is Python code
     of mlx-lm or transformers, and no data of the model's folder, runs in this process.
+
+    Args:
+        marks: of the tokenizer's control tokens.
     """
 
-    def __init__(self, wrapper: TokenizerWrapper) -> None:
+    def __init__(self, wrapper: TokenizerWrapper, marks: Marks) -> None:
         self._wrapper = wrapper
+        self._marks = marks
         self._work = ConfinedWork("agentcache.models.text.template_child")
 
     def start(self) -> None:
@@ -86,7 +92,11 @@ class ChatTemplate:
         limit: WorkLimit,
         max_bytes: int = MAX_BYTES,
     ) -> str:
-        """The template's text.
+        """The template's text, marked: control tokens in it are those that the template itself writes.
+
+        Args:
+            messages, tools, template_kwargs: with marked strings.
+            max_bytes: largest text in UTF-8.
 
         Raises:
             InvalidRequest: messages that the template does not take, or that it takes too much time or memory for.
@@ -100,14 +110,15 @@ class ChatTemplate:
         tools = None if tools is None else list(tools)
         kwargs = {"enable_thinking": self._wrapper.has_thinking, **template_kwargs}
         variables = {
-            **self._wrapper.special_tokens_map,
+            **with_strings(self._wrapper.special_tokens_map, self._marks.seals.seal),
             **kwargs,
             "messages": [_message(message) for message in messages],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._render_in_process((self._choose(tools), variables, max_bytes), limit)
+        request = (self._choose(tools), self._marks.seals.for_template, variables, max_bytes)
+        return self._render_in_process(request, limit)
 
     def _run_code(
         self, messages: Any, tools: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
@@ -129,36 +140,37 @@ class ChatTemplate:
                 f"The model has no chat template for these messages: {error}", param="messages"
             ) from error
 
-    def _render_in_process(self, request: tuple[str, dict[str, Any], int], limit: WorkLimit) -> str:
+    def _render_in_process(self, request: tuple[str, bytes, dict[str, Any], int], limit: WorkLimit) -> str:
         try:
             packed = marshal.dumps(request)
         except ValueError:
             raise InvalidRequest("Messages must be plain data, as JSON knows it.", param="messages") from None
         try:
-            return _text(*self._work.ask([packed], max_bytes=request[2], go_on=limit.go_on))
+            kind, content = self._work.ask([packed], max_bytes=request[-1], go_on=limit.go_on)
         except OverLimit as error:
             raise _failed(f"took {error.what}") from None
         except ReplyTooLong as error:
             raise RenderedTooLong(error.num_bytes) from None
         except ChildBroke:
             raise _failed("broke off") from None
+        return self._text(kind, content)
+
+    def _text(self, kind: bytes, content: bytearray) -> str:
+        text = self._marks.mark_unsealed(content)
+        if kind == RenderOutcome.TEXT:
+            return text
+        if kind == RenderOutcome.TOO_LONG:
+            raise RenderedTooLong(int(text))
+        text = self._marks.unmark(text)
+        if kind == RenderOutcome.SYNTAX:
+            raise UnsupportedModel(f"The model's chat template cannot be read: {text}")
+        raise _refused(text)
 
 
 def is_rendered_here(wrapper: TokenizerWrapper) -> bool:
     """Whether the tokenizer's template is Python code of mlx-lm or transformers, and no data of the model's folder."""
     has_code = type(wrapper._tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
     return has_code or wrapper._chat_template is not None
-
-
-def _text(kind: bytes, content: bytearray) -> str:
-    text = content.decode("utf-8", "surrogatepass")
-    if kind == RenderOutcome.TEXT:
-        return text
-    if kind == RenderOutcome.TOO_LONG:
-        raise RenderedTooLong(int(text))
-    if kind == RenderOutcome.SYNTAX:
-        raise UnsupportedModel(f"The model's chat template cannot be read: {text}")
-    raise _refused(text)
 
 
 def _refused(why: object) -> InvalidRequest:

@@ -2,13 +2,14 @@
 
 `template.py` sends it what to render. It imports nothing but the standard library and jinja2.
 
-A request is `marshal` of (template, variables, largest reply in bytes). A reply is a `RenderOutcome` and UTF-8.
+A request is `marshal` of (template, seals, variables, largest reply in bytes). A reply is a `RenderOutcome` and UTF-8.
 """
 
 from __future__ import annotations
 
 import json
 import marshal
+import re
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
@@ -17,6 +18,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.nodes
+import jinja2.optimizer
 import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -40,8 +42,8 @@ def main() -> None:
 
 def _answer(request: list[bytes]) -> tuple[bytes, bytes]:
     try:
-        template, variables, max_bytes = marshal.loads(request.pop())
-        text = _compiled(template).render(**variables).encode("utf-8", "surrogatepass")
+        template, seals, variables, max_bytes = marshal.loads(request.pop())
+        text = _compiled(template, seals).render(**variables).encode("utf-8", "surrogatepass")
     except MemoryError:  # `serve` knows what to do
         raise
     except RecursionError:
@@ -61,7 +63,7 @@ def _message(error: Exception) -> bytes:
 
 
 @lru_cache(maxsize=16)
-def _compiled(template: str) -> jinja2.Template:
+def _compiled(template: str, seals: bytes) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -70,7 +72,34 @@ def _compiled(template: str) -> jinja2.Template:
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _Namespace
-    return environment.from_string(template)
+    tree = environment.parse(template)
+    jinja2.optimizer.optimize(tree, environment)  # "a" + "b" is one constant
+    _seal(tree, *marshal.loads(seals))
+    return environment.from_string(tree)
+
+
+def _seal(
+    tree: jinja2.nodes.Node,
+    seals: tuple[tuple[str, str], ...],
+    openings: tuple[str, ...],
+    opened: str,
+    closings: tuple[str, ...],
+    closed: str,
+) -> None:
+    """Have a template write seals for its own control tokens, as `marks.Seals` says."""
+    seal_of = dict(seals)
+    control = re.compile("|".join(map(re.escape, sorted(seal_of, key=len, reverse=True))) or r"(?!)")
+
+    def sealed(text: str) -> str:
+        text = control.sub(lambda found: seal_of[found[0]], text)
+        text += opened if text.endswith(openings) else ""
+        return (closed if text.startswith(closings) else "") + text
+
+    for data in tree.find_all(jinja2.nodes.TemplateData):
+        data.data = sealed(data.data)
+    for const in tree.find_all(jinja2.nodes.Const):
+        if isinstance(const.value, str):
+            const.value = sealed(const.value)
 
 
 class _Generation(jinja2.ext.Extension):

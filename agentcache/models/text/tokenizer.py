@@ -86,7 +86,7 @@ class Tokenizer:
         content = json.loads(saved)
         self._token_bytes = TokenBytes(content.get("decoder"), backend.id_to_token, self._contents)
         self._longest_token = longest_token(content)
-        self._template = ChatTemplate(wrapper)
+        self._template = ChatTemplate(wrapper, self._marks)
         self._bytes_of = partial(_bytes_of, self.control_ids, self._contents, self._token_bytes)
         # Markers that are tokens are no text: readers take them for markers wherever they stand.
         not_text = self.control_ids | self.markers.keys()
@@ -142,8 +142,8 @@ class Tokenizer:
             if not self.has_chat_template:
                 text = self.raw_prompt(_fallback_template(marked, add_generation_prompt), reserved_are_marks=True)
             else:
-                marked_tools = with_strings(tools, self.mark)
-                text = self._apply_template(marked, marked_tools, add_generation_prompt, template_kwargs, limit)
+                marked_tools, kwargs = with_strings(tools, self.mark), with_strings(template_kwargs, self.mark)
+                text = self._apply_template(marked, marked_tools, add_generation_prompt, kwargs, limit)
         except RecursionError as error:
             raise InvalidRequest("The messages or tools are nested too deeply.", param="messages") from error
         return _without_surrogates(text, "messages")
