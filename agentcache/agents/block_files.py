@@ -32,9 +32,16 @@ class BlockFiles:
         for residual in record.residuals:
             self._group_names.setdefault(residual.cache, list(residual.groups))
 
+    def disagrees_with(self, record: AgentRecord) -> bool:
+        """Whether the lineage cuts residuals of some adapter into other groups than it is known to have."""
+        return any(
+            self._group_names.get(each.cache, list(each.groups)) != list(each.groups) for each in record.residuals
+        )
+
     def key(self, name: BlockName) -> str:
-        """What the store calls the file."""
-        return block_key(name.chain, self._group_names[name.cache][name.group])
+        """What the store calls the file. Of a group that the cache does not have, a key without a file."""
+        names = self._group_names[name.cache]
+        return block_key(name.chain, names[name.group] if name.group < len(names) else f"unknown.{name.group}")
 
     def has(self, name: BlockName) -> bool:
         """Whether there is a file."""

@@ -105,7 +105,7 @@ class AgentOperations:
         self._persistence.save_record(replace(record, adapter=adapter), done)
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
-        """Make an agent of an archive, durably. Raises Conflict."""
+        """Make an agent of an archive, durably. Raises Conflict, ArchiveRejected."""
         self._agents.new(archive.agent_id)
         self._persistence.bring_in(archive, done)
 

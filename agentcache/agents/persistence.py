@@ -23,6 +23,7 @@ from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.transcript import Transcript, TranscriptContent
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
+from agentcache.store.archive import ArchiveRejected
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import Store
@@ -294,7 +295,13 @@ class Persistence:
         self.jobs.submit(partial(self._disk.commit, SavedTurn(record)), settle=settle)
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
-        """Make the agent of an archive durable, and then known; its id is nobody's."""
+        """Make the agent of an archive durable, and then known; its id is nobody's.
+
+        Raises:
+            ArchiveRejected: its residuals are not those that the adapter has here.
+        """
+        if any(map(self._disk.files.disagrees_with, archive.records)):
+            raise ArchiveRejected("it has other groups of residuals than the adapter has here", param="path")
         for record in archive.records:
             self._in_use.hold_lineage(record.name)
             self._disk.files.learn_names(record)

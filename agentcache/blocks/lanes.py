@@ -12,7 +12,7 @@ everybody's up to the producer's start; the block in which that lies is its own 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -167,9 +167,27 @@ def state_chain(
     root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None, num_groups: int
 ) -> str:
     """The chain key of the block that ends behind the first `num_tokens` tokens, in the lane that has the state."""
-    layout = next(lane for lane in lay_out(producer, num_groups, has_state=True) if lane.has_state)
-    chain = root
-    for begin in range(0, num_tokens, BLOCK_SIZE):
-        end = min(begin + BLOCK_SIZE, num_tokens)
-        chain = chain_key(chain, token_ids[begin:end], layout.producer_of(end))
-    return chain
+    [block] = state_blocks(root, token_ids, [num_tokens], producer, num_groups)
+    return chain_key(block.parent, token_ids[block.begin : block.end], block.producer)
+
+
+class StateBlock(NamedTuple):
+    """The block that a snapshot of recurrent state belongs to: tokens ``begin … end - 1`` behind the chain `parent`."""
+
+    begin: int
+    end: int
+    producer: str
+    parent: str
+
+
+def state_blocks(
+    root: str, token_ids: Sequence[int], ends: Sequence[int], producer: Producer | None, num_groups: int
+) -> Iterator[StateBlock]:
+    """The blocks that end behind so many tokens each (at least one), in the lane that has the state."""
+    lane = next(lane for lane in lay_out(producer, num_groups, has_state=True) if lane.has_state)
+    parents = [root]
+    for end in range(BLOCK_SIZE, max(ends, default=0), BLOCK_SIZE):
+        parents.append(chain_key(parents[-1], token_ids[end - BLOCK_SIZE : end], lane.producer_of(end)))
+    for end in ends:
+        position = (end - 1) // BLOCK_SIZE
+        yield StateBlock(position * BLOCK_SIZE, end, lane.producer_of(end), parents[position])

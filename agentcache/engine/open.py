@@ -200,6 +200,7 @@ def _put_together(
                 precision=loaded.precision,
                 tokenizer=loaded.tokenizer,
                 max_context=loaded.max_context,
+                num_token_ids=loaded.num_token_ids,
                 modules=loaded.adapters.modules,
                 adapter_budget=adapters.budget,
                 plan=plan,

@@ -23,6 +23,7 @@ class ServedModel:
     Args:
         precision: of cached keys and values.
         max_context: tokens that the model was made for.
+        num_token_ids: the ids below this may be tokens; None where that is not known.
         modules: what of it adapters can act on.
         adapter_budget: bytes that all adapters' weights together may take.
         plan: how memory is shared out.
@@ -39,6 +40,7 @@ class ServedModel:
     modules: TargetModules
     adapter_budget: int
     plan: MemoryPlan
+    num_token_ids: int | None = None
     residuals: ResidualSupport | None = None
     ranks: int = 1
 

@@ -206,7 +206,9 @@ class AsyncEngine:
             StoreError: it could not be written, or the disk budget cannot hold it; nothing has changed.
         """
         served = self._thread.view.model
-        archive = await asyncio.to_thread(read_archive, Path(path), served.spec, served.fingerprint, agent_id)
+        archive = await asyncio.to_thread(
+            read_archive, Path(path), served.spec, served.fingerprint, agent_id, served.num_token_ids
+        )
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], ImportAgent(archive))
             return await self.agent(agent_id)

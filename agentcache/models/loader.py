@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from agentcache.models.trunk import ModelTrunk
 
 _DEFAULT_CONTEXT = 8192
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_VOCABULARY_SIZES = ("vocab_size", "num_vocab")  # in configs
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
 _MAX_TEXT_BYTES = 1 << 28
 _T = TypeVar("_T")
@@ -71,6 +73,16 @@ class LoadedModel:
     def precision(self) -> Precision:
         """Of cached keys and values."""
         return self.survey.precision
+
+    @cached_property
+    def num_token_ids(self) -> int | None:
+        """The ids below this may be tokens: the model's, whose matrices may be padded, or its tokenizer's.
+
+        None if the config does not say.
+        """
+        sizes = self.config | text_config(self.config)
+        vocabulary = next((size for name in _VOCABULARY_SIZES if isinstance(size := sizes.get(name), int)), None)
+        return None if vocabulary is None else max(vocabulary, self.tokenizer.vocab_size)
 
     @property
     def weight_bytes(self) -> int:

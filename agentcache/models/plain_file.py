@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from agentcache.errors import UnsupportedAdapter
+from agentcache.plain_file import open_plain
 
 
 @contextmanager
@@ -21,21 +21,20 @@ def open_plain_file(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]
             cannot be read.
     """
     try:
-        # Looked at before it is opened, which does things to some devices; and opened without waiting for a pipe's end.
-        _check(path, os.stat(path), max_bytes)
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-            status = os.fstat(stream.fileno())
-            _check(path, status, max_bytes)
-            yield stream, status.st_size
+        with open(_open(path), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > max_bytes:
+                raise UnsupportedAdapter(f"{path.name} is larger than {max_bytes} bytes")
+            yield stream, size
     except OSError as error:
         raise UnsupportedAdapter(f"{path.name} cannot be read: {error.strerror}") from None
 
 
-def _check(path: Path, status: os.stat_result, max_bytes: int) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise UnsupportedAdapter(f"{path.name} is not a file")
-    if status.st_size > max_bytes:
-        raise UnsupportedAdapter(f"{path.name} is larger than {max_bytes} bytes")
+def _open(path: Path) -> int:
+    try:
+        return open_plain(path)
+    except ValueError:
+        raise UnsupportedAdapter(f"{path.name} is not a file") from None
 
 
 def read_plain_file(path: Path, max_bytes: int) -> bytes:

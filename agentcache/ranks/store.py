@@ -37,9 +37,17 @@ class LeadingStore(Store):
     """
 
     def __init__(
-        self, cache_dir: Path, spec: CacheSpec, model: str, *, disk_budget: int | None, leader: Leader, tickets: Tickets
+        self,
+        cache_dir: Path,
+        spec: CacheSpec,
+        model: str,
+        *,
+        disk_budget: int | None,
+        leader: Leader,
+        tickets: Tickets,
+        num_token_ids: int | None = None,
     ) -> None:
-        super().__init__(cache_dir, spec, model, disk_budget=disk_budget)
+        super().__init__(cache_dir, spec, model, disk_budget=disk_budget, num_token_ids=num_token_ids)
         self._leader = leader
         self._tickets = tickets
         self._gone: set[str] = set()  # blocks with a file here, that some other rank has none of

@@ -74,7 +74,13 @@ class Alone:
         return ModelRunner(loaded, pools, snapshots, room=room, measures=measures)
 
     def store(self, config: Config, loaded: LoadedModel) -> Store:
-        return Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=config.disk_budget)
+        return Store(
+            config.cache_dir,
+            loaded.spec,
+            loaded.fingerprint,
+            disk_budget=config.disk_budget,
+            num_token_ids=loaded.num_token_ids,
+        )
 
     def traffic(self) -> Traffic:
         return Traffic()
@@ -121,6 +127,7 @@ class Leading:
             loaded.spec,
             loaded.fingerprint,
             disk_budget=config.disk_budget,
+            num_token_ids=loaded.num_token_ids,
             leader=self._leader,
             tickets=self._tickets,
         )

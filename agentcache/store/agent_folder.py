@@ -19,6 +19,7 @@ from agentcache.names import is_name
 from agentcache.store.atomic import Fault, append_file, replace_file
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
+from agentcache.store.lineage_check import ServedCache, check_lineage
 from agentcache.store.manifest import (
     MAX_MANIFEST_BYTES,
     AgentRecord,
@@ -112,13 +113,17 @@ class AgentFolder:
         folder: an existing folder whose files `usage` knows.
         usage: keeps the sizes and the budget.
         fault: called at each step of the write path.
+        served: what its lineages are compared with; None in a folder of another model.
     """
 
-    def __init__(self, files: CacheFiles, folder: Path, usage: DiskUsage, fault: Fault) -> None:
+    def __init__(
+        self, files: CacheFiles, folder: Path, usage: DiskUsage, fault: Fault, served: ServedCache | None = None
+    ) -> None:
         self._files = files
         self._folder = folder
         self._usage = usage
         self._fault = fault
+        self._served = served
         self._agents: dict[str, SavedAgent] = {}
         self._names: set[str] = set()
         self._loaded = False
@@ -168,7 +173,7 @@ class AgentFolder:
         if manifest.name != name or not is_named_well or manifest.model[:16] != self._folder.name:
             raise BlockRejected(f"the manifest is of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
         content = self._read_log(manifest)
-        check_caches(manifest, content)
+        check_lineage(manifest, content, self._served)
         content.transcript.store_in(partial(self._read_again, manifest))
         return SavedAgent(manifest, content)
 
@@ -355,20 +360,3 @@ def _manifest_of(record: AgentRecord, spec: str, groups: tuple[str, ...], end: L
         log=end,
         lineage=record.lineage,
     )
-
-
-def check_caches(manifest: Manifest, content: Content) -> None:
-    """Raise BlockRejected unless the log has a chain for each block that the manifest names, and no others."""
-    num_tokens = len(content.transcript)
-    for cache in manifest.caches:
-        if not 0 <= cache.num_saved <= num_tokens:
-            raise BlockRejected(f"{cache.num_saved} of {num_tokens} tokens are named as saved")
-        num_blocks = len(content.chains.get(cache.name, ()))
-        if num_blocks != len(cache.spans()):
-            raise BlockRejected(f"{num_blocks} blocks are named for {cache.num_saved} tokens")
-        if not all(0 < each.num_tokens <= cache.num_saved for each in cache.snapshots):
-            raise BlockRejected("it names snapshots of tokens that are not saved")
-        if cache.name != BASE_CACHE and (cache.producer is not None or cache.has_state or not cache.groups):
-            raise BlockRejected(f"the cache {cache.name!r:.80} is none that may stand beside base's")
-    if strange := content.chains.keys() - {cache.name for cache in manifest.caches}:
-        raise BlockRejected(f"the log has blocks of caches that the manifest does not name: {sorted(strange)!r:.100}")

@@ -17,18 +17,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
+import re
+import sys
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from agentcache.errors import InvalidRequest
+from agentcache.plain_file import open_plain
 from agentcache.store.manifest import Manifest
 
 _MAGIC = b"agentcache agent 1\n"
 _TAIL_BYTES = 8 + 32
-_MAX_INDEX_BYTES = 1 << 28
+_MAX_INDEX_BYTES = 1 << 27
+_ANY_FORMAT = b"agentcache agent "  # and a number
+# The index as `ArchiveWriter.finish` writes it.
+_INDEX_HEAD = re.compile(
+    rb'\{"agent": "([A-Za-z0-9._-]{1,64})", "model": "([ !#-\[\]-~]{1,200})", (?:"ranks": ([1-9][0-9]{0,3}), )?'
+    rb'"contents": \['
+)
+_INDEX_ENTRY = re.compile(
+    rb'(?:, )?\{"kind": "([a-z0-9 ]{1,40})", "bytes": ([0-9]{1,15}), "sha256": "([0-9a-f]{64})"\}'
+)
+_INDEX_END = b"]}"
 
 
 class ArchiveRejected(InvalidRequest):
@@ -66,7 +78,7 @@ def _digest_of_index(index: bytes, length: bytes) -> bytes:
     return hashlib.sha256(_MAGIC + index + length).digest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ArchivedContent:
     """A content of the file: where it lies."""
 
@@ -74,6 +86,31 @@ class ArchivedContent:
     begin: int
     num_bytes: int
     sha256: str
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.num_bytes
+
+
+def _none_there() -> ArchiveRejected:
+    """One sentence, whatever is or is not at a path: it tells nothing about other files."""
+    message = "no agentcache archive can be read at this path: name a file that agentcache export has written"
+    return ArchiveRejected(message, param="path")
+
+
+def _parse_index(index: bytes) -> tuple[str, str, int, list[ArchivedContent]]:
+    """Agent, model, ranks and contents. The index is read entry by entry: its objects may take 20 times its bytes."""
+    head = _INDEX_HEAD.match(index)
+    if head is None:
+        raise ArchiveRejected("the index is unreadable", param="path")
+    contents, at, begin = list[ArchivedContent](), head.end(), len(_MAGIC)
+    while (entry := _INDEX_ENTRY.match(index, at)) is not None:
+        kind, num_bytes, sha256 = sys.intern(entry[1].decode()), int(entry[2]), entry[3].decode()
+        contents.append(ArchivedContent(kind, begin, num_bytes, sha256))
+        at, begin = entry.end(), begin + num_bytes
+    if index[at:] != _INDEX_END:
+        raise ArchiveRejected("the index is unreadable", param="path")
+    return head[1].decode(), head[2].decode(), int(head[3] or 1), contents
 
 
 class ArchiveFile:
@@ -87,45 +124,42 @@ class ArchiveFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except (OSError, ValueError) as error:
-            raise ArchiveRejected(f"the file cannot be opened: {error}", param="path") from None
+            self._fd = open_plain(path)
+        except (OSError, ValueError):
+            raise _none_there() from None
         weakref.finalize(self, os.close, self._fd)
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ArchiveRejected("it is not a regular file", param="path")
         try:
-            self._read_index(status.st_size)
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ArchiveRejected(f"the index is unreadable: {error!r:.100}", param="path") from None
+            size = os.fstat(self._fd).st_size
+            self._check_magic()
+            index, end = self._read_index(size)
+        except OSError:  # a network's file, say
+            raise _none_there() from None
+        self.agent, self.model, self.ranks, self.contents = _parse_index(index)
+        described = self.contents[-1].end if self.contents else len(_MAGIC)
+        if described != end:
+            raise ArchiveRejected(f"it is damaged: {end} bytes of contents, {described} in the index", param="path")
 
-    def _read_index(self, size: int) -> None:
-        if size < len(_MAGIC) + _TAIL_BYTES or self._pread(len(_MAGIC), 0) != _MAGIC:
-            raise ArchiveRejected("it is no agentcache archive, or of another version", param="path")
-        tail = self._pread(_TAIL_BYTES, size - _TAIL_BYTES)
+    def _check_magic(self) -> None:
+        begin = self._pread(len(_MAGIC), 0)
+        if begin == _MAGIC:
+            return
+        if begin.startswith(_ANY_FORMAT) and begin.removeprefix(_ANY_FORMAT)[:1].isdigit():
+            message = "the archive has a format that this version of agentcache does not read; a newer version may"
+            raise ArchiveRejected(message, param="path", code="newer_format")
+        raise _none_there()
+
+    def _read_index(self, size: int) -> tuple[bytes, int]:
+        """The index, and where it begins."""
+        tail = self._pread(_TAIL_BYTES, max(len(_MAGIC), size - _TAIL_BYTES))
         length, digest = tail[:8], tail[8:]
         index_bytes = int.from_bytes(length, "little")
         end = size - _TAIL_BYTES - index_bytes
-        if index_bytes > _MAX_INDEX_BYTES or end < len(_MAGIC):
+        if len(tail) < _TAIL_BYTES or index_bytes > _MAX_INDEX_BYTES or end < len(_MAGIC):
             raise ArchiveRejected("it is damaged: the length of its index makes no sense", param="path")
         index = self._pread(index_bytes, end)
         if _digest_of_index(index, length) != digest:
             raise ArchiveRejected("it is damaged: its index is not the one that was written", param="path")
-        fields = json.loads(index)
-        self.agent, self.model = str(fields["agent"]), str(fields["model"])
-        self.ranks = fields.get("ranks", 1)
-        if type(self.ranks) is not int:
-            raise TypeError("a number of ranks is none")
-        self.contents: list[ArchivedContent] = []
-        begin = len(_MAGIC)
-        for content in fields["contents"]:
-            kind, num_bytes, sha256 = content["kind"], content["bytes"], content["sha256"]
-            if type(num_bytes) is not int or num_bytes < 0 or type(sha256) is not str or type(kind) is not str:
-                raise TypeError("a content is none")
-            self.contents.append(ArchivedContent(kind, begin, num_bytes, sha256))
-            begin += num_bytes
-        if begin != end:
-            raise ArchiveRejected(f"it is damaged: {end} bytes of contents, {begin} in the index", param="path")
+        return index, end
 
     def _pread(self, num_bytes: int, offset: int) -> bytes:
         parts = []

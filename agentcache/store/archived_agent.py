@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, RESIDUAL, BlockName, Namespace, kind_of
-from agentcache.blocks.lanes import chain_keys
+from agentcache.blocks.keys import (
+    BASE_CACHE,
+    BLOCK_SIZE,
+    FORMAT_VERSION,
+    RESIDUAL,
+    STATE_GROUP,
+    BlockName,
+    Namespace,
+    kind_of,
+)
+from agentcache.blocks.lanes import chain_keys, state_blocks
 from agentcache.errors import AgentCacheError, BlockRejected
 from agentcache.kv.spec import CacheSpec
-from agentcache.names import is_name
-from agentcache.store.agent_folder import SavedAgent, check_caches
+from agentcache.store.agent_folder import SavedAgent
 from agentcache.store.archive import ArchivedContent, ArchiveFile, ArchiveRejected, block_kind
-from agentcache.store.block_file import BlockHeader, decode_block, make_header, max_encoded_size
+from agentcache.store.block_file import (
+    MAX_HEADER_BYTES,
+    BlockHeader,
+    StoredBlock,
+    decode_block,
+    make_header,
+    max_encoded_size,
+)
 from agentcache.store.block_folder import BlockCopy, BlockWrite
+from agentcache.store.lineage_check import ServedCache, check_lineage
 from agentcache.store.manifest import (
     MAX_MANIFEST_BYTES,
     AgentRecord,
     Manifest,
     SavedCache,
+    SavedSnapshot,
     decode_manifest,
-    valid_lineage,
 )
 from agentcache.store.transcript_log import parse_log
-from agentcache.store.verify import MAX_BLOCK_BYTES, MAX_LOG_BYTES, examine_block
+from agentcache.store.verify import examine_block
 
 _CHUNK_BYTES = 64 << 20  # of blocks that are in memory at once while they are brought in, and one more
+_MAX_LOG_BYTES = (
+    1 << 28
+)  # of all lineages: transcripts of some millions of tokens; in memory they take a few times that
+_MAX_RESIDUAL_BYTES = 1 << 27  # of one block of an adapter that may not be loaded: ranks of thousands
 
 
 @dataclass(frozen=True)
@@ -93,50 +114,62 @@ class ArchivedAgent:
 
     def _write(self, header: BlockHeader, contents: Sequence[ArchivedContent]) -> BlockWrite | BlockCopy:
         if header.cache != BASE_CACHE:  # its adapter may not be loaded
-            return BlockCopy(header, self._file.read(contents[0], MAX_BLOCK_BYTES))
+            return BlockCopy(header, self._file.read(contents[0], _MAX_RESIDUAL_BYTES))
         own, *others = (
             _decode(self._file, spec, header, content) for spec, content in zip(self._specs, contents, strict=True)
         )
         return BlockWrite(header, own.data, own.extras, [other.data for other in others])
 
 
-def read_archive(path: Path, spec: CacheSpec, fingerprint: str, agent_id: str) -> ArchivedAgent:
-    """The agent in a file, once every byte of it has been verified. It changes nothing.
+def read_archive(
+    path: Path, spec: CacheSpec, fingerprint: str, agent_id: str, num_token_ids: int | None = None
+) -> ArchivedAgent:
+    """The agent in a file, once every byte and every value of it has been verified. It changes nothing.
 
     Args:
         spec, fingerprint: the served model's.
         agent_id: what the agent is to be called.
+        num_token_ids: the served model's tokens are the ids below this; None where that is not known.
 
     Raises:
-        ArchiveRejected: it is damaged, is no archive, or is of another model or of another number of ranks.
+        ArchiveRejected: it is damaged, is no archive, or is of another model, another number of ranks or a newer
+            format.
     """
     file = ArchiveFile(path)
-    if file.model != fingerprint:
-        message = f"the agent is of another model ({file.model[:16]!r}; this one is {fingerprint[:16]!r})"
-        raise ArchiveRejected(message, param="path", code="other_model")
+    check_model(file.model, fingerprint)
     if file.ranks != len(spec.by_rank):
         message = f"{file.ranks} ranks have the agent's keys and values, each a part; here it is {len(spec.by_rank)}"
         raise ArchiveRejected(message, param="path", code="other_model")
     try:
-        return _verified(file, spec, agent_id)
+        return _verified(file, ServedCache(spec, num_token_ids), agent_id)
     except BlockRejected as error:
         raise ArchiveRejected(f"it is damaged: {error}", param="path") from error
     except ArchiveRejected:
         raise
-    except (AgentCacheError, ValueError, LookupError, TypeError, OverflowError) as error:
+    except (AgentCacheError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ArchiveRejected(f"it is unreadable: {error!r:.100}", param="path") from error
 
 
-def _verified(file: ArchiveFile, spec: CacheSpec, agent_id: str) -> ArchivedAgent:
-    contents = list(file.contents)
+def check_model(archived: str, served: str) -> None:
+    """Raise ArchiveRejected unless an agent of the one model goes on with the other: both are fingerprints."""
+    if archived != served:
+        message = f"the agent is of another model ({archived[:16]!r}; this one is {served[:16]!r})"
+        raise ArchiveRejected(message, param="path", code="other_model")
+
+
+def _verified(file: ArchiveFile, served: ServedCache, agent_id: str) -> ArchivedAgent:
+    spec, contents = served.spec, deque(file.contents)
+    if sum(content.num_bytes for content in contents if content.kind == "log") > _MAX_LOG_BYTES:
+        raise ArchiveRejected(f"its transcripts take more than {_MAX_LOG_BYTES} bytes", param="path")
     lineages: dict[str, SavedAgent] = {}
     while contents and contents[0].kind == "manifest":
-        lineage = _read_lineage(file, spec, *_pair(contents))
+        lineage = _read_lineage(file, served, contents.popleft(), _log_of(contents))
         if lineage.manifest.name in lineages:
             raise ArchiveRejected("it has a lineage twice", param="path")
         lineages[lineage.manifest.name] = lineage
     if not lineages:
         raise ArchiveRejected("it has no lineage", param="path")
+    _check_residuals_agree([lineage.manifest for lineage in lineages.values()])
     expected = {each.header.block_key: each for lineage in lineages.values() for each in _expected(lineage)}
     specs = enumerate(spec.by_rank)
     by_rank = [_blocks_of(file, each, block_kind(rank), contents, expected) for rank, each in specs]
@@ -148,41 +181,69 @@ def _verified(file: ArchiveFile, spec: CacheSpec, agent_id: str) -> ArchivedAgen
         _ArchivedBlock(expected[key].header, expected[key].group, [found[key] for found in by_rank])
         for key in by_rank[0]
     ]
-    records = [replace(lineage.record(spec.digest), id=agent_id) for lineage in lineages.values()]
+    now = time.time()
+    records = [_renamed(lineage.record(spec.digest), agent_id, now) for lineage in lineages.values()]
     return ArchivedAgent(file, spec, agent_id, records, blocks)
 
 
-def _pair(contents: list[ArchivedContent]) -> tuple[ArchivedContent, ArchivedContent]:
-    manifest, log = contents[:2]
-    del contents[:2]
-    if log.kind != "log":
+def _renamed(record: AgentRecord, agent_id: str, now: float) -> AgentRecord:
+    """The lineage under a name of here. Another machine's clock may be ahead of this one's."""
+    return replace(record, id=agent_id, created=min(record.created, now), last_used=min(record.last_used, now))
+
+
+def _check_residuals_agree(manifests: Sequence[Manifest]) -> None:
+    """Residuals of one adapter are cut into the same groups everywhere."""
+    groups: dict[str, tuple[str, ...]] = {}
+    for cache in (cache for manifest in manifests for cache in manifest.caches[1:]):
+        if groups.setdefault(cache.name, cache.groups) != cache.groups:
+            raise ArchiveRejected("its lineages have different groups of residuals", param="path")
+
+
+def _log_of(contents: deque[ArchivedContent]) -> ArchivedContent:
+    """The log, which follows its manifest: it is taken off the front."""
+    if not contents or contents[0].kind != "log":
         raise ArchiveRejected("it has a manifest without a log", param="path")
-    return manifest, log
+    return contents.popleft()
 
 
 def _read_lineage(
-    file: ArchiveFile, spec: CacheSpec, manifest_at: ArchivedContent, log_at: ArchivedContent
+    file: ArchiveFile, served: ServedCache, manifest_at: ArchivedContent, log_at: ArchivedContent
 ) -> SavedAgent:
     """A lineage whose chains are those of its tokens, in this model's cache."""
     manifest = decode_manifest(file.read(manifest_at, MAX_MANIFEST_BYTES))
-    if (manifest.id, manifest.model) != (file.agent, file.model) or not is_name(manifest.id):
+    if (manifest.id, manifest.model) != (file.agent, file.model):
         raise ArchiveRejected("a manifest is of another agent or model", param="path")
-    if not valid_lineage(manifest.lineage):
-        raise ArchiveRejected("a lineage's id is none", param="path")
-    base, groups = manifest.base, tuple(group.name for group in spec.groups)
     further = {kind_of(cache.name) for cache in manifest.caches[1:]}
-    if manifest.format_version != FORMAT_VERSION or base.spec != spec.digest or not further <= {RESIDUAL}:
+    if (
+        manifest.format_version != FORMAT_VERSION
+        or manifest.base.spec != served.spec.digest
+        or not further <= {RESIDUAL}
+    ):
         message = "its cache is of another kind (quantisation, say) than this server's"
         raise ArchiveRejected(message, param="path", code="other_model")
-    content = parse_log(file.read(log_at, MAX_LOG_BYTES), manifest.name, manifest.model, manifest.log)
-    check_caches(manifest, content)
-    if base.groups != groups:
-        raise ArchiveRejected("a lineage's blocks are not those of its tokens", param="path")
-    for cache in manifest.caches:
-        chains = tuple(chain_keys(_root(manifest, cache), content.transcript.ids, cache.spans()))
-        if content.chains.get(cache.name, ()) != chains:
+    content = parse_log(file.read(log_at, _MAX_LOG_BYTES), manifest.name, manifest.model, manifest.log)
+    check_lineage(manifest, content, served)
+    for cache in manifest.caches[1:]:
+        _check_residual_groups(cache, served.spec)
+    lineage = SavedAgent(manifest, content)
+    _check_chains(lineage)
+    return lineage
+
+
+def _check_residual_groups(cache: SavedCache, spec: CacheSpec) -> None:
+    """Its adapter may not be loaded, but what it may add to is known (`residual_spec`)."""
+    if list(cache.groups) != [group.name for group in spec.groups if group.name in cache.groups]:
+        raise ArchiveRejected("a lineage has residuals of groups that its cache has not", param="path")
+
+
+def _check_chains(lineage: SavedAgent) -> None:
+    ids = lineage.content.transcript.ids
+    for cache in lineage.manifest.caches:
+        root = _root(lineage.manifest, cache)
+        if lineage.content.chains.get(cache.name, ()) != tuple(chain_keys(root, ids, cache.spans())):
             raise ArchiveRejected("a lineage's blocks are not those of its tokens", param="path")
-    return SavedAgent(manifest, content)
+    if any(each.header.chain != snapshot.chain for snapshot, each in _state_blocks(lineage)):
+        raise ArchiveRejected("a lineage's snapshots are not those of its tokens", param="path")
 
 
 def _root(manifest: Manifest, cache: SavedCache) -> str:
@@ -190,7 +251,7 @@ def _root(manifest: Manifest, cache: SavedCache) -> str:
 
 
 def _expected(lineage: SavedAgent) -> Iterator[_ExpectedBlock]:
-    """What every block that the lineage names has to be."""
+    """What every block that the lineage names has to be, snapshots of recurrent state last."""
     for cache in lineage.manifest.caches:
         chains, root = lineage.content.chains.get(cache.name, ()), _root(lineage.manifest, cache)
         for span in cache.spans():
@@ -199,25 +260,46 @@ def _expected(lineage: SavedAgent) -> Iterator[_ExpectedBlock]:
             for group in span.groups:
                 header = make_header(parent, cache.groups[group], position, tokens, span.producer, cache.name)
                 yield _ExpectedBlock(header, group)
+    yield from (block for _, block in _state_blocks(lineage))
+
+
+def _state_blocks(lineage: SavedAgent) -> Iterator[tuple[SavedSnapshot, _ExpectedBlock]]:
+    """Its snapshots of recurrent state, each with the block that holds it."""
+    base, ids = lineage.manifest.base, lineage.content.transcript.ids
+    if not base.snapshots:
+        return
+    ends = [each.num_tokens for each in base.snapshots]
+    found = state_blocks(_root(lineage.manifest, base), ids, ends, base.named_producer(), base.num_block_groups)
+    for snapshot, block in zip(base.snapshots, found, strict=True):
+        tokens, position = ids[block.begin : block.end], block.begin // BLOCK_SIZE
+        header = make_header(block.parent, STATE_GROUP, position, tokens, block.producer)
+        yield snapshot, _ExpectedBlock(header, base.num_block_groups)
 
 
 def _blocks_of(
-    file: ArchiveFile, spec: CacheSpec, kind: str, contents: list[ArchivedContent], expected: dict[str, _ExpectedBlock]
+    file: ArchiveFile,
+    spec: CacheSpec,
+    kind: str,
+    contents: deque[ArchivedContent],
+    expected: dict[str, _ExpectedBlock],
 ) -> dict[str, ArchivedContent]:
     """One rank's blocks, by key: they are taken off the front of `contents`. Each is there once."""
     found: dict[str, ArchivedContent] = {}
+    largest = MAX_HEADER_BYTES + max(group.bytes_per_block for group in spec.all_groups)
     while contents and contents[0].kind == kind:
-        content = contents.pop(0)
-        key = examine_block(file.read(content, MAX_BLOCK_BYTES))
+        content = contents.popleft()
+        key = examine_block(file.read(content, max(largest, _MAX_RESIDUAL_BYTES)))
         if key not in expected or key in found:
             raise ArchiveRejected("it has a block that no lineage names, or one twice", param="path")
         if expected[key].header.cache == BASE_CACHE:
             _decode(file, spec, expected[key].header, content)
+        elif content.num_bytes > _MAX_RESIDUAL_BYTES:
+            raise ArchiveRejected(f"residuals of {content.num_bytes} bytes make no sense", param="path")
         found[key] = content
     return found
 
 
-def _decode(file: ArchiveFile, spec: CacheSpec, header: BlockHeader, content: ArchivedContent) -> Any:
+def _decode(file: ArchiveFile, spec: CacheSpec, header: BlockHeader, content: ArchivedContent) -> StoredBlock:
     try:
         return decode_block(spec, header, file.read(content, max_encoded_size(spec, header)))
     except BlockRejected as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,14 +11,19 @@ from typing import Any
 
 import xxhash
 
+from agentcache.adapter_settings import Policy
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, STATE_GROUP, BlockName, Producer, block_key
 from agentcache.blocks.lanes import BlockSpan, NamedBlock, NamedSnapshot, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected
+from agentcache.names import is_name
 from agentcache.store.transcript_log import LogEnd
 
 MAX_MANIFEST_BYTES = 1 << 20
 FIRST_LINEAGE = "first"
+MAX_TIME = 253402300799  # seconds since 1970: the end of the year 9999
+_MAX_GROUPS = 1024  # of one cache: a lineage has a file for each of them and each of its blocks
+_MAX_POSITION = 2**32
 _LINEAGE = re.compile(r"[a-z0-9]{1,16}")
 _BETWEEN = "~"  # in no id
 
@@ -314,8 +320,8 @@ def decode_manifest(data: bytes) -> Manifest:
             raise BlockRejected("the manifest's checksum does not match its content")
         del fields["checksum"]
         manifest = _from_fields(_upgraded(fields) if version == "1" else fields)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise BlockRejected(f"the manifest is unreadable: {error!r:.100}") from None
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        raise BlockRejected(f"the manifest is unreadable: {error!r:.200}") from None
     if manifest.format_version == FORMAT_VERSION and encode_manifest(manifest) != data:
         raise BlockRejected("the manifest is not the one that was written")
     return manifest
@@ -332,10 +338,30 @@ def _upgraded(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_fields(fields: Mapping[str, Any]) -> Manifest:
     caches, log = tuple(map(_cache_from, fields["caches"])), LogEnd(**fields["log"])
-    if any(type(number) is not int for number in (log.generation, log.num_bytes)):
-        raise TypeError("a number is not an integer")
     version = int(fields["format_version"])
-    return Manifest(**{**fields, "caches": caches, "log": log, "format_version": version})
+    manifest = Manifest(**{**fields, "caches": caches, "log": log, "format_version": version})
+    _check_settings(manifest)
+    _check_log(log)
+    return manifest
+
+
+def _check_settings(manifest: Manifest) -> None:
+    """Raise ValueError unless an engine that writes manifests could have written these values."""
+    _require(_is_text(manifest.id) and is_name(manifest.id), "id", manifest.id)
+    _require(_is_text(manifest.lineage) and valid_lineage(manifest.lineage), "lineage", manifest.lineage)
+    _require(_is_text(manifest.model), "model", manifest.model)
+    _require(_is_text(manifest.salt), "salt", manifest.salt)
+    _require(_is_time(manifest.created), "created", manifest.created)
+    _require(_is_time(manifest.last_used), "last_used", manifest.last_used)
+    is_adapter = manifest.adapter is None or (_is_text(manifest.adapter) and is_name(manifest.adapter))
+    _require(is_adapter, "adapter", manifest.adapter)
+    _require(manifest.policy in [policy.value for policy in Policy], "policy", manifest.policy)
+
+
+def _check_log(log: LogEnd) -> None:
+    _require(_is_count(log.generation) and log.generation > 0, "log generation", log.generation)
+    _require(_is_count(log.num_bytes), "log length", log.num_bytes)
+    _require(_is_text(log.checksum), "log checksum", log.checksum)
 
 
 def _cache_from(fields: Mapping[str, Any]) -> SavedCache:
@@ -344,24 +370,56 @@ def _cache_from(fields: Mapping[str, Any]) -> SavedCache:
     producer = _producer_from(fields["producer"]) if "producer" in fields else None
     snapshots = tuple(map(_snapshot_from, fields.get("snapshots", ())))
     cache = SavedCache(**{**fields, "groups": tuple(fields["groups"]), "producer": producer, "snapshots": snapshots})
-    if type(cache.num_saved) is not int or type(cache.name) is not str or type(cache.spec) is not str:
-        raise TypeError("the cache is none")
+    _require(_is_text(cache.name) and bool(cache.name), "cache name", cache.name)
+    _require(_is_text(cache.spec), "cache spec", cache.spec)
+    _require(_is_count(cache.num_saved), "number of saved tokens", cache.num_saved)
+    _check_groups(cache.groups)
     cache.named_producer()  # a ValueError if a group is unknown
     return cache
 
 
+def _check_groups(groups: tuple[str, ...]) -> None:
+    are_names = all(_is_text(group) and group for group in groups)
+    _require(are_names and len(set(groups)) == len(groups) <= _MAX_GROUPS, "cache groups", groups)
+
+
 def _snapshot_from(fields: Mapping[str, Any]) -> SavedSnapshot:
     snapshot = SavedSnapshot(**fields)
-    if type(snapshot.num_tokens) is not int or type(snapshot.chain) is not str:
-        raise TypeError("the snapshot is none")
+    _require(_is_count(snapshot.num_tokens), "snapshot position", snapshot.num_tokens)
+    _require(_is_text(snapshot.chain), "snapshot chain", snapshot.chain)
     return snapshot
 
 
 def _producer_from(fields: Mapping[str, Any]) -> SavedProducer:
     producer = SavedProducer(**{**fields, "groups": tuple(fields["groups"])})
-    if type(producer.key) is not str or type(producer.start) is not int or producer.start < 0:
-        raise TypeError("the producer is none")
+    _require(_is_text(producer.key) and bool(producer.key), "producer", producer.key)
+    _require(_is_count(producer.start), "producer start", producer.start)
+    _check_groups(producer.groups)
     return producer
+
+
+def _require(is_valid: bool, what: str, value: object) -> None:
+    if not is_valid:
+        raise ValueError(f"{what} {value!r:.80}")
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string that UTF-8 can hold: no half of a surrogate pair."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_POSITION
+
+
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= MAX_TIME  # type: ignore[arg-type, operator]
 
 
 def _signed(fields: Mapping[str, Any]) -> bytes:

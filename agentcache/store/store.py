@@ -30,6 +30,7 @@ from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockCopy, BlockFolder, BlockWrite
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
+from agentcache.store.lineage_check import ServedCache
 from agentcache.store.lock import FolderLock
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.saved_agents import SavedAgents
@@ -54,6 +55,7 @@ class Store:
         model_fingerprint: names the model's folder of agents.
         disk_budget: bytes that the user lets all files take together; None for an automatic budget (`disk_budget`).
         fault: called with the name of each step of the write path, for crash tests.
+        num_token_ids: the model's tokens are the ids below this; None where that is not known.
 
     Attributes:
         usage: bytes of all files, and the budget; to be looked at, and changed by the folders of files alone.
@@ -72,11 +74,13 @@ class Store:
         *,
         disk_budget: int | None,
         fault: Fault = no_fault,
+        num_token_ids: int | None = None,
     ) -> None:
         if not is_name(model_fingerprint[:16]):
             raise BrokenInvariant(f"{model_fingerprint!r:.80} cannot name a folder")
         self._spec = spec
         self._specs = {BASE_CACHE: spec}
+        self._served = ServedCache(spec, num_token_ids)
         self._model = model_fingerprint
         self._fault = fault
         self.when_lost: Callable[[], None] = lambda: None
@@ -103,10 +107,14 @@ class Store:
         self.usage.start_over()
         self.usage.adopt_folders(self._block_dir)
         models = self.usage.adopt_folders(self._agent_dir.parent)
-        folders = {path.name: AgentFolder(self._files, path, self.usage, self._fault) for path in models}
+        folders = {path.name: self._agent_folder(path) for path in models}
         self.usage.measure()
         self._agents = SavedAgents(folders, self._model, self._spec.digest, self._blocks)
         self._folders = self._identities()
+
+    def _agent_folder(self, path: Path) -> AgentFolder:
+        served = self._served if path == self._agent_dir else None
+        return AgentFolder(self._files, path, self.usage, self._fault, served)
 
     # --- folders that somebody removes ---
 

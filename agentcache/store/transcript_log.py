@@ -11,7 +11,7 @@ import base64
 import json
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +88,13 @@ def parse_log(data: bytes, agent_id: str, model: str, end: LogEnd, format_versio
     if len(data) < end.num_bytes:
         raise BlockRejected(f"the log has {len(data)} bytes, the manifest names {end.num_bytes}")
     try:
-        records = _records(data[: end.num_bytes], end.checksum)
-        expected = _first_record(agent_id, model, end.generation, format_version)
-        if records[0] != expected:
-            raise BlockRejected(f"the log begins with {records[0]!r:.200}, expected {expected!r:.200}")
-        return _replay(records[1:] if format_version > 1 else [_upgraded(record) for record in records[1:]])
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise BlockRejected(f"the log is unreadable: {error!r:.100}") from None
+        records = _records(data, end)
+        expected, first = _first_record(agent_id, model, end.generation, format_version), next(records)
+        if first != expected:
+            raise BlockRejected(f"the log begins with {first!r:.200}, expected {expected!r:.200}")
+        return _replay(records if format_version > 1 else map(_upgraded, records))
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise BlockRejected(f"the log is unreadable: {error!r:.200}") from None
 
 
 # --- lines ---
@@ -113,18 +113,18 @@ def _checksum_of(line: bytes) -> str:
     return line[:_CHECKSUM_CHARS].decode()
 
 
-def _records(data: bytes, last_checksum: str) -> list[Any]:
-    checksum = ""
-    records: list[Any] = []
-    for line in data.removesuffix(b"\n").split(b"\n"):
+def _records(data: bytes, end: LogEnd) -> Iterator[Any]:
+    """The record of each line in front of `end`, one at a time. Raises BlockRejected, at last for a wrong end."""
+    checksum, begin, count = "", 0, 0
+    while (stop := data.find(b"\n", begin, end.num_bytes)) >= 0:
+        line, begin, count = data[begin:stop], stop + 1, count + 1
         text = line[_CHECKSUM_CHARS + 1 :]
         checksum = _chained(checksum, text)
         if line[: _CHECKSUM_CHARS + 1] != checksum.encode() + b" ":
-            raise BlockRejected(f"the checksum of line {len(records) + 1} of the log does not match")
-        records.append(json.loads(text.decode("utf-8", "surrogatepass")))
-    if checksum != last_checksum or not data.endswith(b"\n"):
+            raise BlockRejected(f"the checksum of line {count} of the log does not match")
+        yield json.loads(text.decode("utf-8", "surrogatepass"))
+    if checksum != end.checksum or begin != end.num_bytes or not count:
         raise BlockRejected("the log does not end where the manifest says")
-    return records
 
 
 def _first_record(agent_id: str, model: str, generation: int, format_version: int) -> dict[str, Any]:
@@ -211,20 +211,70 @@ def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "keep": keep, "chains": {BASE_CACHE: [num_chains, record["chains"]]}}
 
 
-def _replay(records: Sequence[Mapping[str, Any]]) -> Content:
-    ids, ends, text, system = array("I"), array("I"), "", None
+def _replay(records: Iterable[Mapping[str, Any]]) -> Content:
+    ids, ends, text, system = array("I"), array("I"), _Text(), None
     spans: list[tuple[str, int]] = []
     chains: defaultdict[str, list[str]] = defaultdict(list)
     for record in records:
         tokens, characters, num_spans = record["keep"]
-        ids[tokens:] = _unpack(record["ids"])
-        ends[tokens:] = _unpack(record["ends"])
-        text = text[:characters] + record["text"]
-        spans[num_spans:] = [(kind, count) for kind, count in record["spans"]]
+        ids[_kept(tokens, ids) :] = _unpack(record["ids"])
+        ends[_kept(tokens, ends) :] = _unpack(record["ends"])
+        text.keep(characters)
+        text.append(_string(record["text"]))
+        spans[_kept(num_spans, spans) :] = map(_span, record["spans"])
         for cache, (num_chains, added) in record["chains"].items():
-            chains[cache][num_chains:] = added
+            chains[cache][_kept(num_chains, chains[cache]) :] = map(_string, added)
         system = record.get("system", system)
     if len(ids) != len(ends):
         raise BlockRejected(f"the log has {len(ids)} token ids but {len(ends)} ends")
+    if system is not None:
+        _string(system)
     named = {cache: tuple(keys) for cache, keys in chains.items() if keys}
-    return Content(Transcript(text, ids, ends, tuple(spans)), named, system)
+    return Content(Transcript(text.whole(), ids, ends, tuple(spans)), named, system)
+
+
+class _Text:
+    """A text that grows and shrinks at its end, in time that is linear in what is appended."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[str, int]] = []  # with the characters that count of each
+        self._length = 0
+
+    def keep(self, length: int) -> None:
+        """Drop all but the first `length` characters."""
+        if type(length) is not int or not 0 <= length <= self._length:
+            raise ValueError(f"{length!r:.40} of {self._length} characters are kept")
+        while self._length > length:
+            part, count = self._parts.pop()
+            self._length -= count
+            if self._length < length:
+                self._parts.append((part, length - self._length))
+                self._length = length
+
+    def append(self, text: str) -> None:
+        if text:
+            self._parts.append((text, len(text)))
+            self._length += len(text)
+
+    def whole(self) -> str:
+        return "".join(part if count == len(part) else part[:count] for part, count in self._parts)
+
+
+def _kept(count: int, items: Sequence[Any]) -> int:
+    """How many of the items a record keeps."""
+    if type(count) is not int or not 0 <= count <= len(items):
+        raise ValueError(f"{count!r:.40} of {len(items)} items are kept")
+    return count
+
+
+def _string(value: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    return value
+
+
+def _span(value: Sequence[Any]) -> tuple[str, int]:
+    kind, count = value
+    if type(count) is not int:
+        raise TypeError(f"{value!r:.40} is no span of tokens")
+    return _string(kind), count

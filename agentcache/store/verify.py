@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from agentcache.blocks.keys import Namespace, block_key, chain_key, root_of_version_1
+from agentcache.blocks.keys import BLOCK_SIZE, Namespace, block_key, chain_key, root_of_version_1
 from agentcache.blocks.lanes import chain_keys, state_chain
 from agentcache.errors import BlockRejected
 from agentcache.store.cache_files import CacheFiles
+from agentcache.store.lineage_check import check_lineage
 from agentcache.store.manifest import MAX_MANIFEST_BYTES, Manifest, SavedCache, decode_manifest
 from agentcache.store.transcript_log import parse_log
 
@@ -31,9 +32,11 @@ T = TypeVar("T")
 
 MAX_BLOCK_BYTES = 1 << 30
 MAX_LOG_BYTES = 1 << 32
+MAX_HEADER_BYTES = 1 << 20  # of a block's file
 
 _CHECKSUM = '"checksum":"{}"'
 _VERSIONS = ("1", "2")
+_MOST_AXES = 8
 _ITEM_BYTES = {"F32": 4, "U32": 4, "I32": 4, "I64": 8, "F16": 2, "BF16": 2, "U8": 1}
 
 
@@ -104,7 +107,9 @@ def _examine_block(files: CacheFiles, path: Path) -> str:
 def examine_block(data: bytes) -> str:
     """The key of the block in a file's bytes: it follows from the content. Raises BlockRejected."""
     head_size = 8 + int.from_bytes(data[:8], "little")
-    head, tensors = data[:head_size], data[head_size:]
+    if head_size > MAX_HEADER_BYTES:
+        raise BlockRejected(f"its header of {head_size} bytes is too long")
+    head, tensors = data[:head_size], memoryview(data)[head_size:]
     try:
         entries = json.loads(head[8:])
         metadata = entries.pop("__metadata__")
@@ -112,10 +117,12 @@ def examine_block(data: bytes) -> str:
         chain = chain_key(metadata["parent"], token_ids, metadata["producer"])
         key, stated = block_key(chain, metadata["group"]), metadata["checksum"]
         num_bytes = _check_entries(entries.values())
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, zlib.error) as error:
+        unsigned = head.replace(_CHECKSUM.format(stated).encode(), _CHECKSUM.format("0" * 32).encode())
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, zlib.error) as error:
         raise BlockRejected(f"the header is unreadable: {error!r:.100}") from None
-    unsigned = head.replace(_CHECKSUM.format(stated).encode(), _CHECKSUM.format("0" * 32).encode())
-    if xxhash.xxh3_128_hexdigest(unsigned + tensors) != stated:
+    checksum = xxhash.xxh3_128(unsigned)
+    checksum.update(tensors)
+    if checksum.hexdigest() != stated:
         raise BlockRejected("the checksum does not match the content")
     if num_bytes != len(tensors):
         raise BlockRejected(f"its tensors take {num_bytes} bytes, but there are {len(tensors)}")
@@ -129,11 +136,17 @@ def _check_entries(entries: Iterable[Mapping[str, Any]]) -> int:
     """Bytes of all tensors; each has to begin where the one before it ends, and to be as long as its shape says."""
     end = 0
     for entry in entries:
-        num_bytes = math.prod(entry["shape"]) * _ITEM_BYTES[entry["dtype"]]
+        num_bytes = _num_items(entry["shape"]) * _ITEM_BYTES[entry["dtype"]]
         if entry["data_offsets"] != [end, end + num_bytes]:
             raise ValueError(f"a tensor of {num_bytes} bytes lies at {entry['data_offsets']!r:.40}")
         end += num_bytes
     return end
+
+
+def _num_items(shape: Sequence[int]) -> int:
+    if len(shape) > _MOST_AXES or not all(type(size) is int and 0 <= size < 1 << 32 for size in shape):
+        raise ValueError(f"{shape!r:.40} is no shape")
+    return math.prod(shape)
 
 
 def _check_extras(text: str | None) -> None:
@@ -143,15 +156,20 @@ def _check_extras(text: str | None) -> None:
         for extra in json.loads(text).values():
             if isinstance(extra, str):
                 continue
-            num_bytes = math.prod(extra["shape"]) * _ITEM_BYTES[extra["dtype"]]
+            num_bytes = _num_items(extra["shape"]) * _ITEM_BYTES[extra["dtype"]]
             if len(base64.b64decode(extra["data"], validate=True)) != num_bytes:
                 raise ValueError(f"{num_bytes} bytes were to be expected")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BlockRejected(f"its extras are unreadable: {error!r:.100}") from None
 
 
 def _unpack(packed: str) -> array[int]:
-    return array("I", zlib.decompress(base64.b64decode(packed)))
+    """The token ids of a block. Stops where a few bytes would become gigabytes."""
+    inflater, most = zlib.decompressobj(), BLOCK_SIZE * 4
+    data = inflater.decompress(base64.b64decode(packed), most + 1)
+    if not inflater.eof or inflater.unused_data or not 0 < len(data) <= most:
+        raise ValueError("it does not hold the ids of 1 to 256 tokens")
+    return array("I", data)
 
 
 def _examine_lineage(files: CacheFiles, path: Path) -> _Lineage:
@@ -162,19 +180,16 @@ def _examine_lineage(files: CacheFiles, path: Path) -> _Lineage:
     log = path.with_name(f"{manifest.name}.{manifest.log.generation}.log")
     data = files.read(log, MAX_LOG_BYTES)
     content = parse_log(data, manifest.name, manifest.model, manifest.log, manifest.format_version)
+    check_lineage(manifest, content)
     keys: set[str] = set()
     for cache in manifest.caches:
         chains = content.chains.get(cache.name, ())
         _check_chains(manifest, cache, content.transcript.ids, chains)
         keys.update(cache.block_keys(chains))
-    if strange := content.chains.keys() - {cache.name for cache in manifest.caches}:
-        raise BlockRejected(f"its log has blocks of other caches: {sorted(strange)!r:.100}")
     return _Lineage((manifest.model, manifest.id), frozenset(keys))
 
 
 def _check_chains(manifest: Manifest, cache: SavedCache, token_ids: Sequence[int], chains: Sequence[str]) -> None:
-    if not 0 <= cache.num_saved <= len(token_ids):
-        raise BlockRejected(f"{cache.num_saved} of {len(token_ids)} tokens are named as saved")
     root = _root(manifest, cache)
     if tuple(chain_keys(root, token_ids, cache.spans())) != chains:
         raise BlockRejected("its blocks are not those of its tokens")

@@ -188,9 +188,10 @@ def open_store(
     model: str = MODEL,
     disk_budget: int | None = BUDGET,
     fault: Fault = no_fault,
+    num_token_ids: int | None = None,
 ) -> Iterator[Store]:
     """A store, closed at the end."""
-    store = Store(cache_dir, spec, model, disk_budget=disk_budget, fault=fault)
+    store = Store(cache_dir, spec, model, disk_budget=disk_budget, fault=fault, num_token_ids=num_token_ids)
     try:
         yield store
     finally:
