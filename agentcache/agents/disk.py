@@ -7,7 +7,6 @@ and nothing changes between looking and writing. The engine's thread hands in va
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from typing import TypeVar
 from agentcache.agents.block_files import BlockFiles
 from agentcache.agents.durable_lineages import DurableLineages, Reduced
 from agentcache.agents.in_use import InUse
+from agentcache.agents.use_time import time_after
 from agentcache.blocks.keys import BlockName
 from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
 from agentcache.store.archived_agent import ArchivedAgent
@@ -300,8 +300,9 @@ class Disk:
             log.info("dropping residuals of agent %s, whose adapters are not loaded, to keep the disk budget", name)
             self._reduce(reduced, done)
             return True
-        now = time.time()
-        victim, unreadable = self._lineages.stalest(now), self._store.unreadable_last_used()
+        unreadable = self._store.unreadable_last_used()
+        now = time_after(max(self._lineages.latest_use(), unreadable or 0.0))
+        victim = self._lineages.stalest(now)
         if victim is None or (unreadable is not None and now - unreadable > self._lineages.staleness(victim, now)):
             return self._store.evict_unreadable() > 0
         log.info("dropping the blocks of agent %s to keep the disk budget", victim.name)

@@ -73,6 +73,10 @@ class DurableLineages:
         busy = (record for record in self._lineages if self._in_use.has_lineage(record.name))
         return self._in_use.blocks().union(*(record.block_names for record in busy))
 
+    def latest_use(self) -> float:
+        """When one of them was used last, in seconds since 1970; 0 without any."""
+        return max((record.last_used for record in self._lineages), default=0.0)
+
     def stalest(self, now: float) -> AgentRecord | None:
         """Of those that have blocks and that nobody is at work on, the one with the largest `staleness`."""
         with_blocks = (record for record in self._lineages if record.held)
@@ -80,7 +84,7 @@ class DurableLineages:
         return max(idle, key=lambda record: self.staleness(record, now), default=None)
 
     def staleness(self, record: AgentRecord, now: float) -> float:
-        """As `lineages.staleness`; `now` in seconds since 1970."""
+        """As `lineages.staleness`; `now` in seconds since 1970, after every use (`use_time`)."""
         if record.id not in self._unshared:
             self._unshared[record.id] = unshared_tokens(self._lineages.lineages(record.id))
         return staleness(record, self._unshared[record.id], now)

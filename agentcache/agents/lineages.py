@@ -175,7 +175,7 @@ def staleness(record: AgentRecord, unshared: Mapping[str, int], now: float) -> f
 
     Args:
         unshared: of `unshared_tokens`, for all lineages of the agent.
-        now: seconds since 1970.
+        now: seconds since 1970, after the last use of each of them (`use_time.time_after`).
     """
     age = max(now - record.last_used, 1e-6)
     return age * max(1, *unshared.values()) / max(1, unshared[record.name])

@@ -14,6 +14,7 @@ from agentcache.agents.restore import Restorer
 from agentcache.agents.restoring import Restored
 from agentcache.agents.saved import Saved, when_all
 from agentcache.agents.table import AgentTable, blocks_of, emptied
+from agentcache.agents.use_time import shown_time
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
@@ -76,10 +77,12 @@ class AgentOperations:
             disk_bytes=sum(map(self._disk_bytes, blocks)),
             residual_disk_bytes=sum(self._disk_bytes(block) for block in blocks if block.cache != BASE_CACHE),
             created=record.created,
-            last_used=max(each.last_used for each in lineages),
+            last_used=shown_time(max(each.last_used for each in lineages)),
             adapter=record.adapter,
             policy=record.policy,
-            lineages=tuple(LineageInfo(each.lineage, len(each.transcript), each.last_used) for each in lineages),
+            lineages=tuple(
+                LineageInfo(each.lineage, len(each.transcript), shown_time(each.last_used)) for each in lineages
+            ),
         )
 
     def _disk_bytes(self, block: NamedBlock) -> int:

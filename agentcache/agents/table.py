@@ -10,6 +10,7 @@ from dataclasses import replace
 from agentcache.agents.in_use import InUse
 from agentcache.agents.lineages import staleness, unshared_tokens
 from agentcache.agents.resident import ResidentTranscripts
+from agentcache.agents.use_time import time_after
 from agentcache.blocks.keys import BlockName
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
@@ -129,11 +130,13 @@ class AgentTable(Lineages):
         self._view: Agents | None = None
         self._in_use = in_use or InUse()
         self._transcripts = transcripts
+        self._latest_use = 0.0
         self.must_stay: Callable[[str], bool] = lambda name: False
         super().__init__(records)
 
     def put(self, record: AgentRecord) -> None:
         super().put(record)
+        self.note_use(record.last_used)
         if self._transcripts is not None:
             self._transcripts.keep(record.name, record.transcript)
             self._transcripts.trim(self._is_needed)
@@ -152,6 +155,14 @@ class AgentTable(Lineages):
             self._view = Agents(dict(self._lineages))
         return self._view
 
+    def note_use(self, last_used: float) -> None:
+        """Uses from now on come after that one; in seconds since 1970."""
+        self._latest_use = max(self._latest_use, last_used)
+
+    def time_of_use(self) -> float:
+        """The `last_used` of a use that comes after all that are known, whatever the system's clock says."""
+        return time_after(self._latest_use)
+
     def new(self, agent_id: str, *, policy: str = "exact", system: str | None = None, param: str = "id") -> AgentRecord:
         """A lineage without a transcript, for an agent whose id is not in use. Not yet put.
 
@@ -166,13 +177,12 @@ class AgentTable(Lineages):
         # Manifests are files named by id, and some file systems do not tell upper from lower case.
         if clash := self._clash(agent_id):
             raise Conflict(f"agent {agent_id!r} differs only by case from agent {clash!r}", param=param)
-        now = time.time()
         return AgentRecord(
             id=agent_id,
             model=self._model,
             salt="",
-            created=now,
-            last_used=now,
+            created=time.time(),
+            last_used=self.time_of_use(),
             adapter=None,
             policy=policy,
             system=system,
@@ -234,7 +244,7 @@ class AgentTable(Lineages):
         newest = max(known, key=lambda record: record.last_used)
         stay = [record.name for record in (newest, self.get(agent_id))[:bound]]
         idle = (record for record in known if record.name not in stay and not self._in_use.has_lineage(record.name))
-        unshared, now = unshared_tokens(known), time.time()
+        unshared, now = unshared_tokens(known), self.time_of_use()
         return max(idle, key=lambda record: staleness(record, unshared, now), default=None)
 
 

@@ -162,6 +162,7 @@ def _put_together(
     restorer = Restorer(caches, store, post, lambda: not requests.running, is_awaited)
     kernel_memo.keep_in(config.cache_dir / _KERNELS_FOUND)  # the folder is ours by now
     persistence.tidy()
+    agents.note_use(store.latest_use())
     log.info("disk budget: %s", store.usage.plan)
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
     runner.fit()

@@ -231,7 +231,7 @@ class Turns:
         record = replace(
             record,
             salt=generation.request.salt,
-            last_used=time.time(),
+            last_used=self._agents.time_of_use(),
             transcript=transcript,
             producer=generation.producer,
             num_saved=keep,

@@ -1,0 +1,101 @@
+"""Which agent was used last is known whatever the system's clock says meanwhile."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentcache.agents.disk import Disk
+from agentcache.agents.in_use import InUse
+from agentcache.agents.table import AgentTable
+from agentcache.agents.use_time import shown_time, time_after
+from agentcache.store.manifest import decode_manifest, encode_manifest
+from tests.kv.store_cases import MODEL, make_record, make_transcript, make_turn, open_store, size_on_disk
+from tests.serving.conversation import TokenTalk, open_llm
+
+YEAR = 365 * 86_400.0
+OTHER_MODEL = "f" * 32
+
+
+@pytest.fixture
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Have the system's clock be wrong by so many seconds."""
+    right = time.time
+
+    def set_clock(wrong_by: float) -> None:
+        monkeypatch.setattr(time, "time", lambda: right() + wrong_by)
+
+    return set_clock
+
+
+@given(clock=st.lists(st.floats(-60 * YEAR, 5000 * YEAR), max_size=20))
+def test_uses_are_in_their_order_whatever_the_clock_does(clock: list[float]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        table, last = AgentTable("model"), 0.0
+        for now in clock:
+            patch.setattr(time, "time", lambda now=now: now)
+            record = table.new(f"agent{len(table)}")
+            assert record.last_used > last and record.last_used >= now
+            assert shown_time(record.last_used) <= now
+            table.put(record)
+            last = record.last_used
+            assert time_after(last) > last
+
+
+@pytest.mark.parametrize("wrong_by", [10 * YEAR, pytest.param(-10 * YEAR, marks=pytest.mark.slow)])
+def test_an_agent_that_was_used_while_the_clock_was_wrong(
+    wrong_by: float, set_clock: Callable[[float], None], model: Path, tmp_path: Path
+) -> None:
+    """It is evicted when it is its turn, neither last for ever nor first at once."""
+    talks = {name: TokenTalk(name, ids=[10 + number]) for number, name in enumerate(("old", "wrong", "new"))}
+    for name, talk in talks.items():
+        set_clock(wrong_by if name == "wrong" else 0)
+        with open_llm(model, tmp_path) as llm:
+            assert talk.turn(llm, 600).report.saved
+    for gone in ("old", "wrong"):
+        with open_llm(model, tmp_path, disk_budget=size_on_disk(tmp_path) - 1) as llm:
+            assert {info.id for info in llm.agents() if not info.disk_bytes} == {gone}
+            assert all(info.last_used <= time.time() for info in llm.agents())
+            llm.delete(gone)
+
+
+def test_a_lineage_of_another_model_from_a_clock_that_was_ahead(tmp_path: Path) -> None:
+    ahead = make_record("ahead", make_transcript(600, seed=1), last_used=time.time() + 10 * YEAR)
+    with open_store(tmp_path) as store:
+        store.write_blocks(make_turn(ahead))
+        store.save_agent(ahead)
+    with open_store(tmp_path, model=OTHER_MODEL) as store:
+        store.collect_orphans()
+        table = AgentTable(OTHER_MODEL)
+        table.note_use(store.latest_use())
+        own = replace(make_record("own", make_transcript(600, seed=2)), model=OTHER_MODEL)
+        own = replace(own, last_used=table.time_of_use())
+        store.write_blocks(make_turn(own))
+        store.save_agent(own)
+    with open_store(tmp_path, model=OTHER_MODEL, disk_budget=size_on_disk(tmp_path) - 1) as store:
+        disk = Disk(store, store.load_agents(), InUse(), lambda cache: False)
+        outcome = disk.tidy()
+        assert outcome.error is None and not outcome.reduced, "the other model's blocks go"
+
+
+@pytest.mark.parametrize("nonsense", [math.inf, -math.inf, math.nan, 1e300, -1.0, "now", None, [1]])
+def test_a_time_that_is_none_counts_as_long_ago(nonsense: Any, tmp_path: Path) -> None:
+    record = make_record("ada", make_transcript(300))
+    with open_store(tmp_path) as store:
+        store.write_blocks(make_turn(record))
+        store.save_agent(record)
+    [path] = tmp_path.glob("agents/*/ada.json")
+    manifest = decode_manifest(path.read_bytes())
+    path.write_bytes(encode_manifest(replace(manifest, created=nonsense, last_used=nonsense)))
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [replace(record, created=0.0, last_used=0.0)]
+        assert store.latest_use() == 0.0
+        assert AgentTable(MODEL, store.load_agents()).surplus("ada", 0) is not None
