@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from agentcache.agents.in_use import InUse
 from agentcache.agents.lineages import staleness, unshared_tokens
 from agentcache.agents.resident import ResidentTranscripts
-from agentcache.agents.use_time import time_after
+from agentcache.agents.use_time import time_after, time_now
 from agentcache.blocks.keys import BlockName
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
@@ -181,7 +180,7 @@ class AgentTable(Lineages):
             id=agent_id,
             model=self._model,
             salt="",
-            created=time.time(),
+            created=time_now(),
             last_used=self.time_of_use(),
             adapter=None,
             policy=policy,

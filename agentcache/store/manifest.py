@@ -26,7 +26,6 @@ _MAX_GROUPS = 1024  # of one cache: a lineage has a file for each of them and ea
 _MAX_POSITION = 2**32
 _LINEAGE = re.compile(r"[a-z0-9]{1,16}")
 _BETWEEN = "~"  # in no id
-_LAST_TIME = 2.0**40  # seconds since 1970; what claims to be later is no time
 
 
 @dataclass(frozen=True)
@@ -253,23 +252,9 @@ class Manifest:
         return lineage_name(self.id, self.lineage)
 
     @property
-    def used_at(self) -> float:
-        """`last_used` for comparing: 0 where it is no time, so that it is never the latest."""
-        return _time_or_zero(self.last_used)
-
-    @property
-    def created_at(self) -> float:
-        """`created`; 0 where it is no time."""
-        return _time_or_zero(self.created)
-
-    @property
     def base(self) -> SavedCache:
         """The model's own keys and values."""
         return self.caches[0]
-
-
-def _time_or_zero(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and 0 <= value < _LAST_TIME else 0.0
 
 
 def save_producer(producer: Producer | None, groups: tuple[str, ...]) -> SavedProducer | None:

@@ -72,11 +72,11 @@ class SavedAgents:
     def stalest_unreadable(self, has_block: Callable[[str], bool]) -> SavedAgent | None:
         """The least recently used lineage whose blocks nobody here can read, of those that have any on disk."""
         with_blocks = (agent for agent in self._unreadable() if any(map(has_block, agent.block_keys())))
-        return min(with_blocks, key=lambda agent: agent.manifest.used_at, default=None)
+        return min(with_blocks, key=lambda agent: agent.manifest.last_used, default=None)
 
     def latest_use(self) -> float:
         """When one of them was used last, in seconds since 1970; 0 without any."""
-        return max((agent.manifest.used_at for agent in self), default=0.0)
+        return max((agent.manifest.last_used for agent in self), default=0.0)
 
     def _unreadable(self) -> Iterator[SavedAgent]:
         return (agent for agent in self if not self._can_read(agent))

@@ -326,7 +326,7 @@ class Store:
     def unreadable_last_used(self) -> float | None:
         """When what `evict_unreadable` would take was used last, in seconds since 1970; None without any."""
         agent = self._agents.stalest_unreadable(self.has)
-        return None if agent is None else agent.manifest.used_at
+        return None if agent is None else agent.manifest.last_used
 
     def latest_use(self) -> float:
         """When a lineage of any model was used last, in seconds since 1970; 0 without any.
