@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.models.text.json_values import MAX_DEPTH, json_string, parse_json, write_json, written_and_read
+from agentcache.models.text.json_values import (
+    MAX_DEPTH,
+    canonical_json,
+    json_string,
+    parse_json,
+    write_json,
+    written_and_read,
+)
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -30,6 +37,41 @@ def test_any_text_gives_a_value_or_one_error(text: str) -> None:
     except ValueError:
         return
     assert parse_json(write_json(value)) == value
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Equality with types."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+few = st.recursive(
+    st.sampled_from([None, True, False, 0, 1, 0.0, -0.0, 1.0, 2**60, 2.0**60, "1", "\u212b", "\u00c5", "true", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "b", "\u00e9"]), inner, max_size=2)
+    ),
+    max_leaves=3,
+)
+
+
+@given(few, few)
+def test_canonical_texts_are_equal_for_equal_values_only(one: Any, other: Any) -> None:
+    assert (canonical_json(one) == canonical_json(other)) == are_equal(one, other)
+
+
+@given(values)
+def test_canonical_json_is_json(value: Any) -> None:
+    assert are_equal(parse_json(canonical_json(value)), value)
+    assert canonical_json(parse_json(canonical_json(value))) == canonical_json(value)
+
+
+def test_what_has_no_canonical_json() -> None:
+    for value in (object(), {1: 2, "1": 3}, {b"": 1}):
+        with pytest.raises(ValueError, match="cannot be written"):
+            canonical_json(value)
 
 
 def test_of_equal_keys_the_last_one_counts() -> None:

@@ -94,7 +94,7 @@ def test_a_reply_is_read_in_its_prompt(tokenizer: Tokenizer) -> None:
     [(begin, end)] = transcript.generated_ranges()
     read = reading.read_at(transcript.text, begin, end)
     assert (read.thought, read.text) == ("I look.", "")
-    assert read.calls == (("look", {"at": "sky", "n": 1}),) and read.answers(message())
+    assert read.calls == (("look", '{"at":"sky","n":1}'),) and read.answers(message())
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,57 @@ def test_arguments_that_cannot_be_read_are_another_reply(tokenizer: Tokenizer, a
     assert with_thoughts(history(other), transcript, reading) == []
     text = tokenizer.render_chat(history(other), TOOLS)
     assert not as_generated(text, transcript, reading).is_same
+
+
+@pytest.mark.parametrize(
+    ("said", "corrected"),
+    [
+        ("1", "true"),
+        ("0", "false"),
+        ("1", "1.0"),
+        ("1", '"1"'),
+        ("0.0", "-0.0"),
+        ("[1, 0]", "[1, false]"),
+        ('{"x": {"y": 1}}', '{"x": {"y": true}}'),
+        ("9007199254740993", "9007199254740993.0"),
+        ("9007199254740993", "9007199254740992"),
+        ('"caf\\u00e9"', '"cafe\\u0301"'),
+        ('"\\u212b"', '"\\u00c5"'),
+        ("null", '"null"'),
+        ("[]", "{}"),
+        ("[1]", "[1, 1]"),
+    ],
+)
+def test_a_corrected_value_is_another_reply(tokenizer: Tokenizer, said: str, corrected: str) -> None:
+    assert _is_told_again(tokenizer, said, said)
+    assert not _is_told_again(tokenizer, said, corrected)
+    assert not _is_told_again(tokenizer, corrected, said)
+
+
+@pytest.mark.parametrize(
+    ("said", "repeated"),
+    [
+        ("1.0", "1.00"),
+        ("1.0", "1e0"),
+        ('"\\u00e9"', '"\u00e9"'),
+        ('{"x": 1, "y": 2}', '{ "y":2,"x":1 }'),
+        ('{"x": 1, "x": 2}', '{"x": 2}'),  # as templates show it
+    ],
+)
+def test_another_spelling_of_a_value_is_the_same_reply(tokenizer: Tokenizer, said: str, repeated: str) -> None:
+    assert _is_told_again(tokenizer, said, repeated)
+
+
+def _is_told_again(tokenizer: Tokenizer, said: str, repeated: str) -> bool:
+    """Whether a reply with the argument `said` is told again to a client that repeats it in this way."""
+    call = f'<think>\nhm\n</think>\n\n<tool_call>\n{{"name": "look", "arguments": {{"at":   {said}}}}}\n</tool_call>'
+    transcript, reading = told(tokenizer, call), ReplyReading(tokenizer, TOOLS)
+    function = {"name": "look", "arguments": f'{{"at": {repeated}}}'}
+    reply = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    found = as_generated(tokenizer.render_chat(history(reply), TOOLS), transcript, reading)
+    has_thought = with_thoughts(history(reply), transcript, reading) != []
+    assert found.is_same == has_thought
+    return has_thought
 
 
 def test_the_first_thing_that_was_thought_is_found(tokenizer: Tokenizer) -> None:

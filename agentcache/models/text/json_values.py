@@ -68,6 +68,18 @@ def write_json(value: Any, *, ensure_ascii: bool = True) -> str:
         raise ValueError(f"it cannot be written as JSON: {error!r:.100}") from error
 
 
+def canonical_json(value: Any) -> str:
+    """A text that is equal for equal JSON values only: `true`, `1` and `1.0` differ, orders of keys do not.
+
+    Raises:
+        ValueError: JSON cannot say it, or it is nested too deeply.
+    """
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"it cannot be written as JSON: {error!r:.100}") from error
+
+
 def json_string(text: str, *, ensure_ascii: bool = True) -> str:
     """`text` as a JSON string, with its quotes."""
     return json.dumps(text, ensure_ascii=ensure_ascii)

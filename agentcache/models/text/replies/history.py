@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
-from agentcache.models.text.json_values import parse_json
+from agentcache.models.text.json_values import canonical_json, parse_json
 from agentcache.models.text.marks import any_of
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.events import Call, Reasoning, Text, blocks_of
@@ -25,11 +25,11 @@ _MOST_ENDS = 8  # positions that are tried as a reply's end
 
 @dataclass(frozen=True)
 class ReadReply:
-    """What a reply says, whatever its spelling: calls are names with the values of their arguments."""
+    """What a reply says, whatever its spelling: calls are names with their arguments as canonical JSON."""
 
     thought: str
     text: str
-    calls: tuple[tuple[str, Any], ...]
+    calls: tuple[tuple[str, str], ...]
 
     def says(self, other: ReadReply) -> bool:
         """Whether it says what another one says, but for the thought, which it may lack."""
@@ -39,7 +39,7 @@ class ReadReply:
         """Whether a client's message has the same text and calls."""
         content = message.get("content")
         calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-        said = tuple((call.get("name"), _value(call.get("arguments"))) for call in calls)
+        said = tuple((call.get("name"), _canonical(call.get("arguments"))) for call in calls)
         return isinstance(content, str) and content.strip() == self.text and said == self.calls
 
 
@@ -82,7 +82,7 @@ class ReplyReading:
         return ReadReply(
             "".join(block.text for block in blocks if isinstance(block, Reasoning)).strip(),
             "".join(block.text for block in blocks if isinstance(block, Text)).strip(),
-            tuple((block.name, _value(block.arguments)) for block in blocks if isinstance(block, Call)),
+            tuple((block.name, _canonical(block.arguments)) for block in blocks if isinstance(block, Call)),
         )
 
     def read_at(self, text: str, begin: int, end: int) -> ReadReply:
@@ -201,11 +201,9 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
     return thoughts
 
 
-def _value(arguments: Any) -> Any:
-    """Arguments as data; what cannot be read stays as it is."""
-    if not isinstance(arguments, str):
-        return arguments
+def _canonical(arguments: Any) -> str:
+    """Arguments as canonical JSON, given as data or as JSON; what is neither stays as it is."""
     try:
-        return parse_json(arguments)
+        return canonical_json(parse_json(arguments) if isinstance(arguments, str) else arguments)
     except ValueError:
-        return arguments
+        return arguments if isinstance(arguments, str) else repr(arguments)
