@@ -5,6 +5,7 @@ AgentCacheError
 │   ├── InvalidRequest           400  malformed or contradictory input
 │   ├── ContextLengthExceeded    400  prompt longer than the model or the RAM budget can hold
 │   ├── UnsupportedAdapter       400  the adapter cannot be served as it was trained; says what it asks for
+│   │   └── UnreadableAdapter         no adapter can be read at its path
 │   ├── UnsupportedPolicy        400  the model or the adapter cannot share its cache in that way; says why
 │   ├── Unauthorized             401  missing or wrong API key
 │   ├── NotFound                 404  unknown agent, model or adapter
@@ -66,6 +67,10 @@ class ContextLengthExceeded(RequestError):
 
 class UnsupportedAdapter(RequestError):
     code = "adapter_unsupported"
+
+
+class UnreadableAdapter(UnsupportedAdapter):
+    pass
 
 
 class UnsupportedPolicy(RequestError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -53,7 +54,8 @@ class InProcess:
         self._runner = asyncio.Runner()
         self._engine = engine
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-        transport = httpx.ASGITransport(create_app(engine, config))
+        local = replace(config, host="127.0.0.1")  # wherever a server would listen, this process asks itself
+        transport = httpx.ASGITransport(create_app(engine, local))
         self._http = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers, timeout=None)
 
     def __enter__(self) -> InProcess:

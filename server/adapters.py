@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import logging
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -11,11 +11,16 @@ from starlette.responses import JSONResponse, Response
 
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.adapters.table import check_adapter_name
+from agentcache.errors import UnreadableAdapter, UnsupportedAdapter
 from agentcache.report import AdapterInfo
-from agentcache.server.context import context_of, engine_of, read_call
-from agentcache.server.middleware import Forbidden, is_loopback
+from agentcache.server.context import engine_of, read_call
+from agentcache.server.local_paths import read_path, require_machine_access
 from agentcache.server.model_names import known_adapter
 from agentcache.server.options import read_policy
+
+log = logging.getLogger("agentcache.adapters")
+
+_NONE_THERE = "no adapter can be read at this path: name a folder that mlx-lm, PEFT or a fine-tune has written"
 
 
 async def list_adapters(request: HttpRequest) -> Response:
@@ -29,29 +34,30 @@ async def show_adapter(request: HttpRequest) -> Response:
 
 
 async def load_adapter(request: HttpRequest) -> Response:
-    check_allowed(request)
+    _require_access(request)
     engine = engine_of(request)
     body = (await read_call(request)).body
     body.only("name", "path", "policy")
-    name, path = check_adapter_name(body.required_string("name")), body.required_string("path")
-    if not Path(path).is_absolute():
-        body.fail("path", "must be an absolute path of a folder on the server's machine")
+    name, path = check_adapter_name(body.required_string("name")), read_path(body, "path", "a folder")
     folder = AdapterFolder(name, path, read_policy(body) or Policy.AUTO)
-    return JSONResponse(adapter_object(await engine.load_adapter(folder)), 201)
+    try:
+        loaded = await engine.load_adapter(folder)
+    except UnreadableAdapter as error:  # what is or is not at a path is for the log only
+        log.info("no adapter at %s: %s", path, error.message)
+        raise UnsupportedAdapter(_NONE_THERE, param="path") from None
+    return JSONResponse(adapter_object(loaded), 201)
 
 
 async def unload_adapter(request: HttpRequest) -> Response:
-    check_allowed(request)
+    _require_access(request)
     name = request.path_params["name"]
     engine_of(request).unload_adapter(name)
     return JSONResponse({"name": name, "deleted": True})
 
 
-def check_allowed(request: HttpRequest) -> None:
-    """Only for those who may use the machine: loading names its folders, and changes what others are answered with."""
-    config = context_of(request).config
-    if config.api_key is None and not is_loopback(config.host):
-        raise Forbidden("Adapters can be changed only on a loopback address, or with an API key; or use --adapter.")
+def _require_access(request: HttpRequest) -> None:
+    """Loading names the machine's folders, and changes what others are answered with."""
+    require_machine_access(request, "Adapters can be changed", "use --adapter")
 
 
 def adapter_object(adapter: AdapterInfo) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from agentcache.request import Prompt, Request
 from agentcache.sampling import SamplingParams
 from agentcache.server.completion import collect
 from agentcache.server.context import Call, context_of, engine_of, name_agent, read_call, read_prompt
+from agentcache.server.local_paths import read_path, require_machine_access
 from agentcache.server.model_names import read_adapter
 from agentcache.server.openai import read_chat_prompt, read_prompts
 from agentcache.server.options import MAX_SALT_LENGTH, read_policy, read_priority, read_timeout
@@ -93,9 +94,12 @@ async def delete_agent(request: HttpRequest, agent_id: str) -> Response:
 @_of_agent
 async def import_agent(request: HttpRequest, agent_id: str) -> Response:
     """Makes the agent of a file on the server's machine, which `agentcache export` has written."""
+    require_machine_access(
+        request, "Agents can be imported", "use agentcache import beside the cache folder, without a server"
+    )
     body = (await read_call(request, without_body=b"{}")).body
     _check_fields(body, "path", id_field="is in the path")
-    agent = await engine_of(request).import_agent(agent_id, body.required_string("path"))
+    agent = await engine_of(request).import_agent(agent_id, read_path(body, "path", "a file"))
     return JSONResponse(agent_object(request, agent), 201)
 
 

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from agentcache.adapter_settings import RESIDUAL_IS_OFF, AdapterFolder, Policy
 from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, settle_policy
 from agentcache.engine.messages import DropAdapter, PutAdapter
-from agentcache.errors import InvalidRequest, OutOfBlocks, Overloaded, UnsupportedAdapter, UnsupportedPolicy
+from agentcache.errors import (
+    InvalidRequest,
+    OutOfBlocks,
+    Overloaded,
+    UnreadableAdapter,
+    UnsupportedAdapter,
+    UnsupportedPolicy,
+)
 from agentcache.gateway.engine_thread import EngineThread
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter, read_again
 from agentcache.models.decoder import Decoder, is_decoder_folder, read_decoder, read_decoder_again
@@ -81,9 +88,9 @@ class AdapterLoader:
                 return await self._in_background(read_decoder, path, self._model.path, self._memo)
             return await self._in_background(read_adapter, path, self._model.modules)
         except UnsupportedAdapter as error:
-            raise UnsupportedAdapter(error.message, param="path") from None
+            raise type(error)(error.message, param="path") from None
         except OSError as error:  # of a path that is none
-            raise UnsupportedAdapter(f"the folder cannot be read: {error.strerror}", param="path") from None
+            raise UnreadableAdapter(f"the folder cannot be read: {error!s:.200}", param="path") from None
 
     def _serve(self, name: str, folder: AdapterFolder, source: AdapterSource) -> ServedAdapter:
         unknown = max(source.invocation_tokens or (0,))

@@ -7,6 +7,7 @@ pickles; whatever is not plain LoRA of linear modules is refused by name.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
-from agentcache.errors import UnsupportedAdapter
+from agentcache.errors import UnreadableAdapter, UnsupportedAdapter
 from agentcache.models.adapter_config import AdapterConfig, read_mlx_lm_config, read_peft_config
 from agentcache.models.plain_file import open_plain_file, read_exactly
 
@@ -133,14 +134,14 @@ def read_folder(folder: Path, max_bytes: int = MAX_BYTES) -> AdapterFiles:
 
 
 def _format_of(folder: Path) -> _Format:
-    if not folder.is_dir():
-        raise UnsupportedAdapter("there is no such folder")
-    found = [style for style in _FORMATS if (folder / style.file).is_file()]
+    if not os.path.isdir(folder):
+        raise UnreadableAdapter("there is no such folder")
+    found = [style for style in _FORMATS if os.path.isfile(folder / style.file)]
     if len(found) == 2:
         raise UnsupportedAdapter(f"it holds {found[0].file} and {found[1].file}; which one counts?")
     if not found:
         names = " or ".join(style.file for style in _FORMATS)
-        raise UnsupportedAdapter(f"it has no {names}; other formats, such as pickles (.bin), are never opened")
+        raise UnreadableAdapter(f"it has no {names}; other formats, such as pickles (.bin), are never opened")
     return found[0]
 
 

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.utils import load_model
 from safetensors import SafetensorError, safe_open
 
-from agentcache.errors import UnsupportedAdapter, UnsupportedModel
+from agentcache.errors import UnreadableAdapter, UnsupportedAdapter, UnsupportedModel
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.fingerprint import file_identity, model_fingerprint
 from agentcache.models.hosting import host_in_pieces
@@ -80,7 +80,7 @@ def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
         digest = model_fingerprint(folder, "", memo)
         nbytes = sum(file.stat().st_size for file in _weight_files(folder))
     except (OSError, ValueError, SafetensorError, UnsupportedModel) as error:
-        raise UnsupportedAdapter(f"the model in {folder} cannot be read: {error!s:.200}") from None
+        raise UnreadableAdapter(f"the model in {folder} cannot be read: {error!s:.200}") from None
     return Decoder(digest, folder, nbytes, files)
 
 

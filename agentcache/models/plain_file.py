@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from agentcache.errors import UnsupportedAdapter
+from agentcache.errors import UnreadableAdapter
 from agentcache.plain_file import open_plain
 
 
@@ -17,24 +17,24 @@ def open_plain_file(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]
     """A regular file, or one that a link leads to (as in the hub's cache), and its size; never a device or a pipe.
 
     Raises:
-        UnsupportedAdapter: it is not there, is something else than a file, or is larger than `max_bytes`; inside, it
+        UnreadableAdapter: it is not there, is something else than a file, or is larger than `max_bytes`; inside, it
             cannot be read.
     """
     try:
         with open(_open(path), "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             if size > max_bytes:
-                raise UnsupportedAdapter(f"{path.name} is larger than {max_bytes} bytes")
+                raise UnreadableAdapter(f"{path.name} is larger than {max_bytes} bytes")
             yield stream, size
     except OSError as error:
-        raise UnsupportedAdapter(f"{path.name} cannot be read: {error.strerror}") from None
+        raise UnreadableAdapter(f"{path.name} cannot be read: {error.strerror}") from None
 
 
 def _open(path: Path) -> int:
     try:
         return open_plain(path)
     except ValueError:
-        raise UnsupportedAdapter(f"{path.name} is not a file") from None
+        raise UnreadableAdapter(f"{path.name} is not a file") from None
 
 
 def read_plain_file(path: Path, max_bytes: int) -> bytes:
@@ -44,8 +44,8 @@ def read_plain_file(path: Path, max_bytes: int) -> bytes:
 
 
 def read_exactly(stream: BinaryIO, size: int, name: str) -> bytes:
-    """The next `size` bytes; raises UnsupportedAdapter where there are fewer."""
+    """The next `size` bytes; raises UnreadableAdapter where there are fewer."""
     data = stream.read(size)
     if len(data) < size:
-        raise UnsupportedAdapter(f"{name} is being changed")
+        raise UnreadableAdapter(f"{name} is being changed")
     return data

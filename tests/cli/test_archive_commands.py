@@ -67,3 +67,11 @@ def test_the_server_is_told_where_the_file_lies(tmp_path: Path, invoke: Invoke, 
     engine.import_agent = import_agent  # type: ignore[method-assign, assignment]
     assert invoke("import", str(tmp_path / "file"), "--as", "bob").exit_code == 0
     assert asked == [("bob", str(tmp_path / "file"))]
+
+
+def test_without_a_server_it_does_not_matter_where_one_would_listen(
+    tmp_path: Path, invoke: Invoke, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTCACHE_HOST", "0.0.0.0")
+    assert invoke("import", str(tmp_path / "file"), "--as", "bob").exit_code == 0
+    assert list(engine.known) == ["bob"]

@@ -1,0 +1,35 @@
+"""Requests that name files on the server's machine: who may send them, and which paths they may name."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from starlette.requests import Request as HttpRequest
+
+from agentcache.server.context import context_of
+from agentcache.server.middleware import Forbidden, is_loopback
+from agentcache.server.validate import Reader
+
+
+def require_machine_access(request: HttpRequest, what: str, instead: str) -> None:
+    """Raise Forbidden unless its sender may use the machine: it listens to itself only, or there is an API key.
+
+    Args:
+        what: what is asked for, as the beginning of a sentence.
+        instead: what to do where it is refused.
+    """
+    config = context_of(request).config
+    if config.api_key is None and not is_loopback(config.host):
+        raise Forbidden(f"{what} only on a loopback address, or with an API key; or {instead}.")
+
+
+def read_path(body: Reader, name: str, what: str) -> str:
+    """The absolute path in a field. Raises InvalidRequest for any other.
+
+    Args:
+        what: what lies there, such as "a file".
+    """
+    path = body.required_string(name)
+    if not PurePath(path).is_absolute() or "\0" in path:
+        body.fail(name, f"must be an absolute path of {what} on the server's machine")
+    return path
