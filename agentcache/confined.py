@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentcache.confined_child import CPU_SECONDS, MEMORY_BYTES, MEMORY_PER_BYTE, OUT_OF_MEMORY
+from agentcache.errors import Overloaded
 
 # The child's own limit is CPU time; this is for a machine that has none to spare, and a child that does not get any.
 PATIENCE_SECONDS = 20.0
@@ -87,6 +88,7 @@ class ConfinedWork:
             OverLimit: it took too much time or memory.
             ReplyTooLong: the content has over `max_bytes`.
             ChildBroke: the process ended.
+            Overloaded: the system has no room for a process.
         """
         process = self._idle_process() or _Process(self._program)
         try:
@@ -115,12 +117,16 @@ class _Process:
     def __init__(self, program: tuple[str, ...]) -> None:
         self._socket, other = socket.socketpair()
         with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, *program],
-                stdin=other.fileno(),
-                stdout=other.fileno(),
-                stderr=subprocess.DEVNULL,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _PROGRAM, *program],
+                    stdin=other.fileno(),
+                    stdout=other.fileno(),
+                    stderr=subprocess.DEVNULL,
+                )
+            except OSError as error:  # no process, memory or file descriptor is left
+                self._socket.close()
+                raise Overloaded(f"no process can be started: {error.strerror}") from error
         self._socket.settimeout(_LOOK_SECONDS)
 
     def ask(self, request: list[bytes], max_bytes: int | None, go_on: Callable[[], None]) -> tuple[bytes, bytearray]:

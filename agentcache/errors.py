@@ -27,6 +27,7 @@ AgentCacheError
 ├── RequestCancelled             nobody waits for the answer any more; nobody is told
 ├── EngineStopped                the engine thread has ended; every waiter gets this
 │   └── RankLost                 503  another process that computes the model is gone, or silent for too long
+├── InternalError                500  a library or a component failed in an unforeseen way; the log says how
 └── BrokenInvariant              a bug of ours, never of the caller
 """
 
@@ -170,6 +171,10 @@ class EngineStopped(AgentCacheError):
 
 
 class RankLost(EngineStopped):
+    pass
+
+
+class InternalError(AgentCacheError):
     pass
 
 

@@ -365,7 +365,9 @@ class ModelInfo:
 
     `reply_format` says how it writes thoughts and tool calls; `adapters` are by name; `kv_bits` is the number of bits
     of a cached key or value, the mean where they differ and None where it has none; `kv_precision` says which layers
-    have which, and `kv_divergence` what was measured of it; `ranks` counts the processes that compute it.
+    have which, and `kv_divergence` what was measured of it; `ranks` counts the processes that compute it;
+    `forms_refusal` says why answers can have no form (a schema, a grammar, a call that is demanded), and is empty if
+    they can.
     """
 
     id: str
@@ -384,6 +386,7 @@ class ModelInfo:
     kv_divergence: float | None = None
     cache_groups: tuple[CacheGroupInfo, ...] = ()
     ranks: int = 1
+    forms_refusal: str = ""
 
     def is_called(self, name: str) -> bool:
         """Whether `name` means this model, without an adapter."""

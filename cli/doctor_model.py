@@ -51,6 +51,7 @@ def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Find
         model["id"], model["max_model_len"], model["kv_bits"], model.get("kv_precision"), model.get("kv_divergence")
     )
     yield _groups(groups)
+    yield _forms(model.get("structured_output_refusal"))
     accounts = stats["ram_accounts"]
     plan = {
         "limit": stats["memory_limit"],
@@ -69,6 +70,7 @@ def _loaded(config: Config, home: Path) -> Iterator[Finding]:
     info = found.info
     yield _model(info.id, info.max_context, info.kv_bits, info.kv_precision, info.kv_divergence)
     yield _groups(info.cache_groups)
+    yield _forms(info.forms_refusal)
     for_states = state_budget(config.state_budget, found.plan.ram_budget)
     yield _memory(info.cache_groups, info.max_context, dataclasses.asdict(found.plan), for_states)
 
@@ -103,6 +105,11 @@ def _model(
     if divergence is not None:
         bits += f", which moves its logits by {divergence:.2g} nats"
     return Finding("model", f"{name} is served: context of {max_context:,} tokens, {bits}", data)
+
+
+def _forms(refusal: str | None) -> Finding:
+    detail = f"off: {refusal}" if refusal else "schemas, grammars and demanded tool calls are kept to"
+    return Finding("forms", detail, {"structured_output": not refusal, "refusal": refusal or None})
 
 
 def _groups(groups: Sequence[CacheGroupInfo]) -> Finding:

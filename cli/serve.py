@@ -19,7 +19,7 @@ import typer
 from agentcache.cli.hosts import launch_on
 from agentcache.config import SETTINGS, Config, Flag, Kind
 from agentcache.config_sources import load_config
-from agentcache.errors import AgentCacheError, RankLost
+from agentcache.errors import AgentCacheError, InternalError, RankLost
 from agentcache.ranks.rank import own_rank
 
 if TYPE_CHECKING:
@@ -140,9 +140,9 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     # A step takes Python's lock many times: each time it would wait so long for a thread that reads a long prompt.
     sys.setswitchinterval(SWITCH_SECONDS)
     engine = open_engine(config, warm_up=True)
-    failures: list[BaseException] = []
+    failures: list[Exception] = []
 
-    def on_start(failure: BaseException | None) -> None:
+    def on_start(failure: Exception | None) -> None:
         if failure is None:
             # What start-up made stays: no request should pay for a collection that walks through all of it.
             gc.collect()
@@ -213,8 +213,9 @@ def announce(listener: socket.socket, config: Config, model: str, *, as_json: bo
     typer.echo(line)
 
 
-def start_error(failure: BaseException) -> AgentCacheError:
-    if isinstance(failure, AgentCacheError):
+def start_error(failure: Exception) -> AgentCacheError:
+    if isinstance(failure, AgentCacheError) and not isinstance(failure, InternalError):
         return failure
     log.error("the engine did not start", exc_info=failure)
-    return CannotStart(f"the engine did not start: {type(failure).__name__}: {failure}")
+    what = "" if isinstance(failure, InternalError) else f"{type(failure).__name__}: "
+    return CannotStart(f"the engine did not start: {what}{failure}")

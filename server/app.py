@@ -40,8 +40,9 @@ from agentcache.server.model_names import adapter_in
 from agentcache.server.page import page, wants_page
 from agentcache.server.request_log import LogRequests
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
+from agentcache.threads import as_exception
 
-Started = Callable[[BaseException | None], None]
+Started = Callable[[Exception | None], None]
 
 HALF_BODIES = 4  # of the largest size, that may be on their way at once
 
@@ -170,11 +171,13 @@ async def _lifespan(engine: Engine, on_start: Started | None) -> AsyncGenerator[
 
 
 async def _start(engine: Engine, on_start: Started | None) -> None:
-    failure: BaseException | None = None
+    failure: Exception | None = None
     try:
         await engine.start()
-    except Exception as error:
-        failure = error
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        failure = as_exception(error)
     if on_start is not None:
         on_start(failure)
 
@@ -236,6 +239,8 @@ def _model_object(model: ModelInfo) -> dict[str, Any]:
         "kv_precision": model.kv_precision,
         "kv_divergence": model.kv_divergence,
         "cache_groups": [dataclasses.asdict(group) for group in model.cache_groups],
+        "structured_output": not model.forms_refusal,
+        "structured_output_refusal": model.forms_refusal or None,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from agentcache.errors import (
     BrokenInvariant,
     ContextLengthExceeded,
     EngineStopped,
+    InternalError,
     OutOfBlocks,
     Overloaded,
     RankLost,
@@ -24,6 +26,7 @@ from agentcache.errors import (
     StoreError,
     Unauthorized,
 )
+from agentcache.threads import as_exception
 
 log = logging.getLogger("agentcache.server")
 
@@ -76,7 +79,7 @@ def wire_error(error: Exception) -> WireError:
     if isinstance(error, RequestError):
         param = None if error.param is None else _cut(error.param, MAX_PARAM)
         return WireError(error.status, _cut(error.message, MAX_MESSAGE), error.type, error.code, param)
-    expected = isinstance(error, AgentCacheError) and not isinstance(error, BrokenInvariant)
+    expected = isinstance(error, AgentCacheError) and not isinstance(error, (BrokenInvariant, InternalError))
     log.error("request failed: %s", error, exc_info=None if expected else error)
     if isinstance(error, RankLost):
         return WireError(503, f"The model is not served any more: {error}.", "server_error", "rank_lost")
@@ -113,10 +116,12 @@ class ErrorResponses:
             await self.app(scope, receive, watched_send)
         except ClientDisconnect:
             log.info("client left: %s %s", scope["method"], scope["path"])
-        except Exception as error:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
             if started:
                 raise
-            await wire_error(error).response(scope["path"])(scope, receive, send)
+            await wire_error(as_exception(error)).response(scope["path"])(scope, receive, send)
 
 
 async def http_error(request: Request, error: Exception) -> Response:

@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentcache.errors import BrokenInvariant, RequestTimedOut
 from agentcache.report import Update
+from agentcache.threads import as_exception
 
 T = TypeVar("T")
 Generate = Callable[[Callable[[Update], None]], Coroutine[Any, Any, None]]
@@ -122,8 +123,10 @@ class UpdateStream:
         try:
             await generate(self._take)
             self._queue.put_nowait(BrokenInvariant("a completion ended without its last update"))
-        except Exception as error:
-            self._queue.put_nowait(error)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._queue.put_nowait(as_exception(error))
 
     def _take(self, update: Update) -> None:
         self._last = self._loop.time()

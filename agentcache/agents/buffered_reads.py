@@ -6,6 +6,7 @@ being read. So no memory is new but the slots, however much is restored.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 from collections import deque
@@ -27,6 +28,8 @@ from agentcache.kv.block_layout import Array, aligned
 from agentcache.kv.tensor_arena import shares_memory
 from agentcache.store.block_file import BlockHeader, make_header
 from agentcache.store.store import Store
+
+log = logging.getLogger("agentcache.restore")
 
 # All buffers: what is read while a step keeps the engine thread busy, and what it copies before the next one. Those
 # used last are used next: beside an idle engine a few do, and stay in the processor's caches.
@@ -135,6 +138,13 @@ class BufferedReads:
 
     def _read_batch(self, batch: _Batch, buffer: Array) -> list[Read]:
         """On a reader thread."""
+        try:
+            return self._read_files(batch, buffer)
+        except BaseException:  # blocks that cannot be read are computed
+            log.exception("blocks could not be read")
+            return [Read(load, None) for load in batch.loads]
+
+    def _read_files(self, batch: _Batch, buffer: Array) -> list[Read]:
         size = batch.restore.block_bytes(batch.group)
         if size * len(batch.loads) > buffer.nbytes:  # residuals of a rank so high that they are larger than base
             buffer = aligned(size * len(batch.loads))

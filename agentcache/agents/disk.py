@@ -229,7 +229,7 @@ class Disk:
             return done  # to be tried again, with what is held
         except AgentCacheError as error:
             done.error = str(error)
-        except Exception as error:
+        except BaseException as error:  # pins are given back below
             log.exception("a write has failed")
             done.error = f"{type(error).__name__}: {error}"
         self._in_use.let_blocks_go(held)

@@ -6,6 +6,7 @@ file and verifies it, while that is still in the processor's caches. It alone sa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
@@ -19,6 +20,8 @@ from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.kv.block_layout import Place, RestBuffer
 from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
+
+log = logging.getLogger("agentcache.restore")
 
 _AHEAD = 2  # jobs for each reader that wait for it while the engine thread reads one
 
@@ -51,12 +54,14 @@ class ReadsInPlace:
     def carry_out(self, jobs: Iterable[Job]) -> list[tuple[Restoring, Read]]:
         """Carry out the jobs, which are asked for as they are needed, on this thread; what came of them.
 
-        Nobody touches their places when this returns, or raises what has gone wrong on any of the threads.
+        No thread touches their places when this returns. A failure is logged, and what it kept from being read counts
+        as missing; jobs that were not asked for are as before.
         """
         self._ended = []
         own, others = share_processors(self._count)
-        readers = [self._readers.submit(self._read_all, others) for _ in range(self._count)]
+        readers: list[Future[None]] = []
         try:
+            readers += [self._readers.submit(self._read_all, others) for _ in range(self._count)]
             with kept_to(own), self._store.reader() as blocks:
                 for job in jobs:
                     self._due.put(job)
@@ -64,11 +69,13 @@ class ReadsInPlace:
                         self._read_next(blocks)
                 while self._read_next(blocks):
                     continue
+        except BaseException:
+            log.exception("blocks could not be read")
         finally:
             self._dismiss(readers)
         for reader in readers:
-            if not reader.cancelled():
-                reader.result()
+            if not reader.cancelled() and (error := reader.exception()) is not None:
+                log.error("a reader has failed", exc_info=error)  # this thread has read what was left
         return self._ended
 
     def _read_next(self, blocks: BlockFolder) -> bool:
@@ -88,15 +95,19 @@ class ReadsInPlace:
 
     def _read(self, blocks: BlockFolder, job: Job) -> None:
         """Bring the block to its place, verified, and let go of that."""
-        rest, extras = self._buffer(job.place.rest_sizes), None
+        rest, extras = None, None
         try:
+            rest = self._buffer(job.place.rest_sizes)
             extras = blocks.read_apart(job.restore.header(job.load), job.place.integers, rest.data)
             job.place.put_rest(rest)
+            self._buffers.append(rest)
         except (BlockMissing, BlockRejected, StoreError):  # the store has logged and counted it
             pass
+        except BaseException:  # a block that cannot be read is computed
+            extras = None
+            log.exception("a block could not be read")
         finally:
             job.place.let_go()
-        self._buffers.append(rest)
         self._ended.append((job.restore, Read(job.load, extras)))
 
     def _buffer(self, sizes: tuple[int, ...]) -> RestBuffer:
@@ -110,6 +121,7 @@ class ReadsInPlace:
         with suppress(Empty):
             while (job := self._due.get_nowait()) is not None:  # there is one only where an error has come before it
                 job.place.let_go()
+                self._ended.append((job.restore, Read(job.load, None)))
         for reader in readers:
             self._due.put(None)
             reader.cancel()

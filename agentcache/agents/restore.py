@@ -102,9 +102,8 @@ class Restorer:
 
     def _go_on(self) -> None:
         """Read full blocks to where they belong, for a while; if something is computed now, all into buffers."""
-        if self._whole and self._is_idle():
-            self._read_in_place()
-        if self._whole and self._is_idle():
+        reads = self._whole and self._is_idle() and self._read_in_place()
+        if reads and self._whole and self._is_idle():
             self._post(self._go_on)
             return
         left = _by_group(self._whole)
@@ -112,8 +111,11 @@ class Restorer:
         for restore, loads in left:
             self.buffered.read(restore, loads)
 
-    def _read_in_place(self) -> None:
-        """Publish what is sound of the next blocks; nothing else happens on the engine thread meanwhile."""
+    def _read_in_place(self) -> bool:
+        """Publish what is sound of the next blocks; nothing else happens on the engine thread meanwhile.
+
+        Returns whether any was read, or given to other readers.
+        """
         others: list[tuple[Restoring, Load]] = []
         memories = self._memories()
         try:
@@ -129,6 +131,7 @@ class Restorer:
                 self.buffered.read(restore, loads)
         for restore, read in ended:
             restore.settle([read])
+        return bool(others or ended)
 
     def _memories(self) -> dict[tuple[str, int], GroupMemory | None]:
         """Of each cache's groups that blocks are due of.

@@ -25,6 +25,7 @@ from agentcache.gateway.engine_thread import EngineThread
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter, read_again
 from agentcache.models.decoder import Decoder, is_decoder_folder, read_decoder, read_decoder_again
 from agentcache.report import AdapterInfo
+from agentcache.threads import contained
 
 if TYPE_CHECKING:
     from agentcache.adapters.table import AdapterSource
@@ -221,7 +222,9 @@ class AdapterLoader:
         self._thread.tell(DropAdapter(digest), lambda dropped: None)
 
     async def _in_background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._reader, partial(function, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._reader, partial(contained(function), *args, **kwargs)
+        )
 
 
 def _path(folder: AdapterFolder) -> Path:

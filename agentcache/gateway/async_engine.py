@@ -37,7 +37,7 @@ from agentcache.gateway.engine_thread import EngineThread, shutting_down
 from agentcache.gateway.prepare import (
     agent_policy,
 )
-from agentcache.gateway.pressure_watch import watch_pressure
+from agentcache.gateway.pressure_watch import never_failing, watch_pressure
 from agentcache.gateway.prompt_workers import PromptWorkers
 from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.builtin.embedded import embedded_model_path
@@ -47,6 +47,7 @@ from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, Res
 from agentcache.request import Request
 from agentcache.store.archived_agent import read_archive
 from agentcache.system_memory import SystemMemory
+from agentcache.threads import contained
 
 T = TypeVar("T")
 
@@ -89,21 +90,25 @@ class AsyncEngine:
     async def start(self) -> None:
         """Load the model and its adapters, and open the cache folder; raises whatever stands in the way."""
         await self._thread.start()
-        if self._warm_up:
-            await asyncio.to_thread(self._thread.view.model.tokenizer.start)
-        served = self._thread.view.model
-        self._tokenizer, self._model = served.tokenizer, describe_model(served, self.config)
-        self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
-        self._completions = Completions(self.config, self._thread, self._workers, self._turns, self._adapters)
         try:
-            for folder in self.config.adapters:
-                await self.load_adapter(folder)
+            await self._open()
         except BaseException:
             await self.close()
             raise
         if self.config.memory_pressure:
-            self._watch = asyncio.create_task(watch_pressure(self._system.pressure, self._relieve))
+            self._watch = asyncio.create_task(watch_pressure(never_failing(self._system.pressure), self._relieve))
         self._is_open = True
+
+    async def _open(self) -> None:
+        served = self._thread.view.model
+        self._tokenizer = served.tokenizer
+        if self._warm_up:
+            await asyncio.to_thread(contained(served.tokenizer.start))
+        self._model = describe_model(served, self.config)
+        self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
+        self._completions = Completions(self.config, self._thread, self._workers, self._turns, self._adapters)
+        for folder in self.config.adapters:
+            await self.load_adapter(folder)
 
     def _relieve(self, level: Level) -> None:
         self._thread.tell(RelieveMemory(level), _ignore)
@@ -125,7 +130,7 @@ class AsyncEngine:
         return self._is_open and self.failure is None
 
     @property
-    def failure(self) -> BaseException | None:
+    def failure(self) -> Exception | None:
         """What ended the engine, or kept it from starting."""
         return self._thread.failure
 
@@ -207,7 +212,7 @@ class AsyncEngine:
         """
         served = self._thread.view.model
         archive = await asyncio.to_thread(
-            read_archive, Path(path), served.spec, served.fingerprint, agent_id, served.num_token_ids
+            contained(read_archive), Path(path), served.spec, served.fingerprint, agent_id, served.num_token_ids
         )
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], ImportAgent(archive))

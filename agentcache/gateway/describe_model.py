@@ -32,5 +32,6 @@ def describe_model(served: ServedModel | LoadedModel, config: Config) -> ModelIn
         ranks=served.ranks,
         kv_precision=str(served.precision),
         kv_divergence=served.precision.divergence,
+        forms_refusal=served.tokenizer.grammars.refusal,
         cache_groups=tuple(describe_group(group) for group in served.spec.all_groups),
     )

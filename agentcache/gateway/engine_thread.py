@@ -17,6 +17,7 @@ from agentcache.engine.engine import Engine
 from agentcache.engine.messages import Message
 from agentcache.engine.view import EngineView
 from agentcache.errors import AgentCacheError, EngineStopped, Overloaded
+from agentcache.threads import as_exception, start_thread
 
 log = logging.getLogger("agentcache.engine")
 
@@ -36,7 +37,7 @@ class EngineThread:
     """
 
     def __init__(self, open_engine: Callable[[Post], Engine]) -> None:
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
         self.engine: Engine | None = None
         self._open_engine = open_engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -54,8 +55,7 @@ class EngineThread:
         """Open the engine; raises whatever stands in the way."""
         self._loop = asyncio.get_running_loop()
         started = self._started = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="agentcache-engine", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("agentcache-engine", partial(self._run, started), partial(self._died, started))
         await started
 
     async def close(self) -> None:
@@ -92,11 +92,14 @@ class EngineThread:
             self._deliver(started)
             self._run_until_stopped(engine)
         except BaseException as error:
-            self.failure = error
-            self._deliver(started, error=error)
+            self._died(started, as_exception(error))
         finally:
             # MLX aborts the process at exit if a thread that used it has ended with its streams alive.
             mx.clear_streams()
+
+    def _died(self, started: asyncio.Future[None], error: Exception) -> None:
+        self.failure = error
+        self._deliver(started, error=error)
 
     def _run_until_stopped(self, engine: Engine) -> None:
         end: AgentCacheError = shutting_down()
@@ -106,7 +109,7 @@ class EngineThread:
             engine.rest(for_good=True)
         except BaseException as error:
             log.exception("the engine has failed")
-            self.failure = error
+            self.failure = as_exception(error)
             end = error if isinstance(error, EngineStopped) else EngineStopped(f"the engine has failed: {error}")
             engine.fail_all(end)
         try:
@@ -145,7 +148,7 @@ class EngineThread:
             while not self._inbox.empty():
                 self._inbox.get()()
 
-    def give_up(self, failure: BaseException) -> None:
+    def give_up(self, failure: EngineStopped) -> None:
         """The thread waits for something that never comes: there is no engine any more. From any thread."""
         self.failure, self._is_stuck = failure, True
         assert self._started is not None  # the thread runs
@@ -177,7 +180,7 @@ class EngineThread:
             if future.done():
                 return
             if isinstance(result, BaseException):
-                future.set_exception(result)
+                future.set_exception(as_exception(result))
             else:
                 future.set_result(result)
 
@@ -212,10 +215,9 @@ class EngineThread:
         until.add_done_callback(forget)
 
     def _tell_waiters(self, end: BaseException) -> None:
-        for tell in list(self._waiters):
-            tell(end)
+        _hand_out([(tell, end) for tell in self._waiters])
 
-    def _deliver(self, future: asyncio.Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    def _deliver(self, future: asyncio.Future[Any], result: Any = None, error: Exception | None = None) -> None:
         def settle() -> None:
             if future.done():
                 return
@@ -226,7 +228,10 @@ class EngineThread:
 
 def _hand_out(replies: list[tuple[Receive, Any]]) -> None:
     for receive, reply in replies:
-        receive(reply)
+        try:
+            receive(reply)
+        except BaseException as error:  # the others' replies come behind this one
+            log.error("a reply of the engine was not taken", exc_info=error)
 
 
 def shutting_down() -> Overloaded:

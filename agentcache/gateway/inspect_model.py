@@ -42,6 +42,7 @@ def inspect_model(config: Config, model_path: str) -> InspectedModel:
         kv=config.kv,
         kept=partial(read_precision, config.cache_dir),
     )
+    loaded.tokenizer.grammars.start()
     footprint = Footprint.of(loaded.spec, loaded.config, is_half=loaded.is_half)
     plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
     return InspectedModel(describe_model(loaded, config), plan)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
 from agentcache.pressure import Level, PressureGauge
 from agentcache.system_memory import PressureReading
+
+log = logging.getLogger("agentcache.engine")
 
 PERIOD_SECONDS = 1.0
 REPEAT_SECONDS = 5.0  # what was given back last time is seen in the readings by then
@@ -31,3 +34,16 @@ async def watch_pressure(
             told, told_at = level, now
             tell(level)
         await asyncio.sleep(period)
+
+
+def never_failing(read: Callable[[], PressureReading]) -> Callable[[], PressureReading]:
+    """`read`, with an empty reading where it fails: a watch that has ended would go unnoticed."""
+
+    def reading() -> PressureReading:
+        try:
+            return read()
+        except Exception:
+            log.exception("the memory pressure cannot be read")
+            return PressureReading()
+
+    return reading

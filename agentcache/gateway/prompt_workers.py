@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from agentcache.errors import AgentCacheError
+from agentcache.errors import AgentCacheError, Overloaded
+from agentcache.threads import as_exception, start_thread
 
 log = logging.getLogger("agentcache.engine")
 
@@ -46,7 +47,7 @@ class _PromptJob(Generic[T]):
         try:
             result = self.work(self.has_ended)
         except BaseException as error:
-            self._tell(self.future.set_exception, error)
+            self._tell(self.future.set_exception, as_exception(error))
         else:
             self._tell(self.future.set_result, result)
 
@@ -92,8 +93,8 @@ class PromptWorkers:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         job = _PromptJob(size, next(self._numbers), work, future)
         with self._changed:
-            heapq.heappush(self._waiting, job)
             self._start_thread()
+            heapq.heappush(self._waiting, job)
             self._changed.notify()
         try:
             return await future
@@ -111,10 +112,18 @@ class PromptWorkers:
         await asyncio.to_thread(self._join)
 
     def _start_thread(self) -> None:
-        if len(self._threads) < self._num_workers:
-            thread = threading.Thread(target=self._work, name="agentcache-prepare", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        if len(self._threads) >= self._num_workers:
+            return
+        try:
+            self._threads.append(start_thread("agentcache-prepare", self._work, self._died))
+        except RuntimeError as error:  # the system has no thread left
+            if not self._threads:
+                raise Overloaded(f"no prompt can be read: {error}") from error
+
+    def _died(self, error: Exception) -> None:
+        """On a thread that has failed: the next request starts another one."""
+        with self._changed:
+            self._threads.remove(threading.current_thread())
 
     def _join(self) -> None:
         deadline = time.monotonic() + CLOSE_SECONDS

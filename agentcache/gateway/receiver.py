@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from agentcache.report import Update
+from agentcache.threads import as_exception
 
 
 class Receiver:
@@ -27,7 +28,7 @@ class Receiver:
         if isinstance(update, BaseException):
             self.settle()
             if not self.ended.done():
-                self.ended.set_exception(update)
+                self.ended.set_exception(as_exception(update))
             return
         if update.report is not None:
             self.settle()
@@ -39,8 +40,8 @@ class Receiver:
     def _hand_over(self, update: Update) -> None:
         try:
             self._take(update)
-        except Exception as error:  # the other requests' updates come behind this one
-            self.ended.set_exception(error)
+        except BaseException as error:  # the other requests' updates come behind this one
+            self.ended.set_exception(as_exception(error))
         else:
             if update.report is not None:
                 self.ended.set_result(None)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
-from threading import Lock, Thread
+from threading import Lock
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import NO_RESIDUALS, HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
 from agentcache.models.kernel_memo import KernelMemo
+from agentcache.threads import start_thread
 
 log = logging.getLogger("agentcache.models")
 
@@ -334,12 +335,16 @@ def usable_by_now(shape: HeadShape) -> Verdict:
 
 def _begin(trial: Callable[[], None]) -> None:
     """A process that ends does not wait for it."""
-    Thread(target=trial, name="agentcache-kernels", daemon=True).start()
+    start_thread("agentcache-kernels", trial, lambda error: None)
 
 
 def _try_alone(shape: HeadShape, where: str) -> None:
-    with _one_trial:
-        _by_now[shape] = _tried(shape, where)
+    try:
+        with _one_trial:
+            _by_now[shape] = _tried(shape, where)
+    except BaseException as error:
+        _by_now[shape] = Verdict(False, f"the self-test has failed: {type(error).__name__}")
+        raise
 
 
 @cache

@@ -21,6 +21,7 @@ from agentcache.ranks.file_commands import Question
 from agentcache.ranks.messages import Command, Stop, read_answers, write_commands
 from agentcache.ranks.patience import CUT_SECONDS, LOOK_SECONDS
 from agentcache.ranks.wire import Wire, naming_the_lost
+from agentcache.threads import start_thread
 
 _PINGS = 4  # in the time after which a rank counts as hanging
 
@@ -76,8 +77,7 @@ class Leader:
         self._heard_at = time.monotonic()
         self._ended = threading.Event()
         self.is_computing: Callable[[], bool] = lambda: False
-        self._watch = threading.Thread(target=self._look, name="agentcache-ranks", daemon=True)
-        self._watch.start()
+        self._watch = start_thread("agentcache-ranks", self._look, self._died)
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
@@ -199,6 +199,9 @@ class Leader:
                 seconds = f"{self._waits_for:.0f} s"
                 self._leave_alone(RankLost(f"another process that computes the model has not answered for {seconds}"))
                 return
+
+    def _died(self, error: Exception) -> None:
+        self._leave_alone(RankLost(f"the watch over the other processes has failed: {error}"))
 
     def _leave_alone(self, lost: RankLost) -> None:
         """The engine's thread, which waits in vain."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from agentcache.ranks.connections import Connections
+from agentcache.threads import start_thread
 
 log = logging.getLogger("agentcache.ranks")
 
@@ -30,19 +31,20 @@ class Patience:
         self._close = close
         self._heard_at: float | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="agentcache-patience", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def renew(self) -> None:
         """Something was heard."""
         self._heard_at = time.monotonic()
 
     def __enter__(self) -> Patience:
-        self._thread.start()
+        self._thread = start_thread("agentcache-patience", self._look, self._died)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
@@ -52,7 +54,12 @@ class Patience:
             elif self._heard_at is not None and time.monotonic() - self._heard_at > self._seconds:
                 self._leave(f"rank 0 has said nothing for {self._seconds:.0f} s")
 
+    def _died(self, error: Exception) -> None:
+        self._leave(f"the watch over rank 0 has failed: {error}")
+
     def _leave(self, why: str) -> None:
         log.error("%s; this rank ends", why)
-        self._close()
-        os._exit(EXIT_CODE)
+        try:
+            self._close()
+        finally:
+            os._exit(EXIT_CODE)

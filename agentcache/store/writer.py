@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agentcache.errors import StoreError
+from agentcache.threads import start_thread
 
 T = TypeVar("T")
 
@@ -24,11 +25,13 @@ class _Job(Generic[T]):
 
     def finish(self) -> None:
         """Run, and hand on the outcome; whatever goes wrong, the thread lives."""
-        outcome = _outcome(self.run)
+        self.tell(_outcome(self.run))
+
+    def tell(self, outcome: T | StoreError) -> None:
         try:
             self.done(outcome)
-        except Exception:
-            log.exception("nobody took the outcome of a write")
+        except BaseException:
+            log.exception("the outcome of a write was not taken")
 
 
 class Writer:
@@ -45,8 +48,7 @@ class Writer:
         self._changed = threading.Condition()
         self._closing = False
         self._ended = False
-        self._thread = threading.Thread(target=self._loop, name="agentcache-writer", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("agentcache-writer", self._loop, self._died)
 
     def submit(self, run: Callable[[], T], done: Callable[[T | StoreError], None], num_bytes: int = 0) -> None:
         """Queue `run`; `done` gets its result, or the error it ended with, on the writer thread.
@@ -58,7 +60,7 @@ class Writer:
 
     def _queue(self, job: _Job[Any]) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting_bytes <= self._max_bytes)
+            self._changed.wait_for(lambda: self._waiting_bytes <= self._max_bytes or self._ended)
             if self._ended:
                 return False
             self._jobs.append(job)
@@ -84,6 +86,15 @@ class Writer:
                 self._waiting_bytes -= job.num_bytes
                 self._changed.notify_all()
 
+    def _died(self, error: Exception) -> None:
+        """Refuse the jobs that are left, so that none of their senders waits for ever."""
+        with self._changed:
+            self._ended = True
+            jobs, self._jobs = self._jobs, deque()
+            self._changed.notify_all()
+        for job in jobs:
+            job.tell(StoreError(f"the writer has failed: {error}"))
+
     def _next(self) -> _Job[Any] | None:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._jobs) or self._closing)
@@ -97,5 +108,6 @@ def _outcome(run: Callable[[], T]) -> T | StoreError:
         return run()
     except StoreError as error:
         return error
-    except Exception as error:
+    except BaseException as error:
+        log.exception("a write has failed")
         return StoreError(f"{type(error).__name__}: {error}")

@@ -11,6 +11,7 @@ from agentcache.errors import CacheFolderInUse
 from agentcache.report import FinishReason, Update
 from agentcache.request import Request
 from tests.server.fake_engine import REPORT, FakeEngine
+from tests.throwing import PanicException
 
 
 def slow(request: Request) -> list[Update | float | Exception]:
@@ -25,7 +26,11 @@ class Scripted(FakeEngine):
 
 def open_engine(config: Config, *, warm_up: bool) -> FakeEngine:
     assert warm_up
-    error = {"in-use": CacheFolderInUse("the cache folder is in use"), "crash": ValueError("bad weights")}
+    error: dict[str, BaseException] = {
+        "in-use": CacheFolderInUse("the cache folder is in use"),
+        "crash": ValueError("bad weights"),
+        "panic": PanicException("bad trie"),
+    }
     return Scripted(script=slow, ready=False, start_error=error.get(os.environ.get("SCRIPTED_FAILURE", "")))
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from queue import Queue
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from agentcache.errors import DiskBudgetExceeded, StoreError
 from agentcache.store.writer import Writer
 from tests.examples import examples
+from tests.throwing import THROWN, PanicException
 
 TIMEOUT = 10
 
@@ -25,7 +27,7 @@ def writer() -> Iterator[Writer]:
     writer.close()
 
 
-def fail(error: Exception) -> int:
+def fail(error: BaseException) -> int:
     raise error
 
 
@@ -53,9 +55,13 @@ def test_jobs_run_in_order_and_each_has_an_outcome(jobs: list[tuple[bool, int]])
         (DiskBudgetExceeded("full"), DiskBudgetExceeded, "full"),
         (OSError(28, "No space left"), StoreError, "OSError: .*No space left"),
         (ZeroDivisionError("of ours"), StoreError, "ZeroDivisionError: of ours"),
+        (PanicException("of Rust"), StoreError, "PanicException: of Rust"),
+        (SystemExit(1), StoreError, "SystemExit: 1"),
     ],
 )
-def test_every_failure_is_a_store_error(writer: Writer, error: Exception, kind: type[StoreError], message: str) -> None:
+def test_every_failure_is_a_store_error(
+    writer: Writer, error: BaseException, kind: type[StoreError], message: str
+) -> None:
     outcomes: Queue[int | StoreError] = Queue()
     writer.submit(lambda: fail(error), outcomes.put)
     writer.submit(lambda: 7, outcomes.put)
@@ -102,4 +108,36 @@ def test_nothing_is_lost_silently_after_close() -> None:
     writer.close()
     writer.submit(lambda: 1, outcomes.append)
     assert [str(outcome) for outcome in outcomes] == ["the writer is closed"]
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", THROWN)
+def test_an_outcome_that_is_not_taken_ends_nothing(writer: Writer, kind: type[BaseException]) -> None:
+    outcomes: Queue[int | StoreError] = Queue()
+    writer.submit(lambda: 1, lambda outcome: outcomes.put(fail(kind())))
+    writer.submit(lambda: 2, outcomes.put)
+    assert outcomes.get(timeout=TIMEOUT) == 2
+
+
+def test_a_thread_that_dies_leaves_no_sender_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those whose jobs are queued, nor those that wait for room, nor those that come later."""
+    writer, outcomes, next_job = Writer(max_bytes=100), Queue[int | StoreError](), Writer._next
+    may_die = threading.Event()
+
+    def dying(self: Writer) -> Any:
+        if may_die.is_set():
+            raise PanicException("no memory")
+        return next_job(self)
+
+    monkeypatch.setattr(Writer, "_next", dying)
+    held = threading.Event()
+    writer.submit(lambda: held.wait(TIMEOUT), lambda outcome: None, 200)
+    waiting = threading.Thread(target=lambda: writer.submit(lambda: 2, outcomes.put))
+    waiting.start()
+    may_die.set()
+    held.set()
+    waiting.join(TIMEOUT)
+    writer.submit(lambda: 3, outcomes.put)
+    for _ in range(2):
+        assert isinstance(outcomes.get(timeout=TIMEOUT), StoreError)
     writer.close()

@@ -15,6 +15,7 @@ from agentcache.errors import RankLost
 from agentcache.ranks.connections import Connections, ring_connections
 from agentcache.ranks.leader import Leader
 from tests.ranks.by_threads import SECONDS, ThreadWire
+from tests.throwing import PanicException
 
 
 class Ring:
@@ -83,6 +84,18 @@ def test_rank_0_gives_up_its_thread_that_waits_for_one_that_is_gone(ring: Ring) 
     with leader.waiting():
         ring.of_next.close()
         assert "is gone" in str(lost.get(timeout=SECONDS))
+    with pytest.raises(RankLost):
+        leader.exchange()
+
+
+def test_a_watch_that_fails_gives_up_the_thread_it_watches() -> None:
+    class Broken(Connections):
+        def are_cut(self) -> bool:
+            raise PanicException("the poll is broken")
+
+    lost: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+    leader = Leader(ThreadWire(), lambda function: None, lost.put, 1e6, Broken())  # type: ignore[arg-type]
+    assert "the watch over the other processes has failed" in str(lost.get(timeout=SECONDS))
     with pytest.raises(RankLost):
         leader.exchange()
 

@@ -131,7 +131,7 @@ class FakeEngine:
     evicted_kinds: list[str | None] = field(default_factory=list)
     cleared: int = 0
     closed: bool = False
-    start_error: Exception | None = None
+    start_error: BaseException | None = None
 
     async def start(self) -> None:
         if self.start_error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
@@ -17,7 +18,7 @@ from agentcache.engine.dispatch import dispatch
 from agentcache.engine.messages import RelieveMemory
 from agentcache.errors import Overloaded
 from agentcache.gateway.async_engine import AsyncEngine
-from agentcache.gateway.pressure_watch import watch_pressure
+from agentcache.gateway.pressure_watch import never_failing, watch_pressure
 from agentcache.llm import LLM
 from agentcache.models.footprint import free_memory
 from agentcache.pressure import Level, PressureGauge
@@ -317,3 +318,21 @@ def test_the_system_says_it_in_a_file(is_on: bool, model: Path, tmp_path: Path) 
             await engine.close()
 
     assert asyncio.run(run()) == [Level.NORMAL, Level.CRITICAL if is_on else Level.NORMAL]
+
+
+def test_a_reading_that_fails_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    readings: list[PressureReading | None] = [None, PressureReading(macos_level=MACOS_WARNING)]
+    told: list[Level] = []
+
+    def read() -> PressureReading:
+        if not readings:
+            raise asyncio.CancelledError
+        reading = readings.pop(0)
+        if reading is None:
+            raise ValueError("the kernel says something new")
+        return reading
+
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(watch_pressure(never_failing(read), told.append, period=0))
+    assert told == [Level.WARNING]
+    assert "the kernel says something new" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import marshal
 import os
 import re
@@ -10,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -21,6 +23,7 @@ from agentcache.models.text.grammars.check_child import Reply
 from agentcache.models.text.grammars.limits import MAX_CHARACTERS, parser_limits
 from agentcache.models.text.grammars.reply_grammar import Part, ReplyGrammar
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
+from agentcache.threads import as_exception
 
 GRACE = 0.05  # seconds that others may wait for the masks of one answer, in all
 # Seconds of CPU. To have another thread find a mask costs about as much, and where CPUs are busy it may be much later.
@@ -28,7 +31,9 @@ QUICK = 0.0002
 _MOST_THREADS = 8  # that find masks
 _KEPT = 32  # grammars: agents ask for the same ones every turn
 _PLACE = re.compile(r"^(failed to compile JSON schema: |(text|reply|json)?\s*at \d+\(\d+\): )+")
-_CODE = "grammar_unusable"
+_CODE, _OFF_CODE = "grammar_unusable", "forms_unavailable"
+
+log = logging.getLogger("agentcache.models")
 
 
 class Vocabulary:
@@ -71,11 +76,15 @@ class Grammars:
 
     Args:
         vocabulary: called once, when the first grammar is made or `start` is called.
+
+    Attributes:
+        refusal: why this tokenizer can have no grammars; empty if it can, or before it was tried.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
+        self.refusal = ""
         self._made: tuple[LLTokenizer, NDArray[np.uint32]] | None = None
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._check = ConfinedWork("agentcache.models.text.grammars.check_child")
@@ -84,8 +93,12 @@ class Grammars:
         self._finders = ThreadPoolExecutor(threads, thread_name_prefix="agentcache-masks")
 
     def start(self) -> None:
-        """Read the vocabulary now: meanwhile nothing else of Python runs, a second for the largest ones."""
-        self._tokenizer()
+        """Read the vocabulary now: meanwhile nothing else of Python runs, a second for the largest ones.
+
+        A vocabulary that llguidance does not take leaves a `refusal`.
+        """
+        with suppress(InvalidRequest):
+            self._tokenizer("response_format")
 
     def close(self) -> None:
         """End the processes that try grammars, which come back when they are needed."""
@@ -95,18 +108,24 @@ class Grammars:
         """The grammar, ready to be followed.
 
         Raises:
-            InvalidRequest: a part of it makes no sense, is more than llguidance knows, or takes too much to work with.
+            InvalidRequest: a part of it makes no sense, is more than llguidance knows, or takes too much to work with;
+                or the tokenizer can have no grammars.
         """
         with self._lock:
             known = self._kept.get(reply.text)
             if known is not None:
                 self._kept.move_to_end(reply.text)
                 return known
+        param = reply.parts[0].param
+        tokenizer, ends = self._tokenizer(param)
         self._try(reply, limit)
-        tokenizer, ends = self._tokenizer()
-        matcher = LLMatcher(tokenizer, reply.text, log_level=0, limits=parser_limits())
+        try:
+            matcher = LLMatcher(tokenizer, reply.text, log_level=0, limits=parser_limits())
+        except BaseException as error:
+            log.exception("llguidance has failed on a grammar")
+            raise _refused(param, f"llguidance has failed on it ({type(error).__name__})") from None
         if matcher.is_error():
-            raise _refused(reply.parts[0].param, matcher.get_error())
+            raise _refused(param, matcher.get_error())
         grammar = Grammar(matcher, ends, self._finders)
         with self._lock:
             self._kept[reply.text] = grammar
@@ -130,16 +149,33 @@ class Grammars:
             index, reason = marshal.loads(content)
             raise _refused(parts[index].param, reason)
 
-    def _tokenizer(self) -> tuple[LLTokenizer, NDArray[np.uint32]]:
+    def _tokenizer(self, param: str) -> tuple[LLTokenizer, NDArray[np.uint32]]:
+        """The tokenizer as llguidance has it, and the mask of tokens that end a text.
+
+        Raises:
+            InvalidRequest: it has none, which is found out once.
+        """
         with self._lock:
+            if self._made is None and not self.refusal:
+                try:
+                    self._made = _read(self._vocabulary())
+                except BaseException as error:  # a token of over 255 bytes makes llguidance panic
+                    log.debug("llguidance and the vocabulary", exc_info=error)
+                    self.refusal = f"llguidance does not take the tokenizer's vocabulary ({type(error).__name__})"
+                    log.warning("answers of a form are off: %s: %s", self.refusal, str(error)[:200])
             if self._made is None:
-                vocabulary = self._vocabulary()
-                size = len(vocabulary.tokens)
-                tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=size, eos_token=vocabulary.eos_ids)
-                bits = np.zeros(-(-size // 32) * 32, np.uint8)
-                bits[vocabulary.eos_ids] = 1
-                self._made = tokenizer, np.packbits(bits, bitorder="little").view(np.uint32)
+                raise InvalidRequest(
+                    f"{param} cannot be used with this model: {self.refusal}.", param=param, code=_OFF_CODE
+                )
             return self._made
+
+
+def _read(vocabulary: Vocabulary) -> tuple[LLTokenizer, NDArray[np.uint32]]:
+    size = len(vocabulary.tokens)
+    tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=size, eos_token=vocabulary.eos_ids)
+    bits = np.zeros(-(-size // 32) * 32, np.uint8)
+    bits[vocabulary.eos_ids] = 1
+    return tokenizer, np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 class Grammar:
@@ -183,9 +219,13 @@ class Following:
 
     def _start(self) -> Future[bytes]:
         if self._seconds >= QUICK or self._grace <= 0:
-            return self._finders.submit(self._find)
+            with suppress(RuntimeError):  # the system has no thread left
+                return self._finders.submit(self._find)
         found = Future[bytes]()
-        found.set_result(self._find())
+        try:
+            found.set_result(self._find())
+        except BaseException as error:
+            found.set_exception(as_exception(error))
         if self._seconds >= QUICK:
             self._grace -= self._seconds
         return found
@@ -201,7 +241,10 @@ class Following:
         if not self._mask.done():
             wait([self._mask])
         # A small part of what the next mask takes: here, because it is wanted at once whether the text is complete.
-        self._matcher.consume_token(token_id)
+        try:
+            self._matcher.consume_token(token_id)
+        except BaseException as error:
+            self._fail(error)
         self._note_end()
         if not self.is_over and self.failure is None:
             self._mask = self._start()
@@ -221,6 +264,9 @@ class Following:
 
     def mask(self) -> NDArray[np.uint32]:
         """Which tokens may follow: bit i of word w stands for token 32 w + i."""
+        if (error := self._mask.exception()) is not None:
+            self._fail(error)
+            return self._ends  # the answer ends, whatever is chosen
         # There may be a word more than the vocabulary needs.
         mask = np.frombuffer(self._mask.result(), np.uint32)[: len(self._ends)]
         if not (mask & ~self._ends).any():
@@ -228,7 +274,13 @@ class Following:
         self._note_end()
         return mask
 
+    def _fail(self, error: BaseException) -> None:
+        log.error("llguidance has failed in an answer", exc_info=error)
+        self.failure = f"llguidance has failed ({type(error).__name__})"
+
     def _note_end(self) -> None:
+        if self.failure is not None:
+            return
         if self._matcher.is_error():
             self.failure = _told(self._matcher.get_error())
         elif self._matcher.is_stopped():
