@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentcache.models.text.call_ids import new_call_id
 from agentcache.models.text.json_values import parse_json
 from agentcache.models.text.replies.events import (
     Block,
@@ -166,7 +166,7 @@ def _block(block: Block) -> dict[str, Any]:
 
 
 def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": arguments}
+    return {"type": "tool_use", "id": new_call_id(), "name": name, "input": arguments}
 
 
 def signature(thought: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentcache.errors import ContextLengthExceeded, Overloaded
+from agentcache.models.text.call_ids import new_call_id
 from agentcache.models.text.replies.events import (
     Event,
     ReasoningDelta,
@@ -166,7 +167,7 @@ class OutputItems:
 
     def _begin_call(self, name: str) -> Said:
         """A custom tool is called with a text, which is known when the call's arguments are whole."""
-        tool, call_id, self._arguments = self._reply.tools.find(name), f"call_{uuid.uuid4().hex}", ""
+        tool, call_id, self._arguments = self._reply.tools.find(name), new_call_id(), ""
         if tool.is_custom:
             custom = {"type": "custom_tool_call", "id": f"ctc_{uuid.uuid4().hex}", "call_id": call_id}
             return self._begin(custom | tool.fields | {"input": ""})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentcache.models.text.call_ids import new_call_id
 from agentcache.models.text.replies.events import (
     Call,
     Event,
@@ -119,7 +119,7 @@ Shape = ChatShape | TextShape
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
-    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+    return {"id": new_call_id(), "type": "function", "function": function}
 
 
 def _finish_reason(completion: Completion, called: bool) -> str | None:

@@ -10,6 +10,7 @@ from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.report import FinishReason, Update
 from agentcache.server.replies import read_reading
 from agentcache.server.validate import Reader
+from tests.models.test_call_ids import is_short
 from tests.server.driver import chat, events, post
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
 from tests.server.test_anthropic import stream
@@ -47,7 +48,7 @@ def test_openai_whole(engine: FakeEngine) -> None:
     [choice] = chat(engine, {"tools": [LOOK]}).json()["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me see."
     [call] = choice["message"]["tool_calls"]
-    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert call["type"] == "function" and is_short(call["id"])
     assert call["function"]["name"] == "look" and json.loads(call["function"]["arguments"]) == {"at": "sky"}
 
 
@@ -56,7 +57,7 @@ def test_openai_stream(engine: FakeEngine) -> None:
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("content", "") for delta in deltas) == "Let me see."
     start, *more = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert (start["index"], start["function"]["name"]) == (0, "look") and start["id"].startswith("call_")
+    assert (start["index"], start["function"]["name"]) == (0, "look") and is_short(start["id"])
     assert all(set(call) == {"index", "function"} and call["index"] == 0 for call in more)
     assert json.loads("".join(call["function"]["arguments"] for call in [start, *more])) == {"at": "sky"}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
@@ -79,7 +80,7 @@ def test_anthropic_whole(engine: FakeEngine) -> None:
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
     text, use = answer["content"]
     assert text == {"type": "text", "text": "Let me see."}
-    assert use.pop("id").startswith("toolu_")
+    assert is_short(use.pop("id"))
     assert use == {"type": "tool_use", "name": "look", "input": {"at": "sky"}}
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentcache.answer_form import AnswerForm, Notation, TextForm
 from agentcache.blocks.transcript import Transcript
-from agentcache.errors import ContextLengthExceeded
+from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.gateway.prepare import match, read_prompt, rough_size
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
 from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
+from tests.models.templates import MISTRAL
 from tests.schemas import calling
+from tests.tokenizers_factory import byte_bpe
 
 
 def give_up(at_least: int) -> None:
@@ -58,6 +62,45 @@ def test_what_a_template_makes_too_long_is_refused(chatml: Tokenizer) -> None:
     for size in (3_000, 300_000):
         with pytest.raises(ContextLengthExceeded):
             match(read_prompt(ChatPrompt([user("a b c " * size)]), None, chatml, LIMIT), None, chatml, LIMIT)
+
+
+def called(call_id: str, *more: dict[str, Any]) -> list[dict[str, Any]]:
+    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+    result = {"role": "tool", "tool_call_id": call_id, "content": "blue"}
+    return [user("Where?"), {"role": "assistant", "content": "", "tool_calls": [call]}, result, *more]
+
+
+def text_of(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> str:
+    text = read_prompt(ChatPrompt(messages), None, tokenizer).content
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize("call_id", ["call_0123456789abcdef", "toolu_01AbC", "functions.look:0", "", "<|im_end|>", "é"])
+def test_a_template_that_takes_short_ids_only_gets_them(tmp_path: Path, call_id: str) -> None:
+    """Both halves, and in the next turn the same ones."""
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=MISTRAL))
+    text = text_of(called(call_id), tokenizer)
+    [call, result] = re.findall(r'"(?:id|call_id)": "([^"]*)"', text)
+    assert call == result and re.fullmatch("[A-Za-z0-9]{9}", call)
+    assert text_of(called(call_id, {"role": "assistant", "content": "Up."}, user("?")), tokenizer).startswith(text)
+
+
+def test_a_template_that_takes_any_id_shows_the_clients(tmp_path: Path) -> None:
+    anyone = "{% for m in messages %}{{ m.tool_calls[0].id if m.tool_calls }}{{ m.tool_call_id }};{% endfor %}"
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=anyone))
+    assert text_of(called("call_1"), tokenizer) == ";call_1;call_1;"
+
+
+def test_both_what_was_thought_and_ids_may_be_too_much(tmp_path: Path) -> None:
+    refusing = MISTRAL + "{% for m in messages %}{% if m.tool_calls and m.content and m.reasoning_content %}"
+    refusing += "{{ raise_exception('All three at once') }}{% endif %}{% endfor %}"
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=refusing))
+    messages = called("call_1")
+    messages[1] |= {"content": "I look.", "reasoning_content": "hm"}
+    assert '"name": "look"' in text_of(messages, tokenizer)
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        text_of([*messages, user("a"), user("b")], tokenizer)
 
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
