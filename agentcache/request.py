@@ -17,6 +17,7 @@ class ChatPrompt:
 
     Args:
         param: what the wire calls them, for errors about them.
+        num_bytes: length of the body that they came in; 0 if unknown.
     """
 
     messages: list[dict[str, Any]]
@@ -24,6 +25,7 @@ class ChatPrompt:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     param: str = field(default="messages", compare=False)
+    num_bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)

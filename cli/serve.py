@@ -153,7 +153,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
             server.should_exit = True
 
     app = create_app(engine, config, on_start=on_start)
-    server = DrainingServer(uvicorn_config(app, config), engine)
+    server = DrainingServer(uvicorn_config(app, config), app.state.context.close)
     leave_in_order(server)
     server.run(sockets=[listener])
     if isinstance(engine.failure, RankLost):

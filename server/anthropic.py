@@ -98,7 +98,8 @@ def read_chat_prompt(call: Call) -> ChatPrompt:
     template_kwargs = body.object("chat_template_kwargs").value
     if not _wants_thoughts(body):
         template_kwargs = {"enable_thinking": False} | template_kwargs
-    return ChatPrompt([*_read_system(body, "system", call), *read], _read_tools(body), template_kwargs)
+    messages = [*_read_system(body, "system", call), *read]
+    return ChatPrompt(messages, _read_tools(body), template_kwargs, num_bytes=call.num_bytes)
 
 
 def _read_system(reader: Reader, name: str, call: Call) -> list[dict[str, Any]]:

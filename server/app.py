@@ -67,7 +67,7 @@ def create_app(
         routes=_routes(),
         middleware=_middleware(context),
         exception_handlers={HTTPException: http_error},
-        lifespan=lambda app: _lifespan(engine, on_start),
+        lifespan=lambda app: _lifespan(context, on_start),
     )
     app.router.redirect_slashes = False
     app.state.context = context
@@ -127,7 +127,7 @@ def _middleware(context: Context) -> list[Middleware]:
     local = is_loopback(config.host)
     layers = [Middleware(LogRequests)] if config.log_requests else []
     layers += [
-        Middleware(LargeBodies),
+        Middleware(LargeBodies, workers=context.workers),
         Middleware(Measure, metrics=context.metrics),
         Middleware(AgentHeader),
         Middleware(ErrorResponses),
@@ -160,14 +160,14 @@ def _cors(config: Config) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(engine: Engine, on_start: Started | None) -> AsyncGenerator[None, None]:
-    starting = asyncio.create_task(_start(engine, on_start))
+async def _lifespan(context: Context, on_start: Started | None) -> AsyncGenerator[None, None]:
+    starting = asyncio.create_task(_start(context.engine, on_start))
     try:
         yield
     finally:
         starting.cancel()
         await asyncio.wait({starting})
-        await engine.close()
+        await context.close()
 
 
 async def _start(engine: Engine, on_start: Started | None) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache.errors import InvalidRequest, Overloaded, PayloadTooLarge, RequestTooSlow
+
+_READ = "body_read"  # in a request's state: to be called when its body has been read
 
 FREE_BYTES = 64 << 10  # bytes that every body may have, whatever others hold
 
@@ -48,6 +50,13 @@ class BodyLimit:
             raise PayloadTooLarge(f"The body is over {self._limit} bytes.")
 
 
+def note_read(request: Request) -> None:
+    """Give back what the request's body takes of the room for bodies: it has been read."""
+    give_back = request.scope.get("state", {}).get(_READ)
+    if give_back is not None:
+        give_back()
+
+
 class WholeBody:
     """Hands a request on once its body is there, so that one that is still coming keeps nobody waiting.
 
@@ -70,10 +79,9 @@ class WholeBody:
             pending: list[Message] = [await self._read(body, receive)]
 
             async def receive_rest() -> Message:
-                if pending:
-                    return pending.pop()
-                self._give_back(body)  # who asks what comes next has read it
-                return await receive()
+                return pending.pop() if pending else await receive()
+
+            scope.setdefault("state", {})[_READ] = lambda: self._give_back(body)
 
             await self.app(scope, receive_rest, send)
         finally:

@@ -6,18 +6,22 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from agentcache.config import Config
 from agentcache.errors import EngineStopped, Overloaded
+from agentcache.gateway.prompt_workers import Workers, shutting_down
 from agentcache.report import ModelInfo
+from agentcache.server.body import note_read
 from agentcache.server.engine import Engine
 from agentcache.server.large_json import LargeJson
 from agentcache.server.last_turns import LastTurns
 from agentcache.server.metrics import ServerMetrics
+from agentcache.server.read_limit import ReadLimit
+from agentcache.server.stream import until_disconnect
 from agentcache.server.validate import Reader, parse_object, refuse_long_lists
 
 T = TypeVar("T")
@@ -26,6 +30,8 @@ SERVER_NAME = "agentcache"  # of the Server header, by which the command line kn
 SMALL_BODY = 128 << 10  # bytes that are read in a millisecond or two
 LARGE_BODY = 512 << 10  # bytes that take ten
 MOST_NOTES = 32
+READERS = 3  # threads that read bodies; large ones are read on all but one of them
+MOST_UNREAD = 64  # bodies that may wait for a thread
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,16 @@ class Context:
     keep_alive_seconds: float
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     last_turns: LastTurns = field(default_factory=LastTurns)
+
+    @cached_property
+    def workers(self) -> Workers:
+        """Threads that read bodies which are not small."""
+        return Workers(READERS, name="agentcache-bodies", large=LARGE_BODY, most_waiting=MOST_UNREAD)
+
+    async def close(self) -> None:
+        """Refuse bodies that are not read, and close the engine."""
+        self.large_json.close()
+        await asyncio.gather(self.workers.close(shutting_down()), self.engine.close())
 
     @cached_property
     def large_json(self) -> LargeJson:
@@ -67,6 +83,7 @@ class Call:
     """One request as it is read: what was sent, to which model, and the settings that say what it means.
 
     Args:
+        num_bytes: length of the body.
         notes: what was read in another way than it was sent, for the client to know.
     """
 
@@ -74,6 +91,7 @@ class Call:
     headers: Headers
     model: ModelInfo
     config: Config
+    num_bytes: int = 0
     notes: Notes = field(default_factory=Notes)
 
 
@@ -114,20 +132,31 @@ async def read_prompt(request: Request, param: str, read: Callable[[Call], T], *
 
 
 async def _read(request: Request, param: str | None, read: Callable[[Call], T], without_body: bytes) -> T:
-    """A small body is read at once, a larger one on a thread, and a large one in another process."""
+    """A small body is read at once, a larger one on a thread, and a large one in another process.
+
+    What takes longer ends when the client leaves.
+    """
     model, context = engine_of(request).model, context_of(request)
     raw = await _body_of(request) or [without_body]
+    size = len(raw[0])
 
-    def made(value: dict[str, Any]) -> T:
+    def work(has_ended: Callable[[], bool]) -> T:
+        limit = ReadLimit(size, has_ended)
+        value = parse_object(raw) if size <= LARGE_BODY else context.large_json.parse(raw, param, limit.check)
         refuse_long_lists(value, model.max_context)
-        return read(Call(Reader(value), request.headers, model, context.config))
+        return read(Call(Reader(value, limit=limit), request.headers, model, context.config, size))
 
-    if len(raw[0]) <= SMALL_BODY:
-        return made(parse_object(raw))
-    if len(raw[0]) <= LARGE_BODY:
-        return await asyncio.to_thread(lambda: made(parse_object(raw)))
-    value = await context.large_json.parse(raw, param)
-    return await asyncio.to_thread(made, value)
+    try:
+        if size <= SMALL_BODY:
+            return work(_never)
+        return await until_disconnect(request.receive, context.workers.run(size, work))
+    finally:
+        raw.clear()
+        note_read(request)
+
+
+def _never() -> bool:
+    return False
 
 
 async def _body_of(request: Request) -> list[bytes]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 
 import uvicorn
 
 from agentcache.server.connection import ClientConnection
-from agentcache.server.engine import Engine
 
 # How long running requests may take to finish after a signal; then they are told that the server is shutting down.
 DRAIN_SECONDS = 5.0
@@ -17,14 +17,16 @@ CUT_SECONDS = 15
 
 
 class DrainingServer(uvicorn.Server):
-    """Closes `engine` when it has drained for `drain_seconds`, which ends streams properly; uvicorn would cut them.
+    """Calls `close` when it has drained for `drain_seconds`, which ends streams properly; uvicorn would cut them.
 
     Requests of which not everything has come by then are cut.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, drain_seconds: float = DRAIN_SECONDS) -> None:
+    def __init__(
+        self, config: uvicorn.Config, close: Callable[[], Awaitable[None]], drain_seconds: float = DRAIN_SECONDS
+    ) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._close = close
         self._drain_seconds = drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -40,4 +42,4 @@ class DrainingServer(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if isinstance(connection, ClientConnection) and connection.waits_for_client:
                 connection.cut()
-        await self._engine.close()
+        await self._close()

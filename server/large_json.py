@@ -5,8 +5,8 @@ What is far too long for the model is refused there, and never becomes values he
 
 from __future__ import annotations
 
-import asyncio
 import marshal
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -15,11 +15,9 @@ from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.server.engine import Engine
 from agentcache.server.large_json_child import ParseOutcome
 
-AT_ONCE = 2
-
 
 class LargeJson:
-    """Reads bodies, a few at once: those that wait take no more memory than their bytes.
+    """Reads bodies. From any thread.
 
     Args:
         engine: whose model says how long prompts may be; asked when the first body comes.
@@ -27,31 +25,34 @@ class LargeJson:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._places = asyncio.Semaphore(AT_ONCE)
 
     @cached_property
     def _work(self) -> ConfinedWork:
         return ConfinedWork("agentcache.server.large_json_child", str(self._engine.model.max_context))
 
-    async def parse(self, raw: list[bytes], param: str | None) -> dict[str, Any]:
+    def close(self) -> None:
+        """End the processes that have nothing to do."""
+        if "_work" in self.__dict__:  # there are any
+            self._work.close()
+
+    def parse(self, raw: list[bytes], param: str | None, go_on: Callable[[], None]) -> dict[str, Any]:
         """The JSON object in a body.
 
         Args:
             raw: the body alone; it is taken out.
             param: the prompt's name, for what is too long.
+            go_on: called now and then; raises when nothing waits for the body any more, which ends the process.
 
         Raises:
             InvalidRequest: what `parse_object` raises, or the body took too much time or memory.
             ContextLengthExceeded: what `refuse_many_values` and `refuse_long_lists` raise.
         """
-        work = self._work
-        async with self._places:
-            return await asyncio.to_thread(_parse, work, raw, param)
+        return _parse(self._work, raw, param, go_on)
 
 
-def _parse(work: ConfinedWork, raw: list[bytes], param: str | None) -> dict[str, Any]:
+def _parse(work: ConfinedWork, raw: list[bytes], param: str | None, go_on: Callable[[], None]) -> dict[str, Any]:
     try:
-        kind, content = work.ask(raw)
+        kind, content = work.ask(raw, go_on=go_on)
     except OverLimit as error:
         raise _not_read(f"it took {error.what}") from None
     except ChildBroke:

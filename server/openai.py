@@ -54,7 +54,7 @@ def read_chat_prompt(call: Call, *, add_generation_prompt: bool) -> ChatPrompt:
     messages = read_messages(call)
     check_chat(call.model)
     template_kwargs = call.body.object("chat_template_kwargs").value
-    return ChatPrompt(messages, read_tools(call.body), template_kwargs, add_generation_prompt)
+    return ChatPrompt(messages, read_tools(call.body), template_kwargs, add_generation_prompt, num_bytes=call.num_bytes)
 
 
 def _read_chat_logprobs(body: Reader) -> int | None:

@@ -47,7 +47,7 @@ def read_response(call: Call) -> Job:
     _refuse(body)
     check_chat(model, "input")
     messages, tools = read_items(call), read_response_tools(call)
-    prompt = ChatPrompt(messages, tools.shown, _template_kwargs(body), param="input")
+    prompt = ChatPrompt(messages, tools.shown, _template_kwargs(body), param="input", num_bytes=call.num_bytes)
     if body.string("truncation") == "auto":
         call.notes.add("truncation: nothing is left out of a prompt that is too long; it is refused")
     sampling = read_sampling(

@@ -135,6 +135,21 @@ def test_one_reader_of_client_json() -> None:
     assert {path for path, used in found.items() if used} == {JSON_READER, *OWN_JSON}
 
 
+def test_no_pool_without_an_owner() -> None:
+    """Threads of asyncio's pool and of executors hold up each other's work, and the end of the process."""
+    forbidden = {
+        "asyncio.to_thread",
+        "concurrent.futures.ThreadPoolExecutor",
+        "concurrent.futures.ProcessPoolExecutor",
+        "starlette.concurrency.run_in_threadpool",
+        "starlette.background.BackgroundTask",
+        "anyio.to_thread",
+    }
+    for path, tree in sources("server", "agentcache/gateway"):
+        methods = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not uses(tree, forbidden) and "run_in_executor" not in methods, path
+
+
 @pytest.mark.slow
 def test_import_contracts_hold() -> None:
     command = [

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -14,6 +12,7 @@ from agentcache.adapter_settings import RESIDUAL_IS_OFF, AdapterFolder, Policy
 from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, settle_policy
 from agentcache.engine.messages import DropAdapter, PutAdapter
 from agentcache.errors import (
+    AgentCacheError,
     InvalidRequest,
     OutOfBlocks,
     Overloaded,
@@ -22,10 +21,10 @@ from agentcache.errors import (
     UnsupportedPolicy,
 )
 from agentcache.gateway.engine_thread import EngineThread
+from agentcache.gateway.prompt_workers import Workers
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter, read_again
 from agentcache.models.decoder import Decoder, is_decoder_folder, read_decoder, read_decoder_again
 from agentcache.report import AdapterInfo
-from agentcache.threads import contained
 
 if TYPE_CHECKING:
     from agentcache.adapters.table import AdapterSource
@@ -48,12 +47,13 @@ class AdapterLoader:
         self._memo = memo
         self._model = thread.view.model
         self._table = AdapterTable(self._model.adapter_budget)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="agentcache-adapters")
+        self._reader = Workers(1, name="agentcache-adapters")
         self._loading = asyncio.Lock()
         self._released = asyncio.Event()
 
-    def close(self) -> None:
-        self._reader.shutdown(wait=False, cancel_futures=True)
+    async def close(self, error: AgentCacheError) -> None:
+        """Refuse all further reading of folders with `error`."""
+        await self._reader.close(error)
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -222,9 +222,7 @@ class AdapterLoader:
         self._thread.tell(DropAdapter(digest), lambda dropped: None)
 
     async def _in_background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._reader, partial(contained(function), *args, **kwargs)
-        )
+        return await self._reader.run(0, lambda has_ended: function(*args, **kwargs))
 
 
 def _path(folder: AdapterFolder) -> Path:

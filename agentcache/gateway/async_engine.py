@@ -33,12 +33,12 @@ from agentcache.gateway.adapter_loader import AdapterLoader
 from agentcache.gateway.agent_turns import AgentTurns, Turn
 from agentcache.gateway.completions import Completions
 from agentcache.gateway.describe_model import describe_model
-from agentcache.gateway.engine_thread import EngineThread, shutting_down
+from agentcache.gateway.engine_thread import EngineThread
 from agentcache.gateway.prepare import (
     agent_policy,
 )
 from agentcache.gateway.pressure_watch import never_failing, watch_pressure
-from agentcache.gateway.prompt_workers import PromptWorkers
+from agentcache.gateway.prompt_workers import Workers, shutting_down
 from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.text.tokenizer import Tokenizer
@@ -47,9 +47,10 @@ from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, Res
 from agentcache.request import Request
 from agentcache.store.archived_agent import read_archive
 from agentcache.system_memory import SystemMemory
-from agentcache.threads import contained
 
 T = TypeVar("T")
+
+MOST_ARCHIVES = 8  # that may wait to be read
 
 
 class AsyncEngine:
@@ -77,7 +78,8 @@ class AsyncEngine:
                 give_up=self._thread.give_up,
             )
         )
-        self._workers = PromptWorkers()
+        self._workers = Workers(most_waiting=config.max_waiting_requests)
+        self._archives = Workers(1, name="agentcache-archives", most_waiting=MOST_ARCHIVES)
         self._turns = AgentTurns()
         self._is_open = False
         self._tokenizer: Tokenizer | None = None
@@ -103,7 +105,7 @@ class AsyncEngine:
         served = self._thread.view.model
         self._tokenizer = served.tokenizer
         if self._warm_up:
-            await asyncio.to_thread(contained(served.tokenizer.start))
+            await self._workers.run(0, lambda has_ended: served.tokenizer.start())
         self._model = describe_model(served, self.config)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
         self._completions = Completions(self.config, self._thread, self._workers, self._turns, self._adapters)
@@ -118,11 +120,13 @@ class AsyncEngine:
         self._is_open = False
         if self._watch is not None:
             self._watch.cancel()
-        await asyncio.gather(self._thread.close(), self._workers.close(shutting_down()))
+        end = shutting_down()
+        pools = [self._workers.close(end), self._archives.close(end)]
+        if self._adapters is not None:
+            pools.append(self._adapters.close(end))
+        await asyncio.gather(self._thread.close(), *pools)
         if self._tokenizer is not None:
             self._tokenizer.close()
-        if self._adapters is not None:
-            self._adapters.close()
 
     @property
     def ready(self) -> bool:
@@ -211,8 +215,9 @@ class AsyncEngine:
             StoreError: it could not be written, or the disk budget cannot hold it; nothing has changed.
         """
         served = self._thread.view.model
-        archive = await asyncio.to_thread(
-            contained(read_archive), Path(path), served.spec, served.fingerprint, agent_id, served.num_token_ids
+        archive = await self._archives.run(
+            0,
+            lambda has_ended: read_archive(Path(path), served.spec, served.fingerprint, agent_id, served.num_token_ids),
         )
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], ImportAgent(archive))

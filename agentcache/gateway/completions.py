@@ -33,7 +33,7 @@ from agentcache.gateway.prepare import (
     rough_size,
     system_of,
 )
-from agentcache.gateway.prompt_workers import HasEnded, PromptWorkers
+from agentcache.gateway.prompt_workers import HasEnded, Workers
 from agentcache.gateway.receiver import Receiver
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
@@ -59,7 +59,7 @@ class Completions:
     """
 
     def __init__(
-        self, config: Config, thread: EngineThread, workers: PromptWorkers, turns: AgentTurns, adapters: AdapterLoader
+        self, config: Config, thread: EngineThread, workers: Workers, turns: AgentTurns, adapters: AdapterLoader
     ) -> None:
         self._config = config
         self._thread = thread

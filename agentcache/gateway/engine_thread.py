@@ -16,13 +16,16 @@ from agentcache.engine.dispatch import dispatch
 from agentcache.engine.engine import Engine
 from agentcache.engine.messages import Message
 from agentcache.engine.view import EngineView
-from agentcache.errors import AgentCacheError, EngineStopped, Overloaded
+from agentcache.errors import AgentCacheError, EngineStopped
+from agentcache.gateway.prompt_workers import shutting_down
 from agentcache.threads import as_exception, start_thread
 
 log = logging.getLogger("agentcache.engine")
 
 Post = Callable[[Callable[[], None]], None]
 Receive = Callable[[Any], None]
+
+_LOOK_SECONDS = 0.005
 
 
 class EngineThread:
@@ -64,7 +67,8 @@ class EngineThread:
             return
         self._stopping = True
         self.post(lambda: None)
-        await asyncio.to_thread(self._thread.join)
+        while self._thread.is_alive():  # no join: it would hold up the loop, or take a thread of its own
+            await asyncio.sleep(_LOOK_SECONDS)
         self._thread = self.engine = None
 
     @property
@@ -232,8 +236,3 @@ def _hand_out(replies: list[tuple[Receive, Any]]) -> None:
             receive(reply)
         except BaseException as error:  # the others' replies come behind this one
             log.error("a reply of the engine was not taken", exc_info=error)
-
-
-def shutting_down() -> Overloaded:
-    """What those are told who come too late, or wait for too long."""
-    return Overloaded("the server is shutting down", code="shutting_down")

@@ -46,7 +46,8 @@ def _prompt_size(prompt: Prompt) -> int:
         return len(prompt.token_ids)
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
-    return sum([len(message.get("content") or "") for message in prompt.messages])
+    # Calls and tools take time, too; to walk through them would take the event loop's.
+    return max(prompt.num_bytes, sum([len(message.get("content") or "") for message in prompt.messages]))
 
 
 def check_size(prompt: Prompt, tokenizer: Tokenizer, limit: WorkLimit) -> None:

@@ -1,4 +1,4 @@
-"""Threads that turn prompts into tokens, short prompts first."""
+"""Pools of threads for work that clients ask for: reading bodies and prompts, short ones first; archives; adapters."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ HasEnded = Callable[[], bool]
 
 LARGE = 64_000  # characters, or token ids
 CLOSE_SECONDS = 1.5
+MOST_WAITING = 256
+_LOOK_SECONDS = 0.005
 
 
 @dataclass(order=True)
@@ -35,10 +37,6 @@ class _PromptJob(Generic[T]):
     work: Callable[[HasEnded], T] = field(compare=False)
     future: asyncio.Future[T] = field(compare=False)
     ended: bool = field(default=False, compare=False)
-
-    @property
-    def is_large(self) -> bool:
-        return self.size > LARGE
 
     def has_ended(self) -> bool:
         return self.ended
@@ -66,14 +64,31 @@ class _PromptJob(Generic[T]):
             self.future.get_loop().call_soon_threadsafe(tell)
 
 
-class PromptWorkers:
-    """Runs work on threads: the smallest job first, and large ones never on all threads at once.
+class Workers:
+    """A pool of threads: the smallest job first, and large ones never on all of several threads at once.
 
-    `run` and `close` belong to one event loop.
+    `run` and `close` belong to one event loop. The threads are daemons: one that does not stop does not hold up the
+    end of the process.
+
+    Args:
+        num_workers: threads; None for as many as there are cores, from 2 to 4.
+        name: of the threads.
+        large: size above which a job is large.
+        most_waiting: jobs that may wait for a thread.
     """
 
-    def __init__(self, num_workers: int | None = None) -> None:
+    def __init__(
+        self,
+        num_workers: int | None = None,
+        *,
+        name: str = "agentcache-prepare",
+        large: int = LARGE,
+        most_waiting: int = MOST_WAITING,
+    ) -> None:
         self._num_workers = num_workers or min(4, max(2, os.cpu_count() or 1))
+        self._name = name
+        self._large = large
+        self._most_waiting = most_waiting
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._waiting: list[_PromptJob[Any]] = []
@@ -87,12 +102,16 @@ class PromptWorkers:
         Args:
             size: characters or token ids that it is about.
             work: called with a function that says whether it may stop, since nobody waits for it any more.
+
+        Raises:
+            Overloaded: too many jobs wait.
         """
         if self._closed is not None:
             raise self._closed
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         job = _PromptJob(size, next(self._numbers), work, future)
         with self._changed:
+            self._refuse_too_many()
             self._start_thread()
             heapq.heappush(self._waiting, job)
             self._changed.notify()
@@ -109,28 +128,37 @@ class PromptWorkers:
                 job.fail(error)
             self._waiting.clear()
             self._changed.notify_all()
-        await asyncio.to_thread(self._join)
+        await self._until_stopped()
 
     def _start_thread(self) -> None:
         if len(self._threads) >= self._num_workers:
             return
         try:
-            self._threads.append(start_thread("agentcache-prepare", self._work, self._died))
+            self._threads.append(start_thread(self._name, self._work, self._died))
         except RuntimeError as error:  # the system has no thread left
             if not self._threads:
-                raise Overloaded(f"no prompt can be read: {error}") from error
+                raise Overloaded(f"no thread can be started: {error}") from error
 
     def _died(self, error: Exception) -> None:
         """On a thread that has failed: the next request starts another one."""
         with self._changed:
             self._threads.remove(threading.current_thread())
 
-    def _join(self) -> None:
+    def _refuse_too_many(self) -> None:
+        if len(self._waiting) < self._most_waiting:
+            return
+        self._waiting = [job for job in self._waiting if not job.ended]
+        heapq.heapify(self._waiting)
+        if len(self._waiting) >= self._most_waiting:
+            raise Overloaded("too many requests are waiting to be read; try again later")
+
+    async def _until_stopped(self) -> None:
         deadline = time.monotonic() + CLOSE_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            log.warning("a prompt is still being read after %.1f s; it is left behind", CLOSE_SECONDS)
+        while any(thread.is_alive() for thread in self._threads):
+            if time.monotonic() > deadline:
+                log.warning("%s: work goes on after %.1f s; it is left behind", self._name, CLOSE_SECONDS)
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
@@ -153,4 +181,11 @@ class PromptWorkers:
         return None
 
     def _may_run(self, job: _PromptJob[Any]) -> bool:
-        return not job.is_large or sum(other.is_large for other in self._running) < self._num_workers - 1
+        if job.size <= self._large:
+            return True
+        return sum(other.size > self._large for other in self._running) < max(1, self._num_workers - 1)
+
+
+def shutting_down() -> Overloaded:
+    """The error of requests that come too late, or would take too long."""
+    return Overloaded("the server is shutting down", code="shutting_down")

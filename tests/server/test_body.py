@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from agentcache.config import Config
 from agentcache.errors import Overloaded, RequestTooSlow
-from agentcache.server.body import FREE_BYTES, WholeBody
+from agentcache.server.body import FREE_BYTES, WholeBody, note_read
 from tests.server.driver import ask, refused, settle
 from tests.server.fake_engine import FakeEngine
 
@@ -174,6 +174,7 @@ def test_a_body_takes_room_until_it_is_read() -> None:
         async def slow_reader(scope: Scope, receive: Receive, send: Send) -> None:
             await receive()
             await reading.wait()
+            note_read(Request(scope))
             await receive()
 
         layer, first, second = WholeBody(slow_reader, 5.0, room=1000), Sender(), Sender()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.errors import ContextLengthExceeded, InvalidRequest
+from agentcache.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from agentcache.models.text.json_values import MAX_DEPTH
 from agentcache.server.context import LARGE_BODY
 from agentcache.server.large_json import LargeJson
@@ -20,12 +20,16 @@ from tests.server.fake_engine import FakeEngine
 CONTEXT = FakeEngine().model.max_context
 
 
+async def in_thread(reader: LargeJson, body: bytes) -> dict[str, Any]:
+    return await asyncio.to_thread(reader.parse, [body], "prompt", lambda: None)
+
+
 def read(*bodies: bytes) -> list[dict[str, Any] | BaseException]:
     """What one reader makes of bodies that come together."""
 
     async def read_all() -> list[dict[str, Any] | BaseException]:
         reader = LargeJson(FakeEngine())
-        return await asyncio.gather(*(reader.parse([body], "prompt") for body in bodies), return_exceptions=True)
+        return await asyncio.gather(*(in_thread(reader, body) for body in bodies), return_exceptions=True)
 
     return asyncio.run(read_all())
 
@@ -77,15 +81,29 @@ def test_a_reader_that_somebody_ends() -> None:
         reader._work.start()
         child = reader._work._idle[0]._process
         child.send_signal(signal.SIGSTOP)  # it is there, and does nothing
-        reading = asyncio.create_task(reader.parse([b"{}"], None))
+        reading = asyncio.create_task(in_thread(reader, b"{}"))
         await asyncio.sleep(0.1)
         child.kill()
         with pytest.raises(InvalidRequest, match="broke off") as caught:
             await reading
         assert caught.value.code == "body_not_read"
-        assert await reader.parse([b'{"a": 1}'], None) == {"a": 1}
+        assert await in_thread(reader, b'{"a": 1}') == {"a": 1}
 
     asyncio.run(run())
+
+
+def test_a_reader_ends_with_its_request() -> None:
+    reader = LargeJson(FakeEngine())
+    reader._work.start()
+    child = reader._work._idle[0]._process
+    child.send_signal(signal.SIGSTOP)
+
+    def go_on() -> None:
+        raise Overloaded("the request has ended")
+
+    with pytest.raises(Overloaded, match="has ended"):
+        reader.parse([b"{}"], None, go_on)
+    assert child.poll() is not None
 
 
 def test_over_http() -> None:

@@ -17,7 +17,7 @@ from agentcache.config import Config
 from agentcache.errors import EngineStopped, InvalidRequest
 from agentcache.gateway import adapter_loader, async_engine, completions
 from agentcache.gateway.async_engine import AsyncEngine
-from agentcache.gateway.prompt_workers import PromptWorkers
+from agentcache.gateway.prompt_workers import Workers
 from agentcache.models.text.grammars import compiler
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.report import Update
@@ -258,7 +258,7 @@ def test_a_worker_for_which_the_system_has_no_thread(monkeypatch: pytest.MonkeyP
     """The request fails; the next one is read."""
 
     async def test() -> None:
-        workers = PromptWorkers(1)
+        workers = Workers(1)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", throwing(RuntimeError))
             with pytest.raises(Exception, match="no prompt can be read"):

@@ -11,15 +11,15 @@ import pytest
 
 from agentcache.errors import InvalidRequest, Overloaded
 from agentcache.gateway import prompt_workers
-from agentcache.gateway.prompt_workers import LARGE, HasEnded, PromptWorkers
+from agentcache.gateway.prompt_workers import LARGE, HasEnded, Workers
 from tests.rounds import in_rounds, within
 
 GONE = Overloaded("the server is shutting down", code="shutting_down")
 
 
-def run(test: Callable[[PromptWorkers], Awaitable[None]], num_workers: int = 2) -> None:
+def run(test: Callable[[Workers], Awaitable[None]], num_workers: int = 2) -> None:
     async def inside() -> None:
-        workers = PromptWorkers(num_workers)
+        workers = Workers(num_workers)
         try:
             await asyncio.wait_for(test(workers), 30)
         finally:
@@ -34,11 +34,11 @@ def until_ended(has_ended: HasEnded) -> str:
     return "ended"
 
 
-def begin(workers: PromptWorkers, size: int, work: Callable[[HasEnded], str]) -> asyncio.Task[str]:
+def begin(workers: Workers, size: int, work: Callable[[HasEnded], str]) -> asyncio.Task[str]:
     return asyncio.ensure_future(workers.run(size, work))
 
 
-async def begun(workers: PromptWorkers, size: int, work: Callable[[HasEnded], str]) -> asyncio.Task[str]:
+async def begun(workers: Workers, size: int, work: Callable[[HasEnded], str]) -> asyncio.Task[str]:
     """The same, when a thread is at work on it."""
     at_work = threading.Event()
 
@@ -55,7 +55,7 @@ def test_results_and_errors_come_back() -> None:
     def fail(has_ended: HasEnded) -> str:
         raise InvalidRequest("no")
 
-    async def test(workers: PromptWorkers) -> None:
+    async def test(workers: Workers) -> None:
         assert await workers.run(1, lambda has_ended: f"done {has_ended()}") == "done False"
         with pytest.raises(InvalidRequest, match="no"):
             await workers.run(1, fail)
@@ -67,7 +67,7 @@ def test_short_ones_go_first() -> None:
     order: list[int] = []
     gate = threading.Event()
 
-    async def test(workers: PromptWorkers) -> None:
+    async def test(workers: Workers) -> None:
         first = await begun(workers, 0, lambda has_ended: str(gate.wait()))
         sizes = [50, 3, LARGE, 7, 3]
         tasks = [begin(workers, size, lambda has_ended, size=size: order.append(size) or "") for size in sizes]  # type: ignore[misc]
@@ -80,7 +80,7 @@ def test_short_ones_go_first() -> None:
 
 
 def test_large_ones_leave_a_thread_free() -> None:
-    async def test(workers: PromptWorkers) -> None:
+    async def test(workers: Workers) -> None:
         large = [begin(workers, LARGE + 1, until_ended) for _ in range(3)]
         assert await workers.run(10, lambda has_ended: "short") == "short"
         assert await workers.run(LARGE, lambda has_ended: "just not large") == "just not large"
@@ -99,7 +99,7 @@ def test_who_leaves_is_dropped_or_told() -> None:
         told.set()
         return ""
 
-    async def test(workers: PromptWorkers) -> None:
+    async def test(workers: Workers) -> None:
         running = await begun(workers, LARGE + 1, wait)
         waiting = begin(workers, LARGE + 2, lambda has_ended: ran.append("") or "")  # type: ignore[func-returns-value]
         await asyncio.sleep(0)
@@ -113,12 +113,38 @@ def test_who_leaves_is_dropped_or_told() -> None:
     run(test)
 
 
+def test_one_thread_does_large_work_too() -> None:
+    async def test(workers: Workers) -> None:
+        assert await workers.run(LARGE + 1, lambda has_ended: "done") == "done"
+
+    run(test, num_workers=1)
+
+
+def test_no_more_than_so_many_jobs_wait() -> None:
+    async def inside() -> None:
+        workers = Workers(1, most_waiting=2)
+        running = await begun(workers, 1, until_ended)
+        waiting = [begin(workers, size, lambda has_ended: "done") for size in (2, 3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="too many"):
+            await workers.run(1, lambda has_ended: "")
+        waiting.pop().cancel()  # that gives its place to another one
+        await asyncio.sleep(0)
+        waiting.append(begin(workers, 4, lambda has_ended: "done"))
+        await asyncio.sleep(0)
+        running.cancel()
+        assert await asyncio.gather(*waiting) == ["done"] * 2
+        await workers.close(GONE)
+
+    asyncio.run(inside())
+
+
 @in_rounds
 def test_closing_tells_all_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_workers, "CLOSE_SECONDS", 0.3)
     stubborn = threading.Event()
 
-    async def test(workers: PromptWorkers) -> None:
+    async def test(workers: Workers) -> None:
         tasks = [
             await begun(workers, LARGE + 1, until_ended),
             await begun(workers, 1, lambda has_ended: str(stubborn.wait(20))),

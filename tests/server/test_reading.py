@@ -1,0 +1,148 @@
+"""Bodies that are not small are read on threads: in which order, how many wait, and what ends that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from agentcache.config import Config
+from agentcache.server.app import create_app
+from agentcache.server.context import LARGE_BODY, MOST_UNREAD, READERS, SMALL_BODY, Context
+from tests.rounds import within
+from tests.server.driver import BASE_URL, LeavingClient, refused, settle
+from tests.server.fake_engine import FakeEngine
+
+Test = Callable[[Any, Context, httpx.AsyncClient], Awaitable[None]]
+
+
+def run(test: Test) -> None:
+    async def inside() -> None:
+        app = create_app(FakeEngine(), Config())
+        context: Context = app.state.context
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE_URL) as client:
+            try:
+                await asyncio.wait_for(test(app, context, client), 30)
+            finally:
+                await context.close()
+
+    asyncio.run(inside())
+
+
+class Busy:
+    """Work that goes on until it is told to stop, or has ended."""
+
+    def __init__(self, context: Context, size: int) -> None:
+        self.begun = threading.Event()
+        self._stop = threading.Event()
+        self.task = asyncio.ensure_future(context.workers.run(size, self._work))
+
+    def _work(self, has_ended: Callable[[], bool]) -> None:
+        self.begun.set()
+        while not (self._stop.wait(0.002) or has_ended()):
+            continue
+
+    async def stop(self) -> None:
+        self._stop.set()
+        await self.task
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    with within(10):
+        while not is_so():
+            await asyncio.sleep(0.002)
+
+
+def body_of(size: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x" * size}], "max_tokens": 3}
+
+
+def test_small_bodies_wait_for_no_others() -> None:
+    async def test(app: Any, context: Context, client: httpx.AsyncClient) -> None:
+        busy = [Busy(context, 1) for _ in range(READERS)]
+        await until(lambda: all(each.begun.is_set() for each in busy))
+        assert (await client.post("/v1/chat/completions", json=body_of(100))).status_code == 200
+        waiting = asyncio.ensure_future(client.post("/v1/chat/completions", json=body_of(SMALL_BODY)))
+        await settle()
+        assert not waiting.done()
+        await busy[0].stop()
+        assert (await waiting).status_code == 200
+
+    run(test)
+
+
+def test_large_bodies_leave_a_thread_to_others() -> None:
+    async def test(app: Any, context: Context, client: httpx.AsyncClient) -> None:
+        busy = [Busy(context, LARGE_BODY + 1) for _ in range(READERS + 5)]
+        await until(lambda: sum(each.begun.is_set() for each in busy) == READERS - 1)
+        assert (await client.post("/v1/chat/completions", json=body_of(SMALL_BODY))).status_code == 200
+        assert sum(each.begun.is_set() for each in busy) == READERS - 1
+
+    run(test)
+
+
+def test_too_many_that_wait() -> None:
+    async def test(app: Any, context: Context, client: httpx.AsyncClient) -> None:
+        busy = [Busy(context, 1) for _ in range(READERS)]
+        await until(lambda: all(each.begun.is_set() for each in busy))
+        busy += [Busy(context, 1) for _ in range(MOST_UNREAD)]
+        await settle()
+        answer = await client.post("/v1/chat/completions", json=body_of(SMALL_BODY))
+        refused(answer, 503)
+        assert answer.headers["Retry-After"]
+        assert (await client.post("/v1/chat/completions", json=body_of(100))).status_code == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("size", [SMALL_BODY, LARGE_BODY])
+def test_reading_ends_when_the_client_leaves(size: int) -> None:
+    async def test(app: Any, context: Context, client: httpx.AsyncClient) -> None:
+        busy = [Busy(context, 1) for _ in range(READERS)]
+        await until(lambda: all(each.begun.is_set() for each in busy))
+        has_left = False
+        leaving = LeavingClient(leave=lambda sent: has_left)
+        task = asyncio.ensure_future(leaving.post(app, "/v1/chat/completions", body_of(size)))
+        await settle()
+        assert not task.done()
+        has_left = True
+        await task
+        assert not leaving.sent and not app.state.context.engine.requests
+
+    run(test)
+
+
+def test_closing_refuses_what_is_not_read() -> None:
+    async def test(app: Any, context: Context, client: httpx.AsyncClient) -> None:
+        busy = [Busy(context, 1) for _ in range(READERS)]
+        await until(lambda: all(each.begun.is_set() for each in busy))
+        waiting = [
+            asyncio.ensure_future(client.post("/v1/chat/completions", json=body_of(SMALL_BODY))) for _ in range(3)
+        ]
+        await settle()
+        with within(1):
+            await context.close()
+            answers = await asyncio.gather(*waiting)
+        assert [refused(answer, 503)["code"] for answer in answers] == ["shutting_down"] * 3
+        await asyncio.gather(*(each.task for each in busy), return_exceptions=True)
+
+    run(test)
+
+
+def test_a_body_is_handed_on_with_its_length() -> None:
+    async def test(app: Any, context: Context, client: httpx.AsyncClient) -> None:
+        for path, body in {
+            "/v1/chat/completions": body_of(10),
+            "/v1/messages": body_of(10),
+            "/v1/responses": {"input": "hi"},
+        }.items():
+            raw = json.dumps(body).encode()
+            assert (await client.post(path, content=raw)).status_code == 200
+            assert context.engine.requests[-1].prompt.num_bytes == len(raw)  # type: ignore[attr-defined]
+
+    run(test)
