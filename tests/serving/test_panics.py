@@ -261,7 +261,7 @@ def test_a_worker_for_which_the_system_has_no_thread(monkeypatch: pytest.MonkeyP
         workers = Workers(1)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", throwing(RuntimeError))
-            with pytest.raises(Exception, match="no prompt can be read"):
+            with pytest.raises(Exception, match="no thread can be started"):
                 await workers.run(1, lambda has_ended: 1)
         assert await asyncio.wait_for(workers.run(1, lambda has_ended: 2), SECONDS) == 2
         await workers.close(EngineStopped("over"))  # type: ignore[arg-type]
