@@ -17,8 +17,12 @@ from agentcache.store.store import Store
 Has = Callable[[BlockName], bool]  # whether there is a file
 
 
-def load_agents(store: Store, caches: KeptCaches, agents: AgentTable) -> None:
-    """At start: the store's lineages become known, and what is on disk of them. No more than a budget stays in RAM."""
+def load_agents(store: Store, caches: KeptCaches, agents: AgentTable, max_lineages: int) -> None:
+    """At start: the store's lineages become known, and what is on disk of them. No more than a budget stays in RAM.
+
+    Args:
+        max_lineages: lineages that an agent may have.
+    """
     files = BlockFiles(store)
 
     def take(record: AgentRecord) -> None:
@@ -26,7 +30,7 @@ def load_agents(store: Store, caches: KeptCaches, agents: AgentTable) -> None:
         index_lineage(caches, record, files.has)
         agents.put(record)
 
-    store.read_agents(take)
+    store.read_agents(take, max_lineages)
 
 
 def index_lineage(caches: KeptCaches, record: AgentRecord, has: Has) -> None:

@@ -52,6 +52,7 @@ from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner
 from agentcache.models.text.replies.history import first_thought
 from agentcache.ranks.world import World, join
+from agentcache.store.model_names import find_names
 from agentcache.store.precision_file import read_precision, write_precision
 
 log = logging.getLogger("agentcache.engine")
@@ -98,6 +99,7 @@ def open_engine(
         check_weights=partial(check_weights, wishes),
         kv=config.kv,
         kept=partial(read_precision, config.cache_dir),
+        find_names=lambda by_content: find_names(config.cache_dir, by_content.identity, by_content.first),
     )
     footprint = Footprint.of(loaded.spec, loaded.config, is_half=loaded.is_half)
     plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
@@ -147,7 +149,7 @@ def _put_together(
     transcripts = ResidentTranscripts(ledger, transcript_budget(plan.ram_budget))
     agents = AgentTable(loaded.fingerprint, in_use=in_use, transcripts=transcripts)
     caches = KeptCaches(KeptCache(BASE_CACHE, loaded.spec, cache, runner), loaded.namespace)
-    load_agents(store, caches, agents)
+    load_agents(store, caches, agents, config.max_lineages)
     persistence = Persistence(
         caches,
         runner,
@@ -196,7 +198,7 @@ def _put_together(
             residuals=Residuals(caches, persistence, turns, runner, ledger, support, config.max_divergence),
             served=ServedModel(
                 path=loaded.path,
-                fingerprint=loaded.fingerprint,
+                names=loaded.names,
                 spec=loaded.spec,
                 precision=loaded.precision,
                 tokenizer=loaded.tokenizer,

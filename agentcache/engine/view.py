@@ -14,6 +14,7 @@ from agentcache.models.adapters import TargetModules
 from agentcache.models.residual_forms import ResidualSupport
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.pressure import Level
+from agentcache.store.model_names import ModelNames
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ServedModel:
     """What stays as it is as long as the engine lives.
 
     Args:
+        names: what its blocks and agents are named by, and which other names mean this model.
         precision: of cached keys and values.
         max_context: tokens that the model was made for.
         num_token_ids: the ids below this may be tokens; None where that is not known.
@@ -32,7 +34,7 @@ class ServedModel:
     """
 
     path: Path
-    fingerprint: str
+    names: ModelNames
     spec: CacheSpec
     precision: Precision
     tokenizer: Tokenizer
@@ -43,6 +45,11 @@ class ServedModel:
     num_token_ids: int | None = None
     residuals: ResidualSupport | None = None
     ranks: int = 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Its name, by its content."""
+        return self.names.current
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,7 @@ class CacheSpec:
         recurrent: one per layer that keeps a state instead, or besides, in order of depth.
         beside: of a cache that is kept beside the model's own, what it goes with: that one's digest among it.
         rank: of a cache that holds the heads of one of several processes, which of how many; empty alone.
+        sources: digest of the code that computes the model's keys and values (`models/source_digest.py`).
     """
 
     model_type: str
@@ -234,6 +235,7 @@ class CacheSpec:
     recurrent: tuple[RecurrentSpec, ...] = ()
     beside: str = ""
     rank: str = ""
+    sources: str = ""
 
     def __eq__(self, other: object) -> bool:  # as of `GroupSpec`
         return self is other or (isinstance(other, CacheSpec) and self.digest == other.digest)
@@ -312,6 +314,7 @@ _NEW_DEFAULTS: tuple[tuple[str, Any], ...] = (
     ("beside", ""),
     ("value_quantisation", None),
     ("rank", ""),
+    ("sources", ""),
 )
 
 

@@ -6,7 +6,7 @@ PrefillShare (arXiv 2602.12029): base computes the prompt, such a decoder its la
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from agentcache.errors import UnreadableAdapter, UnsupportedAdapter, UnsupportedModel
 from agentcache.models.adapter_files import ModuleName
-from agentcache.models.fingerprint import file_identity, model_fingerprint
+from agentcache.models.file_identity import file_identity
+from agentcache.models.fingerprint import first_fingerprint
 from agentcache.models.hosting import host_in_pieces
 from agentcache.models.loader import LoadedModel, check_files, install_wanted_positions
 
@@ -67,7 +68,7 @@ def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
     """Look at a decoder's files, which has to be a fine-tune of the model in folder `base`. Any thread.
 
     Args:
-        memo: as in `model_fingerprint`.
+        memo: as in `model_fingerprints`.
 
     Raises:
         UnsupportedAdapter: its weights have other names or shapes, or its tokenizer another vocabulary.
@@ -77,7 +78,7 @@ def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
         files = _identities(folder)
         _check_weights(folder, base)
         _check_vocabulary(folder, base)
-        digest = model_fingerprint(folder, "", memo)
+        digest = first_fingerprint(folder, "", memo)  # blocks and residuals name it: they keep their addresses
         nbytes = sum(file.stat().st_size for file in _weight_files(folder))
     except (OSError, ValueError, SafetensorError, UnsupportedModel) as error:
         raise UnreadableAdapter(f"the model in {folder} cannot be read: {error!s:.200}") from None
@@ -153,6 +154,6 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
         raise UnsupportedAdapter(f"the model in {decoder.path} cannot be loaded: {error!s:.200}") from None
     if changed:
         raise UnsupportedAdapter(f"the model in {decoder.path} is being changed; load it anew")
-    if hosted.spec != base.spec:
+    if replace(hosted.spec, sources=base.spec.sources) != base.spec:
         raise UnsupportedAdapter(f"the model in {decoder.path} caches something else than base")
     yield DecoderWeights(decoder, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,15 +18,18 @@ from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.kv.precision import AUTO, BITS, Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.experts import distrust_sorted_rows
-from agentcache.models.fingerprint import model_fingerprint
+from agentcache.models.fingerprint import ModelFingerprints, model_fingerprints
 from agentcache.models.hosting import Everywhere, host
 from agentcache.models.lora import ModelAdapters
+from agentcache.models.memo import Memo
 from agentcache.models.precision import Measured
 from agentcache.models.sample_text import SAMPLE
+from agentcache.models.source_digest import source_digest
 from agentcache.models.step import CurrentStep
 from agentcache.models.survey import Survey, text_config
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.trunk import ModelTrunk
+from agentcache.store.model_names import ModelNames
 
 _DEFAULT_CONTEXT = 8192
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -47,7 +50,7 @@ class LoadedModel:
         trunk: keeps what goes in between layers, for steps that compute the upper ones only.
         survey: what stands where among its caches.
         spec: what it caches.
-        fingerprint: digest of weights, config and tokenizer.
+        names: what blocks and agents are named by, and what earlier ones of the same model are.
         max_context: tokens the model was made for.
         ranks: processes that have a part of it each, this one's being `model`; 1 for a model that is whole.
     """
@@ -59,7 +62,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     survey: Survey
     spec: CacheSpec
-    fingerprint: str
+    names: ModelNames
     path: Path
     config: dict[str, Any]
     max_context: int
@@ -68,6 +71,11 @@ class LoadedModel:
     def namespace(self, salt: str) -> Namespace:
         """Where the blocks of this model and `salt` have their names."""
         return Namespace(self.fingerprint, self.spec.digest, salt)
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's name in its cache folder: by its content, and part of every address."""
+        return self.names.current
 
     @property
     def precision(self) -> Precision:
@@ -127,6 +135,10 @@ class ReadModel:
         _or_unsupported(self.path, "model", lambda: mx.eval(self.model.parameters()))
 
 
+def _new_names(fingerprints: ModelFingerprints) -> ModelNames:
+    return ModelNames(fingerprints.identity, identity=fingerprints.identity)
+
+
 def load(
     path_or_hub_id: str,
     *,
@@ -135,6 +147,7 @@ def load(
     check_weights: Callable[[int], None] = lambda num_bytes: None,
     kv: str = "4",
     kept: Callable[[str], Precision | None] = lambda fingerprint: None,
+    find_names: Callable[[ModelFingerprints], ModelNames] = _new_names,
 ) -> LoadedModel:
     """Load a model on the calling thread, which must be the one that runs it.
 
@@ -145,6 +158,7 @@ def load(
         check_weights: called with the bytes that the weights will take, before they are read; raises what it likes.
         kv: in how many bits keys and values are kept, one of `BITS` or `auto`.
         kept: with `auto`, gives what was chosen for the model of a fingerprint before.
+        find_names: gives the names that a cache folder has for the model.
 
     Raises:
         UnsupportedModel: the folder is no model, or its architecture cannot be served exactly.
@@ -156,6 +170,7 @@ def load(
         check_weights=check_weights,
         kv=kv,
         kept=kept,
+        find_names=find_names,
     )
 
 
@@ -167,6 +182,7 @@ def put_on_cache(
     check_weights: Callable[[int], None] = lambda num_bytes: None,
     kv: str = "4",
     kept: Callable[[str], Precision | None] = lambda fingerprint: None,
+    find_names: Callable[[ModelFingerprints], ModelNames] = _new_names,
     settle: Callable[[float], float] = lambda divergence: divergence,
 ) -> LoadedModel:
     """The second half of `load`, of what `read_model` gives; raises the same.
@@ -178,8 +194,11 @@ def put_on_cache(
     check_weights(weight_bytes(model))
     read.evaluate()
     current = CurrentStep()
-    fingerprint = model_fingerprint(read.path, tokenizer.fingerprint, memo)
-    choose = Measured(sample_ids(tokenizer), kept(fingerprint), settle) if kv == AUTO else Everywhere(BITS[kv])
+    names = find_names(_or_unsupported(read.path, "model", lambda: model_fingerprints(read.path, memo)))
+    known = Memo(memo)
+    sources = source_digest(model, known)
+    known.keep()
+    choose = Measured(sample_ids(tokenizer), kept(names.current), settle) if kv == AUTO else Everywhere(BITS[kv])
     hosted = host(model, config["model_type"], config, choose=choose)
     install_wanted_positions(hosted.survey, current)
     return LoadedModel(
@@ -189,8 +208,8 @@ def put_on_cache(
         trunk=ModelTrunk(model, hosted.survey, current),
         tokenizer=tokenizer,
         survey=hosted.survey,
-        spec=hosted.spec,
-        fingerprint=fingerprint,
+        spec=replace(hosted.spec, sources=sources),
+        names=names,
         path=read.path,
         config=config,
         max_context=min(_context_length(config), max_context or 2**62),

@@ -23,6 +23,7 @@ from agentcache.ranks.leader import Leader
 from agentcache.ranks.tickets import Tickets
 from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockCopy, BlockWrite
+from agentcache.store.model_names import ModelNames
 from agentcache.store.store import Store
 
 
@@ -40,14 +41,14 @@ class LeadingStore(Store):
         self,
         cache_dir: Path,
         spec: CacheSpec,
-        model: str,
+        names: ModelNames,
         *,
         disk_budget: int | None,
         leader: Leader,
         tickets: Tickets,
         num_token_ids: int | None = None,
     ) -> None:
-        super().__init__(cache_dir, spec, model, disk_budget=disk_budget, num_token_ids=num_token_ids)
+        super().__init__(cache_dir, spec, names, disk_budget=disk_budget, num_token_ids=num_token_ids)
         self._leader = leader
         self._tickets = tickets
         self._gone: set[str] = set()  # blocks with a file here, that some other rank has none of

@@ -35,6 +35,7 @@ from agentcache.ranks.wire import Wire, naming_the_lost
 from agentcache.report import Traffic
 from agentcache.store.store import Store
 
+_ALIKE = ("version of agentcache", "model", "version of the model's code in mlx-lm", "kind of cache")
 _FOLLOWERS_PATIENCE = 5  # times rank 0's: it also starts, and loads adapters, without a word
 
 
@@ -77,7 +78,7 @@ class Alone:
         return Store(
             config.cache_dir,
             loaded.spec,
-            loaded.fingerprint,
+            loaded.names,
             disk_budget=config.disk_budget,
             num_token_ids=loaded.num_token_ids,
         )
@@ -125,7 +126,7 @@ class Leading:
         return LeadingStore(
             config.cache_dir,
             loaded.spec,
-            loaded.fingerprint,
+            loaded.names,
             disk_budget=config.disk_budget,
             num_token_ids=loaded.num_token_ids,
             leader=self._leader,
@@ -218,10 +219,11 @@ class PrecisionOfRank0:
 
 def agree(wire: Wire, loaded: LoadedModel) -> None:
     """Raise UnsupportedModel unless all ranks have one version of this program, one model and one cache."""
-    own = (version("agentcache"), loaded.fingerprint, replace(loaded.spec, rank="").digest)
+    # Names are those of each rank's own folder; content is what has to be alike.
+    own = (version("agentcache"), loaded.names.identity, loaded.spec.sources, replace(loaded.spec, rank="").digest)
     for rank, said in enumerate(wire.exchange("\n".join(own).encode())):
         theirs = said.decode().split("\n")
-        for what, ours, other in zip(("version of agentcache", "model", "kind of cache"), own, theirs, strict=True):
+        for what, ours, other in zip(_ALIKE, own, theirs, strict=True):
             if ours != other:
                 raise UnsupportedModel(f"rank {rank} has another {what} ({other}) than rank {wire.rank} ({ours})")
 

@@ -61,9 +61,8 @@ class SavedAgents:
         for agent in self:
             yield from agent.block_keys()
 
-    def unreadable_blocks(self, name: str) -> list[str]:
-        """Keys of blocks that nobody here can read, and that no lineage names but the served model's of this name."""
-        agent = self.served.find(name)
+    def unreadable_blocks(self, agent: SavedAgent | None) -> list[str]:
+        """Keys of blocks that nobody here can read, and that no lineage names but this one."""
         if agent is None or self._can_read(agent):
             return []
         shared = {key for other in self._unreadable() if other is not agent for key in other.block_keys()}

@@ -3,6 +3,7 @@
 ``blocks/ab/<block_key>.safetensors``     one block of one cache group each
 ``agents/<model>/<id>.json``              the manifest of an agent's first lineage, and beside it its transcript log
 ``agents/<model>/<id>~<lineage>.json``    likewise of its other lineages
+``agents/<model>/model``                  the label: which model these are agents of (`model_names.py`)
 ``quarantine/``                           files that failed verification
 ``lock``                                  held by the one process that uses the folder
 
@@ -24,15 +25,17 @@ from agentcache.errors import BlockMissing, BlockRejected, BlocksLost, BrokenInv
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.names import is_name
-from agentcache.store.agent_folder import AgentFolder
+from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.atomic import Fault, as_store_error
 from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockCopy, BlockFolder, BlockWrite
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
+from agentcache.store.former_agents import FormerAgents
 from agentcache.store.lineage_check import ServedCache
 from agentcache.store.lock import FolderLock
 from agentcache.store.manifest import AgentRecord
+from agentcache.store.model_names import ModelNames, folder_of, write_labels
 from agentcache.store.saved_agents import SavedAgents
 
 __all__ = ["AgentRecord", "BlockWrite", "Store"]
@@ -52,7 +55,7 @@ class Store:
     Args:
         cache_dir: made if it is not there.
         spec: the model's cache.
-        model_fingerprint: names the model's folder of agents.
+        names: of the model; the current one names its folder of agents. A text for a model without other names.
         disk_budget: bytes that the user lets all files take together; None for an automatic budget (`disk_budget`).
         fault: called with the name of each step of the write path, for crash tests.
         num_token_ids: the model's tokens are the ids below this; None where that is not known.
@@ -70,25 +73,26 @@ class Store:
         self,
         cache_dir: Path,
         spec: CacheSpec,
-        model_fingerprint: str,
+        names: ModelNames | str,
         *,
         disk_budget: int | None,
         fault: Fault = no_fault,
         num_token_ids: int | None = None,
     ) -> None:
-        if not is_name(model_fingerprint[:16]):
-            raise BrokenInvariant(f"{model_fingerprint!r:.80} cannot name a folder")
+        self._names = ModelNames(names) if isinstance(names, str) else names
+        if not is_name(folder_of(self._names.current)):
+            raise BrokenInvariant(f"{self._names.current!r:.80} cannot name a folder")
         self._spec = spec
         self._specs = {BASE_CACHE: spec}
         self._served = ServedCache(spec, num_token_ids)
-        self._model = model_fingerprint
+        self._model = self._names.current
         self._fault = fault
         self.when_lost: Callable[[], None] = lambda: None
         with as_store_error(f"use the cache folder {cache_dir}"):
             root = cache_dir.resolve()
             _make_root(root)
             self._files = CacheFiles(root)
-            self._block_dir, self._agent_dir = root / "blocks", root / "agents" / model_fingerprint[:16]
+            self._block_dir, self._agent_dir = root / "blocks", root / "agents" / folder_of(self._model)
             self.usage = DiskUsage(self._files, disk_budget)
             self._blocks = BlockFolder(self._files, self._block_dir, self._specs, self.usage, fault)
             self._lock = FolderLock(self._files)
@@ -102,6 +106,7 @@ class Store:
         """Make the folders that are not there, and find out what is in the others."""
         for folder in (self._block_dir, self._agent_dir.parent, self._agent_dir):
             self._files.make_folder(folder)
+        write_labels(self._files, self._names, self._fault)
         lasting = (self._files.root, self._block_dir, self._agent_dir.parent, self._agent_dir)
         self._files.lasting = [str(folder) for folder in lasting]
         self.usage.start_over()
@@ -110,6 +115,8 @@ class Store:
         folders = {path.name: self._agent_folder(path) for path in models}
         self.usage.measure()
         self._agents = SavedAgents(folders, self._model, self._spec.digest, self._blocks)
+        former = {name: folders[folder_of(name)] for name in self._names.former if folder_of(name) in folders}
+        self._former = FormerAgents(self._model, former)
         self._folders = self._identities()
 
     def _agent_folder(self, path: Path) -> AgentFolder:
@@ -140,8 +147,10 @@ class Store:
         _make_root(self._files.root)
         if not self._lock.is_in_place():
             self._lock_again()
+        former = self._former
         self._take_stock()
         self._agents.load_all()
+        self._former.keep(former)
         self.when_lost()
 
     def _lock_again(self) -> None:
@@ -159,23 +168,38 @@ class Store:
 
     # --- agents ---
 
-    def load_agents(self) -> list[AgentRecord]:
+    def load_agents(self, most: int = 2**62) -> list[AgentRecord]:
         """All lineages of this model's agents. A bad manifest or log goes to quarantine; the lineage is gone then.
 
+        Args:
+            most: as in `read_agents`.
+
         Raises:
             StoreError: the folder cannot be tidied up.
         """
-        with as_store_error("load the agents"):
-            return [agent.record(self._spec.digest) for agent in self._agents.load_served()]
+        records: list[AgentRecord] = []
+        self.read_agents(records.append, most)
+        return records
 
-    def read_agents(self, take: Callable[[AgentRecord], None]) -> None:
+    def read_agents(self, take: Callable[[AgentRecord], None], most: int = 2**62) -> None:
         """Call `take` with each of these lineages as it is read, once. It may have the transcript leave RAM.
 
+        Args:
+            most: lineages that an agent may have when those in folders with former names of the model are taken in.
+
         Raises:
             StoreError: the folder cannot be tidied up.
         """
+        served: list[AgentRecord] = []
+
+        def take_served(agent: SavedAgent) -> None:
+            served.append(agent.record(self._spec.digest))
+            take(served[-1])
+
         with as_store_error("load the agents"):
-            self._agents.load_served(lambda agent: take(agent.record(self._spec.digest)))
+            self._agents.load_served(take_served)
+            for record in self._former.take_in(served, most):
+                take(record)
 
     def save_agent(self, record: AgentRecord) -> int:
         """Make a lineage durable; its blocks have to be. Returns the bytes written, O(what is new since its last save).
@@ -189,15 +213,17 @@ class Store:
         if record.model != self._model:
             raise BrokenInvariant(f"agent {record.id} is of model {record.model}, not of {self._model}")
         with as_store_error(f"save agent {record.name}"), self.visit():
-            unreadable = self._agents.unreadable_blocks(record.name)
+            unreadable = self._unreadable_blocks(record.name)
             groups = tuple(group.name for group in self._spec.all_groups)
             written = self._agents.served.save(record, self._spec.digest, groups)
+            with suppress(OSError):  # it is durable here; the next start removes what is left of it there
+                self._former.remove(record.name)
             self._delete_unreadable(unreadable)
             return written
 
     def has_agent(self, name: str) -> bool:
         """Whether the lineage of that name has ever been saved, and not deleted since. From any thread."""
-        return self._agents.served.has(name)
+        return self._agents.served.has(name) or self._former.has(name)
 
     def delete_agent(self, name: str) -> None:
         """Remove the manifest and log of the lineage of that name, if there are any; its blocks may be shared and stay.
@@ -206,9 +232,17 @@ class Store:
             StoreError: they could not be removed.
         """
         with as_store_error(f"delete agent {name}"), self.visit():
-            unreadable = self._agents.unreadable_blocks(name)
+            unreadable = self._unreadable_blocks(name)
+            self._former.remove(name)
             self._agents.served.delete(name)
             self._delete_unreadable(unreadable)
+
+    def _unreadable_blocks(self, name: str) -> list[str]:
+        """Keys of the blocks that go with a lineage of the served model, for no server of today's model reads them."""
+        return [
+            *self._agents.unreadable_blocks(self._agents.served.find(name)),
+            *self._agents.unreadable_blocks(self._former.find(name)),
+        ]
 
     def _delete_unreadable(self, keys: Sequence[str]) -> None:
         """Blocks in another precision that a lineage named, and no other: only its manifest knew them."""

@@ -15,7 +15,7 @@ from agentcache.errors import UnsupportedModel
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
-from agentcache.models.fingerprint import model_fingerprint
+from agentcache.models.fingerprint import first_fingerprint
 from agentcache.models.hosting import host
 from agentcache.models.loader import read_model
 from agentcache.models.lora import ModelAdapters
@@ -90,7 +90,7 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
         adapters=adapters,
         roundings=tuple(_round(layer, hosted.spec) for layer in read.model.layers),
         tokenizer=read.tokenizer,
-        fingerprint=model_fingerprint(read.path, read.tokenizer.fingerprint),
+        fingerprint=first_fingerprint(read.path, read.tokenizer.fingerprint),
     )
 
 

@@ -22,6 +22,7 @@ from agentcache.store.atomic import Fault
 from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import BlockHeader, data_bytes, make_header, tensor_views
 from agentcache.store.manifest import ResidualBlocks
+from agentcache.store.model_names import ModelNames
 from agentcache.store.store import AgentRecord, BlockWrite, Store, no_fault
 from tests.memos import MEMOS
 
@@ -185,7 +186,7 @@ def open_store(
     cache_dir: Path,
     *,
     spec: CacheSpec = SPEC,
-    model: str = MODEL,
+    model: ModelNames | str = MODEL,
     disk_budget: int | None = BUDGET,
     fault: Fault = no_fault,
     num_token_ids: int | None = None,

@@ -17,6 +17,7 @@ from agentcache.models.loader import LoadedModel
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep
 from agentcache.models.trunk import ModelTrunk
+from agentcache.store.model_names import ModelNames
 
 _NOISE = 0.1
 
@@ -55,7 +56,7 @@ def load(
         tokenizer=None,  # type: ignore[arg-type]  # nothing that runs a model asks for it
         survey=hosted.survey,
         spec=hosted.spec,
-        fingerprint="",
+        names=ModelNames(""),
         path=Path(),
         config=config,
         max_context=1 << 20,

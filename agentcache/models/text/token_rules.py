@@ -1,0 +1,89 @@
+"""What of a model folder decides which tokens a text has, and which text a token."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from agentcache.models.file_identity import file_identity
+from agentcache.models.memo import Memo
+
+_RULES = "tokenizer.json"
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
+_SCHEME = "tokens 1"  # of the digest; another one is another key of the memo
+
+# Of tokenizer.json: prompts are encoded without these (`encoder.py`); BOS stands in a prompt's text.
+_HARMLESS_RULES = {"version", "truncation", "padding", "post_processor"}
+_HARMLESS_SETTINGS = {
+    "add_bos_token",
+    "add_eos_token",
+    "auto_map",
+    "backend",
+    "chat_template",
+    "clean_up_tokenization_spaces",  # decoders here are our own
+    "is_local",
+    "local_files_only",
+    "model_max_length",
+    "name_or_path",
+    "padding_side",
+    "processor_class",
+    "response_schema",
+    "tool_parser_type",
+    "truncation_side",
+}
+# A role that a token of tokenizer.json plays; a role of another token adds that one.
+_ROLES = {"bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"}
+
+
+def token_rules(folder: Path, memo: Memo) -> str:
+    """Digest of what decides the tokens of a text, 32 hex digits; of everything in these files but what is harmless.
+
+    Chat templates, roles of tokens and what is never applied do not count.
+    """
+    files = [file for name in (_RULES, *_SETTINGS, *_OTHERS) if (file := folder / name).is_file()]
+    key = "|".join([_SCHEME, *map(file_identity, files)])
+    return memo.get(key, lambda: _digest(files))
+
+
+def _digest(files: Collection[Path]) -> str:
+    state = hashlib.blake2b(digest_size=16, person=b"agentcache.rules")
+    added = frozenset[str]()
+    for file in files:
+        content: Any = file.read_bytes()
+        if file.suffix == ".json":
+            content = _parsed(content)
+        if file.name == _RULES and isinstance(content, dict):
+            added = frozenset(map(_text_of, content.get("added_tokens") or ()))
+            content = {name: value for name, value in content.items() if name not in _HARMLESS_RULES}
+        elif file.name in _SETTINGS and isinstance(content, dict):
+            content = _counting(content, added)
+        if not content:  # as if there were no such file
+            continue
+        data = content if isinstance(content, bytes) else json.dumps(content, sort_keys=True).encode()
+        for part in (file.name.encode(), data):
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+    return state.hexdigest()
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return data
+
+
+def _counting(settings: dict[str, Any], added: Collection[str]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in _HARMLESS_SETTINGS and not (name in _ROLES and (value is None or _text_of(value) in added))
+    }
+
+
+def _text_of(token: Any) -> str:
+    return str(token.get("content") if isinstance(token, dict) else token)

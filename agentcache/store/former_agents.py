@@ -1,0 +1,126 @@
+"""Agents in folders with former names of the served model: they belong to it as much as those in its own folder.
+
+Their conversations are used and their blocks are not: these have addresses by the former name. A lineage stays in its
+folder until it has been saved in the served one, or is deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from agentcache.store.agent_folder import AgentFolder, SavedAgent
+from agentcache.store.manifest import AgentRecord, lineage_name
+
+_FITS_NONE = ""  # no digest of a cache spec
+
+log = logging.getLogger("agentcache.store")
+
+
+class FormerAgents:
+    """The lineages in former folders, under the names that they have beside those of the served folder.
+
+    Args:
+        model: the served model's current name.
+        folders: the former ones, by the model's name in them; the first counts most.
+    """
+
+    def __init__(self, model: str, folders: Mapping[str, AgentFolder]) -> None:
+        self._model = model
+        self._folders = folders
+        self._found: dict[str, tuple[AgentFolder, SavedAgent]] = {}
+
+    def take_in(self, served: Sequence[AgentRecord], most: int) -> list[AgentRecord]:
+        """Former lineages beside those of the served folder; none replaces one of these.
+
+        A lineage whose transcript a served one of its agent continues has been saved there; its files are removed.
+
+        Args:
+            most: lineages that an agent may have; further ones stay in their folder, unused.
+        """
+        agents: dict[str, list[AgentRecord]] = {}
+        for record in served:
+            agents.setdefault(record.id.casefold(), []).append(record)
+        taken = []
+        for folder, saved in self._newest_first():
+            known = agents.setdefault(saved.manifest.id.casefold(), [])
+            record = replace(saved.record(_FITS_NONE), model=self._model)
+            if any(_continues(other, record) for other in known):
+                with suppress(OSError):  # a later start tries again
+                    folder.delete(saved.manifest.name)
+                continue
+            merged = self._beside(record, known, saved, most)
+            if merged is not None:
+                known.append(merged)
+                taken.append(merged)
+                self._found[merged.name] = folder, saved
+        return taken
+
+    def _newest_first(self) -> Iterator[tuple[AgentFolder, SavedAgent]]:
+        for name, folder in self._folders.items():
+            folder.load(lambda saved: saved.content.transcript.leave_ram())
+            own = (saved for saved in folder.agents if saved.manifest.model == name)
+            for saved in sorted(own, key=lambda saved: saved.manifest.used_at, reverse=True):
+                yield folder, saved
+
+    def _beside(
+        self, record: AgentRecord, known: Sequence[AgentRecord], saved: SavedAgent, most: int
+    ) -> AgentRecord | None:
+        """The lineage as one more of its agent; None, and a line in the log, where it cannot be one."""
+        if not known:
+            return record
+        first, lineages = known[0], {other.lineage for other in known}
+        lineage = record.lineage if record.lineage not in lineages else _new_lineage(saved)
+        if first.id != record.id:
+            reason = f"agent {first.id} differs from it only by case"
+        elif len(known) >= most:
+            reason = f"the agent has {len(known)} lineages already"
+        elif lineage in lineages:
+            reason = "its agent has such a lineage already"
+        else:
+            return replace(
+                record,
+                lineage=lineage,
+                adapter=first.adapter,
+                policy=first.policy,
+                created=first.created,
+                system=first.system,
+            )
+        log.warning("%s stays unused in the folder of model %s: %s", record.name, saved.manifest.model[:16], reason)
+        return None
+
+    def keep(self, before: FormerAgents) -> None:
+        """Know the lineages that were taken in before the folders were opened anew, and that are still there."""
+        for name, (_, saved) in before._found.items():
+            folder = self._folders.get(saved.manifest.model)
+            if folder is not None and (there := folder.find(saved.manifest.name)) is not None:
+                self._found[name] = folder, there
+
+    def has(self, name: str) -> bool:
+        """Whether the lineage of that name is in a former folder."""
+        return name in self._found
+
+    def find(self, name: str) -> SavedAgent | None:
+        """The files' content of the lineage of that name, if it is in a former folder."""
+        return self._found[name][1] if name in self._found else None
+
+    def remove(self, name: str) -> None:
+        """Remove the files of the lineage of that name, if it is in a former folder. Raises OSError."""
+        if name in self._found:
+            folder, saved = self._found[name]
+            folder.delete(saved.manifest.name)
+            del self._found[name]
+
+
+def _continues(other: AgentRecord, record: AgentRecord) -> bool:
+    ids = record.transcript.ids
+    return (other.id, other.salt) == (record.id, record.salt) and other.transcript.ids[: len(ids)] == ids
+
+
+def _new_lineage(saved: SavedAgent) -> str:
+    """An id that the lineage has at every start until it is saved."""
+    name = f"{saved.manifest.model} {lineage_name(saved.manifest.id, saved.manifest.lineage)}"
+    return hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
