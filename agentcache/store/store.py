@@ -120,7 +120,8 @@ class Store:
         self._folders = self._identities()
 
     def _agent_folder(self, path: Path) -> AgentFolder:
-        served = self._served if path == self._agent_dir else None
+        is_served = path.name in map(folder_of, (self._names.current, *self._names.former))
+        served = self._served if is_served else None
         return AgentFolder(self._files, path, self.usage, self._fault, served)
 
     # --- folders that somebody removes ---

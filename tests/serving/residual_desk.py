@@ -80,7 +80,7 @@ class Desk:
         self._ledger = Ledger(1 << 30)
         base = self._cache(BASE_CACHE, SPEC)
         self.caches = KeptCaches(base, lambda salt: Namespace(MODEL, SPEC.digest, salt))
-        load_agents(self.store, self.caches, self.agents)
+        load_agents(self.store, self.caches, self.agents, 8)
         runner: Any = base.arenas  # asked about recurrent state only
         self.persistence = Persistence(
             self.caches,
