@@ -178,9 +178,9 @@ class Store:
         Raises:
             StoreError: the folder cannot be tidied up.
         """
-        records: list[AgentRecord] = []
-        self.read_agents(records.append, most)
-        return records
+        with as_store_error("load the agents"):
+            served = [agent.record(self._spec.digest) for agent in self._agents.load_served()]
+            return [*served, *self._former.take_in(served, most)]
 
     def read_agents(self, take: Callable[[AgentRecord], None], most: int = 2**62) -> None:
         """Call `take` with each of these lineages as it is read, once. It may have the transcript leave RAM.

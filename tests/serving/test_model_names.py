@@ -89,7 +89,7 @@ def test_an_earlier_release_between_two_starts_loses_nothing(
     set_template(own_model, "{{ messages }}")
     with named_by_first_fingerprint(), open_llm(own_model, cache_dir) as llm:
         assert llm.agents() == []  # it takes the agents for another model's
-        other, bob = TokenTalk(ids=[11, 12, 13]), TokenTalk("bob")
+        other, bob = TokenTalk(ids=[11, 12, 13]), TokenTalk("bob", ids=[14])
         for each in (other, bob):
             each.turn(llm, LENGTHS[0])
         assert llm.stats().quarantined == 0
