@@ -71,15 +71,6 @@ def test_an_earlier_folder_is_warm_and_stays_so_when_the_template_changes(
 
 
 @pytest.mark.slow
-def test_a_new_folder_is_warm_when_the_template_changes(saved: Saved, own_model: Path, tmp_path: Path) -> None:
-    cache_dir, talk = saved.copy(tmp_path / "cache"), saved.talk.fork("alice")
-    set_template(own_model, "{{ messages }}")
-    with open_llm(own_model, cache_dir) as llm:
-        third = talk.turn(llm, LENGTHS[2])
-        assert (third.token_ids, third.report.cache_state) == (saved.third.token_ids, "warm")
-
-
-@pytest.mark.slow
 def test_an_earlier_release_between_two_starts_loses_nothing(
     saved: Saved, own_model: Path, earlier: tuple[Path, TokenTalk]
 ) -> None:
@@ -140,14 +131,3 @@ def test_blocks_of_other_code_go_first_when_room_is_needed(saved: Saved, tmp_pat
             assert llm.agent("bob").cache_state == "hot"
             assert llm.agent("alice").tokens == LENGTHS[1]
             assert transcript_of(llm, "alice").ids
-
-
-@pytest.mark.slow
-def test_two_models_of_one_shape_share_nothing(saved: Saved, tmp_path: Path, model_folder: Any) -> None:
-    cache_dir, talk = saved.copy(tmp_path / "cache"), saved.talk.fork("alice")
-    other = model_folder("mistral", seed=1, num_hidden_layers=2)
-    with open_llm(other, cache_dir) as llm:
-        assert llm.agents() == []
-        third = talk.turn(llm, LENGTHS[2])
-        assert third.report.computed_tokens > LENGTHS[1]
-        assert third.token_ids == cold_ids(llm, third.prompt_token_ids, 3)

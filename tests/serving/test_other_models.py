@@ -44,13 +44,22 @@ def test_two_models_take_turns_in_one_folder(saved: Saved, model_folder: ModelFo
         assert alice.cache_state == "warm"
 
 
-@pytest.mark.parametrize("change", ["template", slow("no template"), slow("tokenizer")])
-def test_another_tokenizer_or_template_is_another_model(change: str, saved: Saved, tmp_path: Path) -> None:
+def test_another_tokenizer_is_another_model(saved: Saved, tmp_path: Path) -> None:
     cache_dir, model = saved.copy(tmp_path / "cache"), Path(shutil.copytree(saved.model, tmp_path / "model"))
-    if change == "tokenizer":
-        path = model / "tokenizer.json"
-        path.write_text(path.read_text().replace('"<think>"', '"<thinking>"'))
-    elif change == "no template":
+    path = model / "tokenizer.json"
+    path.write_text(path.read_text().replace('"<think>"', '"<thinking>"'))
+    with open_llm(model, cache_dir) as llm:
+        turn = saved.talk.fork("alice").turn(llm, LENGTHS[2])
+        assert turn.report.match == "NEW"
+        assert turn.report.computed_tokens == turn.report.prompt_tokens
+        assert llm.stats().quarantined == 0
+    check_answer(saved, cache_dir, quarantined=False)
+
+
+@pytest.mark.parametrize("change", ["another", slow("none")])
+def test_with_another_template_it_is_the_same_model(change: str, saved: Saved, tmp_path: Path) -> None:
+    cache_dir, model = saved.copy(tmp_path / "cache"), Path(shutil.copytree(saved.model, tmp_path / "model"))
+    if change == "none":
         byte_bpe(model, vocab_size=500, chat_template=None)
     else:
         path = model / "tokenizer_config.json"
@@ -58,10 +67,8 @@ def test_another_tokenizer_or_template_is_another_model(change: str, saved: Save
         path.write_text(json.dumps(config | {"chat_template": config["chat_template"] + "\n"}))
     with open_llm(model, cache_dir) as llm:
         turn = saved.talk.fork("alice").turn(llm, LENGTHS[2])
-        assert turn.report.match == "NEW"
-        assert turn.report.computed_tokens == turn.report.prompt_tokens
-        assert llm.stats().quarantined == 0
-    check_answer(saved, cache_dir, quarantined=False)
+        assert outcome(turn) == outcome(saved.third)
+        assert (turn.report.match, turn.report.cache_state) == ("EXTEND", "warm")
 
 
 def test_the_same_model_under_another_name_hits(saved: Saved, tmp_path: Path) -> None:
