@@ -63,7 +63,7 @@ class FormerAgents:
         for name, folder in self._folders.items():
             folder.load(lambda saved: saved.content.transcript.leave_ram())
             own = (saved for saved in folder.agents if saved.manifest.model == name)
-            for saved in sorted(own, key=lambda saved: saved.manifest.used_at, reverse=True):
+            for saved in sorted(own, key=lambda saved: saved.manifest.last_used, reverse=True):
                 yield folder, saved
 
     def _beside(

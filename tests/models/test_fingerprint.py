@@ -76,7 +76,7 @@ HARMFUL: dict[str, Callable[[Path], object]] = {
     "a further token": lambda f: (f / "added_tokens.json").write_text('{"<x>": 499}'),
 }
 HARMLESS_CHANGES: dict[str, Callable[[Path], object]] = {
-    **{f"{name} of the config": lambda f, name=name: edit(f / "config.json", **{name: 7}) for name in HARMLESS},
+    **{f"{name} of the config": lambda f, name=name: edit(f / "config.json", **{name: 7}) for name in sorted(HARMLESS)},
     "a dtype of the text config": lambda f: edit(f / "config.json", text_config={"dtype": "float16"}),
     "chat template": lambda f: edit(f / "tokenizer_config.json", chat_template="{{ messages }}"),
     "chat template file": lambda f: (f / "chat_template.jinja").write_text("{{ messages }}"),
