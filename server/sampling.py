@@ -7,6 +7,7 @@ from agentcache.server.validate import Reader
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 2**14  # of all of them
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128  # as OpenAI's
 
@@ -72,6 +73,8 @@ def _read_stop(body: Reader, name: str) -> tuple[str, ...]:
     for index, string in enumerate(strings):
         if not isinstance(string, str) or not string:
             body.fail(name if string is stop else f"{name}[{index}]", "must be a string that is not empty")
+    if sum(map(len, strings)) > MAX_STOP_CHARS:
+        body.fail(name, f"must have at most {MAX_STOP_CHARS} characters in all")
     return tuple(strings)
 
 

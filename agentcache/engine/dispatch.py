@@ -104,7 +104,7 @@ def _generation(submitted: Submit, tokenizer: Tokenizer, emit: Reply) -> Generat
         max_tokens=submitted.max_tokens,
         output=Output(
             detokenizer,
-            sampling.stop,
+            submitted.stops,
             tokenizer.markers if isinstance(submitted.request.prompt, ChatPrompt) else {},
             sampling.min_tokens,
         ),

@@ -12,6 +12,7 @@ from agentcache.blocks.transcript import TranscriptContent
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
 from agentcache.models.text.grammars.compiler import Grammar
+from agentcache.models.text.stop_strings import NO_STOPS, StopStrings
 from agentcache.pressure import Level
 from agentcache.request import Request
 from agentcache.store.archived_agent import ArchivedAgent
@@ -34,6 +35,7 @@ class Submit:
         submitted_at: by `time.perf_counter`.
         system_tokens: how many of the prompt are its system prompt and tools, as far as that is known.
         grammar: of all that is generated; None for any.
+        stops: the automaton of the request's stop strings.
     """
 
     request: Request
@@ -46,6 +48,7 @@ class Submit:
     adapter: AdapterUse | None = None
     system_tokens: int = 0
     grammar: Grammar | None = None
+    stops: StopStrings = NO_STOPS
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,7 @@ class Completions:
             adapter=prepared.adapter,
             system_tokens=prepared.system_tokens,
             grammar=prepared.grammar,
+            stops=prepared.stops,
         )
 
     async def _in_background(self, request: Request, work: Callable[[WorkLimit], T], *, times: int = 1) -> T:

@@ -22,6 +22,7 @@ from agentcache.models.text.front import find_front
 from agentcache.models.text.grammars.call_syntax import calling_format
 from agentcache.models.text.grammars.compiler import Grammar
 from agentcache.models.text.grammars.reply_grammar import reply_grammar
+from agentcache.models.text.stop_strings import NO_STOPS, StopStrings, stop_strings
 from agentcache.models.text.template import REASONING_KEYS, REFUSED
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
@@ -193,12 +194,14 @@ class Prepared:
         adapter: None for base.
         system_tokens: see `count_system_tokens`.
         grammar: of the answer; None for one of any form.
+        stops: the automaton of the stop strings, made here because the engine's thread has no time for it.
     """
 
     match: PromptMatch
     adapter: AdapterUse | None
     system_tokens: int = 0
     grammar: Grammar | None = None
+    stops: StopStrings = NO_STOPS
 
 
 def prepare_request(
@@ -229,7 +232,7 @@ def prepare_request(
     else:
         use = use_adapter(adapter, policy, request, matched.transcript.ids)
     grammar = None if request.form is None else make_grammar(request, matched.transcript, tokenizer, limit)
-    return Prepared(matched, use, system_tokens, grammar)
+    return Prepared(matched, use, system_tokens, grammar, stop_strings(request.sampling.stop))
 
 
 def make_grammar(request: Request, prompt: Transcript, tokenizer: Tokenizer, limit: WorkLimit) -> Grammar:

@@ -106,7 +106,7 @@ def read(tokenizer: Tokenizer, form: AnswerForm, prompt_end: str, token_ids: Ite
     """What a reply says, as clients are told."""
     reply = calling_format(tokenizer.reply_format) if form.must_call else tokenizer.reply_format
     output, reader = (
-        Output(tokenizer.detokenizer(), (), tokenizer.markers),
+        Output(tokenizer.detokenizer(), markers=tokenizer.markers),
         open_reader(reply, Tools(SHORT_TOOLS), thoughts=True),
     )
     reader.begin(prompt_end)

@@ -26,6 +26,7 @@ from agentcache.models.text.replies.events import (
     blocks_of,
 )
 from agentcache.models.text.replies.reader import open_reader
+from agentcache.models.text.stop_strings import StopStrings
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.examples import examples
 from tests.reply_formats import FAMILIES, TOOLS
@@ -60,7 +61,7 @@ def in_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
 
 def events_of(tokenizer: Tokenizer, token_ids: Sequence[int], stop: Sequence[str] = ()) -> list[Event]:
     prompt = tokenizer.render_chat(QUESTION, TOOLS)
-    output = Output(tokenizer.detokenizer(tokenizer.encode(prompt).ids[-1]), stop, tokenizer.markers)
+    output = Output(tokenizer.detokenizer(tokenizer.encode(prompt).ids[-1]), StopStrings(stop), tokenizer.markers)
     reader = open_reader(tokenizer.reply_format, Tools(TOOLS), thoughts=True)
     reader.begin(prompt[-256:])
     events: list[Event] = []
@@ -157,7 +158,7 @@ def test_an_opening_without_a_call_holds_no_text_back(name: str, folder: Path) -
     tokenizer = tokenizer_of(name, folder)
     opening = next(iter(DIALECTS[tokenizer.reply_format.dialect or ""].opens))
     ids = tokenizer.encode(opening + "and so on, without an end " * 60).ids
-    output = Output(tokenizer.detokenizer(None), (), tokenizer.markers)
+    output = Output(tokenizer.detokenizer(None), markers=tokenizer.markers)
     reader = open_reader(tokenizer.reply_format, Tools(TOOLS), thoughts=True)
     shown = ""
     for token in ids:

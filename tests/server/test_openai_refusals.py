@@ -73,6 +73,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop"),
     ({"stop": 3}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": "x" * 16_385}, "stop"),
+    ({"stop": ["x" * 8192, "y" * 8192, "z"]}, "stop"),
     ({"stop": ["x", 1]}, "stop[1]"),
     ({"logprobs": 5}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from agentcache.engine.output import Output
 from agentcache.models.text.detokenizer import Detokenizer
 from agentcache.models.text.replies.format import MarkerToken
+from agentcache.models.text.stop_strings import StopStrings
 from tests.examples import examples
+from tests.growth import MOST, growth
 
 
 class Pieces:
@@ -56,7 +58,7 @@ def run(output: Output, num_tokens: int) -> tuple[list[str], int]:
 @example(["a", "b", "c"], ["abd", "bc"], "")
 @example(["x"], ["ab"], "ab")
 def test_streams_up_to_the_first_stop_string(pieces: list[str], stop: list[str], late: str) -> None:
-    output = Output(Pieces(pieces, late if pieces else ""), stop)
+    output = Output(Pieces(pieces, late if pieces else ""), StopStrings(stop))
     shown, taken = run(output, len(pieces))
     seen = "".join(pieces[:taken]) + (late if pieces and taken == len(pieces) else "")
     text = "".join(shown)
@@ -74,7 +76,7 @@ def test_streams_up_to_the_first_stop_string(pieces: list[str], stop: list[str],
 @given(PIECES, STOPS)
 def test_nothing_is_shown_that_may_become_a_stop_string(pieces: list[str], stop: list[str]) -> None:
     """And no more is held back than that."""
-    output, text = Output(Pieces(pieces), stop), ""
+    output, text = Output(Pieces(pieces), StopStrings(stop)), ""
     for token in range(len(pieces)):
         text += output.add(token).text
         if output.stopped:
@@ -88,7 +90,7 @@ def test_nothing_is_shown_that_may_become_a_stop_string(pieces: list[str], stop:
 @given(PIECES, STOPS, st.text("ab", max_size=3))
 def test_the_transcript_takes_whole_tokens_before_the_stop(pieces: list[str], stop: list[str], late: str) -> None:
     detokenizer = Pieces(pieces, late if pieces else "")
-    output = Output(detokenizer, stop)
+    output = Output(detokenizer, StopStrings(stop))
     shown, taken = run(output, len(pieces))
     text, generated = "".join(shown), output.generated()
     count = len(generated.ids)
@@ -112,7 +114,7 @@ def test_the_transcript_takes_whole_tokens_before_the_stop(pieces: list[str], st
 )
 def test_tokens_that_end_inside_characters(pieces: list[bytes], stop: list[str], control: set[int]) -> None:
     bytes_of: Callable[[int], bytes] = lambda token: b"" if token in control else pieces[token]  # noqa: E731
-    output = Output(Detokenizer(bytes_of, control), stop)
+    output = Output(Detokenizer(bytes_of, control), StopStrings(stop))
     shown, taken = run(output, len(pieces))
     alone = Detokenizer(bytes_of, control)
     seen = "".join(alone.add(token) for token in range(taken)) + alone.finish()
@@ -129,14 +131,14 @@ def test_tokens_that_end_inside_characters(pieces: list[bytes], stop: list[str],
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_stop_string_across_tokens(at_once: bool) -> None:
     pieces = ["Hello <|end|> you"] if at_once else ["Hello", " <|", "e", "", "nd|", "> you"]
-    output = Output(Pieces(pieces), ["<|end|>"])
+    output = Output(Pieces(pieces), StopStrings(["<|end|>"]))
     shown, _ = run(output, len(pieces))
     assert "".join(shown) == "Hello "
     assert output.generated().text == ("" if at_once else "Hello")
 
 
 def test_the_end_of_the_text_can_complete_a_stop_string() -> None:
-    output = Output(Pieces(["one tw"], late="o"), ["two"])
+    output = Output(Pieces(["one tw"], late="o"), StopStrings(["two"]))
     assert run(output, 1)[0] == ["one ", ""]
     assert output.stopped
     assert list(output.generated().ids) == []
@@ -150,7 +152,7 @@ def test_without_stop_strings_everything_is_shown_at_once() -> None:
 def test_text_alone_decides_where_tokens_are_cut(pieces: list[str]) -> None:
     """The same text in other pieces is the same text shown, where one stop string is given."""
     assume(pieces)
-    one, many = Output(Pieces(["".join(pieces)]), ["ab"]), Output(Pieces(pieces), ["ab"])
+    one, many = Output(Pieces(["".join(pieces)]), StopStrings(["ab"])), Output(Pieces(pieces), StopStrings(["ab"]))
     assert "".join(run(one, 1)[0]) == "".join(run(many, len(pieces))[0])
 
 
@@ -160,7 +162,7 @@ def test_text_alone_decides_where_tokens_are_cut(pieces: list[str]) -> None:
 )
 def test_no_stop_string_is_looked_for_in_the_first_tokens(min_tokens: int, shown: str) -> None:
     pieces = ["xab", "ab", "a", "b", "ab"]
-    output = Output(Pieces(pieces), ["ab"], min_tokens=min_tokens)
+    output = Output(Pieces(pieces), StopStrings(["ab"]), min_tokens=min_tokens)
     assert "".join(run(output, len(pieces))[0]) == shown
     assert output.stopped is (min_tokens < 5)
 
@@ -181,7 +183,7 @@ class Marked(Pieces):
 @given(st.lists(st.sampled_from(["a", "b", "ab", "", "<m>", "m>"]), max_size=12), STOPS)
 def test_markers_are_placed_in_the_text_that_is_shown(pieces: list[str], stop: list[str]) -> None:
     detokenizer = Marked(pieces)
-    output = Output(detokenizer, stop, detokenizer.markers)
+    output = Output(detokenizer, StopStrings(stop), detokenizer.markers)
     text, places = "", list[tuple[int, str]]()
     for token in range(len(pieces)):
         shown = output.add(token)
@@ -199,3 +201,28 @@ def test_markers_are_placed_in_the_text_that_is_shown(pieces: list[str], stop: l
     assert all(text[at : at + 3] == "<m>" for at, name in places if name == "<m>")
     if output.stop_string is None:
         assert places == expected
+
+
+def test_a_token_costs_the_same_whatever_came_before() -> None:
+    """With stop strings of which nearly all that is said could be one, and tokens that end inside characters."""
+    stops = StopStrings(["ab" * 200 + "!", "x" * 900, *(f"{number} is over" for number in range(60))])
+    said = [b"ab", b"a", b"b", "é".encode()[:1], "é".encode()[1:], b" word", b"", b"xxxx"]
+
+    def take(num_tokens: int) -> None:
+        output = Output(Detokenizer(lambda token: said[token % len(said)], set()), stops)
+        for token in range(num_tokens):
+            output.add(token)
+        assert not output.stopped
+
+    assert growth(lambda size: size, take, 4000) < MOST
+
+
+def test_a_long_stop_string_is_held_in_time() -> None:
+    """A text that goes on being the beginning of one."""
+
+    def take(num_tokens: int) -> None:
+        output = Output(Detokenizer(lambda token: b"abab", set()), StopStrings(["ab" * 8000 + "!"]))
+        for token in range(num_tokens):
+            output.add(token)
+
+    assert growth(lambda size: size, take, 1000) < MOST

@@ -32,15 +32,16 @@ class Detokenizer:
         control_ids: ids of control tokens. An unfinished character in front of one stays unfinished.
         dummy_space: a leading space that is no text.
 
-    `text` is what is final so far. `ends[i]` is its length after token i; for tokens that end inside a character, or
+    `ends[i]` is the text's length after token i; for tokens that end inside a character, or
     add nothing, it is settled when a later token ends with a character (or by `finish`).
     """
 
     def __init__(
         self, bytes_of: Callable[[int], bytes], control_ids: Set[int], dummy_space: DummySpace = DummySpace.NONE
     ) -> None:
-        self.text = ""
         self.ends: list[int] = []
+        self._parts: list[str] = []  # of the text: adding to a string would copy it with every token
+        self._length = 0
         self._bytes_of = bytes_of
         self._control_ids = control_ids
         self._dummy_space = dummy_space
@@ -48,20 +49,26 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_open = 0
 
+    @property
+    def text(self) -> str:
+        """What is final so far."""
+        self._parts = ["".join(self._parts)]
+        return self._parts[0]
+
     def add(self, token_id: int) -> str:
         """Take one token; returns the text that is final now."""
         if token_id in self._control_ids:
             new_text = self.finish()
-            self.ends.append(len(self.text))
+            self.ends.append(self._length)
             return new_text
         piece = self._without_dummy_space(self._bytes_of(token_id))
         if piece and not self._num_open and piece.isascii():  # most tokens: whole characters, and none unfinished
             new_text = piece.decode("ascii")
-            self.text += new_text
-            self.ends.append(len(self.text))
+            self._append(new_text)
+            self.ends.append(self._length)
             return new_text
         new_text = self._decoder.decode(piece)
-        self.ends.append(len(self.text) + len(new_text))
+        self.ends.append(self._length + len(new_text))
         self._num_open += 1
         if piece:
             self._settle(new_text)
@@ -87,11 +94,16 @@ class Detokenizer:
 
     def _settle(self, new_text: str) -> None:
         """Add `new_text`; if no character is unfinished now, the tokens since the last such time end here."""
-        self.text += new_text
+        self._append(new_text)
         if not self._decoder.getstate()[0]:
             for index in range(len(self.ends) - self._num_open, len(self.ends)):
-                self.ends[index] = len(self.text)
+                self.ends[index] = self._length
             self._num_open = 0
+
+    def _append(self, new_text: str) -> None:
+        if new_text:
+            self._parts.append(new_text)
+            self._length += len(new_text)
 
 
 class TokenBytes:

@@ -1,0 +1,110 @@
+"""Stop strings as one automaton (Aho and Corasick, 1975): each character of an answer costs the same, however many and
+long they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+_CHARACTER_BITS = 21
+
+
+@dataclass(frozen=True)
+class FoundStop:
+    """A stop string and where it begins, counted from the text that has completed it: negative if that was earlier."""
+
+    at: int
+    string: str
+
+
+class StopStrings:
+    """Finds strings in a text that comes in pieces. It does not change; the caller keeps the state between pieces.
+
+    A state stands for the longest end of the text that a string begins with; 0 for none. Where one is found, the text
+    is over: of several in one piece, the one that begins first counts, and the shortest of those.
+
+    Args:
+        strings: none of them empty.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self._next: dict[int, int] = {}  # by state and character
+        self._depth = [0]
+        self._string_at: dict[int, str] = {}
+        for string in strings:
+            self._string_at[self._path(string)] = string
+        self._shorter = [0] * len(self._depth)  # state of the next shorter end
+        self._found = [0] * len(self._depth)  # state of the longest end that is a string
+        self._link()
+        firsts = {string[0] for string in self._string_at.values()}
+        self._first = re.compile(f"[{''.join(map(re.escape, firsts))}]" if firsts else r"(?!)")
+
+    def __bool__(self) -> bool:
+        return bool(self._string_at)
+
+    def num_held(self, state: int) -> int:
+        """Characters at the text's end that a string begins with."""
+        return self._depth[state]
+
+    def feed(self, state: int, text: str) -> tuple[int, FoundStop | None]:
+        """The state after `text`, and the string that is found in it."""
+        begin = 0
+        if not state:
+            first = self._first.search(text)
+            if first is None:
+                return 0, None
+            begin = first.start()
+        found: tuple[int, str] | None = None
+        for index in range(begin, len(text)):
+            state = self._step(state, ord(text[index]))
+            ended = self._found[state]
+            while ended:
+                string = self._string_at[ended]
+                at = index + 1 - len(string)
+                found = (at, string) if found is None else min(found, (at, string))
+                ended = self._found[self._shorter[ended]]
+        return state, None if found is None else FoundStop(*found)
+
+    def _step(self, state: int, character: int) -> int:
+        following = self._next.get(state << _CHARACTER_BITS | character)
+        while following is None and state:
+            state = self._shorter[state]
+            following = self._next.get(state << _CHARACTER_BITS | character)
+        return following or 0
+
+    def _path(self, string: str) -> int:
+        """The state that stands for all of `string`, with those on the way to it."""
+        state = 0
+        for character in string:
+            key = state << _CHARACTER_BITS | ord(character)
+            if key not in self._next:
+                self._next[key] = len(self._depth)
+                self._depth.append(self._depth[state] + 1)
+            state = self._next[key]
+        return state
+
+    def _link(self) -> None:
+        """Set `_shorter` and `_found` of all states, the less deep ones first."""
+        following: dict[int, list[tuple[int, int]]] = {}
+        for key, state in self._next.items():
+            following.setdefault(key >> _CHARACTER_BITS, []).append((key & (1 << _CHARACTER_BITS) - 1, state))
+        waiting = deque([0])
+        while waiting:
+            parent = waiting.popleft()
+            for character, state in following.get(parent, ()):
+                self._shorter[state] = self._step(self._shorter[parent], character) if parent else 0
+                self._found[state] = state if state in self._string_at else self._found[self._shorter[state]]
+                waiting.append(state)
+
+
+NO_STOPS = StopStrings(())
+
+
+@lru_cache(maxsize=16)
+def stop_strings(strings: tuple[str, ...]) -> StopStrings:
+    """The automaton of `strings`. Clients send the same ones with every request."""
+    return StopStrings(strings) if strings else NO_STOPS
