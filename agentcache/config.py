@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.adapter_settings import AdapterFolder
+from agentcache.durable import Durability
 from agentcache.errors import ConfigError
 
 KV_CHOICES = ("auto", "4", "8", "k8v4", "16")
@@ -92,6 +93,7 @@ class Config:
         ram_budget: bytes of RAM the cache may take; None for a quarter of the RAM, or what the model leaves.
         disk_budget: bytes that the cache's files may take, kept by evicting the stalest agents' blocks; None for a
             share of the disk that limits growth and evicts nothing.
+        durability: how far files are synced on macOS (`agentcache.durable`).
         wired_limit: bytes that a Mac is asked never to page out; None for weights and budgets, 0 for none.
         memory_pressure: whether memory is given back while the system is short of it.
         trunk_budget: bytes of RAM for hidden states that adapters go on from, taken only once there are adapters that
@@ -161,6 +163,11 @@ class Config:
         Flag("Disk for the cache, kept by evicting agents: 100GB, 20% (of the disk), auto (a share; evicts nothing)."),
         above_zero=True,
         default=None,
+    )
+    durability: Durability = _setting(
+        Kind.TEXT,
+        Flag("On a Mac, what a saved turn outlives: loss of power (full), see docs.", metavar="full|barrier|fsync"),
+        default=Durability.FULL,
     )
     trunk_budget: int | None = _setting(
         Kind.SIZE,

@@ -9,11 +9,13 @@ import os
 import stat
 import tomllib
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agentcache.adapter_settings import parse_adapters
 from agentcache.config import SETTINGS, Config, Images, Kind, default_cache_dir
+from agentcache.durable import Durability
 from agentcache.errors import ConfigError
 from agentcache.origins import parse_origins
 from agentcache.sizes import (
@@ -26,6 +28,8 @@ from agentcache.sizes import (
 )
 
 log = logging.getLogger("agentcache.config")
+
+Word = TypeVar("Word", bound=StrEnum)
 
 ENV_PREFIX = "AGENTCACHE_"
 # Ours, but no settings of the server: which server the CLI talks to, where the config file lies, what make installs,
@@ -133,7 +137,9 @@ def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
         elif SETTINGS[key].kind is Kind.NUMBER:
             settings[key] = _number(key, value)
     if "images" in settings:
-        settings["images"] = _images(settings["images"])
+        settings["images"] = _one_of(Images, "images", settings["images"])
+    if "durability" in settings:
+        settings["durability"] = _one_of(Durability, "durability", settings["durability"])
     return settings
 
 
@@ -159,10 +165,10 @@ def _switch(key: str, value: Any) -> bool:
     return switched
 
 
-def _images(value: str) -> Images:
-    if value not in list(Images):
-        raise ConfigError(f"images = {value!r} must be {' or '.join(Images)}")
-    return Images(value)
+def _one_of(kind: type[Word], key: str, value: str) -> Word:
+    if value not in list(kind):
+        raise ConfigError(f"{key} = {value!r} must be {' or '.join(kind)}")
+    return kind(value)
 
 
 def _aliases(value: Any) -> dict[str, str]:

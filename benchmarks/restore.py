@@ -34,6 +34,7 @@ from rich.table import Table
 
 from agentcache.agents.restore import READERS
 from agentcache.bench.reporter import Report, Reporter, number_table
+from agentcache.durable import sync
 from agentcache.llm import LLM, Completion
 from agentcache.models.builtin.random_model import random_model_path
 from agentcache.report import RestoreReport
@@ -206,7 +207,7 @@ def _processor_time(into: list[float]) -> Iterator[None]:
 def _read_from_disk(path: Path) -> None:
     """Have the page cache forget the file, and read it."""
     with open(path, "rb") as file:
-        os.fsync(file.fileno())  # what is not on the disk yet is not forgotten
+        sync(file.fileno())  # what is not on the disk yet is not forgotten
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.read()
 

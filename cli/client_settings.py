@@ -18,6 +18,7 @@ from typing import Any
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
+from agentcache.durable import sync, sync_path
 from agentcache.errors import AgentCacheError
 
 Path_ = tuple[str, ...]
@@ -113,8 +114,9 @@ def write(change: Change) -> None:
             os.fchmod(out.fileno(), mode)
             out.write(change.after)
             out.flush()
-            os.fsync(out.fileno())
+            sync(out.fileno(), covered=True)
         os.replace(temp, change.file)
+        sync_path(change.file.parent)
     finally:
         temp.unlink(missing_ok=True)
 

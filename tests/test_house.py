@@ -150,6 +150,15 @@ def test_no_pool_without_an_owner() -> None:
         assert not uses(tree, forbidden) and "run_in_executor" not in methods, path
 
 
+def test_one_module_syncs() -> None:
+    """What `fsync` leaves in a Mac's drive, `durable.sync` has the drive keep."""
+    forbidden = {"os.fsync", "os.fdatasync", "os.sync", "fcntl.F_FULLFSYNC"}
+    found = {
+        path: uses(tree, forbidden) for path, tree in sources("agentcache", "cli", "server", "training", "benchmarks")
+    }
+    assert {path for path, used in found.items() if used} == {"agentcache/durable.py"}
+
+
 @pytest.mark.slow
 def test_import_contracts_hold() -> None:
     command = [

@@ -12,6 +12,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
+from agentcache.durable import sync_path
 from agentcache.models.builtin.embedded import TEXT_FILES, WEIGHTS_FILE
 from training.train import Trainer
 
@@ -27,6 +28,7 @@ def export(trainer: Trainer, folder: Path) -> int:
     _write_config(folder / "config.json", trainer.config)
     weights = {name: np.array(array.astype(mx.float16)) for name, array in tree_flatten(trainer.parameters)}
     save_file(weights, folder / "next.safetensors", metadata={"format": "mlx"})
+    sync_path(folder / "next.safetensors")
     os.replace(folder / "next.safetensors", folder / WEIGHTS_FILE)
     return (folder / WEIGHTS_FILE).stat().st_size
 

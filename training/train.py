@@ -15,6 +15,7 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.qwen3 import Model
 
+from agentcache.durable import sync_path
 from agentcache.training.decoder import Progress
 from training.corpus import Batch, Corpus
 from training.dialogue import Dialogue
@@ -194,6 +195,7 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         arrays = dict(tree_flatten({"model": self.parameters, "optimizer": self.optimizer.state}))
         mx.save_safetensors(str(folder / "next.safetensors"), arrays, {"step": str(self.step)})
+        sync_path(folder / "next.safetensors")
         os.replace(folder / "next.safetensors", folder / "checkpoint.safetensors")
         (folder / "recipe.json").write_text(json.dumps(asdict(self.recipe), indent=2))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from agentcache.durable import Durability
 from agentcache.errors import BlocksLost, RankLost, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec
@@ -47,8 +48,11 @@ class LeadingStore(Store):
         leader: Leader,
         tickets: Tickets,
         num_token_ids: int | None = None,
+        durability: Durability = Durability.FULL,
     ) -> None:
-        super().__init__(cache_dir, spec, names, disk_budget=disk_budget, num_token_ids=num_token_ids)
+        super().__init__(
+            cache_dir, spec, names, disk_budget=disk_budget, num_token_ids=num_token_ids, durability=durability
+        )
         self._leader = leader
         self._tickets = tickets
         self._gone: set[str] = set()  # blocks with a file here, that some other rank has none of

@@ -80,6 +80,7 @@ class Alone:
             loaded.spec,
             loaded.names,
             disk_budget=config.disk_budget,
+            durability=config.durability,
             num_token_ids=loaded.num_token_ids,
         )
 
@@ -128,6 +129,7 @@ class Leading:
             loaded.spec,
             loaded.names,
             disk_budget=config.disk_budget,
+            durability=config.durability,
             num_token_ids=loaded.num_token_ids,
             leader=self._leader,
             tickets=self._tickets,
@@ -253,5 +255,12 @@ def _make_follower(group: mx.distributed.Group, config: Config, model_path: str)
     agree(wire, loaded)
     slots = [Slots() for _ in loaded.spec.groups]
     # Rank 0 makes room on all, by its own budget.
-    store = Store(config.cache_dir, loaded.spec, loaded.fingerprint, disk_budget=2**62)
+    store = Store(
+        config.cache_dir,
+        loaded.spec,
+        loaded.fingerprint,
+        disk_budget=2**62,
+        durability=config.durability,
+        blocks_only=True,
+    )
     return Follower(wire, loaded, ModelRunner(loaded, slots, room=device_memory().usable), slots, store)

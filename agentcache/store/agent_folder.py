@@ -295,7 +295,7 @@ class AgentFolder:
                 append_file(self._files, path, log.data, log.end.num_bytes - len(log.data), "log", self._fault)
             else:
                 self._generations[name].add(log.end.generation)
-                replace_file(self._files, path, log.data, "log", self._fault)
+                replace_file(self._files, path, log.data, "log", self._fault, covered=True)
         except BaseException:
             self._usage.refresh(path)
             raise

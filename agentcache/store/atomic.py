@@ -1,6 +1,7 @@
 """Files that are there whole or not at all: the store's way to the disk.
 
-A file is written under a temporary name in its own folder, flushed, renamed into place, and the folder is flushed.
+A file is written under a temporary name in its own folder, synced, renamed into place, and the folder is synced. Of a
+turn only the last of these syncs, that of the manifest's folder, flushes the drive: it covers those before it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None
 
 
 class Replacement:
-    """A new content of `path` on its way to the disk: write, sync, replace; then the folder has to be synced."""
+    """A new content of `path` on its way to the disk: write, replace; then the folder has to be synced."""
 
     def __init__(self, files: CacheFiles, path: Path, kind: str, fault: Fault) -> None:
         self.path = path
@@ -53,12 +54,10 @@ class Replacement:
         self._is_temporary = True
         with self._files.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
             write_all(fd, parts, 0)
-        self._fault(f"{self._kind}-temp-written")
-
-    def sync(self) -> None:
-        self._fault(f"{self._kind}-before-fsync")
-        with self._files.open(self._temp, os.O_RDWR) as fd:
-            os.fsync(fd)
+            self._fault(f"{self._kind}-temp-written")
+            self._fault(f"{self._kind}-before-fsync")
+            # Here, where errors of writing it are reported: another descriptor may not hear of them.
+            self._files.sync(fd, covered=True)
 
     def replace(self) -> None:
         self._fault(f"{self._kind}-before-replace")
@@ -73,8 +72,11 @@ class Replacement:
                 self._files.remove(self._temp)
 
 
-def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: Fault) -> None:
+def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: Fault, *, covered: bool = False) -> None:
     """Give `path` the content `data`; durable on return, and never half there.
+
+    Args:
+        covered: whether a later sync has the new content kept (`durable.sync`).
 
     Raises:
         OSError: the disk is full, say. Before the rename nothing has changed; after it the new content is there whole.
@@ -82,16 +84,15 @@ def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: F
     replacement = Replacement(files, path, kind, fault)
     try:
         replacement.write(data)
-        replacement.sync()
         replacement.replace()
     finally:
         replacement.discard()
     fault(f"{kind}-before-folder-fsync")
-    files.sync_folder(path.parent)
+    files.sync_folder(path.parent, covered=covered)
 
 
 def append_file(files: CacheFiles, path: Path, data: bytes, offset: int, kind: str, fault: Fault) -> None:
-    """Write `data` at `offset` and cut off what was behind it; durable on return.
+    """Write `data` at `offset` and cut off what was behind it; durable once a later sync has ended.
 
     Raises:
         OSError: the disk is full, say; the first `offset` bytes are untouched then.
@@ -102,7 +103,7 @@ def append_file(files: CacheFiles, path: Path, data: bytes, offset: int, kind: s
             os.ftruncate(fd, offset)
             write_all(fd, [data], offset)
             fault(f"{kind}-appended")
-            os.fsync(fd)
+            files.sync(fd, covered=True)
             fault(f"{kind}-synced")
         except BaseException:
             with suppress(OSError):

@@ -70,11 +70,21 @@ class BlockFolder:
         specs: of each cache, by name; others may come.
         usage: keeps the sizes and the budget.
         fault: called at each step of the write path.
+        is_covered: whether the manifests that name the blocks are on the same drive, so that their syncs cover those of
+            the blocks (`durable.sync`).
     """
 
     def __init__(
-        self, files: CacheFiles, folder: Path, specs: Mapping[str, CacheSpec], usage: DiskUsage, fault: Fault
+        self,
+        files: CacheFiles,
+        folder: Path,
+        specs: Mapping[str, CacheSpec],
+        usage: DiskUsage,
+        fault: Fault,
+        *,
+        is_covered: bool = True,
     ) -> None:
+        self._is_covered = is_covered
         self._files = files
         self._folder = folder
         self._specs = specs
@@ -170,7 +180,9 @@ class BlockFolder:
         return data
 
     def write(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
-        """Make blocks durable, all or none; those already there are skipped. Returns the bytes written.
+        """Write blocks, all or none, durable before what is written later. Those already there are skipped.
+
+        Returns the bytes written.
 
         Raises:
             DiskBudgetExceeded: they do not fit; nothing has been written.
@@ -224,15 +236,14 @@ class BlockFolder:
 
     def _put_in_place(self, files: Sequence[Replacement]) -> None:
         if self._has_new_folders:
-            self._files.sync_folder(self._folder)
+            self._files.sync_folder(self._folder, covered=True)
             self._has_new_folders = False
         for file in files:
-            file.sync()
-        for file in files:
             file.replace()
-        for folder in {file.path.parent for file in files}:
+        folders = {file.path.parent for file in files}
+        for left, folder in zip(reversed(range(len(folders))), folders, strict=True):
             self._fault("block-before-folder-fsync")
-            self._files.sync_folder(folder)
+            self._files.sync_folder(folder, covered=self._is_covered or left > 0)
 
     def _undo(self, files: Iterable[Replacement]) -> None:
         """Nothing of a failed batch stays: a block that was renamed may yet vanish if its folder was not synced."""

@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentcache.durable import Durability, sync
 from agentcache.errors import BrokenInvariant
 from agentcache.store.openat2 import open_below
 
@@ -91,13 +92,15 @@ class CacheFiles:
 
     Args:
         root: an absolute path; links above it are the user's own.
+        durability: how far syncs go.
 
     Attributes:
         lasting: folders that stay open from one `keep_open` to the next, until `close`.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, durability: Durability = Durability.FULL) -> None:
         self.root = root
+        self._durability = durability
         self._root = os.fspath(root)
         self.lasting: Collection[str] = ()
         self._kept: dict[str, _Folder] = {}
@@ -176,13 +179,13 @@ class CacheFiles:
         """Make sure that `path` is a folder of ours.
 
         Args:
-            sync: a new one is durable on return; else once its parent has been synced.
+            sync: a new one is durable before what is written later; else once its parent has been synced.
         """
         with self.folder(path.parent) as parent:
             with suppress(FileExistsError):
                 os.mkdir(path.name, 0o700, dir_fd=parent)
                 if sync:
-                    os.fsync(parent)
+                    self.sync(parent, covered=True)
             fd = _open_folder(path.name, parent)
         try:
             if stat.S_IMODE(os.fstat(fd).st_mode) != 0o700:
@@ -196,10 +199,14 @@ class CacheFiles:
             kept = self._kept.get(os.fspath(folder))
             return _identity(os.fstat(fd)) if kept is None else kept.identity
 
-    def sync_folder(self, path: Path) -> None:
-        """Make renames and removals in the folder durable."""
+    def sync(self, fd: int, *, covered: bool = False) -> None:
+        """As `durable.sync`, as far as the setting wants it."""
+        sync(fd, self._durability, covered=covered)
+
+    def sync_folder(self, path: Path, *, covered: bool = False) -> None:
+        """Make renames and removals in the folder durable; if `covered`, once a later sync without it has ended."""
         with self.folder(path) as fd:
-            os.fsync(fd)
+            self.sync(fd, covered=covered)
 
     def free_bytes(self) -> int:
         """Bytes of the disk that this user may still write."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentcache.blocks.keys import FORMAT_VERSION
+from agentcache.durable import sync, sync_path
 from agentcache.errors import BlockRejected, Conflict, NotFound, StoreError
 from agentcache.store.agent_folder import SavedAgent
 from agentcache.store.archive import ArchiveWriter, block_kind
@@ -80,8 +81,9 @@ def _export(ranks: Sequence[CacheFiles], agent_id: str, target: Path, fingerprin
             archive.finish(lineages[0][0].manifest, len(ranks))
             num_bytes = file.tell()
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno(), covered=True)
         os.link(temp, target)  # never in place of another file
+        sync_path(target.parent)
     finally:
         temp.unlink()
     return Exported(

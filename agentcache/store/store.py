@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from agentcache.blocks.keys import BASE_CACHE
+from agentcache.durable import Durability
 from agentcache.errors import BlockMissing, BlockRejected, BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec, GroupSpec
@@ -59,6 +60,8 @@ class Store:
         disk_budget: bytes that the user lets all files take together; None for an automatic budget (`disk_budget`).
         fault: called with the name of each step of the write path, for crash tests.
         num_token_ids: the model's tokens are the ids below this; None where that is not known.
+        durability: how far syncs go.
+        blocks_only: whether the manifests are in another rank's folder. Then each batch of blocks is flushed by itself.
 
     Attributes:
         usage: bytes of all files, and the budget; to be looked at, and changed by the folders of files alone.
@@ -78,6 +81,8 @@ class Store:
         disk_budget: int | None,
         fault: Fault = no_fault,
         num_token_ids: int | None = None,
+        durability: Durability = Durability.FULL,
+        blocks_only: bool = False,
     ) -> None:
         self._names = ModelNames(names) if isinstance(names, str) else names
         if not is_name(folder_of(self._names.current)):
@@ -91,10 +96,12 @@ class Store:
         with as_store_error(f"use the cache folder {cache_dir}"):
             root = cache_dir.resolve()
             _make_root(root)
-            self._files = CacheFiles(root)
+            self._files = CacheFiles(root, durability)
             self._block_dir, self._agent_dir = root / "blocks", root / "agents" / folder_of(self._model)
             self.usage = DiskUsage(self._files, disk_budget)
-            self._blocks = BlockFolder(self._files, self._block_dir, self._specs, self.usage, fault)
+            self._blocks = BlockFolder(
+                self._files, self._block_dir, self._specs, self.usage, fault, is_covered=not blocks_only
+            )
             self._lock = FolderLock(self._files)
             try:
                 self._take_stock()

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from agentcache.durable import sync_path
 from agentcache.errors import ConfigError
 from agentcache.models.adapter_config import CONFIG_FILE
 
@@ -86,4 +87,6 @@ def read_checkpoint(folder: Path, identity: Mapping[str, Any]) -> Checkpoint:
 def _save(path: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
     unfinished = path.with_name("next.safetensors")
     mx.save_safetensors(str(unfinished), dict(arrays), metadata)
+    sync_path(unfinished)
     os.replace(unfinished, path)
+    sync_path(path.parent)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from agentcache.durable import sync, sync_path
 from agentcache.workflow.score import Score, score
 from agentcache.workflow.transcript import FORMAT, TurnRecord, WorkflowTranscript
 
@@ -48,8 +49,12 @@ def write_transcript(transcript: WorkflowTranscript, folder: Path) -> Path:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        sync(file.fileno(), covered=True)
     os.replace(temporary, path)
+    sync_path(path.parent)
 
 
 def _markdown_lines(transcript: WorkflowTranscript) -> list[str]:

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from agentcache.durable import sync, sync_path
+
 
 def make_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write `files` beside `folder` and rename them into place; whoever comes second keeps the first one's.
@@ -23,7 +25,9 @@ def make_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     try:
         for name, content in files.items():
             _write(building / name, content)
+        sync_path(building)
         os.rename(building, folder)
+        sync_path(folder.parent)
     except OSError:
         if not folder.is_dir():
             raise
@@ -36,4 +40,4 @@ def _write(path: Path, content: bytes) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno(), covered=True)
