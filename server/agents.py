@@ -38,6 +38,7 @@ _WARM_FIELDS = (
     "request_timeout",
     "priority",
 )
+MAX_SYSTEM = 1 << 20  # characters of the text that stands in front of every prompt of an agent
 _PATH_ID = "{id}"  # what errors call the id in a path, which is no field
 _NAMES_OF_IDS = ("agent", "session_id", "name", "agent_id", "new_id")  # what other fields of this API call it
 
@@ -72,10 +73,10 @@ async def create_agent(request: HttpRequest) -> Response:
     _check_fields(body, "id", "adapter", "policy", "system", id_field="goes into 'id'")
     agent_id = check_agent_id(body.required_string("id"), "id")
     name_agent(request, agent_id)
-    adapter, policy = read_adapter(call), read_policy(body)
-    agent = await engine_of(request).create_agent(
-        agent_id, adapter=adapter, policy=policy, system=body.string("system")
-    )
+    adapter, policy, system = read_adapter(call), read_policy(body), body.string("system")
+    if system is not None and len(system) > MAX_SYSTEM:
+        body.fail("system", f"must have at most {MAX_SYSTEM} characters")
+    agent = await engine_of(request).create_agent(agent_id, adapter=adapter, policy=policy, system=system)
     return JSONResponse(agent_object(request, agent), 201)
 
 

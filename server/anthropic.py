@@ -186,7 +186,7 @@ def _read_tool(tool: Reader) -> dict[str, Any]:
     if tool.string("type") not in (None, "custom"):
         tool.fail("type", 'must be "custom": tools that the server runs are not supported')
     function = {
-        "name": tool.required_string("name"),
+        "name": tool.name("name"),
         "description": tool.string("description") or "",
         "parameters": tool.object("input_schema").value,
     }

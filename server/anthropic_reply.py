@@ -79,7 +79,7 @@ class EventWriter:
         self._reader = reply.reading.reader()
         self._blocks = 0  # begun
         self._open: type[Event] | None = None  # what the open block's deltas come as
-        self._thought = ""  # in the open block
+        self._thoughts: list[str] = []  # in the open block
         self._says = False  # anything but thoughts
 
     def begin(self, first: Update | None) -> Iterator[bytes]:
@@ -101,7 +101,7 @@ class EventWriter:
             case ReasoningDelta(text) if self._reply.shows_thoughts:
                 yield from self._into(ReasoningDelta, {"type": "thinking", "thinking": "", "signature": ""})
                 yield self._delta({"type": "thinking_delta", "thinking": text})
-                self._thought += text
+                self._thoughts.append(text)
             case ToolCallStart(_, name):
                 yield from self._close()
                 yield from self._into(ToolCallArguments, _tool_use(name, {}))
@@ -120,9 +120,9 @@ class EventWriter:
         if self._open is None:
             return
         if self._open is ReasoningDelta:
-            yield self._delta({"type": "signature_delta", "signature": signature(self._thought)})
+            yield self._delta({"type": "signature_delta", "signature": signature("".join(self._thoughts))})
         yield _event("content_block_stop", index=self._blocks - 1)
-        self._open, self._thought = None, ""
+        self._open, self._thoughts = None, []
 
     def _start(self, block: dict[str, Any]) -> bytes:
         self._blocks += 1

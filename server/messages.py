@@ -39,7 +39,7 @@ def read_tools(body: Reader) -> list[dict[str, Any]] | None:
 def _read_tool(tool: Reader) -> dict[str, Any]:
     if tool.required_string("type") != "function":
         tool.fail("type", 'must be "function"')
-    tool.object("function").required_string("name")
+    tool.object("function").name("name")
     return tool.value
 
 

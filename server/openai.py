@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from starlette.requests import Request as HttpRequest
@@ -25,6 +26,8 @@ from agentcache.server.validate import Reader
 
 TEXT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
+MAX_REPEATED = 8 << 20  # characters, roughly, of prompts that an answer repeats
+_LOGPROB_CHARS = 8  # for each token of a prompt, roughly, by character of it
 _SUPPORTED = ("n", "response_format", *GUIDED)
 
 
@@ -72,6 +75,7 @@ def read_text(call: Call) -> Job:
     prompts = read_prompts(body, model)
     logprobs = body.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
     echo = body.boolean("echo")
+    _refuse_large_echo(body, prompts, logprobs)
     texts = tuple(prompt.text if isinstance(prompt, TextPrompt) else None for prompt in prompts)
     sampling = read_sampling(
         body,
@@ -83,6 +87,18 @@ def read_text(call: Call) -> Job:
     shape = TextShape(logprobs is not None, echo, tuple(text for text in texts for _ in range(read_n(body))))
     text_form = read_response_format(body, "response_format", "json_schema")
     return _job(call, prompts, sampling, shape, read_form(body, text_form, None, ToolChoice(), ""))
+
+
+def _refuse_large_echo(body: Reader, prompts: Sequence[TextPrompt | TokenPrompt], logprobs: int | None) -> None:
+    """Refuse prompts whose `echo` would have over `MAX_REPEATED` characters."""
+    if not body.boolean("echo"):
+        return
+    lengths = [len(prompt.text if isinstance(prompt, TextPrompt) else prompt.token_ids) for prompt in prompts]
+    of_token = 1 if logprobs is None else _LOGPROB_CHARS * (1 + logprobs)
+    if read_n(body) * sum(lengths) * of_token > MAX_REPEATED:
+        body.fail(
+            "echo", f"would repeat prompts of {sum(lengths)} characters or tokens {read_n(body)} times; send less"
+        )
 
 
 def read_prompts(body: Reader, model: ModelInfo) -> list[TextPrompt | TokenPrompt]:
@@ -122,6 +138,8 @@ def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape,
     n = read_n(body)
     if n * len(prompts) > MAX_PROMPTS:
         body.fail("n", f"makes more than {MAX_PROMPTS} answers of {len(prompts)} prompts")
+    if n > 1 and options.return_token_ids and n * call.num_bytes > MAX_REPEATED:
+        body.fail("n", f"would repeat the tokens of a prompt of {call.num_bytes} bytes {n} times; send less")
     usage = options.report or body.object("stream_options").boolean("include_usage")
     return Job(
         requests=[

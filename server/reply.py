@@ -19,7 +19,6 @@ class Completion:
     """All updates of one completion, collected."""
 
     updates: list[Update] = field(default_factory=list)
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_token_ids: tuple[int, ...] = ()
@@ -30,7 +29,6 @@ class Completion:
 
     def add(self, update: Update) -> None:
         self.updates.append(update)
-        self.text += update.text
         self.token_ids += update.token_ids
         self.logprobs += update.logprobs
         self.prompt_token_ids = update.prompt_token_ids or self.prompt_token_ids
@@ -38,6 +36,11 @@ class Completion:
         self.finish_reason = update.finish_reason or self.finish_reason
         self.stop_string = update.stop_string or self.stop_string
         self.report = update.report or self.report
+
+    @property
+    def text(self) -> str:
+        """All of the text, put together anew."""
+        return "".join(update.text for update in self.updates)
 
     @property
     def final_report(self) -> Report:

@@ -85,12 +85,12 @@ def _read_tool(
     kind = tool.required_string("type")
     if kind == "namespace" and namespace is None:
         for inner in tool.objects("tools"):
-            _read_tool(inner, tool.required_string("name"), call, shown, by_name)
+            _read_tool(inner, tool.name("name"), call, shown, by_name)
         return
     if kind not in ("function", "custom"):
         call.notes.add(f"{tool.path}: a tool of type {kind!r:.80} was left out")
         return
-    known = ResponseTool(tool.required_string("name"), namespace, is_custom=kind == "custom")
+    known = ResponseTool(tool.name("name"), namespace, is_custom=kind == "custom")
     name = shown_name(namespace, known.name)
     by_name[name] = known
     parameters = _FREE_TEXT if known.is_custom else tool.object("parameters").value

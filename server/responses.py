@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from typing import Any
 
@@ -16,6 +15,7 @@ from agentcache.server.context import Call, read_prompt
 from agentcache.server.model_names import check_model
 from agentcache.server.options import check_chat, read_options, refuse_unless_neutral, refuse_unsupported
 from agentcache.server.replies import read_reading
+from agentcache.server.response_echo import MAX_ECHO, MAX_OPENING, Echo
 from agentcache.server.response_items import read_items
 from agentcache.server.response_tools import TOOL_TYPES, read_response_tools
 from agentcache.server.responses_reply import ResponseReply
@@ -60,12 +60,17 @@ def read_response(call: Call) -> Job:
     text = read_response_format(body.object("text"), "format")
     form = read_form(body, text, tools.shown, tools.choice(read_tool_choice(body)), "parameters")
     job_id = f"resp_{uuid.uuid4().hex}"
+    asked = _asked(body)
+    echo = Echo.of(asked, MAX_ECHO)
+    if echo.note is not None:
+        call.notes.add(echo.note)
     reply = ResponseReply(
         job_id,
         options.adapter or model.id,
         read_reading(model, tools.shown, body, form),
         tools,
-        asked=_asked(body),
+        echo=echo,
+        opening=Echo.of(asked, MAX_OPENING),
         seals_reasoning=_SEALED_REASONING in _read_include(body),
         return_token_ids=options.return_token_ids,
         notes=call.notes.told,
@@ -128,13 +133,4 @@ def _asked(body: Reader) -> dict[str, Any]:
         "truncation": "disabled",
         "user": body.get("user"),
     }
-    return {name: _finite(value) for name, value in asked.items()}
-
-
-def _finite(value: Any) -> Any:
-    """As it was sent, but for numbers that are too large to be written."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list) else value
+    return asked

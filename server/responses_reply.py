@@ -23,9 +23,10 @@ from agentcache.server.errors import WireError
 from agentcache.server.logprobs import chat_logprobs
 from agentcache.server.replies import Reading
 from agentcache.server.reply import Completion, report_object
+from agentcache.server.response_echo import Echo
 from agentcache.server.response_items import sealed
 from agentcache.server.response_tools import ResponseTools, custom_input
-from agentcache.server.stream import event
+from agentcache.server.stream import encode, event, spliced
 
 # The events of an item in a stream, without their numbers: type and fields.
 Said = tuple[str, dict[str, Any]]
@@ -39,7 +40,8 @@ class ResponseReply:
         id: the response's.
         model: the served model's id.
         tools: the request's, by which calls are told.
-        asked: what the response repeats of its request.
+        echo: what the response repeats of its request.
+        opening: what the events in front of it repeat.
         seals_reasoning: whether thoughts go with an `encrypted_content`, from which they are read when they come back.
         notes: for the report.
     """
@@ -48,7 +50,8 @@ class ResponseReply:
     model: str
     reading: Reading
     tools: ResponseTools
-    asked: Mapping[str, Any]
+    echo: Echo
+    opening: Echo
     seals_reasoning: bool
     return_token_ids: bool
     notes: tuple[str, ...] = ()
@@ -63,12 +66,13 @@ class ResponseReply:
                 pass
         for _ in output.finish(completion):
             pass
-        return self.ended(completion, output)
+        return self.ended(completion, output) | dict(self.echo.fields)
 
     def writer(self) -> ResponseWriter:
         return ResponseWriter(self)
 
     def response(self, status: str, output: Sequence[Mapping[str, Any]] = (), **fields: Any) -> dict[str, Any]:
+        """A response without its echo."""
         stable = {
             "id": self.id,
             "object": "response",
@@ -84,9 +88,10 @@ class ResponseReply:
             "store": False,
             "usage": None,
         }
-        return stable | dict(self.asked) | fields
+        return stable | fields
 
     def ended(self, completion: Completion, output: OutputItems) -> dict[str, Any]:
+        """The whole response, without its echo."""
         accounting = self._accounting(completion, output)
         if completion.finish_reason is FinishReason.LENGTH:
             details = {"reason": "max_output_tokens"}
@@ -106,7 +111,7 @@ class ResponseReply:
         }
         token_ids = completion.token_id_fields() if self.return_token_ids else {}
         notes = list(self.notes)
-        if output.num_calls > 1 and not self.asked["parallel_tool_calls"]:
+        if output.num_calls > 1 and not self.echo.fields["parallel_tool_calls"]:
             notes.append("parallel_tool_calls: the model made several calls all the same")
         return {"usage": usage, "agentcache": report_object(report, notes)} | token_ids
 
@@ -115,7 +120,8 @@ class OutputItems:
     """The output items of one response as they grow; each piece gives the events that tell of it.
 
     Attributes:
-        items: all of them; the last one is open until an event of another kind, or the end.
+        items: all of them; the last one is open until an event of another kind, or the end. Its text is put together
+            by then, or by `settle`.
         reasoning_tokens: tokens that were thoughts, as far as updates tell them apart.
     """
 
@@ -125,7 +131,7 @@ class OutputItems:
         self._reply = reply
         self._reader = reply.reading.reader()
         self._is_open = False
-        self._arguments = ""  # of the call that is open
+        self._texts: list[str] = []  # of the open item, or of its call's arguments
         self._unplaced: list[TokenLogprob] = []  # of tokens whose text is not out yet
 
     @property
@@ -157,9 +163,8 @@ class OutputItems:
                 yield from self._close()
                 yield self._begin_call(name)
             case ToolCallArguments(_, arguments):
-                self._arguments += arguments
+                self._texts.append(arguments)
                 if self.items[-1]["type"] == "function_call":
-                    self.items[-1]["arguments"] += arguments
                     yield "response.function_call_arguments.delta", self._place | {"delta": arguments}
             case ToolCallEnd():
                 self._unplaced.clear()
@@ -167,7 +172,7 @@ class OutputItems:
 
     def _begin_call(self, name: str) -> Said:
         """A custom tool is called with a text, which is known when the call's arguments are whole."""
-        tool, call_id, self._arguments = self._reply.tools.find(name), new_call_id(), ""
+        tool, call_id = self._reply.tools.find(name), new_call_id()
         if tool.is_custom:
             custom = {"type": "custom_tool_call", "id": f"ctc_{uuid.uuid4().hex}", "call_id": call_id}
             return self._begin(custom | tool.fields | {"input": ""})
@@ -181,12 +186,25 @@ class OutputItems:
             del tokens[0]
         return list(chat_logprobs(tokens)["content"])
 
+    def settle(self) -> None:
+        """Have the newest item say all that has come."""
+        if not self.items:
+            return
+        item, text = self.items[-1], "".join(self._texts)
+        match item["type"]:
+            case "function_call":
+                item["arguments"] = text
+            case "custom_tool_call":
+                item["input"] = custom_input(text)
+            case "message" | "reasoning" if item["content"]:
+                item["content"][0]["text"] = text
+
     @property
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     def _begin(self, item: dict[str, Any]) -> Said:
-        self._is_open = True
+        self._is_open, self._texts = True, []
         self.items.append(item | {"status": "in_progress"})
         return "response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
@@ -196,7 +214,7 @@ class OutputItems:
             yield from self._close()
             yield from self._begin_text(kind)
         part = self.items[-1]["content"][0]
-        part["text"] += text
+        self._texts.append(text)
         fields: dict[str, Any] = {"delta": text}
         if kind == "message":  # thoughts have none
             part["logprobs"] += logprobs
@@ -223,13 +241,13 @@ class OutputItems:
         if not self._is_open:
             return
         self._is_open = False
+        self.settle()
         item = self.items[-1]
         item["status"] = status
         if item["type"] == "function_call":
             arguments = {"name": item["name"], "arguments": item["arguments"]}
             yield "response.function_call_arguments.done", self._place | arguments
         elif item["type"] == "custom_tool_call":
-            item["input"] = custom_input(self._arguments)
             yield "response.custom_tool_call_input.delta", self._place | {"delta": item["input"]}
             yield "response.custom_tool_call_input.done", self._place | {"input": item["input"]}
         else:
@@ -262,9 +280,10 @@ class ResponseWriter:
         self._reply = reply
         self._output = OutputItems(reply)
         self._sent = 0
+        self._opening = _with_echo(reply.response("in_progress"), reply.opening)
 
     def begin(self, first: Update | None) -> Iterator[bytes]:
-        yield self._event("response.created", {"response": self._reply.response("in_progress")})
+        yield self._spliced("response.created", self._opening)
         yield self.keep_alive()
 
     def write(self, update: Update) -> Iterator[bytes]:
@@ -273,20 +292,32 @@ class ResponseWriter:
 
     def keep_alive(self) -> bytes:
         """A stream has no event for silence; this one says what it says, however often."""
-        return self._event("response.in_progress", {"response": self._reply.response("in_progress")})
+        return self._spliced("response.in_progress", self._opening)
 
     def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
         [completion] = completions
         for kind, fields in self._output.finish(completion):
             yield self._event(kind, fields)
         response = self._reply.ended(completion, self._output)
-        yield self._event(f"response.{response['status']}", {"response": response})
+        yield self._spliced(f"response.{response['status']}", _with_echo(response, self._reply.echo))
 
     def fail(self, error: WireError) -> Iterator[bytes]:
         told = {"code": _code(error), "message": error.message}
+        self._output.settle()
         response = self._reply.response("failed", self._output.items, error=told)
-        yield self._event("response.failed", {"response": response})
+        yield self._spliced("response.failed", _with_echo(response, self._reply.opening))
 
     def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        return event(self._numbered(kind) | dict(fields), kind)
+
+    def _spliced(self, kind: str, response: str) -> bytes:
+        return spliced(self._numbered(kind), "response", response, kind)
+
+    def _numbered(self, kind: str) -> dict[str, Any]:
         self._sent += 1
-        return event({"type": kind, "sequence_number": self._sent - 1} | dict(fields), kind)
+        return {"type": kind, "sequence_number": self._sent - 1}
+
+
+def _with_echo(response: Mapping[str, Any], echo: Echo) -> str:
+    """The response's JSON text."""
+    return f"{encode(dict(response))[:-1]},{echo.text}}}"

@@ -20,7 +20,7 @@ Generate = Callable[[Callable[[Update], None]], Coroutine[Any, Any, None]]
 
 KEEP_ALIVE_SECONDS = 10.0
 
-_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps makes an encoder every time
+encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps makes an encoder every time
 _ANY_TEXT = "\x00"
 
 # At SIGTERM a running turn finishes and is saved (uvicorn waits for it); sse-starlette would cut it off.
@@ -29,8 +29,13 @@ AppStatus.enable_automatic_graceful_drain = False
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
     """One event, encoded. ASCII only, since some clients split lines at U+2028 and U+0085 too."""
-    line = f"data: {_encode(data)}\n\n"
+    line = f"data: {encode(data)}\n\n"
     return (line if name is None else f"event: {name}\n{line}").encode()
+
+
+def spliced(data: dict[str, Any], key: str, object_text: str, name: str) -> bytes:
+    """One event, of `data` and under `key` an object that is encoded already."""
+    return f"event: {name}\ndata: {encode(data)[:-1]},{encode(key)}:{object_text}}}\n\n".encode()
 
 
 class TextEvents:
@@ -41,10 +46,10 @@ class TextEvents:
     """
 
     def __init__(self, event_of: Callable[[str], bytes]) -> None:
-        self._before, _, self._after = event_of(_ANY_TEXT).rpartition(_encode(_ANY_TEXT).encode())
+        self._before, _, self._after = event_of(_ANY_TEXT).rpartition(encode(_ANY_TEXT).encode())
 
     def event(self, text: str) -> bytes:
-        return self._before + _encode(text).encode() + self._after
+        return self._before + encode(text).encode() + self._after
 
 
 def timed_out() -> RequestTimedOut:

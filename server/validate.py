@@ -12,6 +12,7 @@ from agentcache.names import is_name
 from agentcache.server.read_limit import ReadLimit
 
 MAX_INTEGER = 2**63 - 1
+MAX_NAME = 256  # characters of a tool's name
 MAX_NUMBER = 1e300
 # What JSON takes of memory and time goes by its values. So many are read in a tenth of a second, and more are for
 # prompts of long contexts, or many of them, only.
@@ -118,6 +119,13 @@ class Reader:
         value = self.string(name)
         if value is None:
             self.fail(name, "is required")
+        return value
+
+    def name(self, name: str) -> str:
+        """A required string of at most `MAX_NAME` characters."""
+        value = self.required_string(name)
+        if len(value) > MAX_NAME:
+            self.fail(name, f"must have at most {MAX_NAME} characters")
         return value
 
     def boolean(self, name: str, default: bool = False) -> bool:

@@ -21,6 +21,7 @@ from agentcache.models.text.replies.events import (
 )
 from agentcache.report import FinishReason, Update
 from agentcache.server.reply import Completion
+from agentcache.server.response_echo import Echo
 from agentcache.server.response_tools import ResponseTool, ResponseTools
 from agentcache.server.responses_reply import ResponseReply
 from tests.examples import examples
@@ -214,7 +215,8 @@ def test_a_stream_adds_up_to_the_whole_answer(
         "m",
         ScriptedReading(script),  # type: ignore[arg-type]
         ResponseTools(by_name={"f": ResponseTool("f", "n", is_custom=seals)}),
-        {"parallel_tool_calls": True},
+        echo=Echo({"parallel_tool_calls": True}),
+        opening=Echo({"parallel_tool_calls": True}),
         seals_reasoning=seals,
         return_token_ids=False,
     )
