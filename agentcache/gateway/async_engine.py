@@ -217,7 +217,7 @@ class AsyncEngine:
         served = self._thread.view.model
         archive = await self._archives.run(
             0,
-            lambda has_ended: read_archive(Path(path), served.spec, served.fingerprint, agent_id, served.num_token_ids),
+            lambda has_ended: read_archive(Path(path), served.spec, served.names, agent_id, served.num_token_ids),
         )
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], ImportAgent(archive))

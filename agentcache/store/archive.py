@@ -6,7 +6,8 @@
     index: JSON, what lies there in that order
     length of the index (8 bytes, little endian), SHA-256 of magic line, index and length (32 bytes)
 
-The index has kind, length and SHA-256 of each content. It has no names of files: what a content is follows from what
+The index has kind, length and SHA-256 of each content, and where the model's name in manifests is an older one, the
+model's identity (`model_names.py`). It has no names of files: what a content is follows from what
 it says, checked as if it had been found in a cache folder and then some. So nothing in an archive can name a place on
 disk. The digests find damage; against forgery helps only to take archives from those one trusts, as with any model.
 `export.py` writes them, `archived_agent.py` reads them.
@@ -34,8 +35,8 @@ _MAX_INDEX_BYTES = 1 << 27
 _ANY_FORMAT = b"agentcache agent "  # and a number
 # The index as `ArchiveWriter.finish` writes it.
 _INDEX_HEAD = re.compile(
-    rb'\{"agent": "([A-Za-z0-9._-]{1,64})", "model": "([ !#-\[\]-~]{1,200})", (?:"ranks": ([1-9][0-9]{0,3}), )?'
-    rb'"contents": \['
+    rb'\{"agent": "([A-Za-z0-9._-]{1,64})", "model": "([ !#-\[\]-~]{1,200})", '
+    rb'(?:"identity": "([0-9a-f]{32})", )?(?:"ranks": ([1-9][0-9]{0,3}), )?"contents": \['
 )
 _INDEX_ENTRY = re.compile(
     rb'(?:, )?\{"kind": "([a-z0-9 ]{1,40})", "bytes": ([0-9]{1,15}), "sha256": "([0-9a-f]{64})"\}'
@@ -61,9 +62,16 @@ class ArchiveWriter:
         self._contents.append({"kind": kind, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
         self._file.write(data)
 
-    def finish(self, manifest: Manifest, ranks: int = 1) -> None:
-        world = {"ranks": ranks} if ranks > 1 else {}
-        fields = {"agent": manifest.id, "model": manifest.model, **world, "contents": self._contents}
+    def finish(self, manifest: Manifest, ranks: int = 1, identity: str = "") -> None:
+        """Write the index.
+
+        Args:
+            identity: of the model, where its name in the manifest is another one.
+        """
+        further = ({"identity": identity} if identity not in ("", manifest.model) else {}) | (
+            {"ranks": ranks} if ranks > 1 else {}
+        )
+        fields = {"agent": manifest.id, "model": manifest.model, **further, "contents": self._contents}
         index = json.dumps(fields).encode()
         length = len(index).to_bytes(8, "little")
         self._file.write(index + length + _digest_of_index(index, length))
@@ -98,8 +106,11 @@ def _none_there() -> ArchiveRejected:
     return ArchiveRejected(message, param="path")
 
 
-def _parse_index(index: bytes) -> tuple[str, str, int, list[ArchivedContent]]:
-    """Agent, model, ranks and contents. The index is read entry by entry: its objects may take 20 times its bytes."""
+def _parse_index(index: bytes) -> tuple[str, str, str, int, list[ArchivedContent]]:
+    """Agent, model, the model's identity (empty where it is not told), ranks and contents.
+
+    The index is read entry by entry: its objects may take 20 times its bytes.
+    """
     head = _INDEX_HEAD.match(index)
     if head is None:
         raise ArchiveRejected("the index is unreadable", param="path")
@@ -110,7 +121,7 @@ def _parse_index(index: bytes) -> tuple[str, str, int, list[ArchivedContent]]:
         at, begin = entry.end(), begin + num_bytes
     if index[at:] != _INDEX_END:
         raise ArchiveRejected("the index is unreadable", param="path")
-    return head[1].decode(), head[2].decode(), int(head[3] or 1), contents
+    return head[1].decode(), head[2].decode(), (head[3] or b"").decode(), int(head[4] or 1), contents
 
 
 class ArchiveFile:
@@ -134,7 +145,7 @@ class ArchiveFile:
             index, end = self._read_index(size)
         except OSError:  # a network's file, say
             raise _none_there() from None
-        self.agent, self.model, self.ranks, self.contents = _parse_index(index)
+        self.agent, self.model, self.identity, self.ranks, self.contents = _parse_index(index)
         described = self.contents[-1].end if self.contents else len(_MAGIC)
         if described != end:
             raise ArchiveRejected(f"it is damaged: {end} bytes of contents, {described} in the index", param="path")

@@ -41,6 +41,7 @@ from agentcache.store.manifest import (
     SavedSnapshot,
     decode_manifest,
 )
+from agentcache.store.model_names import ModelNames
 from agentcache.store.transcript_log import parse_log
 from agentcache.store.verify import examine_block
 
@@ -61,9 +62,13 @@ class _ExpectedBlock:
 
 @dataclass(frozen=True)
 class _ArchivedBlock(_ExpectedBlock):
-    """The same, and where it lies in the file: of each rank."""
+    """The same, and where it lies in the file: of each rank, with a header of its own where its model has another name.
+
+    `header` is what the block is to be here.
+    """
 
     contents: Sequence[ArchivedContent]
+    archived: BlockHeader
 
 
 class ArchivedAgent:
@@ -104,7 +109,7 @@ class ArchivedAgent:
         """The blocks, some at a time; read and verified once more. Raises ArchiveRejected."""
         chunk, num_bytes = list[BlockWrite | BlockCopy](), 0
         for block in self._blocks:
-            chunk.append(self._write(block.header, block.contents))
+            chunk.append(self._write(block))
             num_bytes += sum(content.num_bytes for content in block.contents)
             if num_bytes >= _CHUNK_BYTES:
                 yield chunk
@@ -112,22 +117,23 @@ class ArchivedAgent:
         if chunk:
             yield chunk
 
-    def _write(self, header: BlockHeader, contents: Sequence[ArchivedContent]) -> BlockWrite | BlockCopy:
-        if header.cache != BASE_CACHE:  # its adapter may not be loaded
-            return BlockCopy(header, self._file.read(contents[0], _MAX_RESIDUAL_BYTES))
+    def _write(self, block: _ArchivedBlock) -> BlockWrite | BlockCopy:
+        if block.header.cache != BASE_CACHE:  # its adapter may not be loaded
+            return BlockCopy(block.header, self._file.read(block.contents[0], _MAX_RESIDUAL_BYTES))
         own, *others = (
-            _decode(self._file, spec, header, content) for spec, content in zip(self._specs, contents, strict=True)
+            _decode(self._file, spec, block.archived, content)
+            for spec, content in zip(self._specs, block.contents, strict=True)
         )
-        return BlockWrite(header, own.data, own.extras, [other.data for other in others])
+        return BlockWrite(block.header, own.data, own.extras, [other.data for other in others])
 
 
 def read_archive(
-    path: Path, spec: CacheSpec, fingerprint: str, agent_id: str, num_token_ids: int | None = None
+    path: Path, spec: CacheSpec, names: ModelNames | str, agent_id: str, num_token_ids: int | None = None
 ) -> ArchivedAgent:
     """The agent in a file, once every byte and every value of it has been verified. It changes nothing.
 
     Args:
-        spec, fingerprint: the served model's.
+        spec, names: the served model's; a text where it has one name only.
         agent_id: what the agent is to be called.
         num_token_ids: the served model's tokens are the ids below this; None where that is not known.
 
@@ -135,13 +141,13 @@ def read_archive(
         ArchiveRejected: it is damaged, is no archive, or is of another model, another number of ranks or a newer
             format.
     """
-    file = ArchiveFile(path)
-    check_model(file.model, fingerprint)
+    file, names = ArchiveFile(path), ModelNames.of(names)
+    check_model(file, names)
     if file.ranks != len(spec.by_rank):
         message = f"{file.ranks} ranks have the agent's keys and values, each a part; here it is {len(spec.by_rank)}"
         raise ArchiveRejected(message, param="path", code="other_model")
     try:
-        return _verified(file, ServedCache(spec, num_token_ids), agent_id)
+        return _verified(file, ServedCache(spec, num_token_ids), names.current, agent_id)
     except BlockRejected as error:
         raise ArchiveRejected(f"it is damaged: {error}", param="path") from error
     except ArchiveRejected:
@@ -150,14 +156,14 @@ def read_archive(
         raise ArchiveRejected(f"it is unreadable: {error!r:.100}", param="path") from error
 
 
-def check_model(archived: str, served: str) -> None:
-    """Raise ArchiveRejected unless an agent of the one model goes on with the other: both are fingerprints."""
-    if archived != served:
-        message = f"the agent is of another model ({archived[:16]!r}; this one is {served[:16]!r})"
+def check_model(file: ArchiveFile, served: ModelNames) -> None:
+    """Raise ArchiveRejected unless the archive's agent is one of the served model, under whichever of its names."""
+    if not served.mean(file.model, file.identity):
+        message = f"the agent is of another model ({file.model[:16]!r}; this one is {served.current[:16]!r})"
         raise ArchiveRejected(message, param="path", code="other_model")
 
 
-def _verified(file: ArchiveFile, served: ServedCache, agent_id: str) -> ArchivedAgent:
+def _verified(file: ArchiveFile, served: ServedCache, model: str, agent_id: str) -> ArchivedAgent:
     spec, contents = served.spec, deque(file.contents)
     if sum(content.num_bytes for content in contents if content.kind == "log") > _MAX_LOG_BYTES:
         raise ArchiveRejected(f"its transcripts take more than {_MAX_LOG_BYTES} bytes", param="path")
@@ -177,13 +183,38 @@ def _verified(file: ArchiveFile, served: ServedCache, agent_id: str) -> Archived
         raise ArchiveRejected(f"it has a {contents[0].kind!r:.40} where only blocks may be", param="path")
     if any(found.keys() != by_rank[0].keys() for found in by_rank):
         raise ArchiveRejected("it has a block of some ranks, and not of all", param="path")
+    here = {name: lineage if file.model == model else _addressed(lineage, model) for name, lineage in lineages.items()}
+    targets = {key: block for name, lineage in lineages.items() for key, block in _pairs(lineage, here[name])}
     blocks = [
-        _ArchivedBlock(expected[key].header, expected[key].group, [found[key] for found in by_rank])
+        _ArchivedBlock(targets[key].header, targets[key].group, [found[key] for found in by_rank], expected[key].header)
         for key in by_rank[0]
+        if key in targets
     ]
     now = time.time()
-    records = [_renamed(lineage.record(spec.digest), agent_id, now) for lineage in lineages.values()]
+    records = [_renamed(lineage.record(spec.digest), agent_id, now) for lineage in here.values()]
     return ArchivedAgent(file, spec, agent_id, records, blocks)
+
+
+def _addressed(lineage: SavedAgent, model: str) -> SavedAgent:
+    """The lineage by another name of its model: with the addresses that its blocks have under that, without residuals.
+
+    A residual's file cannot be read, and so not be written anew, while its adapter is not loaded.
+    """
+    manifest = replace(lineage.manifest, model=model, caches=lineage.manifest.caches[:1])
+    base, ids = manifest.base, lineage.content.transcript.ids
+    chains = tuple(chain_keys(_root(manifest, base), ids, base.spans()))
+    content = replace(lineage.content, chains={BASE_CACHE: chains} if chains else {})
+    moved = SavedAgent(manifest, content)
+    snapshots = tuple(replace(each, chain=block.header.chain) for each, block in _state_blocks(moved))
+    return SavedAgent(replace(manifest, caches=(replace(base, snapshots=snapshots),)), content)
+
+
+def _pairs(archived: SavedAgent, here: SavedAgent) -> Iterator[tuple[str, _ExpectedBlock]]:
+    """The key of each block in the archive, with what the block is to be here."""
+    of_here, caches = _expected(here), {cache.name for cache in here.manifest.caches}
+    for block in _expected(archived):
+        if block.header.cache in caches:
+            yield block.header.block_key, next(of_here)
 
 
 def _renamed(record: AgentRecord, agent_id: str, now: float) -> AgentRecord:
@@ -219,7 +250,7 @@ def _read_lineage(
         or manifest.base.spec != served.spec.digest
         or not further <= {RESIDUAL}
     ):
-        message = "its cache is of another kind (quantisation, say) than this server's"
+        message = "its cache is of another kind than this server's (quantisation, say, or the model's code in mlx-lm)"
         raise ArchiveRejected(message, param="path", code="other_model")
     content = parse_log(file.read(log_at, _MAX_LOG_BYTES), manifest.name, manifest.model, manifest.log)
     check_lineage(manifest, content, served)

@@ -14,6 +14,7 @@ from agentcache.store.agent_folder import SavedAgent
 from agentcache.store.archive import ArchiveWriter, block_kind
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.manifest import MAX_MANIFEST_BYTES, agent_of, decode_manifest
+from agentcache.store.model_names import folder_of, identity_of
 from agentcache.store.transcript_log import parse_log
 from agentcache.store.verify import MAX_BLOCK_BYTES, MAX_LOG_BYTES, examine_block
 
@@ -72,13 +73,14 @@ def _export(ranks: Sequence[CacheFiles], agent_id: str, target: Path, fingerprin
         with os.fdopen(fd, "wb") as file:
             os.fchmod(file.fileno(), 0o600)
             archive = ArchiveWriter(file)
-            for _, (manifest, log) in lineages:
-                archive.add("manifest", manifest)
+            for _, (encoded, log) in lineages:
+                archive.add("manifest", encoded)
                 archive.add("log", log)
             for rank, files in enumerate(ranks):
                 for key in there:
                     archive.add(block_kind(rank), _block(files, key))
-            archive.finish(lineages[0][0].manifest, len(ranks))
+            manifest = lineages[0][0].manifest
+            archive.finish(manifest, len(ranks), identity_of(ranks[0], folder_of(manifest.model)))
             num_bytes = file.tell()
             file.flush()
             sync(file.fileno(), covered=True)

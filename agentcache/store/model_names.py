@@ -43,9 +43,18 @@ class ModelNames:
     others: tuple[str, ...] = ()
     identity: str = ""
 
-    def __contains__(self, name: object) -> bool:
-        """Whether a manifest or an archive with this name is of this model."""
-        return name in (self.current, *self.former, *self.others)
+    @classmethod
+    def of(cls, names: ModelNames | str) -> ModelNames:
+        """The names themselves, or those of a model with only one."""
+        return cls(names) if isinstance(names, str) else names
+
+    def mean(self, name: str, identity: str = "") -> bool:
+        """Whether this is the model of manifests, or of an archive, with that name.
+
+        Args:
+            identity: what an archive says beside the name; empty where it says nothing.
+        """
+        return name in (self.current, *self.former, *self.others) or (identity != "" and identity == self.identity)
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,11 @@ def write_labels(files: CacheFiles, names: ModelNames, fault: Fault) -> None:
             return  # later ones would get an order before it
 
 
+def identity_of(files: CacheFiles, folder: str) -> str:
+    """The identity that the label of a folder of agents tells; empty where there is none."""
+    return next((label.identity for label in _labels(files) if folder_of(label.name) == folder), "")
+
+
 def _labels(files: CacheFiles) -> list[_Label]:
     labels = []
     for folder in _folders(files):
@@ -130,8 +144,10 @@ def _folders(files: CacheFiles) -> Sequence[str]:
 def _has_agents(files: CacheFiles, name: str) -> bool:
     try:
         return any(entry.endswith(".json") for entry, _ in files.list_folder(files.root / AGENTS / folder_of(name)))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:  # it may have some: opening the store says why they cannot be read
+        return True
 
 
 def _encode(label: _Label) -> bytes:

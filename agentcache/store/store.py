@@ -84,7 +84,7 @@ class Store:
         durability: Durability = Durability.FULL,
         blocks_only: bool = False,
     ) -> None:
-        self._names = ModelNames(names) if isinstance(names, str) else names
+        self._names = ModelNames.of(names)
         if not is_name(folder_of(self._names.current)):
             raise BrokenInvariant(f"{self._names.current!r:.80} cannot name a folder")
         self._spec = spec

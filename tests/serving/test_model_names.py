@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentcache.store.archive import ArchiveRejected
+from agentcache.store.export import export_agent
 from agentcache.store.model_names import LABEL, ModelNames
 from agentcache.store.verify import verify_folder
 from tests.models.other_sources import changed_source
@@ -131,3 +133,53 @@ def test_blocks_of_other_code_go_first_when_room_is_needed(saved: Saved, tmp_pat
             assert llm.agent("bob").cache_state == "hot"
             assert llm.agent("alice").tokens == LENGTHS[1]
             assert transcript_of(llm, "alice").ids
+
+
+# -- archives ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_archive_goes_on_under_the_name_that_its_model_has_elsewhere(
+    saved: Saved, own_model: Path, earlier: tuple[Path, TokenTalk], tmp_path: Path
+) -> None:
+    cache_dir, _ = earlier
+    export_agent(cache_dir, "alice", tmp_path / "earlier")  # as an earlier release does: the folder has no label
+    with open_llm(own_model, cache_dir) as llm:
+        name = llm.model.fingerprint
+    export_agent(cache_dir, "alice", tmp_path / "labelled")
+    for file, template in (("earlier", None), ("labelled", None), ("labelled", "{{ messages }}")):
+        if template is not None:
+            set_template(own_model, template)
+        there, talk = tmp_path / f"there {file} {template is None}", saved.talk.fork("bob")
+        with open_llm(own_model, there) as llm:
+            assert llm.model.fingerprint != name
+            assert llm.import_agent("bob", tmp_path / file).cache_state == "warm"
+            third = talk.turn(llm, LENGTHS[2])
+            assert (third.token_ids, third.report.cache_state) == (saved.third.token_ids, "warm")
+            assert third.report.computed_tokens == saved.third.report.computed_tokens
+        with open_llm(own_model, there) as llm:
+            fourth = talk.turn(llm, LENGTHS[3])
+            assert (fourth.token_ids, fourth.report.cache_state) == (saved.fourth.token_ids, "warm")
+        assert verify_folder(there).problems == ()
+    with open_llm(own_model, tmp_path / "nowhere") as llm:
+        with pytest.raises(ArchiveRejected, match="of another model"):  # nothing tells whose it is
+            llm.import_agent("bob", tmp_path / "earlier")
+        assert llm.agents() == []
+
+
+@pytest.mark.slow
+def test_an_archive_of_a_hybrid_keeps_its_snapshots_under_another_name(
+    hybrid: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, talk = hybrid("qwen3_next"), TokenTalk()
+    with named_by_first_fingerprint(), open_llm(model, tmp_path / "here") as llm:
+        talk.turn(llm, 600)
+        talk.turn(llm, 900)
+    export_agent(tmp_path / "here", "alice", tmp_path / "file")
+    with open_llm(model, tmp_path / "here") as llm:
+        expected = talk.fork("alice").turn(llm, 950)
+    with open_llm(model, tmp_path / "there") as llm:
+        assert llm.import_agent("alice", tmp_path / "file").cache_state == "warm"
+        turn = talk.turn(llm, 950)
+        assert (turn.token_ids, turn.report.cache_state) == (expected.token_ids, "warm")
+        assert turn.report.computed_tokens == expected.report.computed_tokens
+    assert verify_folder(tmp_path / "there").problems == ()

@@ -13,8 +13,9 @@ from agentcache.agents.saved import Saved
 from agentcache.blocks.keys import BASE_CACHE, block_key
 from agentcache.store.archived_agent import read_archive
 from agentcache.store.export import export_agent
+from agentcache.store.model_names import ModelNames
 from agentcache.store.verify import verify_folder
-from tests.kv.store_cases import MODEL, SPEC
+from tests.kv.store_cases import MODEL, SPEC, open_store
 from tests.serving.residual_damage import RESIDUAL_DAMAGE, damage_residuals
 from tests.serving.residual_desk import MATH, POET, Desk, desk, files_of, make_ids
 
@@ -226,6 +227,24 @@ def test_an_archive_carries_them(adapters: list[str], ram_path: Path) -> None:
     assert [path.read_bytes() for path in sorted((ram_path / "here" / "blocks").rglob("*.safetensors"))] == [
         path.read_bytes() for path in files
     ]
+
+
+def test_an_archive_leaves_them_behind_where_the_model_has_another_name(ram_path: Path) -> None:
+    """They have addresses by the name, and without their adapter nothing reads them."""
+    with desk(ram_path / "here") as made:
+        made.turn("alice", IDS)
+        before = made.record("alice")
+    export_agent(ram_path / "here", "alice", ram_path / "file")
+    archive = read_archive(ram_path / "file", SPEC, ModelNames("f" * 32, others=(MODEL,)), "alice")
+    [record] = archive.records
+    assert (record.model, record.residuals, record.num_saved) == ("f" * 32, (), before.num_saved)
+    assert set(record.block_names) == set(archive.names) and not set(archive.names) & set(before.block_names)
+    with open_store(ram_path / "there", spec=SPEC, model="f" * 32) as store:
+        for writes in archive.writes():
+            store.write_blocks(writes)
+        store.save_agent(record)
+    report = verify_folder(ram_path / "there")
+    assert (report.problems, report.missing_blocks, report.unnamed_blocks) == ((), 0, 0)
 
 
 # -- crashes and damage -----------------------------------------------------------------------------------------------
