@@ -128,7 +128,8 @@ def examine_block(data: bytes) -> str:
         raise BlockRejected(f"its tensors take {num_bytes} bytes, but there are {len(tensors)}")
     if version not in _VERSIONS or ("extras" in metadata and version == "1"):
         raise BlockRejected(f"it has format version {version!r:.40}")
-    _check_extras(metadata.get("extras"))
+    if "extras" in metadata:
+        _check_extras(metadata["extras"])
     return key
 
 
@@ -149,9 +150,7 @@ def _num_items(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def _check_extras(text: str | None) -> None:
-    if text is None:
-        return
+def _check_extras(text: str) -> None:
     try:
         for extra in json.loads(text).values():
             if isinstance(extra, str):

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from agentcache.blocks.keys import BASE_CACHE, Namespace
 from agentcache.blocks.lanes import chain_keys
 from agentcache.store.archive import _MAGIC, ArchiveFile
@@ -202,3 +204,19 @@ OF_A_MODEL = (
     "base's groups ['full.0']",
     "base's groups ['full.1', 'full.0']",
 )
+
+
+def signed_block(head: dict[str, Any], tensors: bytes) -> bytes:
+    """A block's file with this header, and a checksum that is right."""
+    head["__metadata__"]["checksum"] = "0" * 32
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text = text.ljust(len(text) + -(8 + len(text)) % 64)
+    unsigned = len(text).to_bytes(8, "little") + text
+    checksum = xxhash.xxh3_128_hexdigest(unsigned + tensors)
+    return unsigned.replace(b'"checksum":"' + b"0" * 32, b'"checksum":"' + checksum.encode()) + tensors
+
+
+def block_parts(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """A block's header and its tensors' bytes."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
