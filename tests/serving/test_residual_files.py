@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.agents.block_files import BlockFiles
 from agentcache.agents.index import lay_out
 from agentcache.agents.residuals import ResidualTurn
 from agentcache.agents.saved import Saved
-from agentcache.blocks.keys import BASE_CACHE, block_key
+from agentcache.blocks.keys import BASE_CACHE, BlockName, block_key
+from agentcache.store.archive import ArchiveRejected
 from agentcache.store.archived_agent import read_archive
 from agentcache.store.export import export_agent
 from agentcache.store.model_names import ModelNames
 from agentcache.store.verify import verify_folder
-from tests.kv.store_cases import MODEL, SPEC, open_store
+from tests.kv.forge import Forgery
+from tests.kv.store_cases import MODEL, RESIDUAL_SPEC, SPEC, open_store
 from tests.serving.residual_damage import RESIDUAL_DAMAGE, damage_residuals
 from tests.serving.residual_desk import MATH, POET, Desk, desk, files_of, make_ids
 
@@ -245,6 +248,44 @@ def test_an_archive_leaves_them_behind_where_the_model_has_another_name(ram_path
         store.save_agent(record)
     report = verify_folder(ram_path / "there")
     assert (report.problems, report.missing_blocks, report.unnamed_blocks) == ((), 0, 0)
+
+
+def test_an_archive_whose_residuals_have_other_groups_harms_no_agent(ram_path: Path) -> None:
+    """Of a known adapter it is refused; of another it is taken, and computed anew once the adapter is there."""
+    with desk(ram_path / "here") as made:
+        made.turn("alice", IDS)
+    export_agent(ram_path / "here", "alice", ram_path / "file")
+    forgery = Forgery.of(ram_path / "file")
+    residuals = forgery.manifest["caches"][1]
+    left_out = residuals["groups"].pop(0)
+    marks = (b'"residual.layers.', f'"group":"{left_out}"'.encode())
+    forgery.blocks = [(kind, data) for kind, data in forgery.blocks if not all(mark in data for mark in marks)]
+    (ram_path / "forged").write_bytes(forgery.archive())
+    with desk(ram_path / "here", []) as made:
+        done: list[Saved] = []
+        archive = read_archive(ram_path / "forged", SPEC, MODEL, "bob")
+        with pytest.raises(ArchiveRejected, match="groups of residuals"):
+            made.operations.bring_in(archive, done.append)
+    with desk(ram_path / "there", []) as made:
+        made.operations.bring_in(archive, done.append)
+        made.settle(lambda: bool(done))
+        assert done[0].error is None
+    with desk(ram_path / "there") as made:
+        assert made.turn("alice", IDS).error is None
+        made.info("bob")
+        made.operations.delete("bob", done.append)
+        made.settle(lambda: len(done) == 2)
+    with desk(ram_path / "there") as made:
+        check_all_there(made)
+    assert verify_folder(ram_path / "there").problems == ()
+
+
+def test_a_group_that_a_cache_does_not_have_is_in_no_file(ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        files = BlockFiles(made.store)
+        files.know_cache(MATH, RESIDUAL_SPEC)
+        name = BlockName("0" * 40, len(RESIDUAL_SPEC.groups), MATH)
+        assert not files.has(name) and files.bytes_of([name]) == 0
 
 
 # -- crashes and damage -----------------------------------------------------------------------------------------------
