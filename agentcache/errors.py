@@ -13,14 +13,16 @@ AgentCacheError
 │   ├── RequestTooSlow           408  the request was not all there within its time
 │   ├── PayloadTooLarge          413  request body over the limit
 │   ├── Overloaded               503  queue full or shutting down
+│   ├── AgentUnavailable         503  files of the agent cannot be read now; they stay as they are
 │   └── RequestTimedOut          504  not done within the request's time limit
 ├── ConfigError                  a flag, environment variable or config file entry that makes no sense
 ├── UnsupportedModel             the model cannot be served exactly; says which layer and why
 ├── CacheFolderInUse             another process holds the cache folder
 ├── StoreError                   a file could not be written (disk full, permissions)
 │   ├── DiskBudgetExceeded       writing would pass the disk budget even after eviction
-│   └── BlocksLost               somebody has removed files from the cache folder
-├── BlockRejected                a cache file failed verification; it has been quarantined
+│   ├── BlocksLost               somebody has removed files from the cache folder
+│   └── FileUnavailable          a cache file cannot be read now, or a newer release wrote it; it stays as it is
+├── BlockRejected                a cache file was read and is not what it should be
 ├── BlockMissing                 a cache file is not there
 ├── OutOfBlocks                  the RAM budget holds no further block
 │   └── OutOfMemory              the budget would, and the machine has no memory for it
@@ -112,6 +114,16 @@ class Overloaded(RequestError):
     type = "overloaded_error"
 
 
+class AgentUnavailable(RequestError):
+    status = 503
+    code = "agent_unavailable"
+    type = "server_error"
+
+    def __init__(self, agent_id: str, reason: str, *, param: str | None = "agent") -> None:
+        message = f"agent {agent_id!r} is unavailable: {reason}. Its files stay as they are; see docs/server.md"
+        super().__init__(message, param=param)
+
+
 class RequestTimedOut(RequestError):
     status = 504
     code = "request_timeout"
@@ -143,6 +155,10 @@ class DiskBudgetExceeded(StoreError):
 
 
 class BlocksLost(StoreError):
+    pass
+
+
+class FileUnavailable(StoreError):
     pass
 
 

@@ -24,6 +24,7 @@ class CacheState(StrEnum):
     COLD = "cold"
     WARM = "warm"
     HOT = "hot"
+    UNAVAILABLE = "unavailable"  # of an agent only: its files cannot be read now
 
 
 class StepDown(StrEnum):
@@ -173,6 +174,7 @@ class AgentInfo:
 
     Tokens, blocks and cache state are those of its longest lineage; bytes are those of all; `last_used` is the latest.
     `residual_bytes` are those of `ram_bytes` that hold residuals of adapters; `residual_disk_bytes` likewise on disk.
+    `unavailable` says why files of the agent cannot be read now; nothing else is known of it then.
     """
 
     id: str
@@ -188,6 +190,7 @@ class AgentInfo:
     residual_bytes: int = 0
     residual_disk_bytes: int = 0
     lineages: tuple[LineageInfo, ...] = ()
+    unavailable: str | None = None
 
 
 @dataclass(frozen=True)

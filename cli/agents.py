@@ -83,13 +83,18 @@ def describe(action: Action, answer: Any) -> str:
     if action is Action.DELETE:
         return f"{answer['id']}: deleted" + (f" (lineage {answer['lineage']})" if "lineage" in answer else "")
     if action is Action.LIST:
-        return table(answer)
+        return table(answer) + "".join(map(reason_of, answer))
     return table([answer]) + "".join(map(line_of, answer["lineages"]))
 
 
 def line_of(lineage: Mapping[str, Any]) -> str:
     """One conversation of an agent."""
     return f"\n  lineage {lineage['id']}: {lineage['tokens']} tokens, last used {when(lineage['last_used'])}"
+
+
+def reason_of(agent: Mapping[str, Any]) -> str:
+    """Why an agent cannot be used; nothing of one that can."""
+    return f"\n  {agent['id']}: {agent['unavailable']}" if agent.get("unavailable") else ""
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:

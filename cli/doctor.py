@@ -90,6 +90,7 @@ def examine(config: Config, model: str | None = None) -> Iterator[Check]:
     url = running_server(config)
     yield Check("server", True, f"running at {url}" if url else "none on the configured port")
     yield check_folder(config.cache_dir)
+    yield from check_readable(config.cache_dir)
     yield check_quarantine(config.cache_dir)
     yield check_disk_budget(config)
     if ops.ok:  # a back end that is broken ends the process
@@ -222,8 +223,24 @@ def verify(cache_dir: Path) -> Iterator[Check]:
     yield Check("content", not found.problems, f"{detail}; {len(found.problems)} bad files")
     for problem in found.problems[:MAX_PROBLEMS]:
         yield Check("bad file", False, problem)
+    for unavailable in found.unavailable[:MAX_PROBLEMS]:
+        yield Check("unavailable", False, f"{unavailable} (not known to be damaged; it stays as it is)")
 
 
 def check_quarantine(cache_dir: Path) -> Check:
-    count = sum(1 for path in (cache_dir / "quarantine").rglob("*") if path.is_file())
+    try:
+        count = sum(len(names) for _, _, names in os.walk(cache_dir / "quarantine"))
+    except OSError as error:
+        return Check("quarantine", False, str(error))
     return Check("quarantine", True, f"{count} files that failed verification")
+
+
+def check_readable(cache_dir: Path) -> Iterator[Check]:
+    """The agents and folders that a server could not use, and why."""
+    from agentcache.store.verify import find_unavailable
+
+    found = find_unavailable(cache_dir)
+    if not found:
+        yield Check("agents", True, "the files of all agents can be read")
+    for reason in found[:MAX_PROBLEMS]:
+        yield Check("agents", False, f"unavailable: {reason}")

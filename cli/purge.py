@@ -51,7 +51,12 @@ def purge(
     else:
         config = load_config({"api_key": api_key, "api_key_file": api_key_file, "cache_dir": cache_dir})
         answer = purge_all(url, config, own=cache_dir is not None)
-    typer.echo(json.dumps(answer) if as_json else "deleted")
+    typer.echo(json.dumps(answer) if as_json else describe(answer))
+
+
+def describe(answer: dict[str, Any]) -> str:
+    kept = answer.get("unavailable_agents", {})
+    return "\n".join(["deleted", *(f"not deleted: {agent}: {reason}" for agent, reason in kept.items())])
 
 
 def purge_all(url: str | None, config: Config, *, own: bool) -> dict[str, Any]:
@@ -64,11 +69,14 @@ def purge_all(url: str | None, config: Config, *, own: bool) -> dict[str, Any]:
 
 
 def purge_server(server: Connection) -> dict[str, Any]:
-    agents = [agent["id"] for agent in server.request("GET", "/v1/agents")["data"]]
+    """Delete every agent that the server can delete; files that it cannot read stay, and the answer says whose."""
+    found = server.request("GET", "/v1/agents")["data"]
+    kept = {agent["id"]: agent["unavailable"] for agent in found if agent.get("unavailable")}
+    agents = [agent["id"] for agent in found if agent["id"] not in kept]
     for agent in agents:
         server.request("DELETE", agent_path(agent))
     server.request("DELETE", "/v1/cache")
-    return {"deleted_agents": agents}
+    return {"deleted_agents": agents, **({"unavailable_agents": kept} if kept else {})}
 
 
 def empty_folder(cache_dir: Path) -> int:

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
-from agentcache.errors import InvalidRequest, NotFound
+from agentcache.errors import AgentUnavailable, InvalidRequest, NotFound
 from agentcache.report import AgentInfo
 from agentcache.request import Prompt, Request
 from agentcache.sampling import SamplingParams
@@ -54,8 +54,8 @@ def _of_agent(handle: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
         name_agent(request, agent_id)
         try:
             return await handle(request, agent_id)
-        except NotFound as error:
-            if error.code == "agent_not_found":
+        except (NotFound, AgentUnavailable) as error:
+            if error.code in ("agent_not_found", AgentUnavailable.code):
                 error.param = _PATH_ID
             raise
 
@@ -225,4 +225,7 @@ def _warm_object(completion: Completion) -> dict[str, Any]:
 def agent_object(request: HttpRequest, agent: AgentInfo) -> dict[str, Any]:
     """The agent as the API shows it, with what its last turn reused."""
     lineages = tuple(lineage.id for lineage in agent.lineages)
-    return dataclasses.asdict(agent) | {"last_turn": context_of(request).last_turns.describe(agent.id, lineages)}
+    fields = dataclasses.asdict(agent) | {"last_turn": context_of(request).last_turns.describe(agent.id, lineages)}
+    if agent.unavailable is None:
+        del fields["unavailable"]
+    return fields

@@ -283,7 +283,7 @@ class Disk:
         if not self._store.usage.evicts:
             return self._store.usage.has_room(num_bytes)
         blocks = self.files.bytes_of(self._lineages.protected_blocks())
-        kept = self._store.usage.bytes_of(AGENTS) + blocks
+        kept = self._store.usage.bytes_of(AGENTS) + blocks + self._store.unclaimed_bytes
         return kept + num_bytes <= self._store.usage.budget
 
     def _make_room(self, done: Committed) -> bool:
@@ -293,8 +293,11 @@ class Disk:
     def _drop_stalest(self, done: Committed) -> bool:
         """Drop the blocks of the stalest lineage, of any model and precision; False if there is none.
 
-        The transcript stays of an agent's longest lineage, and of lineages whose blocks cannot be read here.
+        Blocks that only damaged files may name go first. The transcript stays of an agent's longest lineage, and of
+        lineages whose blocks cannot be read here.
         """
+        if self._evict_unclaimed():
+            return True
         if (reduced := self._lineages.first_with_orphans()) is not None:
             name = reduced.before.name
             log.info("dropping residuals of agent %s, whose adapters are not loaded, to keep the disk budget", name)
@@ -310,13 +313,16 @@ class Disk:
             self._reduce(Reduced(victim, victim.without_blocks()), done)
         else:
             done.removed.append(victim)
-            self._remove(victim, done)
+            self._remove(victim, done, for_room=True)
         return True
+
+    def _evict_unclaimed(self) -> bool:
+        return self._store.evict_unclaimed({self.files.key(name) for name in self._in_use.blocks()}) > 0
 
     def _reduce(self, reduced: Reduced, done: Committed) -> None:
         done.reduced.append(reduced)
         self._behind.add(reduced.after.name)
-        self._delete(self._put(reduced.after), done)
+        self._delete(self._put(reduced.after), done, for_room=True)
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
@@ -327,18 +333,18 @@ class Disk:
                 self._store.save_agent(record)
             self._behind.discard(name)
 
-    def _remove(self, record: AgentRecord, done: Committed) -> None:
+    def _remove(self, record: AgentRecord, done: Committed, *, for_room: bool = False) -> None:
         self._store.delete_agent(record.name)
-        self._delete(self._lineages.remove(record.name), done)
+        self._delete(self._lineages.remove(record.name), done, for_room=for_room)
 
     def _put(self, record: AgentRecord) -> list[BlockName]:
         """The lineage is, or will be, so on disk; returns what it named before and names no more."""
         self.files.learn_names(record)
         return self._lineages.put(record)
 
-    def _delete(self, names: Iterable[BlockName], done: Committed) -> None:
-        """Delete the files of those that nobody needs."""
+    def _delete(self, names: Iterable[BlockName], done: Committed, *, for_room: bool = False) -> None:
+        """Delete the files of those that nobody needs. `for_room`: as `Store.delete_blocks` has it."""
         unneeded = [name for name in names if not self.needs(name)]
         if unneeded:
-            self._store.delete_blocks(map(self.files.key, unneeded))
+            self._store.delete_blocks(map(self.files.key, unneeded), for_room=for_room)
             done.deleted += unneeded

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from agentcache.agents.block_files import BlockFiles
 from agentcache.agents.caches import KeptCache, KeptCaches
-from agentcache.agents.table import AgentTable
+from agentcache.agents.table import AgentTable, reasons_by_agent
 from agentcache.blocks.keys import BASE_CACHE, BlockName
 from agentcache.blocks.lanes import spans
 from agentcache.blocks.radix_tree import Node
@@ -17,8 +17,10 @@ from agentcache.store.store import Store
 Has = Callable[[BlockName], bool]  # whether there is a file
 
 
-def load_agents(store: Store, caches: KeptCaches, agents: AgentTable, max_lineages: int) -> None:
+def load_agents(store: Store, caches: KeptCaches, agents: AgentTable, max_lineages: int) -> list[AgentRecord]:
     """At start: the store's lineages become known, and what is on disk of them. No more than a budget stays in RAM.
+
+    Returns lineages that can be read of agents that cannot be used, for other lineages of theirs cannot be read.
 
     Args:
         max_lineages: lineages that an agent may have.
@@ -31,6 +33,7 @@ def load_agents(store: Store, caches: KeptCaches, agents: AgentTable, max_lineag
         agents.put(record)
 
     store.read_agents(take, max_lineages)
+    return agents.set_aside(reasons_by_agent(store.unavailable))
 
 
 def index_lineage(caches: KeptCaches, record: AgentRecord, has: Has) -> None:

@@ -98,7 +98,9 @@ class AgentOperations:
 
     def list(self) -> list[AgentInfo]:
         """All agents, by id."""
-        return [self.info(agent_id) for agent_id in self._agents.ids]
+        found = [self.info(agent_id) for agent_id in self._agents.ids]
+        found += [_unavailable_info(agent_id, reason) for agent_id, reason in self._agents.unavailable.items()]
+        return sorted(found, key=lambda info: info.id)
 
     def create(
         self, agent_id: str, adapter: str | None, policy: str, system: str | None, done: Callable[[Saved], None]
@@ -257,6 +259,20 @@ class AgentOperations:
             done(RestoreReport(num_tokens, restored_bytes, elapsed_ms, self.info(agent_id).cache_state))
 
         go_on()
+
+
+def _unavailable_info(agent_id: str, reason: str) -> AgentInfo:
+    return AgentInfo(
+        id=agent_id,
+        tokens=0,
+        blocks=0,
+        cache_state=CacheState.UNAVAILABLE,
+        ram_bytes=0,
+        disk_bytes=0,
+        created=0.0,
+        last_used=0.0,
+        unavailable=reason,
+    )
 
 
 def _is_used(cache: KeptCache, record: AgentRecord) -> bool:

@@ -38,6 +38,7 @@ class Persistence:
         post: runs a function on the engine thread soon; callable from any thread.
         max_lineages: lineages that an agent may have; those beyond are given up.
         first_thought: as for `SavedSnapshots`.
+        set_aside: lineages of unavailable agents that can be read; nothing of them is changed or evicted.
 
     Attributes:
         jobs: what is on its way to the disk.
@@ -53,13 +54,16 @@ class Persistence:
         post: Callable[[Callable[[], None]], None],
         max_lineages: int,
         first_thought: Callable[[Transcript], int | None],
+        set_aside: Sequence[AgentRecord] = (),
     ) -> None:
         self._caches = caches
         self._store = store
         self._agents = agents
         self._in_use = in_use
         self._max_lineages = max_lineages
-        self._disk = Disk(store, agents, in_use, caches.is_open)
+        for record in set_aside:
+            in_use.hold_lineage(record.name)
+        self._disk = Disk(store, [*agents, *set_aside], in_use, caches.is_open)
         self._snapshots = SavedSnapshots(caches, runner, self._disk.fits, first_thought)
         self.jobs = DiskJobs(self._disk, caches, agents, post)
         agents.must_stay = self._snapshots.is_unsaved

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from agentcache.agents.in_use import InUse
 from agentcache.agents.lineages import staleness, unshared_tokens
@@ -13,7 +14,7 @@ from agentcache.agents.use_time import time_after, time_now
 from agentcache.blocks.keys import BlockName
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
-from agentcache.errors import Conflict, InvalidRequest, NotFound
+from agentcache.errors import AgentUnavailable, Conflict, InvalidRequest, NotFound
 from agentcache.names import is_name
 from agentcache.store.manifest import AgentRecord, agent_of
 
@@ -22,10 +23,17 @@ class Agents:
     """All lineages of the served model's agents, as they were at one moment.
 
     A lineage has a name of its own (`manifest.lineage_name`), and repeats the settings of its agent.
+
+    Args:
+        lineages: by the agent's id.
+        unavailable: why agents cannot be used now, by id; they have no lineages here.
     """
 
-    def __init__(self, lineages: dict[str, tuple[AgentRecord, ...]]) -> None:
+    def __init__(
+        self, lineages: dict[str, tuple[AgentRecord, ...]], unavailable: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._lineages = lineages
+        self.unavailable = unavailable
 
     def __contains__(self, agent_id: str) -> bool:
         return agent_id in self._lineages
@@ -43,11 +51,19 @@ class Agents:
         return sorted(self._lineages)
 
     def known(self, agent_id: str | None) -> tuple[AgentRecord, ...]:
-        """The agent's lineages; none for an agent that is not there."""
-        return () if agent_id is None else self._lineages.get(agent_id, ())
+        """The agent's lineages; none for an agent that is not there. Raises AgentUnavailable."""
+        if agent_id is None:
+            return ()
+        self.require_available(agent_id)
+        return self._lineages.get(agent_id, ())
+
+    def require_available(self, agent_id: str, param: str = "agent") -> None:
+        """Raise AgentUnavailable for an agent some of whose files cannot be read now."""
+        if (reason := self.unavailable.get(agent_id)) is not None:
+            raise AgentUnavailable(agent_id, reason, param=param)
 
     def lineages(self, agent_id: str, lineage: str | None = None) -> tuple[AgentRecord, ...]:
-        """The agent's lineages, or only the one with that id; raises NotFound."""
+        """The agent's lineages, or only the one with that id; raises NotFound, AgentUnavailable."""
         found = self.known(agent_id)
         if not found:
             raise NotFound(f"there is no agent {agent_id!r}", param="agent", code="agent_not_found")
@@ -145,13 +161,24 @@ class AgentTable(Lineages):
         if self._transcripts is not None:
             self._transcripts.forget(record.name)
 
+    def set_aside(self, unavailable: Mapping[str, str]) -> list[AgentRecord]:
+        """Agents that cannot be used now, with the reasons by id; returns those of their lineages that are known."""
+        lineages = [record for record in self if record.id in unavailable]
+        for record in lineages:
+            self.remove(record)
+            if record.transcript.is_stored:
+                record.transcript.leave_ram()
+        self.unavailable = dict(unavailable)
+        self._view = None
+        return lineages
+
     def _is_needed(self, name: str) -> bool:
         return self._in_use.has_lineage(name) or self.must_stay(name)
 
     def view(self) -> Agents:
         """The agents as they are now, whatever changes later."""
         if self._view is None:
-            self._view = Agents(dict(self._lineages))
+            self._view = Agents(dict(self._lineages), self.unavailable)
         return self._view
 
     def note_use(self, last_used: float) -> None:
@@ -167,8 +194,10 @@ class AgentTable(Lineages):
 
         Raises:
             InvalidRequest: it is no id.
-            Conflict: it is in use, or another one that differs only by case. Both name `param`.
+            AgentUnavailable: it is in use, and files of that agent cannot be read now.
+            Conflict: it is in use, or another one that differs only by case. All name `param`.
         """
+        self.require_available(agent_id, param)
         if not is_name(agent_id):
             raise InvalidRequest(f"{agent_id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param=param)
         if agent_id in self._lineages:
@@ -193,7 +222,7 @@ class AgentTable(Lineages):
 
     def _clash(self, agent_id: str) -> str | None:
         """An agent, there already or about to be, whose id differs only by case."""
-        others = (*self._lineages, *map(agent_of, self._in_use.lineages()))
+        others = (*self._lineages, *self.unavailable, *map(agent_of, self._in_use.lineages()))
         return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
     def vacant(self, agent_id: str, *, param: str) -> AgentRecord:
@@ -245,6 +274,18 @@ class AgentTable(Lineages):
         idle = (record for record in known if record.name not in stay and not self._in_use.has_lineage(record.name))
         unshared, now = unshared_tokens(known), self.time_of_use()
         return max(idle, key=lambda record: staleness(record, unshared, now), default=None)
+
+
+def reasons_by_agent(lineages: Mapping[str, str]) -> dict[str, str]:
+    """Why agents are unavailable, by id.
+
+    Args:
+        lineages: why lineages are, by name; one is enough for its agent, lest a turn begin anew what it continues.
+    """
+    reasons: dict[str, str] = {}
+    for name, reason in lineages.items():
+        reasons.setdefault(agent_of(name), reason)
+    return reasons
 
 
 def emptied(record: AgentRecord) -> AgentRecord:

@@ -149,7 +149,7 @@ def _put_together(
     transcripts = ResidentTranscripts(ledger, transcript_budget(plan.ram_budget))
     agents = AgentTable(loaded.fingerprint, in_use=in_use, transcripts=transcripts)
     caches = KeptCaches(KeptCache(BASE_CACHE, loaded.spec, cache, runner), loaded.namespace)
-    load_agents(store, caches, agents, config.max_lineages)
+    set_aside = load_agents(store, caches, agents, config.max_lineages)
     persistence = Persistence(
         caches,
         runner,
@@ -159,6 +159,7 @@ def _put_together(
         post,
         config.max_lineages,
         partial(first_thought, form=loaded.tokenizer.reply_format),
+        set_aside,
     )
     requests = Requests()
     restorer = Restorer(caches, store, post, lambda: not requests.running, is_awaited)

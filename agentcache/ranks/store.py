@@ -56,16 +56,15 @@ class LeadingStore(Store):
         self._leader = leader
         self._tickets = tickets
         self._gone: set[str] = set()  # blocks with a file here, that some other rank has none of
-        # What a crash has left on some ranks only; nobody has been told of it.
-        own = self.block_keys()
-        common = set(own).intersection(*(unpack_keys(answer) for answer in leader.ask_now(TakeStock)))
-        super().delete_blocks([key for key in own if key not in common])
+        # What a crash has left on some ranks only is an orphan, or its other parts are written again.
+        own = set(self.block_keys())
+        self._gone = own.difference(own.intersection(*(unpack_keys(answer) for answer in leader.ask_now(TakeStock))))
 
     def has(self, block_key: str) -> bool:
         return super().has(block_key) and block_key not in self._gone
 
     def write_blocks(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
-        new = [block.header.block_key for block in blocks if not super(LeadingStore, self).has(block.header.block_key)]
+        new = [block.header.block_key for block in blocks if not self.is_there(block.header.block_key)]
         parts = _with_data(blocks)
         written = super().write_blocks(blocks)
         told = [Block(self._ticket_of(block), block.header) for block in parts]
@@ -119,15 +118,18 @@ class LeadingStore(Store):
             self.when_lost()
             raise BlocksLost("blocks are gone from another rank's cache folder")
 
-    def delete_blocks(self, keys: Iterable[str]) -> int:
-        keys = list(keys)
+    def delete_blocks(self, keys: Iterable[str], *, for_room: bool = False) -> int:
+        keys = self.deletable(keys, for_room=for_room)
         self._leader.tell(Delete(keys))
         self._gone.difference_update(keys)
-        return super().delete_blocks(keys)
+        return super().delete_blocks(keys, for_room=for_room)
 
     def collect_orphans(self) -> int:
         count = super().collect_orphans()
-        self._leader.tell(KeepOnly(self.block_keys()))
+        named = self.named_blocks()
+        # A folder with nothing in it may be that of a disk that is not mounted.
+        if self.knows_all_manifests and (named or count):
+            self._leader.tell(KeepOnly(sorted(named)))
         return count
 
     def close(self) -> None:

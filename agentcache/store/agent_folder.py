@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +16,10 @@ from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, STATE
 from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.blocks.ledger import STATE
 from agentcache.blocks.transcript import TranscriptContent
-from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, InvalidRequest, StoreError
+from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, FileUnavailable, InvalidRequest, StoreError
 from agentcache.names import is_name
 from agentcache.store.atomic import Fault, append_file, replace_file
-from agentcache.store.cache_files import CacheFiles
+from agentcache.store.cache_files import CacheFiles, WrongFile
 from agentcache.store.disk_usage import DiskUsage
 from agentcache.store.lineage_check import ServedCache, check_lineage
 from agentcache.store.manifest import (
@@ -33,7 +35,10 @@ from agentcache.store.manifest import (
     save_producer,
     valid_lineage,
 )
+from agentcache.store.rebuild import Rebuilt, read_hint, rebuild
 from agentcache.store.transcript_log import Content, LogEnd, extend_log, least_bytes, parse_log, start_log
+
+logger = logging.getLogger("agentcache.store")
 
 _LOG_NAME = re.compile(r"(.+)\.([0-9]+)\.log")
 _MAX_LOG_BYTES = 1 << 32
@@ -113,7 +118,7 @@ class AgentFolder:
         folder: an existing folder whose files `usage` knows.
         usage: keeps the sizes and the budget.
         fault: called at each step of the write path.
-        served: what its lineages are compared with; None in a folder of another model.
+        served: what its lineages are compared with; None in a folder of another model, where none is rebuilt.
     """
 
     def __init__(
@@ -125,6 +130,8 @@ class AgentFolder:
         self._fault = fault
         self._served = served
         self._agents: dict[str, SavedAgent] = {}
+        self._unavailable: dict[str, str] = {}
+        self._damaged: dict[str, str] = {}
         self._names: set[str] = set()
         self._loaded = False
         self._generations: defaultdict[str, set[int]] = defaultdict(set)
@@ -143,6 +150,16 @@ class AgentFolder:
         """The lineage of that name, if it has been loaded or saved."""
         return self._agents.get(name)
 
+    @property
+    def unavailable(self) -> Mapping[str, str]:
+        """Lineages whose files cannot be read now, and why. Their files stay as they are."""
+        return self._unavailable
+
+    @property
+    def damaged(self) -> Mapping[str, str]:
+        """Lineages of a model that is not served whose files are not what they should be; they stay for its server."""
+        return self._damaged
+
     def has(self, name: str) -> bool:
         """Whether the lineage has been loaded or saved, and not deleted since."""
         return name in self._agents
@@ -150,54 +167,167 @@ class AgentFolder:
     # --- reading ---
 
     def load(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> None:
-        """Read all of them, once. What is wrong goes to quarantine; logs that no manifest names are removed.
+        """Read all of them, once. What cannot be read stays as it is, and what is damaged is rebuilt.
+
+        Of the served model, what nothing can be rebuilt of goes to quarantine. Logs without a manifest are removed.
 
         Args:
             take: gets each as it is read; may have its transcript leave RAM.
         """
         if self._loaded:
             return
-        for name in sorted(self._names):
-            try:
-                self._agents[name] = self._read(name)
+        listed = sorted(self._names)
+        for name in listed:
+            self._load(name)
+            if name in self._agents:
                 take(self._agents[name])
-            except BlockRejected as error:
-                self._reject(name, str(error))
-        for name in list(self._generations):
+        for name in self._agents.keys() | (self._generations.keys() - listed):
             self._remove_logs(name)
         self._loaded = True
 
+    def _load(self, name: str) -> None:
+        try:
+            self._agents[name] = self._read(name)
+        except FileNotFoundError:  # the manifest, not one of its logs
+            self._names.discard(name)
+        except FileUnavailable as error:
+            self._note_unavailable(name, str(error))
+        except BlockRejected as error:
+            if self._served is None:
+                self._damaged[name] = str(error)
+                return
+            try:
+                self._rebuild(name, self._served, str(error))
+            except FileUnavailable as unavailable:
+                self._note_unavailable(name, f"{error}, and {unavailable}")
+
+    def _note_unavailable(self, name: str, reason: str) -> None:
+        self._unavailable[name] = reason
+        logger.warning(
+            "agent %s (%s) is unavailable, and its files stay as they are: %s", name, self._folder.name, reason
+        )
+
     def _read(self, name: str) -> SavedAgent:
-        manifest = decode_manifest(self._read_whole(self._manifest_path(name), MAX_MANIFEST_BYTES))
-        is_named_well = is_name(manifest.id) and valid_lineage(manifest.lineage)
-        if manifest.name != name or not is_named_well or manifest.model[:16] != self._folder.name:
-            raise BlockRejected(f"the manifest is of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
-        content = self._read_log(manifest)
+        manifest = self._read_manifest(name)
+        try:
+            content = self._read_content(manifest)
+        except FileNotFoundError:
+            raise BlockRejected(f"its log {manifest.log.generation} is not there") from None
         check_lineage(manifest, content, self._served)
         content.transcript.store_in(partial(self._read_again, manifest))
         return SavedAgent(manifest, content)
 
-    def _read_log(self, manifest: Manifest) -> Content:
+    def _read_content(self, manifest: Manifest) -> Content:
         log = self._read_whole(self._log_path(manifest.name, manifest.log.generation), _MAX_LOG_BYTES)
-        return parse_log(log, manifest.name, manifest.model, manifest.log, manifest.format_version)
+        with _unless_short_of_memory(manifest.name):
+            return parse_log(log, manifest.name, manifest.model, manifest.log, manifest.format_version)
 
     def _read_again(self, manifest: Manifest) -> TranscriptContent:
         """The transcript that the manifest's log has; from any thread. Raises StoreError."""
         try:
-            return self._read_log(manifest).transcript.content()
-        except BlockRejected as error:
+            return self._read_content(manifest).transcript.content()
+        except (BlockRejected, FileNotFoundError) as error:
             raise StoreError(f"the transcript of agent {manifest.name} cannot be read: {error}") from error
 
+    def _read_manifest(self, name: str) -> Manifest:
+        manifest = decode_manifest(self._read_whole(self._manifest_path(name), MAX_MANIFEST_BYTES))
+        is_named_well = is_name(manifest.id) and valid_lineage(manifest.lineage)
+        if manifest.name != name or not is_named_well or manifest.model[:16] != self._folder.name:
+            raise BlockRejected(f"the manifest is of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
+        return manifest
+
     def _read_whole(self, path: Path, max_bytes: int) -> bytes:
+        """A file's content. Raises FileNotFoundError, WrongFile, and FileUnavailable for all else."""
         try:
             return self._files.read(path, max_bytes)
-        except OSError as error:
-            raise BlockRejected(f"cannot read {path.name}: {error}") from error
+        except (FileNotFoundError, WrongFile):
+            raise
+        except (OSError, MemoryError) as error:
+            raise FileUnavailable(self._files.describe(path, error)) from error
+
+    # --- damage ---
+
+    def _rebuild(self, name: str, served: ServedCache, reason: str) -> None:
+        """Have the lineage as far as its files prove it; quarantine them if they prove nothing.
+
+        Raises:
+            FileUnavailable: one of them cannot be read.
+        """
+        stated, is_sound = self._stated_manifest(name)
+        logs = [log for each in sorted(self._generations.get(name, ())) if (log := self._read_log(name, each))]
+        with _unless_short_of_memory(name):
+            found = rebuild(name, self._folder.name, served, stated, logs, self._last_change(name), is_sound=is_sound)
+        if found is None:
+            self._reject(name, reason)
+            return
+        logger.warning("agent %s is rebuilt, for %s; lost: %s", name, reason, found.lost or "nothing")
+        damaged_logs = {found.manifest.log.generation} if found.is_cut else set()
+        if is_sound and stated is not None:
+            damaged_logs.add(stated.log.generation)
+        try:
+            self._replace_damaged(name, found, reason, damaged_logs, is_sound=is_sound)
+        except (OSError, StoreError) as error:  # the next start rebuilds it again
+            logger.warning("agent %s as rebuilt could not be written: %s", name, error)
+            self._agents[name] = SavedAgent(found.manifest, found.content, extendable=False)
+
+    def _stated_manifest(self, name: str) -> tuple[Manifest | None, bool]:
+        """What the manifest says, and whether that is proven."""
+        try:
+            return self._read_manifest(name), True
+        except (BlockRejected, FileNotFoundError):
+            with suppress(WrongFile, FileNotFoundError):
+                data = self._read_whole(self._manifest_path(name), MAX_MANIFEST_BYTES)
+                return read_hint(data, name, self._folder.name), False
+            return None, False
+
+    def _read_log(self, name: str, generation: int) -> bytes | None:
+        with suppress(WrongFile, FileNotFoundError):
+            return self._read_whole(self._log_path(name, generation), _MAX_LOG_BYTES)
+        return None
+
+    def _last_change(self, name: str) -> float:
+        """When the lineage's newest log was written, in seconds since 1970."""
+        logs = [self._log_path(name, generation) for generation in self._generations.get(name, ())]
+        return max((self._files.status(path).st_mtime for path in logs), default=0.0)
+
+    def _replace_damaged(
+        self, name: str, found: Rebuilt, reason: str, damaged_logs: Set[int], *, is_sound: bool
+    ) -> None:
+        """Write a new log and a new manifest; what was damaged goes to quarantine.
+
+        At every step there is either the damaged manifest with its log, or the new one with a new log.
+        """
+        generation = max(self._generations[name]) + 1
+        log = _LogWrite(*start_log(name, found.manifest.model, generation, found.content), appends=False)
+        manifest = replace(found.manifest, log=log.end)
+        encoded = encode_manifest(manifest)
+        self._usage.require(len(log.data) + len(encoded))
+        self._write_log(name, log)
+        if not is_sound:
+            self._usage.quarantine_copy(reason, self._manifest_path(name), MAX_MANIFEST_BYTES)
+        self._write_manifest(name, encoded)
+        self._agents[name] = SavedAgent(manifest, found.content)
+        found.content.transcript.store_in(partial(self._read_again, manifest))
+        for each in damaged_logs & self._generations[name]:
+            self._usage.quarantine(reason, self._log_path(name, each))
+            self._generations[name].discard(each)
 
     def _reject(self, name: str, reason: str) -> None:
         logs = [self._log_path(name, generation) for generation in self._generations.pop(name, ())]
         self._usage.quarantine(reason, self._manifest_path(name), *logs)
         self._names.discard(name)
+
+    def require_available(self, name: str) -> None:
+        """Look once more at a lineage that could not be read; raises FileUnavailable if it still cannot be."""
+        if (reason := self._unavailable.pop(name, None)) is None:
+            return
+        try:
+            self._load(name)
+        except BaseException:
+            self._unavailable.setdefault(name, reason)
+            raise
+        if name in self._unavailable:
+            raise FileUnavailable(f"agent {name} is unavailable: {self._unavailable[name]}")
 
     # --- writing ---
 
@@ -208,8 +338,10 @@ class AgentFolder:
             InvalidRequest: the id is not one.
             Conflict: another agent's id differs only by case.
             DiskBudgetExceeded: it does not fit; nothing has changed.
+            FileUnavailable: files of the lineage cannot be read; they stay as they are.
             OSError: the disk is full, say; what is on disk is the lineage as before or, whole, as in `record`.
         """
+        self.require_available(record.name)
         self._check(record, groups)
         chains = {each.cache: each.chains for each in record.residuals}
         chains |= {BASE_CACHE: record.chains} if record.chains else {}
@@ -230,8 +362,10 @@ class AgentFolder:
         """Remove the lineage's files; nothing if there are none. The manifest goes first.
 
         Raises:
+            FileUnavailable: they cannot be read; they stay.
             OSError: they cannot be removed.
         """
+        self.require_available(name)
         if name not in self._names:
             return
         self._fault("delete-before-manifest")
@@ -279,10 +413,12 @@ class AgentFolder:
     def _can_extend(self, saved: SavedAgent, model: str) -> bool:
         end = saved.manifest.log
         try:
-            size = self._files.status(self._log_path(saved.manifest.name, end.generation)).st_size
+            status = self._files.status(self._log_path(saved.manifest.name, end.generation))
         except FileNotFoundError:
             return False
-        return saved.extendable and saved.is_current and saved.manifest.model == model and size >= end.num_bytes
+        is_ours = status.st_uid == os.geteuid()  # another user's may not be open for writing
+        is_whole = is_ours and status.st_size >= end.num_bytes
+        return saved.extendable and saved.is_current and saved.manifest.model == model and is_whole
 
     def _new_log(self, record: AgentRecord, content: Content) -> _LogWrite:
         generation = max(self._generations.get(record.name, ()), default=0) + 1
@@ -328,6 +464,8 @@ class AgentFolder:
         """Remove the lineage's logs, but for the one its manifest names."""
         saved = self._agents.get(name)
         current = saved.manifest.log.generation if saved else None
+        if saved and not saved.extendable and name in self._names:  # what its manifest on disk says is open
+            return
         for generation in sorted(self._generations.get(name, set()) - {current}):
             self._fault("log-before-remove")
             self._usage.remove(self._log_path(name, generation))
@@ -341,6 +479,14 @@ class AgentFolder:
 
     def _log_path(self, name: str, generation: int) -> Path:
         return self._folder / f"{name}.{generation}.log"
+
+
+@contextmanager
+def _unless_short_of_memory(name: str) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise FileUnavailable(f"{name} cannot be read: there is no memory for it") from error
 
 
 def _manifest_of(record: AgentRecord, spec: str, groups: tuple[str, ...], end: LogEnd) -> Manifest:

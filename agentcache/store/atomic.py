@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentcache.errors import StoreError
-from agentcache.store.cache_files import MOST_PARTS, CacheFiles, skip_bytes
+from agentcache.store.cache_files import MOST_PARTS, CacheFiles, skip_bytes, whose
 
 TEMP_SUFFIX = ".tmp"
 
@@ -27,7 +27,7 @@ def as_store_error(action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"cannot {action}: {error}") from error
+        raise StoreError(f"cannot {action}: {error}{whose(error)}") from error
 
 
 def write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:

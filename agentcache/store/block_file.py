@@ -13,6 +13,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -31,7 +32,7 @@ from agentcache.blocks.keys import (
     pack_token_ids,
 )
 from agentcache.blocks.siblings import BYTES_PER_TOKEN, pack, unpack
-from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
+from agentcache.errors import BlockRejected, BrokenInvariant, FileUnavailable, StoreError
 from agentcache.kv.block_layout import ALIGNMENT, Array, block_tensors, first_float, float_ranges, header_entries
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.block_extras import Extras, decode_extras, encode_extras
@@ -187,11 +188,16 @@ def verify_block(
 
     Raises:
         BlockRejected: it is anything but the block that `header` describes; the message says where they differ.
+        FileUnavailable: a newer release wrote it.
     """
     unsigned = _plain_head(spec, header, len(head))
     checksum, extras = _only_difference(unsigned, head), ""
     if checksum is None:
-        unsigned, checksum, extras = _examine_head(spec, header, head)
+        try:
+            unsigned, checksum, extras = _examine_head(spec, header, head)
+        except FileUnavailable:
+            _reject_damaged_version(spec, header, head, integers, rest)
+            raise
     if _checksum(unsigned, *integers, rest.data) != checksum:
         raise BlockRejected("the checksum does not match the content")
     if (name := _not_finite(spec, header, rest)) is not None:
@@ -226,6 +232,7 @@ def _examine_head(spec: CacheSpec, header: BlockHeader, head: bytes) -> tuple[by
         BlockRejected: it differs in more than these and how the token ids are packed; the message says in what.
     """
     stated = _stated_metadata(head[HEAD_BEGIN:])
+    refuse_newer(stated.get("format_version"))
     packed, checksum, extras = (stated.get(name, "") for name in ("token_ids", "checksum", "extras"))
     _check_metadata(_metadata(spec, header, packed, checksum, extras), stated)
     _check_token_ids(header.token_ids, packed)
@@ -343,6 +350,39 @@ def _stated_metadata(header_json: bytes) -> dict[str, str]:
         return {key: value for key, value in metadata.items() if isinstance(value, str)}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BlockRejected(f"the header is not a safetensors header: {error!r:.100}") from None
+
+
+def _reject_damaged_version(
+    spec: CacheSpec, header: BlockHeader, head: bytes, integers: Sequence[memoryview], rest: Array
+) -> None:
+    """Raise BlockRejected if all is right but the version: a flipped bit makes a newer one of it."""
+    stated = _stated_metadata(head[HEAD_BEGIN:])["format_version"]
+    corrected = head.replace(_version_entry(stated), _version_entry(str(FORMAT_VERSION)), 1)
+    try:
+        unsigned, checksum, _ = _examine_head(spec, header, corrected)
+    except BlockRejected:
+        return
+    if _checksum(unsigned, *integers, rest.data) == checksum:
+        raise BlockRejected(f"format_version is {stated!r:.80}, expected {str(FORMAT_VERSION)!r}")
+
+
+def _version_entry(version: str) -> bytes:
+    return f'"format_version":"{version}"'.encode()
+
+
+def read_version(head: bytes) -> str | None:
+    """The format version that a file's beginning states; None without any."""
+    with suppress(BlockRejected):
+        return _stated_metadata(head[HEAD_BEGIN : HEAD_BEGIN + int.from_bytes(head[:HEAD_BEGIN], "little")]).get(
+            "format_version"
+        )
+    return None
+
+
+def refuse_newer(version: object) -> None:
+    """Raise FileUnavailable for the format version of a newer release."""
+    if isinstance(version, str) and version.isascii() and version.isdigit() and int(version[:6]) > FORMAT_VERSION:
+        raise FileUnavailable(f"a newer release wrote it: format version {version:.6}, and {FORMAT_VERSION} is known")
 
 
 def _check_metadata(expected: Mapping[str, str], stated: Mapping[str, str]) -> None:

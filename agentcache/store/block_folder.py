@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -10,26 +11,32 @@ from pathlib import Path
 
 from agentcache.blocks.keys import STATE_GROUP, kind_of
 from agentcache.blocks.ledger import STATE
-from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant
+from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant, FileUnavailable
 from agentcache.kv.block_layout import Array, aligned, first_float
 from agentcache.kv.spec import CacheSpec
 from agentcache.store.atomic import Fault, Replacement
 from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import (
     HEAD_BEGIN,
+    MAX_HEADER_BYTES,
     BlockHeader,
     StoredBlock,
     data_bytes,
     encode_block,
     find_data,
     max_encoded_size,
+    read_version,
+    refuse_newer,
     verify_block,
 )
-from agentcache.store.cache_files import CacheFiles
+from agentcache.store.cache_files import CacheFiles, IsLink
 from agentcache.store.disk_usage import DiskUsage
+
+log = logging.getLogger("agentcache.store")
 
 _BLOCK_KEY = re.compile(r"[0-9a-f]{40}")
 _SUFFIX = ".safetensors"
+_MAX_FILE_BYTES = 1 << 62  # no bound
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class BlockFolder:
         specs: of each cache, by name; others may come.
         usage: keeps the sizes and the budget.
         fault: called at each step of the write path.
+        unavailable: keys of blocks whose files could not be read; they are to be written again.
         is_covered: whether the manifests that name the blocks are on the same drive, so that their syncs cover those of
             the blocks (`durable.sync`).
     """
@@ -81,6 +89,7 @@ class BlockFolder:
         specs: Mapping[str, CacheSpec],
         usage: DiskUsage,
         fault: Fault,
+        unavailable: set[str] | None = None,
         *,
         is_covered: bool = True,
     ) -> None:
@@ -90,10 +99,15 @@ class BlockFolder:
         self._specs = specs
         self._usage = usage
         self._fault = fault
+        self._unavailable = set() if unavailable is None else unavailable
         self._has_new_folders = False  # which are not durable yet
 
     def has(self, key: str) -> bool:
-        """Whether there is a file for the block."""
+        """Whether there is a file for the block that could be read so far."""
+        return self._name(key) in self._usage and key not in self._unavailable
+
+    def is_there(self, key: str) -> bool:
+        """Whether there is a file for the block, readable or not."""
         return self._name(key) in self._usage
 
     def size_of(self, key: str) -> int:
@@ -122,7 +136,7 @@ class BlockFolder:
         """The same files for one thread, which reads several and meanwhile keeps the folders above them open."""
         files = CacheFiles(self._files.root)
         with files.keep_open():
-            yield BlockFolder(files, self._folder, self._specs, self._usage, self._fault)
+            yield BlockFolder(files, self._folder, self._specs, self._usage, self._fault, self._unavailable)
 
     def read(self, header: BlockHeader, buffer: Array | None = None) -> StoredBlock:
         """The block, verified.
@@ -133,6 +147,8 @@ class BlockFolder:
         Raises:
             BlockMissing: there is no such file.
             BlockRejected: the file is not that block; it is in quarantine now. What `buffer` holds is of no use.
+            FileUnavailable: it cannot be read now, or a newer release wrote it. It stays until the block is written
+                again.
         """
         spec = self._spec_of(header)
         size = data_bytes(spec, header)
@@ -148,26 +164,45 @@ class BlockFolder:
             rest: uint8 [n], for those from there on.
 
         Raises:
-            BlockMissing, BlockRejected: as `read`.
+            BlockMissing, BlockRejected, FileUnavailable: as `read`.
         """
         spec, name = self._spec_of(header), self._checked_name(header.block_key)
         try:
-            with closing(self._files.open_regular(name, max_encoded_size(spec, header))) as file:
-                # All at once: what is not data can only be the head, or the file is refused.
-                head = bytearray(max(HEAD_BEGIN, file.size - data_bytes(spec, header)))
-                count = file.read_into([memoryview(head), *integers, rest.data])
-            find_data(spec, header, head[: min(HEAD_BEGIN, count)], file.size)
-            if count < file.size:
-                raise BlockRejected(f"the file ends before its {file.size} bytes")
+            try:
+                with closing(self._files.open_regular(name, max_encoded_size(spec, header))) as file:
+                    # All at once: what is not data can only be the head, or the file is refused.
+                    head = bytearray(max(HEAD_BEGIN, file.size - data_bytes(spec, header)))
+                    file.require_all(file.read_into([memoryview(head), *integers, rest.data]))
+                find_data(spec, header, head[: min(HEAD_BEGIN, file.size)], file.size)
+            except BlockRejected:
+                self._refuse_newer(name)
+                raise
             extras = verify_block(spec, header, bytes(head), integers, rest)
         except FileNotFoundError:
             self._usage.forget(Path(name))
             raise BlockMissing(f"there is no file for block {header.block_key}") from None
-        except (OSError, BlockRejected) as error:
+        except (IsLink, BlockRejected) as error:
             self._usage.quarantine(str(error), Path(name))
             raise BlockRejected(f"block {header.block_key}: {error}") from error
+        except (FileUnavailable, OSError, MemoryError) as error:
+            self._note_unavailable(header.block_key, error)
+            raise FileUnavailable(f"block {header.block_key}: {error}") from error
         self._usage.record_read(file.size)
         return extras
+
+    def _refuse_newer(self, name: str) -> None:
+        """Raise FileUnavailable for a file of another size whose header states a newer format version."""
+        with closing(self._files.open_regular(name, _MAX_FILE_BYTES)) as file:
+            head = bytearray(min(file.size, MAX_HEADER_BYTES))
+            file.read_into([memoryview(head)])
+        refuse_newer(read_version(bytes(head)))
+
+    def _note_unavailable(self, key: str, error: FileUnavailable | OSError | MemoryError) -> None:
+        """Leave the file: its block is computed and written again where it is needed."""
+        if not self._unavailable:  # as a rule the others fail for the same reason
+            reason = str(error) if isinstance(error, FileUnavailable) else CacheFiles.describe(self._path(key), error)
+            log.warning("block files cannot be read, stay as they are, and are computed again: %s", reason)
+        self._unavailable.add(key)
 
     def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
         """What a read of a block of zeros into `buffer` would give; no file is touched."""
@@ -202,6 +237,7 @@ class BlockFolder:
             self._undo(files.values())
             raise
         for key, size in sizes.items():
+            self._unavailable.discard(key)
             self.classify([key], _kind_of(new[key].header))
             self._usage.record_written(files[key].path, size, size)
         return sum(sizes.values())
@@ -246,9 +282,15 @@ class BlockFolder:
             self._files.sync_folder(folder, covered=self._is_covered or left > 0)
 
     def _undo(self, files: Iterable[Replacement]) -> None:
-        """Nothing of a failed batch stays: a block that was renamed may yet vanish if its folder was not synced."""
+        """Nothing of a failed batch stays: a block that was renamed may yet vanish if its folder was not synced.
+
+        But for files that were in its place before and could not be read, or their successors, which are as good.
+        """
         for file in files:
             file.discard()
+            if self.is_there(file.path.stem):
+                self._usage.refresh(file.path)
+                continue
             with suppress(OSError):
                 self._files.remove(file.path)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentcache.durable import Durability, sync
-from agentcache.errors import BrokenInvariant
+from agentcache.errors import BlockRejected, BrokenInvariant
 from agentcache.store.openat2 import open_below
 
 # Descriptors are few: a process may have 256 on some systems.
@@ -26,6 +26,26 @@ MOST_PARTS = 512  # a call reads or writes at most IOV_MAX buffers, 1024 on Linu
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without waiting: opening a pipe would, until somebody comes to its other end.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class WrongFile(BlockRejected, OSError):
+    """No regular file, or longer than a file of its kind can be: its status proves it, without a read.
+
+    Every other OSError says nothing about a file's content.
+    """
+
+
+class IsLink(OSError):
+    """A symbolic link in a file's place. What it leads to was not read."""
+
+
+def whose(error: OSError | MemoryError) -> str:
+    """The owner of the file that an error names, where that is another user than this process's."""
+    if isinstance(error, PermissionError) and isinstance(error.filename, str) and os.path.isabs(error.filename):
+        with suppress(OSError):
+            if (owner := os.lstat(error.filename).st_uid) != os.geteuid():
+                return f" (it belongs to user {owner}, and this process runs as user {os.geteuid()})"
+    return ""
 
 
 @dataclass(slots=True)
@@ -63,6 +83,13 @@ class RegularFile:
             total += count
             views = skip_bytes(views, count)
         return total
+
+    def require_all(self, count: int) -> None:
+        """Raise unless `count`, which was read, is all of it: WrongFile if it got shorter meanwhile, else OSError."""
+        if count < self.size:
+            if os.fstat(self.fd).st_size <= count:
+                raise WrongFile(f"the file ends before its {self.size} bytes")
+            raise OSError(f"only {count} of {self.size} bytes could be read")
 
 
 def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
@@ -125,7 +152,7 @@ class CacheFiles:
         if not path.startswith(self._root + os.sep):
             raise ValueError(f"{path} is not below {self.root}")
         above, name = os.path.split(path)
-        with self.folder(above) as parent:
+        with self.folder(above) as parent, _naming(path):
             return _open_folder(name, parent)
 
     @contextmanager
@@ -181,15 +208,16 @@ class CacheFiles:
         Args:
             sync: a new one is durable before what is written later; else once its parent has been synced.
         """
-        with self.folder(path.parent) as parent:
+        with self.folder(path.parent) as parent, _naming(path):
             with suppress(FileExistsError):
                 os.mkdir(path.name, 0o700, dir_fd=parent)
                 if sync:
                     self.sync(parent, covered=True)
             fd = _open_folder(path.name, parent)
         try:
-            if stat.S_IMODE(os.fstat(fd).st_mode) != 0o700:
-                os.fchmod(fd, 0o700)
+            with _naming(path):
+                if stat.S_IMODE(os.fstat(fd).st_mode) != 0o700:
+                    os.fchmod(fd, 0o700)
         finally:
             os.close(fd)
 
@@ -216,13 +244,23 @@ class CacheFiles:
 
     def list_folder(self, path: Path) -> list[tuple[str, os.stat_result]]:
         """Names in a folder, and what they are (of a link: the link itself)."""
+        found: list[tuple[str, os.stat_result]] = []
         with self.folder(path) as fd, os.scandir(fd) as entries:
-            return [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
+            for entry in entries:
+                with suppress(FileNotFoundError):  # it went meanwhile
+                    found.append((entry.name, entry.stat(follow_symlinks=False)))
+        return found
+
+    @staticmethod
+    def describe(path: Path, error: OSError | MemoryError) -> str:
+        """What keeps `path` from being read, and whose it is where that may be the cause."""
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        return f"{path.name} cannot be read: {reason}{whose(error)}"
 
     def open(self, path: Path | str, flags: int) -> Descriptor:
         """A file. A new one is 0600, whatever the umask."""
         above, name = os.path.split(path)
-        with self.folder(above) as folder:
+        with self.folder(above) as folder, _naming(path):
             fd = os.open(name, flags | _FILE, 0o600, dir_fd=folder)
         descriptor = Descriptor(fd)
         if flags & os.O_CREAT:
@@ -270,22 +308,34 @@ class CacheFiles:
             os.unlink(name, dir_fd=folder)
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """The whole content of a regular file; OSError also where it is longer than `max_bytes`."""
+        """The whole content of a regular file, all of it or an error.
+
+        Raises:
+            WrongFile: it is no regular file, or longer than `max_bytes`.
+            IsLink: it is a symbolic link.
+            OSError, MemoryError: it cannot be read now.
+        """
         with closing(self.open_regular(path, max_bytes)) as file:
             data = bytearray(file.size)
-            return bytes(data[: file.read_into([memoryview(data)])])
+            file.require_all(file.read_into([memoryview(data)]))
+            return bytes(data)
 
     def open_regular(self, path: Path | str, max_bytes: int) -> RegularFile:
-        """A regular file, to read; OSError also where it is longer than `max_bytes`."""
+        """A regular file, to read; raises WrongFile and IsLink as `read` does."""
         fd = self._open_at_once(os.fspath(path))
         if fd is None:
-            fd = self.open(path, os.O_RDONLY).fd
+            try:
+                fd = self.open(path, os.O_RDONLY).fd
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                raise IsLink(f"{os.path.basename(path)} is a symbolic link") from None
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise OSError("it is not a regular file")
+                raise WrongFile("it is not a regular file")
             if status.st_size > max_bytes:
-                raise OSError(f"it has {status.st_size} bytes, at most {max_bytes} make sense")
+                raise WrongFile(f"it has {status.st_size} bytes, at most {max_bytes} make sense")
         except BaseException:
             os.close(fd)
             raise
@@ -302,6 +352,22 @@ class CacheFiles:
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
+
+
+class _naming:
+    """Has errors name the whole path: calls by descriptor know the last part of it only."""
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and error.filename is not None:
+            error.filename = os.fspath(self._path)
 
 
 def _open_folder(path: str | Path, parent: int | None = None) -> int:

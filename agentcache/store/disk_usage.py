@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import stat
 import threading
@@ -13,8 +14,8 @@ from pathlib import Path
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
 from agentcache.blocks.ledger import STATE
 from agentcache.errors import DiskBudgetExceeded
-from agentcache.store.atomic import TEMP_SUFFIX
-from agentcache.store.cache_files import CacheFiles
+from agentcache.store.atomic import TEMP_SUFFIX, replace_file
+from agentcache.store.cache_files import CacheFiles, WrongFile
 from agentcache.store.disk_budget import HINT, DiskBudget, automatic_budget, explicit_budget
 
 AGENTS = "agents"
@@ -62,7 +63,7 @@ class DiskUsage:
             self.total = 0
         self._files.make_folder(self._quarantine)
         for name, status in self._files.list_folder(self._quarantine):
-            self._record(str(self._quarantine / name), status.st_size)
+            self._record(str(self._quarantine / name), _size_of(status))
 
     def __contains__(self, path: Path | str) -> bool:
         return str(path) in self._sizes
@@ -177,39 +178,100 @@ class DiskUsage:
         if not self.has_room(num_bytes):
             raise DiskBudgetExceeded(self.refusal(num_bytes), num_bytes)
 
-    def adopt(self, folder: Path) -> None:
-        """Take stock of a folder of files: temporary ones go, what is not a regular file goes to quarantine."""
+    def adopt(self, folder: Path) -> list[Path]:
+        """Take stock of a folder of files; temporary ones go. Returns what is no regular file; that is known, too.
+
+        Raises:
+            OSError: the folder cannot be listed.
+        """
+        strange: list[Path] = []
         for name, status in self._files.list_folder(folder):
             path = folder / name
             if not stat.S_ISREG(status.st_mode):
-                self.quarantine("it is not a regular file", path)
+                strange.append(path)
+                self._record(str(path), _size_of(status))
             elif name.endswith(TEMP_SUFFIX):
-                self._files.remove(path)
+                with suppress(OSError):  # another user's, say
+                    self._files.remove(path)
             else:
                 if status.st_mode & 0o077:
-                    self._files.tighten(path)
+                    with suppress(OSError):
+                        self._files.tighten(path)
                 self._record(str(path), status.st_size)
+        return strange
 
-    def adopt_folders(self, parent: Path) -> list[Path]:
-        """Take stock of the folders of files in `parent`; links to elsewhere go to quarantine."""
-        folders = []
+    def adopt_blocks(self, parent: Path) -> None:
+        """Take stock of the folders of blocks in `parent`. Links and what is no regular file go to quarantine.
+
+        Raises:
+            OSError: one of the folders cannot be listed.
+        """
         for name, status in self._files.list_folder(parent):
             if stat.S_ISLNK(status.st_mode):
                 self.quarantine("it is a symbolic link", parent / name)
             elif stat.S_ISDIR(status.st_mode):
+                self._files.make_folder(parent / name)
+                for path in self.adopt(parent / name):
+                    self.quarantine("it is not a regular file", path)
+
+    def adopt_agents(self, parent: Path) -> tuple[list[Path], dict[str, str]]:
+        """Take stock of the folders of agents in `parent`: those that can be used, and why others cannot, by name.
+
+        Nothing is moved: whether a file of an agent is wrong only its content tells.
+        """
+        folders: list[Path] = []
+        unavailable: dict[str, str] = {}
+        for name, status in self._files.list_folder(parent):
+            if not stat.S_ISDIR(status.st_mode) and not stat.S_ISLNK(status.st_mode):
+                continue
+            try:
+                self._files.make_folder(parent / name)
+                self.adopt(parent / name)
                 folders.append(parent / name)
-        for folder in folders:
-            self._files.make_folder(folder)
-            self.adopt(folder)
-        return folders
+            except OSError as error:
+                unavailable[name] = self._files.describe(parent / name, error)
+        return folders, unavailable
 
     def quarantine(self, reason: str, *paths: Path) -> None:
         """Take files that must not be used out of the way: one log line, one count. Never raises."""
         moved = [path for path in paths if self._move_to_quarantine(path)]
         if moved:
-            with self._lock:
-                self.quarantined += 1
-            logger.warning("quarantined %s: %s", moved[0].relative_to(self._files.root), reason)
+            self._count(reason, moved[0])
+
+    def has_quarantined(self, *suffixes: str) -> bool:
+        """Whether quarantine holds a file whose name ended with one of `suffixes`."""
+        names = (path.name.rpartition(".")[0] for path in self.paths(self._quarantine))
+        return any(name.endswith(suffixes) for name in names)
+
+    def empty_quarantine(self) -> int:
+        """Delete what is in quarantine; returns the bytes freed."""
+        before = self.bytes_of(_QUARANTINE)
+        self._empty_quarantine()
+        return before - self.bytes_of(_QUARANTINE)
+
+    def quarantine_copy(self, reason: str, path: Path, max_bytes: int) -> None:
+        """Keep what is at `path` in quarantine before it is replaced.
+
+        A copy, for the file has to stay in its place until then; what is no regular file is moved.
+
+        Raises:
+            OSError: it cannot be copied.
+        """
+        try:
+            data = self._files.read(path, max_bytes)
+        except WrongFile:
+            self.quarantine(reason, path)
+            return
+        target = self._quarantine / f"{path.name}.{secrets.token_hex(6)}"
+        self._files.make_folder(self._quarantine)
+        replace_file(self._files, target, data, "quarantine", lambda step: None)
+        self._record(str(target), len(data))
+        self._count(reason, path)
+
+    def _count(self, reason: str, path: Path) -> None:
+        with self._lock:
+            self.quarantined += 1
+        logger.warning("quarantined %s: %s", path.relative_to(self._files.root), reason)
 
     def _move_to_quarantine(self, path: Path) -> bool:
         """Whether there was anything at `path`; False when another reader was faster."""
@@ -217,7 +279,7 @@ class DiskUsage:
         try:
             self._files.make_folder(self._quarantine)
             self._files.rename(path, target)
-            self._record(str(target), self._files.status(target).st_size)
+            self._record(str(target), _size_of(self._files.status(target)))
         except FileNotFoundError:
             self.forget(path)
             return False
@@ -241,3 +303,7 @@ class DiskUsage:
         for path in self.paths(self._quarantine):
             with suppress(OSError):
                 self.remove(path)
+
+
+def _size_of(status: os.stat_result) -> int:
+    return 0 if stat.S_ISDIR(status.st_mode) else status.st_size

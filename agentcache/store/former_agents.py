@@ -92,6 +92,11 @@ class FormerAgents:
         log.warning("%s stays unused in the folder of model %s: %s", record.name, saved.manifest.model[:16], reason)
         return None
 
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """Lineages in former folders whose files cannot be read now, by name, and why; once they are taken in."""
+        return {name: reason for folder in self._folders.values() for name, reason in folder.unavailable.items()}
+
     def keep(self, before: FormerAgents) -> None:
         """Know the lineages that were taken in before the folders were opened anew, and that are still there."""
         for name, (_, saved) in before._found.items():

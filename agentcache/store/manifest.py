@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 import xxhash
@@ -15,7 +16,7 @@ from agentcache.adapter_settings import Policy
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, STATE_GROUP, BlockName, Producer, block_key
 from agentcache.blocks.lanes import BlockSpan, NamedBlock, NamedSnapshot, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
-from agentcache.errors import BlockRejected
+from agentcache.errors import BlockRejected, FileUnavailable
 from agentcache.names import is_name
 from agentcache.store.transcript_log import LogEnd
 
@@ -257,6 +258,11 @@ class Manifest:
         return self.caches[0]
 
 
+_CACHE_FIELDS = {field.name for field in dataclass_fields(SavedCache)}
+_OLD_FIELDS = {"cache", "groups", "num_saved", "producer"}  # of version 1
+_FIELDS = {field.name for field in dataclass_fields(Manifest)} | _OLD_FIELDS | {"checksum"}
+
+
 def save_producer(producer: Producer | None, groups: tuple[str, ...]) -> SavedProducer | None:
     """The producer for a manifest with these names of groups."""
     if producer is None:
@@ -309,22 +315,52 @@ def decode_manifest(data: bytes) -> Manifest:
     """The manifest in `data`, of this format version or of version 1.
 
     Raises:
-        BlockRejected: it is not byte for byte what was written, or is of another format version.
+        BlockRejected: it is not byte for byte what was written, or has values that no release writes.
+        FileUnavailable: a newer release wrote it.
     """
     try:
         fields = json.loads(data)
-        version = fields["format_version"]
-        if version not in ("1", str(FORMAT_VERSION)):
-            raise BlockRejected(f"the manifest has format version {version!r:.40}")
+        _check_version(fields)
         if _signed(fields) != data:
             raise BlockRejected("the manifest's checksum does not match its content")
-        del fields["checksum"]
-        manifest = _from_fields(_upgraded(fields) if version == "1" else fields)
-    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        if unknown := sorted(_unknown_fields(fields)):
+            raise FileUnavailable(f"a newer release wrote the manifest: it has fields {unknown!r:.100}")
+        manifest = manifest_of(fields)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BlockRejected(f"the manifest is unreadable: {error!r:.200}") from None
     if manifest.format_version == FORMAT_VERSION and encode_manifest(manifest) != data:
         raise BlockRejected("the manifest is not the one that was written")
     return manifest
+
+
+def _check_version(fields: Mapping[str, Any]) -> None:
+    """Raise BlockRejected for a version that is none, FileUnavailable for a newer one."""
+    version = fields["format_version"]
+    if not isinstance(version, str) or not re.fullmatch("[1-9][0-9]{0,3}", version):
+        raise BlockRejected(f"the manifest has format version {version!r:.40}")
+    if int(version) <= FORMAT_VERSION:
+        return
+    corrected = (_signed({**fields, "format_version": each}) for each in ("1", str(FORMAT_VERSION)))
+    if any(each.startswith(f'{{\n "checksum": "{fields.get("checksum")}"'.encode()) for each in corrected):
+        raise BlockRejected(f"the manifest's format version {version} is damaged")  # a flipped bit makes a newer one
+    raise FileUnavailable(
+        f"a newer release wrote the manifest: format version {version}, and {FORMAT_VERSION} is known"
+    )
+
+
+def _unknown_fields(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Names of fields that this release does not write; the checksum says that another one did."""
+    yield from fields.keys() - _FIELDS
+    caches = fields.get("caches", ())
+    for cache in caches if isinstance(caches, list) else ():
+        if isinstance(cache, dict):
+            yield from cache.keys() - _CACHE_FIELDS
+
+
+def manifest_of(fields: Mapping[str, Any]) -> Manifest:
+    """The manifest with these fields, whatever their checksum. Raises ValueError, LookupError or TypeError."""
+    rest = {name: value for name, value in fields.items() if name != "checksum"}
+    return _from_fields(_upgraded(rest) if rest["format_version"] == "1" else rest)
 
 
 def _upgraded(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,20 @@ class SavedAgents:
         for folder in self._folders.values():
             yield from folder.agents
 
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """Why lineages of loaded folders cannot be read now, by folder and name."""
+        return {
+            f"{model}/{name}": reason
+            for model, folder in self._folders.items()
+            for name, reason in folder.unavailable.items()
+        }
+
+    @property
+    def has_damaged(self) -> bool:
+        """Whether damaged files wait for the server of another model."""
+        return any(folder.damaged for folder in self._folders.values())
+
     def block_keys(self) -> Iterator[str]:
         """Keys of all blocks that manifests name, of any model."""
         for agent in self:

@@ -4,7 +4,7 @@
 ``agents/<model>/<id>.json``              the manifest of an agent's first lineage, and beside it its transcript log
 ``agents/<model>/<id>~<lineage>.json``    likewise of its other lineages
 ``agents/<model>/model``                  the label: which model these are agents of (`model_names.py`)
-``quarantine/``                           files that failed verification
+``quarantine/``                           files that were read and failed verification
 ``lock``                                  held by the one process that uses the folder
 
 One writer thread calls `write_blocks`, `save_agent` and the deletions; `read_block` and `has` may be called from any
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
@@ -43,6 +43,7 @@ __all__ = ["AgentRecord", "BlockWrite", "Store"]
 
 log = logging.getLogger("agentcache.store")
 
+_AGENT_SUFFIXES = (".json", ".log")
 _OWN_ENTRIES = {"agents", "blocks", "lock", "quarantine"}
 
 
@@ -65,6 +66,7 @@ class Store:
 
     Attributes:
         usage: bytes of all files, and the budget; to be looked at, and changed by the folders of files alone.
+        knows_all_manifests: whether `collect_orphans` has read all that may name blocks.
         when_lost: called on the writer thread when files were found to be gone; `has` knows which.
 
     Raises:
@@ -93,6 +95,10 @@ class Store:
         self._model = self._names.current
         self._fault = fault
         self.when_lost: Callable[[], None] = lambda: None
+        self._unclaimed: set[str] = set()  # blocks that only manifests or logs may name that cannot be read
+        self._spared: set[str] = set()  # blocks that are deleted for room only
+        self._may_evict_unclaimed = True
+        self.knows_all_manifests = False
         with as_store_error(f"use the cache folder {cache_dir}"):
             root = cache_dir.resolve()
             _make_root(root)
@@ -117,8 +123,10 @@ class Store:
         lasting = (self._files.root, self._block_dir, self._agent_dir.parent, self._agent_dir)
         self._files.lasting = [str(folder) for folder in lasting]
         self.usage.start_over()
-        self.usage.adopt_folders(self._block_dir)
-        models = self.usage.adopt_folders(self._agent_dir.parent)
+        self.usage.adopt_blocks(self._block_dir)
+        models, self._unavailable_models = self.usage.adopt_agents(self._agent_dir.parent)
+        if (reason := self._unavailable_models.get(self._agent_dir.name)) is not None:
+            raise StoreError(f"the agents of the served model cannot be read: {self._agent_dir.parent}: {reason}")
         folders = {path.name: self._agent_folder(path) for path in models}
         self.usage.measure()
         self._agents = SavedAgents(folders, self._model, self._spec.digest, self._blocks)
@@ -177,7 +185,9 @@ class Store:
     # --- agents ---
 
     def load_agents(self, most: int = 2**62) -> list[AgentRecord]:
-        """All lineages of this model's agents. A bad manifest or log goes to quarantine; the lineage is gone then.
+        """All lineages of this model's agents that can be read; `unavailable` tells of the others.
+
+        A damaged lineage is rebuilt as far as its files prove it. Files that prove nothing go to quarantine.
 
         Args:
             most: as in `read_agents`.
@@ -209,6 +219,11 @@ class Store:
             for record in self._former.take_in(served, most):
                 take(record)
 
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """The served model's lineages whose files cannot be read now, by name, and why; once agents are loaded."""
+        return {**self._former.unavailable, **self._agents.served.unavailable}
+
     def save_agent(self, record: AgentRecord) -> int:
         """Make a lineage durable; its blocks have to be. Returns the bytes written, O(what is new since its last save).
 
@@ -216,6 +231,7 @@ class Store:
             InvalidRequest: the id is not one.
             Conflict: another agent's id differs only by case.
             DiskBudgetExceeded: it does not fit; nothing has changed.
+            FileUnavailable: its files cannot be read now; they stay as they are.
             StoreError: it could not be written; the agent on disk is whole, as before or as in `record`.
         """
         if record.model != self._model:
@@ -264,8 +280,12 @@ class Store:
         self._specs[name] = spec
 
     def has(self, block_key: str) -> bool:
-        """Whether there is a file for the block; whether it is sound shows when it is read."""
+        """Whether there is a file for the block that could be read so far; whether it is sound shows a read."""
         return self._blocks.has(block_key)
+
+    def is_there(self, block_key: str) -> bool:
+        """Whether there is a file for the block, readable or not."""
+        return self._blocks.is_there(block_key)
 
     def read_block(self, header: BlockHeader, buffer: Array | None = None) -> StoredBlock:
         """The block, verified.
@@ -276,6 +296,7 @@ class Store:
         Raises:
             BlockMissing: there is no such file.
             BlockRejected: the file is not that block; it is in quarantine now.
+            FileUnavailable: it cannot be read now.
         """
         return self._blocks.read(header, buffer)
 
@@ -331,26 +352,74 @@ class Store:
                 self._start_over()
                 raise BlocksLost("blocks are gone from the cache folder")
 
-    def delete_blocks(self, keys: Iterable[str]) -> int:
+    def delete_blocks(self, keys: Iterable[str], *, for_room: bool = False) -> int:
         """Remove block files; returns the bytes freed.
+
+        While manifests cannot be read, blocks that they may name stay: those that were there at start.
+
+        Args:
+            for_room: whether room is needed; then all of them go.
 
         Raises:
             StoreError: a file could not be removed.
         """
         with as_store_error("delete blocks"), self.visit():
-            return self._blocks.delete(keys)
+            return self._blocks.delete(self.deletable(keys, for_room=for_room))
+
+    def deletable(self, keys: Iterable[str], *, for_room: bool) -> list[str]:
+        """Those that `delete_blocks` would remove."""
+        return list(keys) if for_room else [key for key in keys if key not in self._spared]
 
     def collect_orphans(self) -> int:
         """Remove the block files that no manifest of any model names; returns how many. Call it before the first write.
 
-        A crash between a turn's blocks and its manifest leaves such files, and so does a quarantined manifest.
+        A crash between a turn's blocks and its manifest leaves such files. They stay where a manifest or log may name
+        them that cannot be read now, or that is in quarantine.
 
         Raises:
             StoreError: a file could not be removed.
         """
         with as_store_error("collect orphans"):
             self._agents.load_all()
-            return self._blocks.delete_all_but(self._agents.block_keys())
+            named = self.named_blocks()
+            unavailable = [*self._unavailable_models, *self._agents.unavailable]
+            is_damaged = self._agents.has_damaged or self.usage.has_quarantined(*_AGENT_SUFFIXES)
+            self.knows_all_manifests = not unavailable and not is_damaged
+            if self.knows_all_manifests:
+                return self._blocks.delete_all_but(named)
+            there = set(self.block_keys())
+            self._unclaimed = there - named
+            self._spared = there if unavailable else set()
+            self._may_evict_unclaimed = not unavailable
+            if self._unclaimed:
+                why = "some cannot be read now" if unavailable else "damaged ones may, until room is needed"
+                log.warning("%d blocks stay that no readable manifest names: %s", len(self._unclaimed), why)
+            return 0
+
+    def named_blocks(self) -> set[str]:
+        """Keys of all blocks that manifests name, of any model; once `collect_orphans` has run."""
+        return set(self._agents.block_keys())
+
+    @property
+    def unclaimed_bytes(self) -> int:
+        """Bytes of blocks that stay whatever room is needed: manifests that cannot be read may name them."""
+        return 0 if self._may_evict_unclaimed else self.block_bytes(self._unclaimed - self.named_blocks())
+
+    def evict_unclaimed(self, in_use: Collection[str]) -> int:
+        """Remove what nothing but damaged files may name: quarantine, and the blocks kept for these. Returns the bytes.
+
+        Args:
+            in_use: keys of blocks that turns count on.
+
+        Raises:
+            StoreError: a file could not be removed.
+        """
+        freed = self.usage.empty_quarantine()
+        if self._may_evict_unclaimed and self._unclaimed:
+            unclaimed = self._unclaimed.difference(self._agents.block_keys(), in_use)
+            self._unclaimed = set()
+            freed += self.delete_blocks(unclaimed, for_room=True)
+        return freed
 
     def evict_unreadable(self) -> int:
         """Remove the blocks of the least recently used lineage of another model, or precision, that has any.
@@ -363,7 +432,7 @@ class Store:
             StoreError: a file could not be removed.
         """
         agent = self._agents.stalest_unreadable(self.has)
-        return 0 if agent is None else self.delete_blocks(agent.block_keys())
+        return 0 if agent is None else self.delete_blocks(agent.block_keys(), for_room=True)
 
     def unreadable_last_used(self) -> float | None:
         """When what `evict_unreadable` would take was used last, in seconds since 1970; None without any."""

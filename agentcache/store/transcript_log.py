@@ -12,6 +12,7 @@ import json
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import xxhash
 
 from agentcache.blocks.keys import BASE_CACHE, FORMAT_VERSION
 from agentcache.blocks.transcript import Transcript
-from agentcache.errors import BlockRejected
+from agentcache.errors import BlockRejected, FileUnavailable
 
 _CHECKSUM_CHARS = 32
 _EMPTY = Transcript("", array("I"), array("I"), ())
@@ -84,17 +85,74 @@ def parse_log(data: bytes, agent_id: str, model: str, end: LogEnd, format_versio
 
     Raises:
         BlockRejected: it is not the log that ends at `end`, of that agent and model.
+        FileUnavailable: a newer release wrote it.
     """
+    try:
+        return _parse_log(data, agent_id, model, end, format_version)
+    except BlockRejected:
+        _refuse_newer(data)
+        raise
+
+
+def _parse_log(data: bytes, agent_id: str, model: str, end: LogEnd, format_version: int) -> Content:
     if len(data) < end.num_bytes:
         raise BlockRejected(f"the log has {len(data)} bytes, the manifest names {end.num_bytes}")
     try:
         records = _records(data, end)
         expected, first = _first_record(agent_id, model, end.generation, format_version), next(records)
         if first != expected:
+            if isinstance(first, dict) and expected.items() <= first.items():
+                raise FileUnavailable(f"another release wrote the log: {first!r:.200}")
             raise BlockRejected(f"the log begins with {first!r:.200}, expected {expected!r:.200}")
         return _replay(records if format_version > 1 else map(_upgraded, records))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BlockRejected(f"the log is unreadable: {error!r:.200}") from None
+
+
+@dataclass(frozen=True)
+class SalvagedLog:
+    """What the checksums of a log prove, whatever its manifest says.
+
+    Args:
+        end: where the proven part ends.
+        content: as of there.
+        lost_bytes: those behind it.
+        format_version: of its records.
+        model: fingerprint of the model that it is of.
+    """
+
+    end: LogEnd
+    content: Content
+    lost_bytes: int
+    format_version: int
+    model: str
+
+
+def salvage_log(data: bytes, agent_id: str, model: str, end: LogEnd | None) -> SalvagedLog | None:
+    """The longest beginning of a log that is proven; None where that holds no content of the agent and model.
+
+    Args:
+        model: what the fingerprint of its model begins with.
+        end: where it ends, if a manifest says so; a log without a record that ends there is read to its last.
+
+    Raises:
+        FileUnavailable: a newer release wrote it.
+    """
+    _refuse_newer(data)
+    texts = _proven_texts(data[: end.num_bytes] if end is not None else data)
+    if end is not None and texts.checksum != end.checksum:
+        texts = _proven_texts(data)
+    try:
+        first, *records = (json.loads(text.decode("utf-8", "surrogatepass")) for text in texts.lines)
+        version, generation, own_model = int(first["format_version"]), first["generation"], first["model"]
+        is_own = first == _first_record(agent_id, own_model, generation, version) and own_model.startswith(model)
+        if not is_own or type(generation) is not int or generation < 1 or not records:
+            return None
+        content = _replay(records if version > 1 else map(_upgraded, records))
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, BlockRejected):
+        return None
+    proven = LogEnd(generation, texts.num_bytes, texts.checksum)
+    return SalvagedLog(proven, content, len(data) - texts.num_bytes, version, own_model)
 
 
 # --- lines ---
@@ -125,6 +183,43 @@ def _records(data: bytes, end: LogEnd) -> Iterator[Any]:
         yield json.loads(text.decode("utf-8", "surrogatepass"))
     if checksum != end.checksum or begin != end.num_bytes or not count:
         raise BlockRejected("the log does not end where the manifest says")
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The records of the beginning of a log that its checksums prove, as JSON.
+
+    Args:
+        num_bytes: of that beginning.
+        checksum: its last one.
+    """
+
+    lines: Sequence[bytes]
+    num_bytes: int
+    checksum: str
+
+
+def _proven_texts(data: bytes) -> _Texts:
+    """A line's checksum covers all before it, so the last one that matches proves them all."""
+    checksum, end = "", 0
+    texts: list[bytes] = []
+    proven, proven_end, proven_checksum = 0, 0, ""
+    for line in data.split(b"\n")[:-1]:
+        texts.append(line[_CHECKSUM_CHARS + 1 :])
+        checksum, end = _chained(checksum, texts[-1]), end + len(line) + 1
+        if line[: _CHECKSUM_CHARS + 1] == checksum.encode() + b" ":
+            proven, proven_end, proven_checksum = len(texts), end, checksum
+    return _Texts(texts[:proven], proven_end, proven_checksum)
+
+
+def _refuse_newer(data: bytes) -> None:
+    """Raise FileUnavailable for a log whose first record is sound and of a newer format version."""
+    head = _proven_texts(data[: data.find(b"\n") + 1])
+    for text in head.lines:
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            if (version := int(json.loads(text)["format_version"])) > FORMAT_VERSION:
+                message = f"a newer release wrote the log: format version {version}, and {FORMAT_VERSION} is known"
+                raise FileUnavailable(message)
 
 
 def _first_record(agent_id: str, model: str, generation: int, format_version: int) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import base64
 import json
 import math
+import stat
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +24,9 @@ import xxhash
 
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace, block_key, chain_key, root_of_version_1
 from agentcache.blocks.lanes import chain_keys, state_chain
-from agentcache.errors import BlockRejected
-from agentcache.store.cache_files import CacheFiles
+from agentcache.errors import BlockRejected, FileUnavailable
+from agentcache.store.block_file import refuse_newer
+from agentcache.store.cache_files import CacheFiles, IsLink
 from agentcache.store.lineage_check import check_lineage
 from agentcache.store.manifest import MAX_MANIFEST_BYTES, Manifest, SavedCache, decode_manifest
 from agentcache.store.transcript_log import parse_log
@@ -46,9 +49,12 @@ class FolderReport:
 
     Args:
         blocks, agents: sound ones; an agent counts once, however many lineages it has.
-        missing_blocks: named by an agent and not there; they went for want of room, and would be computed again.
+        missing_blocks: named by an agent and not there; they went for want of room, and would be computed again. None
+            are counted where a folder of blocks cannot be read.
         unnamed_blocks: of no agent; a crash leaves them, and the next start removes them.
-        problems: one sentence for each file that is not what it should be.
+        problems: one sentence for each file that was read and is not what it should be.
+        unavailable: one sentence for each file or folder that cannot be read now, or that a newer release wrote;
+            whether it is sound is not known.
     """
 
     blocks: int
@@ -56,25 +62,48 @@ class FolderReport:
     missing_blocks: int
     unnamed_blocks: int
     problems: tuple[str, ...]
+    unavailable: tuple[str, ...] = ()
 
 
 def verify_folder(cache_dir: Path) -> FolderReport:
     """Read and recompute every block, manifest and transcript below `cache_dir`; what vanishes meanwhile counts not."""
-    problems: list[str] = []
+    findings = _Findings([], [])
     files = CacheFiles(cache_dir.resolve())
-    blocks = sorted((files.root / "blocks").glob("??/*.safetensors"))
-    agents = sorted((files.root / "agents").glob("*/*.json"))
-    sound = set(_sound(blocks, partial(_examine_block, files), problems))
-    lineages = list(_sound(agents, partial(_examine_lineage, files), problems))
+    blocks = _list(files, "blocks", ".safetensors", findings)
+    listed_all = not findings.unavailable
+    agents = _list(files, "agents", ".json", findings)
+    sound = set(_sound(blocks, partial(_examine_block, files), findings))
+    lineages = list(_sound(agents, partial(_examine_lineage, files), findings))
     keys = set[str]().union(*(lineage.block_keys for lineage in lineages))
-    missing = keys - {path.stem for path in blocks}
+    missing = keys - {path.stem for path in blocks} if listed_all else set()
     return FolderReport(
         blocks=len(sound),
         agents=len({lineage.agent for lineage in lineages}),
         missing_blocks=len(missing),
         unnamed_blocks=len(sound - keys),
-        problems=tuple(problems),
+        problems=tuple(findings.problems),
+        unavailable=tuple(findings.unavailable),
     )
+
+
+def find_unavailable(cache_dir: Path) -> list[str]:
+    """One sentence for each folder, manifest and log that cannot be read now, or that a newer release wrote.
+
+    A quick look: no block is read, and of a log its first byte.
+    """
+    findings = _Findings([], [])
+    files = CacheFiles(cache_dir.resolve())
+    _list(files, "blocks", ".safetensors", findings)
+    agents = _list(files, "agents", ".json", findings)
+    list(_sound(agents, partial(_open_lineage, files), findings))
+    return findings.unavailable
+
+
+def _open_lineage(files: CacheFiles, path: Path) -> None:
+    manifest = decode_manifest(files.read(path, MAX_MANIFEST_BYTES))
+    log = path.with_name(f"{manifest.name}.{manifest.log.generation}.log")
+    with closing(files.open_regular(log, MAX_LOG_BYTES)) as file:
+        file.read_into([memoryview(bytearray(1))])
 
 
 @dataclass(frozen=True)
@@ -85,27 +114,68 @@ class _Lineage:
     block_keys: frozenset[str]
 
 
-def _sound(paths: Iterable[Path], examine: Callable[[Path], T], problems: list[str]) -> Iterator[T]:
-    """What `examine` finds in the files that are sound; of the others, what is wrong goes to `problems`."""
+@dataclass(frozen=True)
+class _Findings:
+    """What is wrong, and what cannot be read."""
+
+    problems: list[str]
+    unavailable: list[str]
+
+
+def _list(files: CacheFiles, kind: str, suffix: str, findings: _Findings) -> list[Path]:
+    """The files of that kind in the folders of `kind`; folders that cannot be listed are findings."""
+    found: list[Path] = []
+    for folder in _entries(files, files.root / kind, findings, lambda name, is_folder: is_folder):
+        found += _entries(files, folder, findings, lambda name, is_folder: name.endswith(suffix))
+    return found
+
+
+def _entries(
+    files: CacheFiles, folder: Path, findings: _Findings, wanted: Callable[[str, bool], bool]
+) -> Iterator[Path]:
+    try:
+        listed = files.list_folder(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        findings.unavailable.append(f"{folder.parent.name}/{files.describe(folder, error)}")
+        return
+    yield from sorted(folder / name for name, status in listed if wanted(name, stat.S_ISDIR(status.st_mode)))
+
+
+def _sound(paths: Iterable[Path], examine: Callable[[Path], T], findings: _Findings) -> Iterator[T]:
+    """What `examine` finds in the files that are sound; the others are findings."""
     for path in paths:
         try:
             yield examine(path)
         except FileNotFoundError:
             continue
-        except (OSError, BlockRejected) as error:
-            problems.append(f"{path.parent.name}/{path.name}: {error}")
+        except BlockRejected as error:
+            findings.problems.append(f"{path.parent.name}/{path.name}: {error}")
+        except FileUnavailable as error:
+            findings.unavailable.append(f"{path.parent.name}/{path.name}: {error}")
+        except (OSError, MemoryError) as error:
+            findings.unavailable.append(f"{path.parent.name}/{CacheFiles.describe(path, error)}")
 
 
 def _examine_block(files: CacheFiles, path: Path) -> str:
     """The key of the block in the file, which has to be the file's name."""
-    key = examine_block(files.read(path, MAX_BLOCK_BYTES))
+    try:
+        key = examine_block(files.read(path, MAX_BLOCK_BYTES))
+    except IsLink as error:
+        raise BlockRejected(str(error)) from None
     if key != path.stem:
         raise BlockRejected(f"it holds the block {key}")
     return key
 
 
 def examine_block(data: bytes) -> str:
-    """The key of the block in a file's bytes: it follows from the content. Raises BlockRejected."""
+    """The key of the block in a file's bytes: it follows from the content.
+
+    Raises:
+        BlockRejected: they are no sound block.
+        FileUnavailable: a newer release wrote it.
+    """
     head_size = 8 + int.from_bytes(data[:8], "little")
     if head_size > MAX_HEADER_BYTES:
         raise BlockRejected(f"its header of {head_size} bytes is too long")
@@ -113,16 +183,16 @@ def examine_block(data: bytes) -> str:
     try:
         entries = json.loads(head[8:])
         metadata = entries.pop("__metadata__")
-        version, token_ids = metadata["format_version"], _unpack(metadata["token_ids"])
+        version = metadata["format_version"]
+        _refuse_newer(head, tensors, version, metadata["checksum"])
+        token_ids = _unpack(metadata["token_ids"])
         chain = chain_key(metadata["parent"], token_ids, metadata["producer"])
         key, stated = block_key(chain, metadata["group"]), metadata["checksum"]
         num_bytes = _check_entries(entries.values())
-        unsigned = head.replace(_CHECKSUM.format(stated).encode(), _CHECKSUM.format("0" * 32).encode())
+        digest = _digest(head, tensors, stated)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, zlib.error) as error:
         raise BlockRejected(f"the header is unreadable: {error!r:.100}") from None
-    checksum = xxhash.xxh3_128(unsigned)
-    checksum.update(tensors)
-    if checksum.hexdigest() != stated:
+    if digest != stated:
         raise BlockRejected("the checksum does not match the content")
     if num_bytes != len(tensors):
         raise BlockRejected(f"its tensors take {num_bytes} bytes, but there are {len(tensors)}")
@@ -131,6 +201,23 @@ def examine_block(data: bytes) -> str:
     if "extras" in metadata:
         _check_extras(metadata["extras"])
     return key
+
+
+def _digest(head: bytes, tensors: memoryview, stated: str) -> str:
+    unsigned = head.replace(_CHECKSUM.format(stated).encode(), _CHECKSUM.format("0" * 32).encode())
+    checksum = xxhash.xxh3_128(unsigned)
+    checksum.update(tensors)
+    return str(checksum.hexdigest())
+
+
+def _refuse_newer(head: bytes, tensors: memoryview, version: str, stated: str) -> None:
+    """Raise FileUnavailable for a newer format version, unless all is right but for the version: then it is damaged."""
+    if version in _VERSIONS:
+        return
+    field = '"format_version":"{}"'
+    corrected = (head.replace(field.format(version).encode(), field.format(each).encode(), 1) for each in _VERSIONS)
+    if not any(_digest(each, tensors, stated) == stated for each in corrected):
+        refuse_newer(version)
 
 
 def _check_entries(entries: Iterable[Mapping[str, Any]]) -> int:

@@ -13,9 +13,10 @@ from agentcache.blocks.transcript import Transcript
 from agentcache.errors import (
     BrokenInvariant,
     Conflict,
+    FileUnavailable,
     InvalidRequest,
 )
-from tests.kv.damage import DAMAGE, agents_folder, extend, quarantined
+from tests.kv.damage import DAMAGE, agents_folder, extend, quarantined, replace_by_link
 from tests.kv.store_cases import (
     make_record,
     make_transcript,
@@ -173,27 +174,75 @@ def _agent_files(cache_dir: Path) -> list[Path]:
     return sorted(agents_folder(cache_dir).iterdir())
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["log", "manifest"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_agent_is_quarantined_and_the_others_load(
-    tmp_path: Path, damage: Callable[[Path], None], which: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    with open_store(tmp_path) as store:
+def _save_bad_and_good(cache_dir: Path) -> tuple[Path, Path]:
+    """Two agents; the log and the manifest of one that is to be damaged."""
+    with open_store(cache_dir) as store:
         for name in ("bad", "good"):
             store.save_agent(make_record(name, make_transcript(5)))
-    path = _agent_files(tmp_path)[which]
-    assert path.name == ("bad.1.log", "bad.json")[which]
-    damage(path)
+    log, manifest, *_ = _agent_files(cache_dir)
+    assert (log.name, manifest.name) == ("bad.1.log", "bad.json")
+    return log, manifest
+
+
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGE if damage not in (extend, replace_by_link)])
+def test_a_log_that_proves_nothing_is_quarantined_and_the_others_load(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    log, _ = _save_bad_and_good(tmp_path)
+    damage(log)
     with open_store(tmp_path, disk_budget=1 << 50) as store:
-        if damage is extend and which == 0:
-            assert len(store.load_agents()) == 2  # bytes behind the valid end of a log do not count
-            return
         assert [record.id for record in store.load_agents()] == ["good"]
         assert store.usage.quarantined >= 1
-        assert path.name in [name.rpartition(".")[0] for name in quarantined(tmp_path)]
+        assert log.name in [name.rpartition(".")[0] for name in quarantined(tmp_path)]
         store.save_agent(make_record("bad", make_transcript(6)))
     with open_store(tmp_path, disk_budget=1 << 50) as store:
         assert [record.id for record in store.load_agents()] == ["bad", "good"]
+
+
+def test_bytes_behind_the_valid_end_of_a_log_do_not_count(tmp_path: Path) -> None:
+    log, _ = _save_bad_and_good(tmp_path)
+    extend(log)
+    with open_store(tmp_path) as store:
+        assert len(store.load_agents()) == 2
+
+
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGE if damage is not replace_by_link])
+def test_a_damaged_manifest_beside_a_sound_log_is_rebuilt(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    _, manifest = _save_bad_and_good(tmp_path)
+    damage(manifest)
+    with open_store(tmp_path, disk_budget=1 << 50) as store:
+        bad, good = store.load_agents()
+        assert (bad.id, bad.transcript, bad.num_saved) == ("bad", good.transcript, 5)
+        assert bad.chains == good.chains
+        assert store.usage.quarantined == 1
+        assert [name.rpartition(".")[0] for name in quarantined(tmp_path)] == [manifest.name]
+        store.save_agent(make_record("bad", make_transcript(6)))
+        assert store.usage.total == size_on_disk(tmp_path)
+    with open_store(tmp_path, disk_budget=1 << 50) as store:
+        assert [len(record.transcript) for record in store.load_agents()] == [6, 5]
+        assert store.usage.quarantined == 0
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["log", "manifest"])
+def test_a_link_is_left_and_its_agent_unavailable(tmp_path: Path, which: int) -> None:
+    """What it leads to was not read, so it is not known to be wrong."""
+    path = _save_bad_and_good(tmp_path)[which]
+    replace_by_link(path)
+    files = tree(tmp_path)
+    with open_store(tmp_path) as store:
+        assert [record.id for record in store.load_agents()] == ["good"]
+        assert "link" in store.unavailable["bad"] and store.usage.quarantined == 0
+        with pytest.raises(FileUnavailable):
+            store.save_agent(make_record("bad", make_transcript(6)))
+        with pytest.raises(FileUnavailable):
+            store.delete_agent("bad")
+        assert tree(tmp_path) == files
+        target = path.readlink()
+        path.unlink()
+        target.rename(path)
+        store.save_agent(make_record("bad", make_transcript(6)))
+    with open_store(tmp_path) as store:
+        assert [len(record.transcript) for record in store.load_agents()] == [6, 5]
 
 
 @pytest.mark.slow
@@ -209,7 +258,8 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "cache", copy)
         (agents_folder(copy) / "a.json").write_bytes(damaged)
         with open_store(copy) as store:
-            assert store.load_agents() == [] and store.usage.quarantined == 1
+            [record] = store.load_agents()  # by its log
+            assert record.transcript == make_transcript(5) and store.usage.quarantined == 1
         shutil.rmtree(copy)
 
 
@@ -233,6 +283,7 @@ def test_a_manifest_of_an_unknown_format_is_rejected(tmp_path: Path) -> None:
         store.save_agent(make_record("a", make_transcript(5)))
     manifest = agents_folder(tmp_path) / "a.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"format_version": "2"', b'"format_version": "0"'))
+    (agents_folder(tmp_path) / "a.1.log").unlink()
     with open_store(tmp_path) as store:
         assert store.load_agents() == [] and store.usage.quarantined == 1
 

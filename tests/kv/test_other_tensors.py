@@ -248,7 +248,7 @@ def test_a_log_with_blocks_that_the_manifest_does_not_name_is_rejected(tmp_path:
     (folder / "alice.json").write_bytes(encode_manifest(replace(manifest, caches=caches, log=end)))
     assert len(verify_folder(tmp_path).problems) == 1
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [] and store.usage.quarantined == 1
+        assert store.load_agents() == [record] and store.usage.quarantined == 1  # as far as it is proven
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_what_may_not_stand_beside_base_is_rejected(tmp_path: Path, change: dict
     (folder / "alice.1.log").write_bytes(log)
     (folder / "alice.json").write_bytes(encode_manifest(replace(manifest, caches=(manifest.base, cache), log=end)))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [] and store.usage.quarantined == 1
+        assert store.load_agents() == [record] and store.usage.quarantined == 1  # as far as it is proven

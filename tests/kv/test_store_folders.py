@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.errors import BlockMissing, BlockRejected, BlocksLost, CacheFolderInUse, StoreError
+from agentcache.errors import (
+    BlockMissing,
+    BlockRejected,
+    BlocksLost,
+    CacheFolderInUse,
+    FileUnavailable,
+    StoreError,
+)
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.store import AgentRecord, Store
 from tests.kv.damage import agents_folder, block_file, flip
@@ -84,8 +91,9 @@ def test_a_folder_replaced_by_a_link_is_not_written_through(tmp_path: Path, name
         else:
             assert set(found) == {StoreError}
         if not name.startswith("agents"):
-            with pytest.raises((BlockRejected, BlockMissing)):
+            with pytest.raises((FileUnavailable, BlockMissing)):
                 store.read_block(make_turn(AFTER)[-1].header)
+            assert store.usage.quarantined == 0
         assert contents(outside) == before
         replaced.unlink()
         turn(store, AFTER)

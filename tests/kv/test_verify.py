@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import errno
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentcache.blocks.keys import Producer
-from agentcache.store.manifest import FIRST_LINEAGE
-from agentcache.store.verify import FolderReport, verify_folder
-from tests.kv.damage import DAMAGE, agents_folder, extend, grow_huge
+from agentcache.cli import doctor
+from agentcache.store.cache_files import CacheFiles
+from agentcache.store.manifest import FIRST_LINEAGE, _signed
+from agentcache.store.verify import FolderReport, find_unavailable, verify_folder
+from tests.kv.damage import DAMAGE, agents_folder, extend, grow_huge, replace_by_link
 from tests.kv.store_cases import MODEL, make_block, make_record, make_transcript, make_turn, open_store
+from tests.serving.block_damage import newer_version
 
 
 @pytest.fixture
@@ -73,9 +79,9 @@ def test_another_blocks_file(cache_dir: Path) -> None:
     assert "it holds the block" in verify_folder(cache_dir).problems[0]
 
 
-AGENT_DAMAGE = [("alice.json", damage) for damage in DAMAGE]
+AGENT_DAMAGE = [("alice.json", damage) for damage in DAMAGE if damage is not replace_by_link]
 # Bytes behind a log's end do not count.
-AGENT_DAMAGE += [("alice.1.log", damage) for damage in DAMAGE if damage not in (extend, grow_huge)]
+AGENT_DAMAGE += [("alice.1.log", damage) for _, damage in AGENT_DAMAGE if damage not in (extend, grow_huge)]
 
 
 @pytest.mark.parametrize(("name", "damage"), AGENT_DAMAGE)
@@ -84,6 +90,43 @@ def test_a_damaged_agent(cache_dir: Path, name: str, damage: Callable[[Path], No
     report = verify_folder(cache_dir)
     assert len(report.problems) == 1 and report.problems[0].startswith(f"{MODEL[:16]}/alice.json: ")
     assert report.agents == 1
+
+
+@pytest.mark.parametrize("name", ["alice.json", "alice.1.log"])
+def test_an_agent_behind_a_link_is_not_known_to_be_damaged(cache_dir: Path, name: str) -> None:
+    replace_by_link(agents_folder(cache_dir) / name)
+    report = verify_folder(cache_dir)
+    assert report.problems == () and len(report.unavailable) == 1 and "link" in report.unavailable[0]
+    assert len(find_unavailable(cache_dir)) == 1
+
+
+def test_files_of_a_newer_release_are_not_damaged(cache_dir: Path) -> None:
+    newer_version(block_paths(cache_dir)[3])
+    manifest = agents_folder(cache_dir) / "alice.json"
+    manifest.write_bytes(_signed(json.loads(manifest.read_bytes()) | {"format_version": "3"}))
+    report = verify_folder(cache_dir)
+    assert report.problems == () and len(report.unavailable) == 2
+    assert all("newer release" in reason for reason in report.unavailable)
+    assert (report.blocks, report.agents) == (11, 1)
+    checks = doctor.verify(cache_dir)
+    assert [check.name for check in checks if not check.ok] == ["unavailable"] * 2
+
+
+def test_folders_that_cannot_be_listed_are_not_damaged(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, real = block_paths(cache_dir)[0].parent, CacheFiles.list_folder
+
+    def list_folder(files: CacheFiles, path: Path) -> Any:
+        if path in (listed, agents_folder(cache_dir)):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(files, path)
+
+    monkeypatch.setattr(CacheFiles, "list_folder", list_folder)
+    report = verify_folder(cache_dir)
+    assert report.problems == () and report.missing_blocks == 0
+    assert [reason.partition(" ")[0] for reason in report.unavailable] == [
+        f"blocks/{listed.name}",
+        f"agents/{MODEL[:16]}",
+    ]
 
 
 def test_an_agent_with_a_producer(tmp_path: Path) -> None:

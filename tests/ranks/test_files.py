@@ -117,7 +117,7 @@ def test_after_a_crash_only_what_both_have_is_there(tmp_path: Path) -> None:
     ranks = TwoRanks(tmp_path)
     try:
         assert [is_there(ranks, block) for block in blocks] == [False, False, True]
-        assert not ranks.path(0, blocks[1]).exists()
+        assert ranks.path(0, blocks[1]).exists()  # rank 1's disk may only not be mounted
         assert [record.id for record in ranks.store.load_agents()] == ["anna"]
         ranks.store.collect_orphans()  # nobody names any of them
         ranks.store.write_blocks([ranks.block(20)])

@@ -91,10 +91,19 @@ def put_tail_in_place_of_block(cache_dir: Path) -> None:
     files[0].write_bytes(files[-2].read_bytes())
 
 
-def other_version(path: Path) -> None:
+def set_version(path: Path, number: int) -> None:
+    """Have a file say, with a sound checksum, that it is of another format version."""
     head, tensors = header_of(path)
     version = metadata_of(path)["format_version"]
-    sign(path, head.replace(f'"format_version":"{version}"'.encode(), b'"format_version":"9"'), tensors)
+    sign(path, head.replace(f'"format_version":"{version}"'.encode(), f'"format_version":"{number}"'.encode()), tensors)
+
+
+def older_version(path: Path) -> None:
+    set_version(path, 0)
+
+
+def newer_version(path: Path) -> None:
+    set_version(path, 9)
 
 
 def other_tokens(path: Path) -> None:
@@ -127,7 +136,7 @@ BLOCK_DAMAGE: dict[str, Damage] = {
     "last byte": tail(lambda path: flip(path, -1)),
     "swapped": swap,
     "tail in place of a block": put_tail_in_place_of_block,
-    "other version": first_block(other_version),
+    "older version": first_block(older_version),
     "other tokens": first_block(other_tokens),
     "NaN scales": first_block(nan_scales),
     "a folder": first_block(lambda path: (path.unlink(), path.mkdir())),

@@ -45,7 +45,13 @@ def open_llm(model: Path, cache_dir: Path, **settings: Any) -> Iterator[LLM]:
         check_idle(llm)
     finally:
         llm.close()
-    assert verify_folder(cache_dir).unnamed_blocks == 0
+    report = verify_folder(cache_dir)
+    assert report.unnamed_blocks == 0 or report.unavailable or holds_manifests(cache_dir / "quarantine")
+
+
+def holds_manifests(quarantine: Path) -> bool:
+    """Whether what named blocks is in quarantine: then these stay until room is needed."""
+    return any(path.name.rpartition(".")[0].endswith((".json", ".log")) for path in quarantine.iterdir())
 
 
 def check_idle(llm: LLM) -> None:

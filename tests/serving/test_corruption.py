@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agentcache.errors import AgentUnavailable
+from agentcache.store.cache_files import CacheFiles
+from agentcache.store.manifest import _signed
 from tests.marks import slow
-from tests.serving.block_damage import BLOCK_DAMAGE, Damage, block_files, flip
-from tests.serving.conversation import open_llm
+from tests.serving.block_damage import BLOCK_DAMAGE, Damage, block_files, flip, newer_version
+from tests.serving.conversation import TokenTalk, open_llm
 from tests.serving.saved import LENGTHS, Saved, check_answer
 
 # What one wrong byte is found by, in whatever place, kv/test_block_file.py tries without an engine.
@@ -77,15 +83,114 @@ MANIFEST_DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("pattern", ["*/*.json", slow("*/*.log")])
 @pytest.mark.parametrize("damage", MANIFEST_DAMAGE.values(), ids=MANIFEST_DAMAGE)
-def test_a_wrong_manifest_or_log(damage: Callable[[Path], object], pattern: str, saved: Saved, tmp_path: Path) -> None:
+def test_a_wrong_manifest_is_rebuilt_from_the_log(
+    damage: Callable[[Path], object], saved: Saved, tmp_path: Path
+) -> None:
     cache_dir = saved.copy(tmp_path / "cache")
-    [path] = (cache_dir / "agents").glob(pattern)
+    [path] = (cache_dir / "agents").glob("*/*.json")
     damage(path)
     third = check_answer(saved, cache_dir, quarantined=True)
-    assert third.report.match == "NEW"
-    assert third.report.computed_tokens == third.report.prompt_tokens
+    assert third.report.match == saved.third.report.match
+    assert third.report.cached_tokens == saved.third.report.cached_tokens
+
+
+PROVEN_TURNS = {
+    "truncated": 1,
+    "emptied": 0,
+    "bit flipped at the start": 2,  # of a checksum, and the next one covers the same content
+    "bit flipped in the middle": 0,
+    "bit flipped near the end": 1,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", PROVEN_TURNS)
+def test_a_wrong_log_is_kept_as_far_as_it_is_proven(how: str, saved: Saved, tmp_path: Path) -> None:
+    cache_dir, turns = saved.copy(tmp_path / "cache"), PROVEN_TURNS[how]
+    [path] = (cache_dir / "agents").glob("*/*.log")
+    MANIFEST_DAMAGE[how](path)
+    third = check_answer(saved, cache_dir, quarantined=True)
+    assert (third.report.match == "NEW") == (turns == 0)
+    # The tail of the first turn went with the second one.
+    assert third.report.cached_tokens.own == (0, 256, saved.third.report.cached_tokens.own)[turns]
+
+
+@pytest.mark.parametrize("cause", ["newer", slow("unreadable")])
+def test_block_files_that_cannot_be_read_stay_and_are_computed_again(
+    cause: str, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written again, so the next start has them; none goes to quarantine."""
+    cache_dir = saved.copy(tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        if cause == "newer":
+            for path in block_files(cache_dir):
+                newer_version(path)
+        else:
+            patch.setattr(CacheFiles, "open_regular", refuse_blocks(CacheFiles.open_regular))
+        with open_llm(saved.model, cache_dir) as llm:
+            before = {path.name for path in block_files(cache_dir)}
+            talk = saved.talk.fork("alice")
+            third = talk.turn(llm, LENGTHS[2])
+            assert third.token_ids == saved.third.token_ids and third.report.saved
+            assert third.report.computed_tokens == third.report.prompt_tokens
+            assert llm.stats().quarantined == 0 and not list((cache_dir / "quarantine").iterdir())
+            gone = before - {path.name for path in block_files(cache_dir)}
+            assert len(gone) <= 2  # a longer tail has replaced the one of two groups
+    check_fourth(saved, cache_dir, talk)
+
+
+def refuse_blocks(real: Callable[..., Any]) -> Callable[..., Any]:
+    def open_regular(files: CacheFiles, path: Path | str, max_bytes: int) -> Any:
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(files, path, max_bytes)
+
+    return open_regular
+
+
+def check_fourth(saved: Saved, cache_dir: Path, talk: TokenTalk) -> None:
+    """After a restart the next turn continues warm."""
+    with open_llm(saved.model, cache_dir) as llm:
+        fourth = talk.turn(llm, LENGTHS[3])
+        assert fourth.token_ids == saved.fourth.token_ids
+        assert fourth.report.cache_state == "warm" and fourth.report.computed_tokens < 60
+        assert llm.stats().quarantined == 0
+
+
+def make_newer(cache_dir: Path) -> None:
+    """Rewrite an agent's manifest as a later release would: signed, of the next format version, with a new field."""
+    [path] = (cache_dir / "agents").glob("*/*.json")
+    path.write_bytes(_signed(json.loads(path.read_bytes()) | {"format_version": "3", "more": [1]}))
+
+
+def test_an_agent_of_a_newer_release_waits_for_it(saved: Saved, tmp_path: Path) -> None:
+    """Nothing of it is touched, whatever other agents do meanwhile; the newer release has it back."""
+    cache_dir = saved.copy(tmp_path / "cache")
+    [manifest] = (cache_dir / "agents").glob("*/*.json")
+    original = manifest.read_bytes()
+    make_newer(cache_dir)
+    before = {path: path.read_bytes() for path in (*block_files(cache_dir), *(cache_dir / "agents").glob("*/*"))}
+    for _ in range(2):
+        with open_llm(saved.model, cache_dir) as llm:
+            info = next(each for each in llm.agents() if each.id == "alice")
+            assert (info.id, info.cache_state) == ("alice", "unavailable") and "newer release" in str(info.unavailable)
+            with pytest.raises(AgentUnavailable, match="newer release"):
+                saved.talk.fork("alice").turn(llm, LENGTHS[2])
+            with pytest.raises(AgentUnavailable):
+                llm.delete("alice")
+            for agent in ("bob", "Alice2"):
+                saved.talk.fork(agent).turn(llm, LENGTHS[2])
+            llm.delete("bob")
+            assert llm.stats().quarantined == 0
+        assert {path: path.read_bytes() for path in before} == before
+    manifest.write_bytes(original)
+    talk = saved.talk.fork("alice")
+    with open_llm(saved.model, cache_dir) as llm:
+        third = talk.turn(llm, LENGTHS[2])
+        assert third.token_ids == saved.third.token_ids
+        assert third.report.cached_tokens.own >= saved.third.report.cached_tokens.own
+    check_fourth(saved, cache_dir, talk)
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def test_what_cannot_be_read_among_many_is_not_published(
     saved.operations.restore("alice", done.append)
     saved.settle(lambda: bool(done))
     assert saved.cached(BASE_CACHE, IDS) < len(IDS)
-    assert saved.store.usage.quarantined == 1
+    assert saved.store.usage.quarantined == 0
     saved.check()
 
 

@@ -1,0 +1,183 @@
+"""A lineage whose manifest or log is damaged, from what the other one and the checksums prove. Touches no file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from agentcache.adapter_settings import Policy
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, Namespace
+from agentcache.blocks.lanes import chain_keys, state_chain
+from agentcache.errors import BlockRejected
+from agentcache.store.lineage_check import ServedCache, check_lineage
+from agentcache.store.manifest import FIRST_LINEAGE, Manifest, SavedCache, agent_of, manifest_of
+from agentcache.store.transcript_log import Content, SalvagedLog, salvage_log
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A lineage as far as it is proven.
+
+    Args:
+        manifest: its log's end is that of the proven part.
+        lost: what is not proven, for the log; empty if nothing is.
+        is_cut: whether its log has bytes behind the proven part.
+    """
+
+    manifest: Manifest
+    content: Content
+    lost: str
+    is_cut: bool
+
+
+def read_hint(data: bytes, name: str, model: str) -> Manifest | None:
+    """What a damaged manifest still says, if that can be of the lineage of this name. None of it is proven.
+
+    Args:
+        model: what the fingerprint of its model begins with.
+    """
+    with suppress(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        hint = manifest_of(json.loads(data))
+        if hint.name == name and hint.model.startswith(model):
+            return hint
+    return None
+
+
+def rebuild(
+    name: str,
+    model: str,
+    served: ServedCache,
+    hint: Manifest | None,
+    logs: Sequence[bytes],
+    time: float,
+    *,
+    is_sound: bool,
+) -> Rebuilt | None:
+    """The lineage from the log that proves most; None if no log proves anything.
+
+    Args:
+        model: what the fingerprint of its model begins with.
+        hint: its manifest, or what `read_hint` reads of a damaged one.
+        logs: the contents of its logs.
+        time: in seconds since 1970, for a lineage of which no manifest tells when it was used.
+        is_sound: whether the manifest is proven.
+
+    Raises:
+        FileUnavailable: a newer release wrote one of the logs.
+    """
+    end = None if hint is None else hint.log
+    found = [salvage_log(data, name, model, end) for data in logs]
+    salvaged = max(
+        (each for each in found if each is not None),
+        key=lambda each: (end is not None and each.end.generation == end.generation, each.end.generation),
+        default=None,
+    )
+    if salvaged is None:
+        return None
+    settings = hint or _bare_manifest(name, served, salvaged, time)
+    salts = [settings.salt] if is_sound or not settings.salt else [settings.salt, ""]
+    for salt in salts:
+        manifest = replace(settings, salt=salt, log=salvaged.end)
+        caches, chains = _proven_caches(manifest, served, salvaged)
+        if caches[0].num_saved:
+            break
+    content = replace(salvaged.content, chains=chains)
+    manifest = replace(manifest, model=salvaged.model, caches=caches, format_version=FORMAT_VERSION)
+    try:
+        check_lineage(manifest, content, served)
+    except BlockRejected:
+        return None
+    return Rebuilt(manifest, content, "; ".join(_losses(salvaged, content, hint)), salvaged.lost_bytes > 0)
+
+
+def _blank(served: ServedCache) -> SavedCache:
+    groups = tuple(group.name for group in served.spec.all_groups)
+    return SavedCache(BASE_CACHE, served.spec.digest, groups, 0)
+
+
+def _bare_manifest(name: str, served: ServedCache, salvaged: SalvagedLog, time: float) -> Manifest:
+    """What the name and the log say. Adapter, policy and salt, which only a manifest has, are those of a new agent."""
+    return Manifest(
+        id=agent_of(name),
+        model=salvaged.model,
+        salt="",
+        created=time,
+        last_used=time,
+        adapter=None,
+        policy=Policy.EXACT.value,
+        caches=(_blank(served),),
+        log=salvaged.end,
+        lineage=name[len(agent_of(name)) + 1 :] or FIRST_LINEAGE,
+    )
+
+
+def _proven_caches(
+    manifest: Manifest, served: ServedCache, salvaged: SalvagedLog
+) -> tuple[tuple[SavedCache, ...], dict[str, tuple[str, ...]]]:
+    """The caches whose blocks are those of the log's tokens, base's first, and their chains."""
+    content, ids = salvaged.content, salvaged.content.transcript.ids
+    base, *further = manifest.caches
+    known = {} if salvaged.format_version == 1 else content.chains
+    proven: list[tuple[SavedCache, tuple[str, ...]]] = []
+    for cache in _bases(base, served, len(ids)):
+        if (chains := _proven_chains(manifest, cache, ids, known.get(BASE_CACHE, ()))) is not None:
+            proven.append((cache, chains))
+            break
+    else:
+        proven.append((_blank(served), ()))
+    for cache in further:
+        chains = _proven_chains(manifest, cache, ids, known.get(cache.name, ()))
+        if chains is not None and cache.producer is None and not cache.has_state and cache.groups:
+            proven.append((cache, chains))
+    with_snapshots = tuple(_with_proven_snapshots(manifest, cache, ids) for cache, _ in proven)
+    return with_snapshots, {cache.name: chains for cache, chains in proven if chains}
+
+
+def _bases(stated: SavedCache, served: ServedCache, num_tokens: int) -> Iterator[SavedCache]:
+    """What base's cache may be: as stated, or of the served spec; of the log's tokens but for the last ones."""
+    yield stated
+    blank = _blank(served)
+    for cache in (stated, replace(blank, producer=stated.producer), blank):
+        for num_saved in (num_tokens, num_tokens - 1):
+            if num_saved > 0:
+                yield replace(cache, num_saved=num_saved)
+    for cache in (stated, blank):
+        for num_saved in range(num_tokens - num_tokens % BLOCK_SIZE, 0, -BLOCK_SIZE):
+            yield replace(cache, num_saved=num_saved, producer=None)
+
+
+def _proven_chains(
+    manifest: Manifest, cache: SavedCache, ids: Sequence[int], chains: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    """The chains of the cache's blocks, if the log has them; None if it has others."""
+    if type(cache.num_saved) is not int or not 0 <= cache.num_saved <= len(ids):
+        return None
+    layout = cache.spans()
+    if layout and cache.producer is None:
+        chains = chains[: len(layout)]
+    if len(chains) != len(layout):
+        return None
+    root = Namespace(manifest.model, cache.spec, manifest.salt, cache.name).root
+    return chains if tuple(chain_keys(root, ids, layout)) == chains else None
+
+
+def _with_proven_snapshots(manifest: Manifest, cache: SavedCache, ids: Sequence[int]) -> SavedCache:
+    if not cache.has_state:
+        return replace(cache, snapshots=())
+    root = Namespace(manifest.model, cache.spec, manifest.salt, cache.name).root
+    producer, num_groups = cache.named_producer(), cache.num_block_groups
+    within = (each for each in cache.snapshots if 0 < each.num_tokens <= cache.num_saved)
+    proven = (each for each in within if state_chain(root, ids, each.num_tokens, producer, num_groups) == each.chain)
+    return replace(cache, snapshots=tuple(proven))
+
+
+def _losses(salvaged: SalvagedLog, content: Content, hint: Manifest | None) -> Iterator[str]:
+    if salvaged.lost_bytes:
+        yield f"the last {salvaged.lost_bytes} bytes of its log"
+    if hint is None:
+        yield "its settings (adapter, policy, salt)"
+    unproven = sum(map(len, salvaged.content.chains.values())) - sum(map(len, content.chains.values()))
+    if unproven:
+        yield f"the names of {unproven} cached blocks"
