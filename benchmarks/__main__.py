@@ -135,6 +135,20 @@ def restore(
 
 
 @app.command()
+def durability(
+    model: Annotated[str | None, typer.Option(help="Model folder. Default: the embedded model.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder on the drive to measure. Default: temporary.")] = None,
+    turns: Annotated[int, typer.Option(min=1, max=1000, help="Turns measured for each way.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """What it costs to have the drive keep a turn: its syncs, by kind, and the time that they take."""
+    from benchmarks.durability import DURABILITY, DurabilityPlan, build_report, measure_durability
+
+    plan = DurabilityPlan(model, cache_dir, turns=turns)
+    DURABILITY.hand_out(build_report(plan, measure_durability(plan, say)), None, as_json=as_json)
+
+
+@app.command()
 def python(
     rows: Annotated[int, typer.Option(min=1, max=64, help="Requests that decode at once.")] = 16,
     agents: Annotated[int, typer.Option(min=1, max=10_000, help="Agents that a prompt is matched against.")] = 1000,

@@ -14,7 +14,19 @@ from agentcache.errors import ConfigError
 from benchmarks.__main__ import app
 
 ROOT = Path(__file__).parent.parent.parent
-COMMANDS = ("overhead", "batched", "compare", "adapters", "restore", "python", "forms", "memory", "quality", "soak")
+COMMANDS = (
+    "overhead",
+    "batched",
+    "compare",
+    "adapters",
+    "restore",
+    "durability",
+    "python",
+    "forms",
+    "memory",
+    "quality",
+    "soak",
+)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
