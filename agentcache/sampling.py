@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+from agentcache.errors import InvalidRequest
+
+# Least and greatest value of each number. The sampler computes in float32: within these, nothing overflows.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "logit_bias": (-1e30, 1e30),
+}
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 2**14  # of all of them
+_LEAST_COUNTS = {"max_tokens": 0, "min_tokens": 0, "top_k": -1, "logprobs": 0}
 
 
 @dataclass(frozen=True)
@@ -12,7 +31,7 @@ class SamplingParams:
     Args:
         max_tokens: tokens to generate; 0 only caches the prompt; None for as many as the context holds.
         temperature: 0 is greedy and deterministic.
-        top_p, top_k, min_p: the usual truncations; 1.0, 0 and 0.0 switch them off.
+        top_p, top_k, min_p: the usual truncations; 1.0, 0 (or -1) and 0.0 switch them off.
         repetition_penalty: divides positive and multiplies negative logits of the last 64 tokens; 1.0 is off.
         frequency_penalty: subtracted from a token's logit for each time it was generated (as OpenAI's); 0.0 is off.
         presence_penalty: subtracted once from the logits of all tokens that were generated (as OpenAI's); 0.0 is off.
@@ -23,6 +42,9 @@ class SamplingParams:
         logprobs: number of alternatives to report per token; None for no logprobs at all, 0 for the chosen one only.
         prompt_logprobs: report logprobs of the prompt's tokens too (computes the whole prompt).
         ignore_eos: run to max_tokens.
+
+    Raises:
+        InvalidRequest: a value of another type, or outside `BOUNDS`.
     """
 
     max_tokens: int | None = None
@@ -40,3 +62,42 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST_COUNTS.items():
+            _check_count(name, getattr(self, name), least)
+        for name, bounds in BOUNDS.items():
+            if name != "logit_bias":
+                _check_number(name, getattr(self, name), *bounds)
+        _check_bias(self.logit_bias)
+        if self.seed is not None and not isinstance(self.seed, Integral):
+            raise InvalidRequest("seed must be a whole number.", param="seed")
+        _check_stop(self.stop)
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    may_be_none = name in ("max_tokens", "logprobs")
+    if value is None and may_be_none:
+        return
+    if not isinstance(value, Integral) or value < least:
+        raise InvalidRequest(f"{name} must be a whole number of at least {least}.", param=name)
+
+
+def _check_number(name: str, value: Any, least: float, greatest: float) -> None:
+    if not isinstance(value, Real) or not least <= float(value) <= greatest:  # NaN is not, either
+        raise InvalidRequest(f"{name} must be a number between {least} and {greatest}.", param=name)
+
+
+def _check_bias(biases: Any) -> None:
+    if not isinstance(biases, Mapping) or not all(isinstance(token, Integral) for token in biases):
+        raise InvalidRequest("logit_bias must be numbers by token id.", param="logit_bias")
+    for token, bias in biases.items():
+        _check_number(f"logit_bias.{token}", bias, *BOUNDS["logit_bias"])
+
+
+def _check_stop(stop: Any) -> None:
+    if not isinstance(stop, tuple | list) or not all(isinstance(string, str) and string for string in stop):
+        raise InvalidRequest("stop must be strings that are not empty.", param="stop")
+    if len(stop) > MAX_STOP_STRINGS or sum(map(len, stop)) > MAX_STOP_CHARS:
+        message = f"stop must be at most {MAX_STOP_STRINGS} strings with {MAX_STOP_CHARS} characters in all."
+        raise InvalidRequest(message, param="stop")

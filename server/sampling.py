@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from agentcache.sampling import SamplingParams
+from agentcache.sampling import BOUNDS, MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from agentcache.server.validate import Reader
 
 MAX_TOKENS_LIMIT = 2**31 - 1
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 2**14  # of all of them
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128  # as OpenAI's
 
@@ -28,13 +26,13 @@ def read_sampling(
     """
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=body.number("temperature", 1.0, minimum=0.0),
-        top_p=body.number("top_p", 1.0, minimum=0.0, maximum=1.0),
+        temperature=_number(body, "temperature", 1.0),
+        top_p=_number(body, "top_p", 1.0),
         top_k=max(body.integer("top_k", minimum=-1) or 0, 0),
-        min_p=body.number("min_p", 0.0, minimum=0.0, maximum=1.0),
-        repetition_penalty=body.number("repetition_penalty", 1.0, minimum=0.01, maximum=100.0),
-        frequency_penalty=body.number("frequency_penalty", 0.0, minimum=-2.0, maximum=2.0),
-        presence_penalty=body.number("presence_penalty", 0.0, minimum=-2.0, maximum=2.0),
+        min_p=_number(body, "min_p", 0.0),
+        repetition_penalty=_number(body, "repetition_penalty", 1.0),
+        frequency_penalty=_number(body, "frequency_penalty", 0.0),
+        presence_penalty=_number(body, "presence_penalty", 0.0),
         logit_bias=_read_logit_bias(body, vocab_size),
         seed=body.integer("seed", minimum=-(2**63)),
         min_tokens=_read_min_tokens(body, max_tokens),
@@ -43,6 +41,11 @@ def read_sampling(
         prompt_logprobs=prompt_logprobs,
         ignore_eos=body.boolean("ignore_eos"),
     )
+
+
+def _number(body: Reader, name: str, default: float) -> float:
+    least, greatest = BOUNDS[name]
+    return body.number(name, default, minimum=least, maximum=greatest)
 
 
 def read_max_tokens(body: Reader, *names: str, default: int | None) -> int | None:
@@ -90,4 +93,4 @@ def _token_id(biases: Reader, key: str, vocab_size: int) -> int:
 
 
 def _bias(biases: Reader, key: str) -> float:
-    return biases.as_number(key, biases.get(key), minimum=-100, maximum=100)
+    return biases.as_number(key, biases.get(key), minimum=-100, maximum=100)  # as OpenAI's

@@ -51,17 +51,17 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, eos_ids: Iterable[int] = ()) -> None:
-        self.temperature = params.temperature
-        self.top_p = max(params.top_p, _SMALLEST_TOP_P) if params.top_p < 1 else _NO_TOP_P
-        self.top_k = params.top_k
+        self.temperature = float(params.temperature)
+        self.top_p = max(float(params.top_p), _SMALLEST_TOP_P) if params.top_p < 1 else _NO_TOP_P
+        self.top_k = max(int(params.top_k), 0)
         self.log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-        self.penalty = params.repetition_penalty
-        self.frequency_penalty = params.frequency_penalty
-        self.presence_penalty = params.presence_penalty
+        self.penalty = float(params.repetition_penalty)
+        self.frequency_penalty = float(params.frequency_penalty)
+        self.presence_penalty = float(params.presence_penalty)
         self.min_tokens = params.min_tokens
         self.tally = Tally()
         self._eos_ids = sorted(eos_ids)
-        self._bias = params.logit_bias
+        self._bias = {int(token): float(bias) for token, bias in params.logit_bias.items()}
         self._bias_arrays: tuple[mx.array, mx.array] | None = None
         written = str(secrets.randbits(64) if params.seed is None else params.seed).encode()
         digest = hashlib.blake2b(written, digest_size=8).digest()
@@ -191,7 +191,8 @@ def _drawn_from_best(rows: Sequence[Row], logits: mx.array) -> mx.array:
     probabilities = mx.exp(logprobs)
     before = mx.cumsum(probabilities, axis=-1) - probabilities
     ranks = mx.arange(logprobs.shape[-1])
-    top_k = _column([row.sampler.top_k or logprobs.shape[-1] for row in rows])
+    size = logprobs.shape[-1]
+    top_k = _column([min(row.sampler.top_k or size, size) for row in rows])
     keep = (before < _column([row.sampler.top_p for row in rows])) & (ranks < top_k)
     keep &= logprobs >= _least(rows, logprobs)
     chosen = _draw(rows, mx.where(keep, logprobs, -mx.inf))

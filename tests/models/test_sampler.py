@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentcache.errors import InvalidRequest
 from agentcache.models.sampler import Row, Sampler, Scores, Tally, _counted, _kept_going, choose, log_softmax, masked
 from agentcache.sampling import SamplingParams
 from tests.examples import examples
@@ -261,3 +262,75 @@ def test_tokens_that_a_row_may_not_have(size: int) -> None:
     finite = [token for token in allowed if token < size]
     assert np.flatnonzero(np.isfinite(result[1])).tolist() == finite
     assert (result[1, finite] == np.array(logits)[1, finite]).all()
+
+
+# -- all that may be asked for ----------------------------------------------------------------------------------------
+
+TINY = [5e-324, 1e-300, 1e-46, 1e-45, 1e-38, 1e-7]
+EXTREMES = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, *TINY, 1e-5, 1.0, 100.0]) | st.floats(0, 100),
+        "top_p": st.sampled_from([0.0, *TINY, 1.0 - 1e-16, 1.0]) | st.floats(0, 1),
+        "top_k": st.sampled_from([-1, 0, 1, 39, 40, 41, 2**31, 2**32, 2**63, 2**64, 10**30]),
+        "min_p": st.sampled_from([0.0, *TINY, 1.0]) | st.floats(0, 1),
+        "repetition_penalty": st.sampled_from([0.01, 1.0, 100.0]) | st.floats(0.01, 100),
+        "frequency_penalty": st.sampled_from([-2.0, 5e-324, 2.0]),
+        "presence_penalty": st.sampled_from([-2.0, -5e-324, 2.0]),
+        "logit_bias": st.dictionaries(
+            st.integers(-2, 45) | st.sampled_from([2**31, 2**63, 10**30, -(2**70)]),
+            st.sampled_from([-100, -1e30, 5e-324, 100.0, 1e30]),
+        ),
+        "seed": st.none() | st.integers(-(2**70), 2**70),
+        "min_tokens": st.sampled_from([0, 1, 2**31, 2**64]),
+        "max_tokens": st.sampled_from([None, 0, 2**31, 2**64]),
+    },
+)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.lists(st.tuples(EXTREMES, st.sets(st.integers(5, 39), min_size=1)), min_size=1, max_size=4),
+    st.sampled_from([1.0, 1e-30, 1e4, 6e4]),
+    st.integers(0, 100),
+)
+def test_what_is_chosen_is_a_token_that_may_be(
+    rows: list[tuple[dict[str, Any], set[int]]], scale: float, seed: int
+) -> None:
+    """Whatever is asked for: of the vocabulary, none that a mask forbids, none that would end the text too early."""
+    ends, text = {0, 4}, [7, 9, 9, 30, 7]
+    batch = [
+        Row(Sampler(SamplingParams(**options), ends), text[:-1], len(text), Counter(text[:-1])) for options, _ in rows
+    ]
+    bits = [np.isin(np.arange(64), [*allowed, *ends]) for _, allowed in rows]
+    masks = {i: np.packbits(row, bitorder="little").view(np.uint32) for i, row in enumerate(bits)}
+    logits = mx.random.normal((len(rows), 40), key=mx.random.key(seed)) * scale
+    chosen = choose(batch, masked(logits, masks), mx.array([text[-1]] * len(rows), mx.int32)).tolist()
+    for token, row, (_, allowed) in zip(chosen, batch, rows, strict=True):
+        assert token in (allowed if row.sampler.min_tokens > row.position else allowed | ends)
+
+
+OUTSIDE = [
+    *(("temperature", value) for value in (-1, 100.1, 3.5e38, 1e39, 1e300, math.inf, math.nan, "1", None)),
+    *((name, value) for name in ("top_p", "min_p") for value in (-5e-324, 1.1, math.inf, math.nan, "1", None)),
+    *(("repetition_penalty", value) for value in (0, -1.0, 0.009, 101, 1e39, math.inf, math.nan)),
+    *((n, v) for n in ("frequency_penalty", "presence_penalty") for v in (-2.1, 2.1, 1e39, -math.inf, math.nan)),
+    *(("logit_bias", {3: value}) for value in (1e31, -1e39, math.inf, -math.inf, math.nan, "1", None)),
+    *(("logit_bias", value) for value in ({"3": 1.0}, {1.5: 1.0}, {None: 1.0}, [3], None)),
+    *(("top_k", value) for value in (-2, 1.5, "1", None)),
+    *((name, value) for name in ("max_tokens", "min_tokens", "logprobs") for value in (-1, 1.5, "1", math.nan)),
+    *(("seed", value) for value in (1.5, "1", math.nan)),
+    *(("stop", value) for value in ("x", ("",), (1,), ["x"] * 17, ("x" * 16_385,), None)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OUTSIDE)
+def test_what_cannot_be_asked_for(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams(**{name: value})
+    assert (refused.value.param or "").partition(".")[0] == name
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={np.int32(2): np.float32(1)})  # type: ignore[arg-type, dict-item]
+    assert choose_one(Sampler(params), LOGITS, [0]) in {0, 2, 4}
