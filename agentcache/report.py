@@ -263,6 +263,7 @@ class CacheStats:
     waiting: Annotated[int, Gauge("num_requests_waiting", "Requests that wait for a place")] = 0
     preemptions: Annotated[int, Counter("num_preemptions", "Requests that gave their blocks up for others")] = 0
     cancelled: Annotated[int, Counter("requests_cancelled", "Requests whose client left or whose time was up")] = 0
+    failed: Annotated[int, Counter("requests_failed", "Requests that an unforeseen exception ended")] = 0
     generated_tokens: Annotated[int, Counter("generation_tokens", "Tokens generated")] = 0
     decode_steps: Annotated[int, Counter("decode_steps", "Steps that decoded")] = 0
     decode_rows: Annotated[int, Counter("decode_rows", "Rows in these steps; by steps, the mean batch")] = 0

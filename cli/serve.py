@@ -19,7 +19,7 @@ import typer
 from agentcache.cli.hosts import launch_on
 from agentcache.config import SETTINGS, Config, Flag, Kind
 from agentcache.config_sources import load_config
-from agentcache.errors import AgentCacheError, InternalError, RankLost
+from agentcache.errors import AgentCacheError, EngineStopped, InternalError, RankLost
 from agentcache.ranks.rank import own_rank
 
 if TYPE_CHECKING:
@@ -153,13 +153,16 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
             server.should_exit = True
 
     app = create_app(engine, config, on_start=on_start)
-    server = DrainingServer(uvicorn_config(app, config), app.state.context.close)
+    close = app.state.context.close
+    server = DrainingServer(uvicorn_config(app, config), close, lambda: engine.failure is not None)
     leave_in_order(server)
     server.run(sockets=[listener])
     if isinstance(engine.failure, RankLost):
         leave_at_once(engine.failure)
     if failures:
         raise start_error(failures[0])
+    if engine.failure is not None:
+        raise EngineStopped(f"the engine has failed: {engine.failure}")
 
 
 def leave_at_once(lost: RankLost) -> NoReturn:

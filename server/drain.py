@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable
 
 import uvicorn
@@ -14,20 +15,35 @@ from agentcache.server.connection import ClientConnection
 DRAIN_SECONDS = 5.0
 # For clients that do not take their answer; then their connections are cut.
 CUT_SECONDS = 15
+# After the engine has failed /health says so for as long; then the process ends, for a supervisor to start it again.
+FAILED_SECONDS = 5.0
 
 
 class DrainingServer(uvicorn.Server):
     """Calls `close` when it has drained for `drain_seconds`, which ends streams properly; uvicorn would cut them.
 
-    Requests of which not everything has come by then are cut.
+    Requests of which not everything has come by then are cut. It ends by itself some time after the engine has failed.
     """
 
     def __init__(
-        self, config: uvicorn.Config, close: Callable[[], Awaitable[None]], drain_seconds: float = DRAIN_SECONDS
+        self,
+        config: uvicorn.Config,
+        close: Callable[[], Awaitable[None]],
+        has_failed: Callable[[], bool],
+        drain_seconds: float = DRAIN_SECONDS,
     ) -> None:
         super().__init__(config)
         self._close = close
+        self._has_failed = has_failed
         self._drain_seconds = drain_seconds
+        self._failed_at: float | None = None
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to shut down; called ten times a second."""
+        if self._failed_at is None and self._has_failed():
+            self._failed_at = time.monotonic()
+        is_over = self._failed_at is not None and time.monotonic() - self._failed_at > FAILED_SECONDS
+        return await super().on_tick(counter) or is_over
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self._end_requests())

@@ -163,14 +163,23 @@ class BufferedReads:
         self._post(lambda: self._take(batch, buffer, future.result()))
 
     def _take(self, batch: _Batch, buffer: Array, reads: Sequence[Read]) -> None:
+        try:
+            batch.restore.settle(self._put(batch, reads))
+        finally:
+            with self._lock:
+                self._buffers.append(buffer)
+                self._begin_reads()
+
+    def _put(self, batch: _Batch, reads: Sequence[Read]) -> Sequence[Read]:
         good = [(read.load.block_id, read.data) for read in reads if read.data is not None]
         if good and not batch.restore.sequence.closed:
             block_ids, blocks = zip(*good, strict=True)
-            batch.restore.cache.arenas.put_blocks(batch.group, block_ids, blocks)
-        batch.restore.settle(reads)
-        with self._lock:
-            self._buffers.append(buffer)
-            self._begin_reads()
+            try:
+                batch.restore.cache.arenas.put_blocks(batch.group, block_ids, blocks)
+            except BaseException:  # they are computed
+                log.exception("blocks could not be put into the cache")
+                return [Read(load, None) for load in batch.loads]
+        return reads
 
 
 def _parts(buffer: Array, size: int, count: int) -> list[Array]:

@@ -44,14 +44,9 @@ class DiskJobs:
 
     def copy_out(self, targets: Sequence[BlockToWrite]) -> list[BlockWrite]:
         """What is to be written, copied out of the arenas; it is on its way to the disk from now on."""
-        writes = []
+        writes = [_copied(target) for target in targets]
         for target in targets:
-            node = target.node
-            data = target.cache.arenas.snapshot(target.group, target.block_id, node.num_tokens)
-            header = header_of(node, target.group, target.cache)
-            extras = target.cache.arenas.block_extras(target.group, target.block_id, node.num_tokens)
-            writes.append(BlockWrite(header, data, extras))
-            node.pending.add(target.group)
+            target.node.pending.add(target.group)
         return writes
 
     def submit(
@@ -71,15 +66,25 @@ class DiskJobs:
         def applied(result: Committed | StoreError) -> None:
             self._unsettled -= 1
             outcome = Committed(error=str(result)) if isinstance(result, StoreError) else result
-            self.apply(outcome, targets)
-            settle(outcome)
+            try:
+                self.apply(outcome, targets)
+            except BaseException:
+                _not_pending(targets)
+                raise
+            finally:
+                settle(outcome)
 
         def hand_over(result: Committed | StoreError) -> None:
             """On the writer's thread."""
             self._post(lambda: applied(result))
             self._disk.clean_up()
 
-        self._writer.submit(job, hand_over, num_bytes)
+        try:
+            self._writer.submit(job, hand_over, num_bytes)
+        except BaseException:
+            self._unsettled -= 1
+            _not_pending(targets)
+            raise
 
     def when_settled(self, done: Callable[[], None]) -> None:
         """Call `done` when all that was queued until now is on disk, or gone from it, and known here."""
@@ -151,6 +156,19 @@ class DiskJobs:
                 named = (BlockName(node.chain, index, cache.name) for index in node.stored)
                 for name in [name for name in named if not self._disk.files.has(name)]:
                     cache.prefix.mark_missing(node, name.group)
+
+
+def _not_pending(targets: Sequence[BlockToWrite]) -> None:
+    """What became of them is not known: the next turn that needs them writes them."""
+    for target in targets:
+        target.node.pending.discard(target.group)
+
+
+def _copied(target: BlockToWrite) -> BlockWrite:
+    node, arenas = target.node, target.cache.arenas
+    data = arenas.snapshot(target.group, target.block_id, node.num_tokens)
+    extras = arenas.block_extras(target.group, target.block_id, node.num_tokens)
+    return BlockWrite(header_of(node, target.group, target.cache), data, extras)
 
 
 def _is_outgrown(tail: Node, group: int) -> bool:

@@ -20,7 +20,7 @@ from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
-from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks
+from agentcache.errors import AgentCacheError, InternalError, InvalidRequest, OutOfBlocks
 from agentcache.report import AgentInfo, CacheState, LineageInfo, RestoreReport
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
@@ -243,11 +243,17 @@ class AgentOperations:
         def settle(cache: KeptCache, sequence: CacheSequence, restored: Restored) -> None:
             nonlocal restored_bytes
             restored_bytes += restored.num_bytes
-            cache.arenas.evaluate()
-            cache.prefix.abandon(sequence)  # what was loaded is the tree's by now
-            if restored.complete:
-                due.pop()
-            go_on()
+            try:
+                try:
+                    cache.arenas.evaluate()
+                finally:
+                    cache.prefix.abandon(sequence)  # what was loaded is the tree's by now
+                if restored.complete:
+                    due.pop()
+                go_on()
+            except BaseException:
+                done(InternalError("the agent could not be restored; the log says why"))
+                raise
 
         def go_on() -> None:
             while due and self._caches.find(due[-1][1].name) is not due[-1][1]:

@@ -181,7 +181,8 @@ class Persistence:
             else:
                 self._let_go(early_ones)  # before base's, which may need their room
         # The durable part of the record in memory changes only when the disk has changed.
-        durable = self._agents.find(record.name) or record.without_blocks()
+        before = self._agents.find(record.name)
+        durable = before or record.without_blocks()
         self._agents.put(record.with_blocks_of(durable))
         self._in_use.hold_lineage(record.name)  # so that nobody drops the durable ones for room
         counted_on = names_of(set(record.held).difference(durable.held))
@@ -192,7 +193,13 @@ class Persistence:
             done(self._saved(commit.record, outcome))
 
         commit = Commit(record, parts, [*counted_on, *held], settle)
-        self._try_to_commit(commit)
+        try:
+            self._try_to_commit(commit)
+        except BaseException:  # the turn has not happened
+            self._in_use.let_lineage_go(record.name)
+            self._in_use.let_blocks_go(counted_on)
+            self._agents.remove(record) if before is None else self._agents.put(before)
+            raise
 
     def _with_residual(self, record: AgentRecord, residual: ResidualTurn) -> AgentRecord:
         spec = self._caches.get(residual.cache).spec

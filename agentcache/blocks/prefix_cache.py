@@ -123,7 +123,7 @@ class PrefixCache:
         sequence = self._enter(root, prefix)
         try:
             attach_prefix(sequence, prefix, self.allocator)
-        except OutOfBlocks:
+        except BaseException:
             self._discard(sequence)
             raise
         self.touch(prefix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
@@ -35,6 +35,7 @@ class Admission:
         step_down: has a generation that waits be computed exactly instead of as residuals.
         share: has one whose policy is open be computed as residuals, unless these are known to be too far from base.
         residual_cache: where an adapter's residuals are kept.
+        fail: ends generations that an unforeseen exception concerns.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Admission:
         step_down: Callable[[Generation, StepDown], None],
         share: Callable[[Generation], None],
         residual_cache: Callable[[AdapterUse], KeptCache],
+        fail: Callable[[Collection[Generation], BaseException], None],
     ) -> None:
         self._requests = requests
         self._scheduler = scheduler
@@ -61,6 +63,7 @@ class Admission:
         self._step_down = step_down
         self._share = share
         self._residual_cache = residual_cache
+        self._fail = fail
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -78,6 +81,8 @@ class Admission:
                     self._step_down(generation, StepDown.MEMORY)
                 else:
                     self._end(generation, _too_large(generation, error))
+            except BaseException as error:
+                self._fail([generation], error)
 
     def _open(self, generation: Generation, busy: bool) -> None:
         """Open a waiting request's sequence; starts its restore where blocks are on disk only."""
@@ -145,10 +150,10 @@ class Admission:
             raise OutOfBlocks("running requests read blocks where residuals are to be")
         match, _ = self._match_overlay(generation, cache, root)
         sequences = {BASE_CACHE: self._cache.open(root, match.base)}
-        self._device.copy_blocks(sequences[BASE_CACHE].copies)  # before its slots may move
         try:
+            self._device.copy_blocks(sequences[BASE_CACHE].copies)  # before its slots may move
             sequences[cache.name] = cache.prefix.open(residual_root, match.residuals)
-        except OutOfBlocks:
+        except BaseException:
             self._cache.abandon(sequences[BASE_CACHE])
             raise
         base, residuals = sequences.values()
@@ -275,6 +280,15 @@ class Admission:
         sequence = due[0][1]
         if sequence.closed:
             return  # cancelled meanwhile
+        try:
+            self._take_restored(generation, due, restored)
+        except BaseException as error:
+            self._fail([generation], error)
+
+    def _take_restored(
+        self, generation: Generation, due: Sequence[tuple[str, CacheSequence]], restored: Restored
+    ) -> None:
+        sequence = due[0][1]
         self._device.evaluate()
         generation.restored_bytes += restored.num_bytes
         generation.restore_seconds += restored.seconds

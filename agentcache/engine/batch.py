@@ -45,6 +45,18 @@ class BatchRow:
         """Whether what is computed here is of no use any more: its generation has ended, or lost its sequence."""
         return self.work.writes.closed
 
+    def sampler_row(self, end: int) -> Row:
+        """What chooses the token behind the first `end` tokens."""
+        generation, sampler = self.generation, self.generation.sampler
+        assert sampler is not None  # `prepare` has made it
+        recent = generation.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
+        position = end - generation.num_prompt_tokens
+        if not sampler.counts_tokens:
+            return Row(sampler, recent, position)
+        return Row(
+            sampler, recent, position, sampler.tally.of(generation.token_ids, generation.num_prompt_tokens, end - 1)
+        )
+
 
 @dataclass(frozen=True)
 class Result:
@@ -120,7 +132,7 @@ class Choice:
 
     def make(self, masks: Mapping[int, np.ndarray] | None = None) -> None:
         """Choose; `masks` are as in `sampler.masked`."""
-        rows = [_row(row.generation, end) for row, end in zip(self.rows, self._ends, strict=True)]
+        rows = [row.sampler_row(end) for row, end in zip(self.rows, self._ends, strict=True)]
         self.tokens = choose(rows, masked(self._logits, masks) if masks else self._logits, self._last)
         if self.scored:
             index = mx.array(list(self.scored))
@@ -276,13 +288,3 @@ class Batch:
                 state = self._states[i] if self._states else None
                 token, score = chosen.get(row.generation, (None, None)) if row.is_complete else (None, None)
                 yield Result(row, token, score, prompt_scores, state)
-
-
-def _row(generation: Generation, end: int) -> Row:
-    sampler = generation.sampler
-    assert sampler is not None  # `prepare` has made it
-    recent = generation.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
-    position = end - generation.num_prompt_tokens
-    if not sampler.counts_tokens:
-        return Row(sampler, recent, position)
-    return Row(sampler, recent, position, sampler.tally.of(generation.token_ids, generation.num_prompt_tokens, end - 1))

@@ -83,6 +83,24 @@ class BatchBuilder:
             generation.launched_state = state
         return batch
 
+    def at_fault(self, rows: Sequence[Generation], num_tokens: int) -> list[Generation]:
+        """As `Device.at_fault`; nothing is computed."""
+        return [generation for generation in rows if not self._can_be_built(generation, num_tokens)]
+
+    def _can_be_built(self, generation: Generation, num_tokens: int) -> bool:
+        try:
+            start, left = generation.num_launched, generation.num_to_launch
+            made = BatchRow.of(generation, left, num_tokens)
+            self._adapters.decoder(made.work.decoder)
+            self._adapters.rows([made.work.computes])
+            self._runner.reads([generation.open_sequence.tables], [start], num_tokens, made.work.cut)
+            self._runner.writes([made.work.writes.tables], [start], num_tokens, made.work.cut)
+            if made.is_complete:
+                made.sampler_row(start + num_tokens)
+        except BaseException:
+            return False
+        return True
+
     def _with_overlays(
         self, step: StepInputs, rows: Sequence[BatchRow], overlays: Sequence[Overlay | None]
     ) -> StepInputs:

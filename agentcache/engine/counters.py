@@ -19,6 +19,7 @@ class Counters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     cancelled: int = 0
+    failed: int = 0
     decode_steps: int = 0
     decode_rows: int = 0
     decode_seconds: float = 0.0

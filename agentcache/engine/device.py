@@ -68,6 +68,9 @@ class Device(Protocol):
     def build(self, rows: Sequence[Generation], num_tokens: int, before: Step | None, *, contended: bool) -> Step:
         """The step that computes `num_tokens` tokens of each row, behind the one under way; not yet started."""
 
+    def at_fault(self, rows: Sequence[Generation], num_tokens: int) -> Sequence[Generation]:
+        """Of the rows of a step that could not be built, those that cannot be built alone either."""
+
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
         """Before anything that is built later reads them."""
 
@@ -105,6 +108,7 @@ class MlxDevice:
         self._builder = builder
         self.limit = guard.limit
         self.prepare = builder.prepare
+        self.at_fault = builder.at_fault
         self.copy_blocks = runner.copy_blocks
         self.row_state = runner.row_state
         self.keep_state = runner.keep_state

@@ -26,11 +26,12 @@ from agentcache.engine.messages import (
     Submit,
 )
 from agentcache.engine.output import Output
-from agentcache.errors import AgentCacheError
+from agentcache.errors import AgentCacheError, BrokenInvariant
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.report import StepDown
 from agentcache.request import ChatPrompt
+from agentcache.threads import as_exception
 
 
 def dispatch(engine: Engine, message: Message, reply: Reply) -> None:
@@ -41,8 +42,10 @@ def dispatch(engine: Engine, message: Message, reply: Reply) -> None:
     """
     try:
         _dispatch(engine, message, reply)
-    except AgentCacheError as error:
-        reply(error)
+    except BaseException as error:
+        reply(as_exception(error))
+        if not isinstance(error, AgentCacheError) or isinstance(error, BrokenInvariant):
+            engine.fail((), error)
 
 
 def _dispatch(engine: Engine, message: Message, reply: Reply) -> None:

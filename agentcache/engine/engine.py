@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from agentcache.adapter_settings import Policy
@@ -15,7 +16,7 @@ from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
 from agentcache.engine.admission import Admission
-from agentcache.engine.batch import LateToken
+from agentcache.engine.batch import LateToken, Result
 from agentcache.engine.catch_up import CatchUp
 from agentcache.engine.counters import Counters, cache_stats
 from agentcache.engine.device import Device, Step
@@ -28,13 +29,15 @@ from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import EngineView, ServedModel
-from agentcache.errors import AgentCacheError, RequestCancelled
+from agentcache.errors import AgentCacheError, EngineStopped, InternalError, RequestCancelled
 from agentcache.models.device_memory import Limits
 from agentcache.models.fused import counts as kernel_counts
 from agentcache.models.loader import LoadedModel
 from agentcache.models.sampler import TokenScore
 from agentcache.pressure import Level
 from agentcache.report import CacheStats, FinishReason, StepDown, Traffic
+
+log = logging.getLogger("agentcache.engine")
 
 # Share of a step's time for which the CPU may look for what an answer's form allows next. Below 1: a step's time is
 # measured with this wait in it, so that with all of it the measure would grow from step to step.
@@ -106,6 +109,7 @@ class Engine:
             self._step_down,
             self._share,
             self.residuals.cache_of,
+            self.fail,
         )
         self._catch_up = CatchUp(parts.requests, parts.caches.base)
         self.relief = MemoryRelief(
@@ -132,11 +136,15 @@ class Engine:
     def add(self, generation: Generation) -> None:
         """Begin a request's turn and queue it; one that cannot have a turn hears of it."""
         try:
-            self.turns.begin(generation)
+            self._add(generation)
         except AgentCacheError as error:
             self.requests.move(generation, State.FAILED)
             generation.emit(error)
-            return
+        except BaseException as error:
+            self.fail([generation], error)
+
+    def _add(self, generation: Generation) -> None:
+        self.turns.begin(generation)
         self.device.prepare(generation)
         self.requests.move(generation, State.WAITING)
         use = generation.adapter
@@ -166,6 +174,35 @@ class Engine:
             self.turns.drop(generation)
             self._release_buffers()
             generation.emit(outcome)
+
+    def fail(self, generations: Collection[Generation], error: BaseException) -> None:
+        """End the requests that an unforeseen exception concerns; the others continue if the cache is sound.
+
+        Raises:
+            EngineStopped: it is not, or the device does not compute any more, or another rank is lost.
+        """
+        if isinstance(error, EngineStopped):
+            raise error
+        names = ", ".join(each.request.request_id for each in generations)
+        log.error("requests that have failed: %s", names or "none", exc_info=error)
+        self.counters.failed += len(generations)
+        failure = InternalError("the request has failed; the log says how")
+        try:
+            for generation in generations:
+                self._drop(generation, failure)
+            self.device.evaluate()
+            self.check_integrity()
+        except BaseException as second:
+            raise EngineStopped(f"the cache is not sound after a failure: {second}") from error
+
+    def _drop(self, generation: Generation, failure: InternalError) -> None:
+        if generation.state in (State.NEW, State.SAVING):  # its own part of `add` or `end` has failed
+            self.requests.move(generation, State.FAILED)
+            self._admission.abandon_sequence(generation)
+            self.turns.drop(generation)
+            generation.emit(failure)
+        else:
+            self.end(generation, failure)
 
     def cancel(self, generation: Generation) -> None:
         """Stop working on a request; its agent stays as it was before, its blocks are free at once."""
@@ -220,7 +257,16 @@ class Engine:
 
         Where the form of an answer says what may follow the last one's token, the next one is chosen now that it is
         known; the device is at work on its logits. Rows for which that takes longer sit steps out until it is known.
+
+        An unforeseen exception ends the request whose own part of the step raised it, or those of the step, or, where
+        that cannot be told, all that are not complete. Raises EngineStopped where that is not enough (`fail`).
         """
+        try:
+            self._step()
+        except BaseException as error:
+            self.fail(list(self.requests), error)
+
+    def _step(self) -> None:
         self.trunk.sweep()
         self._admission.admit()
         self._catch_up.look()
@@ -228,29 +274,59 @@ class Engine:
         following = self._build(self.scheduler.schedule())
         done, self._under_way = self._under_way, following
         if following is not None:
-            following.start()
+            try:
+                following.start()
+            except BaseException as error:
+                self._fail_steps(error, following)
         if done is not None:
-            done.wait()
-            self._note_time(done)
-            self._settle(done)
+            try:
+                done.wait()
+                self._note_time(done)
+                self._settle(done)
+            except BaseException as error:  # what follows is computed from its tokens
+                self._fail_steps(error, done, following)
             self._release_buffers()
         for token in late:
             self._settle_late(token)
         if following is not None and following.awaits_choice:
-            self._late += following.choose(self._patience(following))
+            try:
+                self._late += following.choose(self._patience(following))
+            except BaseException as error:
+                self._fail_steps(error, following)
         if done is None and following is None and not late and self._late:
             self._late[0].wait(_NOTHING_ELSE)
+
+    def _fail_steps(self, error: BaseException, *steps: Step | None) -> None:
+        """End the requests of these steps, whose blocks are free and are not published."""
+        if self.served.ranks > 1:  # the other ranks may have computed another part of it
+            raise EngineStopped(f"a step has failed, and the other ranks are out of step: {error}") from error
+        rows = [row for step in steps if step is not None for row in step.rows if not row.is_void]
+        self.fail({row.generation: None for row in rows}.keys(), error)
 
     def _build(self, plan: dict[Generation, int]) -> Step | None:
         fitting = self.device.limit(plan)
         if plan and not fitting and self._under_way is None:
             self._admission.give_up(next(iter(plan)))
-        counts = {each: self._admission.reserve(each, count) for each, count in fitting.items()}
+        counts = {each: self._reserve(each, count) for each, count in fitting.items()}
         # Making room for one may have preempted another.
         rows = [each for each, count in counts.items() if count and each.state is State.RUNNING]
         if not rows:
             return None
-        return self.device.build(rows, counts[rows[0]], self._under_way, contended=self.scheduler.contended)
+        try:
+            return self.device.build(rows, counts[rows[0]], self._under_way, contended=self.scheduler.contended)
+        except BaseException as error:
+            if self.served.ranks > 1:
+                raise EngineStopped(f"a step cannot be built, and the other ranks wait for it: {error}") from error
+            # Those that are left are built anew in the next step: what they write is the same.
+            self.fail(self.device.at_fault(rows, counts[rows[0]]) or rows, error)
+            return None
+
+    def _reserve(self, generation: Generation, count: int) -> int:
+        try:
+            return self._admission.reserve(generation, count)
+        except BaseException as error:
+            self.fail([generation], error)
+            return 0
 
     def _note_time(self, batch: Step) -> None:
         self.counters.note(batch)
@@ -275,25 +351,31 @@ class Engine:
     def _settle(self, batch: Step) -> None:
         """Take what a batch has computed: keys and values into the cache, tokens to those who asked for them."""
         for result in batch.results():
-            generation = result.row.generation
-            generation.in_flight -= batch.num_tokens
-            if generation.wants_prompt_logprobs:
-                self.turns.note_prompt_scores(generation, result.prompt_scores)
-            start, overlay = generation.num_computed, result.row.work.overlay
-            token_ids = generation.token_ids[start : start + batch.num_tokens]
-            if overlay is None:
-                self._advance(generation, result.row.work, token_ids)
-            else:
-                if self.residuals.advance(generation, overlay, token_ids):
-                    self._catch_up.pass_on()
-                self.residuals.leave_windows(overlay)
-                if result.token is not None and self._is_too_far(generation):
-                    continue
-            if result.state is not None:
-                generation.settle_state(result.state)
-                self._keep_state(generation)
-            if result.token is not None:
-                self._take(generation, result.token, result.score)
+            try:
+                self._settle_row(batch, result)
+            except BaseException as error:
+                self.fail([result.row.generation], error)
+
+    def _settle_row(self, batch: Step, result: Result) -> None:
+        generation = result.row.generation
+        generation.in_flight -= batch.num_tokens
+        if generation.wants_prompt_logprobs:
+            self.turns.note_prompt_scores(generation, result.prompt_scores)
+        start, overlay = generation.num_computed, result.row.work.overlay
+        token_ids = generation.token_ids[start : start + batch.num_tokens]
+        if overlay is None:
+            self._advance(generation, result.row.work, token_ids)
+        else:
+            if self.residuals.advance(generation, overlay, token_ids):
+                self._catch_up.pass_on()
+            self.residuals.leave_windows(overlay)
+            if result.token is not None and self._is_too_far(generation):
+                return
+        if result.state is not None:
+            generation.settle_state(result.state)
+            self._keep_state(generation)
+        if result.token is not None:
+            self._take(generation, result.token, result.score)
 
     def _is_too_far(self, generation: Generation) -> bool:
         """Whether an answer would be too far from its adapter's own, and is computed exactly before any of it shows."""
@@ -321,19 +403,29 @@ class Engine:
         """Have the device choose the tokens that were late, as far as it is known now which they may be."""
         self._late = [token for token in self._late if not token.row.is_void]
         ready = [token for token in self._late if not token.row.generation.in_flight and token.is_ready]
-        for token in ready:
-            self._late.remove(token)
+        return [token for token in ready if self._start_late(token)]
+
+    def _start_late(self, token: LateToken) -> bool:
+        self._late.remove(token)
+        try:
             token.start()
-        return ready
+        except BaseException as error:
+            self.fail([token.row.generation], error)
+            return False
+        return True
 
     def _settle_late(self, late: LateToken) -> None:
         if late.row.is_void:
             return
-        generation, result = late.row.generation, late.result()
-        generation.is_late = False
-        assert result.token is not None  # that is what was waited for
-        if generation.overlay is None or not self._is_too_far(generation):
-            self._take(generation, result.token, result.score)
+        generation = late.row.generation
+        try:
+            result = late.result()
+            generation.is_late = False
+            assert result.token is not None  # that is what was waited for
+            if generation.overlay is None or not self._is_too_far(generation):
+                self._take(generation, result.token, result.score)
+        except BaseException as error:
+            self.fail([generation], error)
 
     def _advance(self, generation: Generation, work: Pass, token_ids: list[int]) -> None:
         sequence = work.writes

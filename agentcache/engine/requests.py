@@ -12,7 +12,7 @@ _NEXT = {
     State.WAITING: (State.LOADING, State.RUNNING, State.FAILED),
     State.LOADING: (State.RUNNING, State.WAITING, State.FAILED),
     State.RUNNING: (State.WAITING, State.SAVING, State.FAILED),
-    State.SAVING: (State.DONE,),
+    State.SAVING: (State.DONE, State.FAILED),
     State.DONE: (),
     State.FAILED: (),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,11 +22,13 @@ from agentcache.blocks.transcript import Transcript
 from agentcache.engine.device import Device
 from agentcache.engine.generation import Generation, Outcome, State, make_report
 from agentcache.engine.requests import Requests
-from agentcache.errors import InvalidRequest
+from agentcache.errors import InternalError, InvalidRequest
 from agentcache.models.sampler import TokenScore
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.report import PROMPT_END, FinishReason, StepDown, TokenLogprob, Update
 from agentcache.store.manifest import AgentRecord
+
+log = logging.getLogger("agentcache.engine")
 
 
 class Turns:
@@ -58,8 +61,9 @@ class Turns:
         if agent is None:
             return
         self._note_own(generation)
-        generation.record = self._extended(generation) or self._agents.vacant(agent, param="agent")
-        self._in_use.hold_lineage(generation.record.name)
+        record = self._extended(generation) or self._agents.vacant(agent, param="agent")
+        self._in_use.hold_lineage(record.name)
+        generation.record = record
 
     def _note_own(self, generation: Generation) -> None:
         found = generation.found
@@ -248,6 +252,13 @@ class Turns:
         """The last update, when the turn is safe on disk or known not to be."""
         self._requests.move(generation, State.DONE)
         self._let_lineage_go(generation)
+        try:
+            self._report(generation, saved)
+        except BaseException:
+            log.exception("a turn has ended, and cannot be reported")
+            generation.emit(InternalError("the turn has ended, and cannot be reported; the log says why"))
+
+    def _report(self, generation: Generation, saved: Saved | None) -> None:
         if generation.record is not None:
             self._persistence.keep_bound(generation.record)
         report, stop_string = make_report(generation, saved), generation.output.stop_string

@@ -126,7 +126,10 @@ class EngineThread:
         while not self._stopping:
             # Not what comes meanwhile: it could keep those who run waiting for long.
             for _ in range(self._inbox.qsize() if engine.has_work else 1):
-                self._next(engine)()
+                try:
+                    self._next(engine)()
+                except BaseException as error:  # whose work it was cannot be told
+                    engine.fail(list(engine.requests), error)
             self._hand_over(engine)
             if engine.has_work:
                 engine.step()

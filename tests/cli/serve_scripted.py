@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 from agentcache.cli import connection
 from agentcache.cli.main import main
 from agentcache.config import Config
-from agentcache.errors import CacheFolderInUse
+from agentcache.errors import CacheFolderInUse, EngineStopped
 from agentcache.report import FinishReason, Update
 from agentcache.request import Request
 from tests.server.fake_engine import REPORT, FakeEngine
@@ -22,6 +23,11 @@ def slow(request: Request) -> list[Update | float | Exception]:
 class Scripted(FakeEngine):
     async def close(self) -> None:
         print("engine closed", flush=True)
+
+    async def start(self) -> None:
+        await super().start()
+        if os.environ.get("SCRIPTED_FAILURE") == "later":
+            asyncio.get_running_loop().call_later(0.5, setattr, self, "failure", EngineStopped("the device is gone"))
 
 
 def open_engine(config: Config, *, warm_up: bool) -> FakeEngine:

@@ -86,6 +86,19 @@ def test_an_engine_that_does_not_start_is_one_sentence_and_exit_1(failure: str, 
 
 
 @pytest.mark.slow
+def test_an_engine_that_fails_later_is_told_of_and_then_exit_1() -> None:
+    """A supervisor starts it again; until then /health says why."""
+    with serving(failure="later") as process:
+        url, status = url_of(process), "ok"
+        while status == "ok":
+            status = httpx.get(f"{url}/health").json()["status"]
+        assert status == "failed"
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "error: the engine has failed: the device is gone" in err.splitlines()
+
+
+@pytest.mark.slow
 def test_a_taken_port_is_one_sentence() -> None:
     with listen(Config(port=0)) as taken, serving("--port", str(taken.getsockname()[1])) as process:
         out, err = process.communicate(timeout=PATIENCE)

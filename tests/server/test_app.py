@@ -127,6 +127,7 @@ def test_cache_routes() -> None:
         "waiting": 0,
         "preemptions": 0,
         "cancelled": 0,
+        "failed": 0,
         "generated_tokens": 0,
         "decode_steps": 0,
         "decode_rows": 0,

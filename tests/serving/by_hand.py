@@ -92,7 +92,7 @@ class ByHand:
 
     def step(self) -> None:
         while not self.posted.empty():
-            self.posted.get()()
+            self.run_posted(self.posted.get())
         if self.engine.has_work:
             self.engine.step()
 
@@ -102,7 +102,14 @@ class ByHand:
             if self.engine.has_work:
                 self.step()
             else:
-                self.posted.get(timeout=30)()
+                self.run_posted(self.posted.get(timeout=30))
+
+    def run_posted(self, function: Callable[[], None]) -> None:
+        """As the engine's thread does it."""
+        try:
+            function()
+        except BaseException as error:
+            self.engine.fail(list(self.engine.requests), error)
 
     def evict(self, agent: str) -> None:
         """Free the agent's RAM."""

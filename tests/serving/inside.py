@@ -584,3 +584,9 @@ def transcript_bytes(engine: Engine) -> tuple[int, int]:
     [account] = [each for each in engine.cache.ledger.statement() if each.kind == TRANSCRIPTS]
     kept = [record.transcript for record in engine.agents if record.transcript.is_kept]
     return account.used_bytes, sum(each.content().num_bytes for each in kept)
+
+
+def pinned(engine: Engine) -> list[object]:
+    """Lineages and blocks that turns hold."""
+    in_use = engine.persistence._in_use
+    return [*in_use.lineages(), *in_use.blocks()]

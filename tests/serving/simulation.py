@@ -185,6 +185,9 @@ class FormulaDevice:
         assert snapshots is not None
         self._snapshots = {slot: state for slot, state in self._snapshots.items() if not snapshots.is_free(slot)}
 
+    def at_fault(self, rows: Sequence[Generation], num_tokens: int) -> Sequence[Generation]:
+        return ()
+
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
         pass
 

@@ -21,6 +21,7 @@ LIVES = [
     (NEW, WAITING, FAILED),
     (NEW, WAITING, LOADING, FAILED),
     (NEW, WAITING, RUNNING, FAILED),
+    (NEW, WAITING, RUNNING, SAVING, FAILED),  # it has failed before the disk had it
 ]
 POSSIBLE = {step for life in LIVES for step in pairwise(life)}
 
