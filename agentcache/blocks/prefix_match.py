@@ -13,6 +13,7 @@ from agentcache.blocks.transcript import Encoding, Span, Spelling, Transcript
 
 PARTIAL_SHARE = 0.8
 MAX_ANCHORS = 3
+_FIRST_WINDOW = 256  # characters
 
 
 class Match(StrEnum):
@@ -101,6 +102,18 @@ def len_common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
         else:
             high = middle
     return low
+
+
+def shared_until(left: str, right: str, left_at: int, right_at: int) -> int:
+    """Where `left` from `left_at` on stops being as `right` from `right_at` on; the time depends on what they share."""
+    at, size = left_at, _FIRST_WINDOW
+    while True:
+        other = right_at + at - left_at
+        shared = len_common_prefix(left[at : at + size], right[other : other + size])
+        at += shared
+        if shared < size:
+            return at
+        size *= 2
 
 
 def _label(num_cached: int, num_new: int, num_shared: int) -> Match:

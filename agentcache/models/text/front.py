@@ -10,6 +10,7 @@ again, and so is all else that is known here.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ _MOST_PLACES = 8  # that may have changed
 _MOST_PIECES, _MOST_CHARS = 32, 8192  # of one place: lines and what parts them
 _SAME_CHARS = 256  # of the first user's words, that show that it is the same conversation
 _AS_WRITTEN = "(as written)"
-_NOTICE = re.compile(r"\[Now in the instructions above:\n(.*?)\]\n\n", re.DOTALL)
+_NOTICE, _NOTICE_END = "[Now in the instructions above:\n", "]\n\n"
+_MOST_MISSED = 16  # system messages that a template does not show as they are
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def leading(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 def find_front(messages: Sequence[dict[str, Any]], text: str) -> Front | None:
     """The front of a rendered prompt, found by the text, whatever the template; None where it cannot be told."""
-    begin = 0
+    begin = missed = 0
     for message in messages:
         content = message.get("content")
         said = content.strip() if isinstance(content, str) else ""
@@ -49,6 +51,9 @@ def find_front(messages: Sequence[dict[str, Any]], text: str) -> Front | None:
         if message.get("role") not in _SYSTEM_ROLES:
             return Front(found, said[:_SAME_CHARS]) if found > 0 else None
         begin = max(begin, found + len(said))
+        missed += found < 0 < len(said)
+        if missed > _MOST_MISSED:
+            return None
     return None
 
 
@@ -156,8 +161,8 @@ class ClientsWords:
 
     def last_told(self, text: str) -> str:
         """What the last notice says, of those that stay if the client tells `text`."""
-        notices = [found[1] for edit in self._edits_within(text) if (found := _NOTICE.fullmatch(edit.held))]
-        return notices[-1] if notices else _AS_WRITTEN
+        notices = [edit.held for edit in self._edits_within(text) if (0, len(edit.held)) in find_notices(edit.held, 0)]
+        return notices[-1][len(_NOTICE) : -len(_NOTICE_END)] if notices else _AS_WRITTEN
 
     def _edits_within(self, text: str) -> list[Edit]:
         shared = len_common_prefix(self.text, text)
@@ -169,12 +174,14 @@ def in_clients_words(transcript: Transcript, text: str, front: Front, changes: F
     held, generated = transcript.text, transcript.generated_ranges()
     parts, length, done = [text[: front.end]], front.end, changes.held_end
     edits, moved = list(changes.edits), [(changes.held_end, front.end - changes.held_end)]
-    for found in _NOTICE.finditer(held, changes.held_end):
-        if any(begin < found.end() and found.start() < end for begin, end in generated):
+    ends = [end for _, end in generated]
+    for start, end in find_notices(held, changes.held_end):
+        following = bisect_right(ends, start)
+        if following < len(generated) and generated[following][0] < end:
             continue  # the model's own words
-        parts.append(held[done : found.start()])
-        length, done = length + found.start() - done, found.end()
-        edits.append(Edit(length, length, found[0]))
+        parts.append(held[done:start])
+        length, done = length + start - done, end
+        edits.append(Edit(length, length, held[start:end]))
         moved.append((done, length - done))
     parts.append(held[done:])
     ranges = ((begin + by, end + by) for begin, end in generated if (by := _moved_by(moved, begin)) is not None)
@@ -183,7 +190,20 @@ def in_clients_words(transcript: Transcript, text: str, front: Front, changes: F
 
 def _moved_by(moved: Sequence[tuple[int, int]], place: int) -> int | None:
     """How far what stood at `place` has moved; from each first place on by the second number, up to the next."""
-    return next((by for start, by in reversed(moved) if start <= place), None)
+    last = bisect_right(moved, place, key=lambda each: each[0]) - 1
+    return moved[last][1] if last >= 0 else None
+
+
+def find_notices(text: str, begin: int) -> list[tuple[int, int]]:
+    """Where notices begin and end in `text` from `begin` on; each ends where its first end is."""
+    found = []
+    while (start := text.find(_NOTICE, begin)) >= 0:
+        end = text.find(_NOTICE_END, start + len(_NOTICE))
+        if end < 0:
+            break
+        begin = end + len(_NOTICE_END)
+        found.append((start, begin))
+    return found
 
 
 def what_changed(lines: Sequence[str]) -> str:
@@ -203,5 +223,5 @@ def with_notice(messages: Sequence[dict[str, Any]], says: str) -> list[dict[str,
         return None
     if messages[place].get("role") not in ("user", "tool"):
         return None
-    told = messages[place] | {"content": f"[Now in the instructions above:\n{says}]\n\n{content}"}
+    told = messages[place] | {"content": f"{_NOTICE}{says}{_NOTICE_END}{content}"}
     return [*messages[:place], told, *messages[place + 1 :]]

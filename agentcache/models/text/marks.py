@@ -12,6 +12,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from os.path import commonprefix
 
 from agentcache.errors import UnsupportedModel
 
@@ -35,9 +37,27 @@ class MarkedEnds:
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Finds each of `strings`, the longest first; of none, nothing."""
-    longest_first = sorted(strings, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    """Finds each of `strings`, the longest first; of none, nothing. The pattern has no groups that capture.
+
+    Alternatives are a trie: one after the other, hundreds of names with a common beginning would all be tried at each.
+    """
+    distinct = sorted(set(strings) - {""})
+    try:
+        return re.compile(_alternatives(distinct, 0) if distinct else r"(?!)")
+    except RecursionError:  # hundreds of strings, each the beginning of the next
+        return re.compile("|".join(map(re.escape, sorted(distinct, key=len, reverse=True))))
+
+
+def _alternatives(strings: Sequence[str], at: int) -> str:
+    """A pattern for what follows the first `at` characters of sorted strings, which have these in common."""
+    shared = at + len(commonprefix([strings[0][at:], strings[-1][at:]]))
+    front = re.escape(strings[0][at:shared])
+    longer = [string for string in strings if len(string) > shared]
+    if not longer:
+        return front
+    ways = [_alternatives(list(group), shared) for _, group in groupby(longer, lambda string: string[shared])]
+    either = f"(?:{'|'.join(ways)})"
+    return f"{front}{either}?" if len(longer) < len(strings) else front + either
 
 
 class Marks:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentcache.errors import InvalidRequest
 from agentcache.models.text.json_values import parse_json
+
+_MOST_APPENDED = 8
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -21,7 +24,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def with_strings(value: Any, change: Callable[[str], str]) -> Any:
     """A copy of nested dicts and lists in which every string, also every key, went through `change`.
 
-    Keys that become equal stay apart: the later ones get U+FFFD appended.
+    Keys that become equal stay apart: the later ones get U+FFFD appended, and from the tenth on a number.
     """
     if isinstance(value, str):
         return change(value)
@@ -34,12 +37,18 @@ def with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 def _with_keys(value: Mapping[Any, Any], change: Callable[[str], str]) -> dict[Any, Any]:
     changed = dict[Any, Any]()
+    copies = Counter[str]()  # by name: how many more have become it
     for key, part in value.items():
-        name = change(key) if isinstance(key, str) else key
+        base = name = change(key) if isinstance(key, str) else key
         while name in changed:
-            name = f"{name}\ufffd"
+            copies[base] += 1
+            name = _copy(base, copies[base])
         changed[name] = with_strings(part, change)
     return changed
+
+
+def _copy(name: str, number: int) -> str:
+    return f"{name}\ufffd{number}" if number > _MOST_APPENDED else name + "\ufffd" * number
 
 
 def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:

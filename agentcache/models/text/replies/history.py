@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from agentcache.blocks.prefix_match import len_common_prefix
+from agentcache.blocks.prefix_match import shared_until
 from agentcache.blocks.transcript import Transcript
 from agentcache.models.text.json_values import canonical_json, parse_json
 from agentcache.models.text.marks import any_of
@@ -37,10 +38,16 @@ class ReadReply:
 
     def answers(self, message: Mapping[str, Any]) -> bool:
         """Whether a client's message has the same text and calls."""
-        content = message.get("content")
-        calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-        said = tuple((call.get("name"), _canonical(call.get("arguments"))) for call in calls)
-        return isinstance(content, str) and content.strip() == self.text and said == self.calls
+        return (self.text, self.calls) == said_in(message)
+
+
+def said_in(message: Mapping[str, Any]) -> tuple[str, tuple[tuple[str, str], ...]] | None:
+    """Text and calls of a client's message, as a `ReadReply` has them; None where it can be none."""
+    content = message.get("content")
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    if not isinstance(content, str) or not all(isinstance(call.get("name"), str) for call in calls):
+        return None
+    return content.strip(), tuple((call["name"], _canonical(call.get("arguments"))) for call in calls)
 
 
 class Words(Protocol):
@@ -71,13 +78,14 @@ class ReplyReading:
         """A reply in marked text; `prompt_end` stands in front of it."""
         reader = open_reader(self._form, self._tools, thoughts=True)
         reader.begin(prompt_end)
-        text, placed, done = "", list[tuple[int, str]](), 0
+        texts, placed, length, done = list[str](), list[tuple[int, str]](), 0, 0
         for found in self._markers.finditer(reply):
-            text += self._tokenizer.unmark(reply[done : found.start()])
-            placed.append((len(text), found[0]))
-            text += found[0] if self._shown[found[0]] else ""
+            front = self._tokenizer.unmark(reply[done : found.start()])
+            placed.append((length + len(front), found[0]))
+            texts += [front, found[0] if self._shown[found[0]] else ""]
+            length += len(front) + len(texts[-1])
             done = found.end()
-        text += self._tokenizer.unmark(reply[done:])
+        text = "".join([*texts, self._tokenizer.unmark(reply[done:])])
         blocks = blocks_of([*reader.add(text, placed), *reader.finish(cut_off=False)])
         return ReadReply(
             "".join(block.text for block in blocks if isinstance(block, Reasoning)).strip(),
@@ -148,24 +156,26 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
     A template may order and space things in another way than the model does; the model's own words are in the cache.
     What the template leaves out stays left out: from there on the text stays as it is.
     """
-    old, done, at, old_at = transcript.text, "", 0, 0
+    old, at, old_at = transcript.text, 0, 0
+    done: list[str] = []  # what stands in front of `at`
     is_own = True  # all so far is as it was generated
+    same_until = shared_until(old, text, 0, 0)  # in the transcript
     for begin, end in transcript.generated_ranges():
-        shared = len_common_prefix(old[old_at:], text[at:])
         front = reading.opened_at(old, begin)
-        if old_at + shared >= end:
+        if same_until >= end:
             continue
-        if old_at + shared < front:
-            return Retold(done + text[at:], False)
-        opened = front if old_at + shared < begin else begin
+        if same_until < front:
+            return Retold("".join([*done, text[at:]]), False)
+        opened = front if same_until < begin else begin
         start, reply = at + opened - old_at, reading.read_at(old, begin, end)
         exact, same = reading.same_reply(text, start, reply, longest=4 * (end - begin) + _PROMPT_END)
         if same is None:
-            return Retold(done + text[at:], False)
+            return Retold("".join([*done, text[at:]]), False)
         is_own = is_own and exact and opened == begin
-        done += text[at:start] + old[begin:end] if is_own else text[at:same]
+        done += [text[at:start], old[begin:end]] if is_own else [text[at:same]]
         at, old_at = same, end
-    return Retold(done + text[at:], text.startswith(old[old_at:], at))
+        same_until = shared_until(old, text, old_at, at)
+    return Retold("".join([*done, text[at:]]), text.startswith(old[old_at:], at))
 
 
 def with_thoughts(
@@ -190,11 +200,15 @@ def with_thoughts(
 def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply]) -> dict[int, str]:
     """By index of a message: the thought that it lacks, of the next reply that it repeats."""
     thoughts, at = dict[int, str](), 0
+    places = defaultdict[Any, list[int]](list)
+    for place, reply in enumerate(known):
+        places[reply.text, reply.calls].append(place)
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        place = next((i for i in range(at, len(known)) if known[i].answers(message)), None)
-        if place is not None:
+        same = places.get(said_in(message), [])
+        if (next_same := bisect_left(same, at)) < len(same):
+            place = same[next_same]
             if known[place].thought and not any(message.get(key) for key in REASONING_KEYS):
                 thoughts[index] = known[place].thought
             at = place + 1
