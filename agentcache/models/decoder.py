@@ -78,7 +78,9 @@ def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
         files = _identities(folder)
         _check_weights(folder, base)
         _check_vocabulary(folder, base)
-        digest = first_fingerprint(folder, "", memo)  # blocks and residuals name it: they keep their addresses
+        digest = first_fingerprint(
+            folder, memo, tokenizer=False
+        )  # blocks and residuals name it: they keep their addresses
         nbytes = sum(file.stat().st_size for file in _weight_files(folder))
     except (OSError, ValueError, SafetensorError, UnsupportedModel) as error:
         raise UnreadableAdapter(f"the model in {folder} cannot be read: {error!s:.200}") from None

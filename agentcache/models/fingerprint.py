@@ -46,8 +46,7 @@ import xxhash
 
 from agentcache.models.file_identity import file_identity
 from agentcache.models.memo import Memo
-from agentcache.models.text.token_rules import token_rules
-from agentcache.models.text.tokenizer import fingerprint as tokenizer_fingerprint
+from agentcache.models.text.token_rules import token_rules, tokenizer_files
 
 _CHUNK_BYTES = 4 << 20
 _CONFIGS = ("config.json", "hf_quant_config.json")
@@ -94,22 +93,24 @@ def model_fingerprints(folder: Path, memo: Path | None = None) -> ModelFingerpri
     known = Memo(memo)
     weights = _weight_digests(folder, known)
     identity = _digest(["identity 1", *_counting_configs(folder), token_rules(folder, known), *weights])
-    first = _digest([*_configs(folder), tokenizer_fingerprint(folder), *weights])
+    first = _digest([*_configs(folder), tokenizer_files(folder, known), *weights])
     known.keep()
     return ModelFingerprints(identity, first)
 
 
-def first_fingerprint(folder: Path, tokens: str, memo: Path | None = None) -> str:
+def first_fingerprint(folder: Path, memo: Path | None = None, *, tokenizer: bool = True) -> str:
     """The name of a model before there was an identity; of a decoder with weights of its own still. Never changes.
 
-    It covers every field of the configs, and by `tokens` the chat template too.
+    It covers every field of the configs, and the chat template too.
 
     Args:
-        tokens: digest of the files of tokenizer and template; empty for a decoder, whose tokenizer is base's.
         memo: as in `model_fingerprints`.
+        tokenizer: False for a decoder, whose tokenizer is base's.
     """
     known = Memo(memo)
-    name = _digest([*_configs(folder), tokens, *_weight_digests(folder, known)])
+    name = _digest(
+        [*_configs(folder), tokenizer_files(folder, known) if tokenizer else "", *_weight_digests(folder, known)]
+    )
     known.keep()
     return name
 

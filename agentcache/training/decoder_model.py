@@ -90,7 +90,7 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
         adapters=adapters,
         roundings=tuple(_round(layer, hosted.spec) for layer in read.model.layers),
         tokenizer=read.tokenizer,
-        fingerprint=first_fingerprint(read.path, read.tokenizer.fingerprint),
+        fingerprint=first_fingerprint(read.path),
     )
 
 

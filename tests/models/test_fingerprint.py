@@ -14,7 +14,8 @@ import pytest
 
 from agentcache.models import fingerprint
 from agentcache.models.fingerprint import HARMLESS, ModelFingerprints, first_fingerprint, model_fingerprints
-from agentcache.models.text import token_rules, tokenizer
+from agentcache.models.memo import Memo
+from agentcache.models.text import token_rules
 from tests.conftest import ModelFolder
 
 
@@ -25,7 +26,7 @@ def folder(model_folder: ModelFolder, tmp_path: Path) -> Path:
 
 def of(folder: Path, memo: Path | None = None) -> ModelFingerprints:
     names = model_fingerprints(folder, memo)
-    assert names.first == first_fingerprint(folder, tokenizer.fingerprint(folder), memo)
+    assert names.first == first_fingerprint(folder, memo)
     return names
 
 
@@ -134,9 +135,9 @@ def test_the_first_fingerprint_is_what_it_was(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert tokenizer.fingerprint(tmp_path) == "770702f0df27c06d97c3695842d13e933be9a546"
+    assert token_rules.tokenizer_files(tmp_path, Memo(None)) == "770702f0df27c06d97c3695842d13e933be9a546"
     assert model_fingerprints(tmp_path).first == "af6d13d8ae12e22f8644d25e71a7c0a6"
-    assert first_fingerprint(tmp_path, "") == "95487cf7788ae4a1ebff6741fbdd8652"
+    assert first_fingerprint(tmp_path, tokenizer=False) == "95487cf7788ae4a1ebff6741fbdd8652"
 
 
 def test_names_times_and_layout_do_not_matter(folder: Path, tmp_path: Path) -> None:
@@ -211,11 +212,28 @@ def test_a_memo_that_cannot_be_written_does_no_harm(folder: Path, tmp_path: Path
 
 def test_the_memo_saves_reading_the_tokenizer(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memo, reads = tmp_path / "memo.json", list[str]()
-    original = token_rules._digest
-    monkeypatch.setattr(token_rules, "_digest", lambda files: reads.append("") or original(files))
+    for name in ("_digest_rules", "_digest_files"):
+        original = getattr(token_rules, name)
+        digest = lambda *args, name=name, original=original: reads.append(name) or original(*args)  # noqa: E731
+        monkeypatch.setattr(token_rules, name, digest)
     before = of(folder, memo)
     assert of(folder, memo) == before
-    assert len(reads) == 1
+    assert sorted(reads) == ["_digest_files", "_digest_rules"]
     add_token(folder)
-    assert of(folder, memo).identity != before.identity
-    assert len(reads) == 2
+    after = of(folder, memo)
+    assert after.identity != before.identity and after.first != before.first
+    assert len(reads) == 4
+
+
+def test_files_of_the_tokenizer_count_by_their_names(tmp_path: Path) -> None:
+    """Also where links of several names lead to one file."""
+    memo, content = Memo(tmp_path / "memo.json"), tmp_path / "content"
+    content.write_text("{}")
+    digests = []
+    for name in ("chat_template.jinja", "added_tokens.json", "merges.txt"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).symlink_to(content)
+        digests.append((token_rules.tokenizer_files(folder, memo), token_rules.token_rules(folder, memo)))
+    assert len({files for files, _ in digests}) == 3
+    assert digests[0][1] == digests[1][1] != digests[2][1]  # no rules, no rules, merges

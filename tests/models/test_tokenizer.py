@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tokenizers import decoders, models
 from agentcache.blocks.prefix_match import match_text
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import InvalidRequest, UnsupportedModel
-from agentcache.models.text.tokenizer import Tokenizer, fingerprint
+from agentcache.models.text.tokenizer import Tokenizer
 from tests.examples import examples
 from tests.models.tokenizing import StandInWrapper, decoded, ids_of, specials, user
 from tests.tokenizers_factory import byte_bpe, byte_bpe_bos, metaspace
@@ -140,22 +139,6 @@ class TestRawPrompt:
 
 
 class TestLoading:
-    def test_fingerprint_follows_content_and_nothing_else(self, tmp_path: Path) -> None:
-        folder = byte_bpe(tmp_path / "model")
-        before = fingerprint(folder)
-        assert before == Tokenizer.load(folder).fingerprint
-        os.utime(folder / "tokenizer.json", (1, 1))
-        (folder / "README.md").write_text("x")
-        assert fingerprint(folder) == before
-        (folder / "chat_template.jinja").write_text("{{ messages }}")
-        assert fingerprint(folder) != before
-
-    def test_the_same_bytes_under_another_name_count_as_other_content(self, tmp_path: Path) -> None:
-        for index, name in enumerate(["chat_template.jinja", "added_tokens.json"]):
-            (tmp_path / str(index)).mkdir()
-            (tmp_path / str(index) / name).write_text("{}")
-        assert fingerprint(tmp_path / "0") != fingerprint(tmp_path / "1")
-
     def test_no_code_of_the_model_is_run(self, tmp_path: Path) -> None:
         folder = byte_bpe(tmp_path / "model")
         marker = tmp_path / "ran"

@@ -15,6 +15,18 @@ _RULES = "tokenizer.json"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 _SCHEME = "tokens 1"  # of the digest; another one is another key of the memo
+_FIRST_FILES = (  # in this order
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
 
 # Of tokenizer.json: prompts are encoded without these (`encoder.py`); BOS stands in a prompt's text.
 _HARMLESS_RULES = {"version", "truncation", "padding", "post_processor"}
@@ -45,11 +57,31 @@ def token_rules(folder: Path, memo: Memo) -> str:
     Chat templates, roles of tokens and what is never applied do not count.
     """
     files = [file for name in (_RULES, *_SETTINGS, *_OTHERS) if (file := folder / name).is_file()]
-    key = "|".join([_SCHEME, *map(file_identity, files)])
-    return memo.get(key, lambda: _digest(files))
+    return memo.get(_key(_SCHEME, files), lambda: _digest_rules(files))
 
 
-def _digest(files: Collection[Path]) -> str:
+def tokenizer_files(folder: Path, memo: Memo) -> str:
+    """Digest of the bytes of tokenizer and chat templates, 40 hex digits: a part of `first_fingerprint`, as that is."""
+    files = [file for name in _FIRST_FILES if (file := folder / name).is_file()]
+    files += sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return memo.get(_key("files", files), lambda: _digest_files(folder, files))
+
+
+def _key(scheme: str, files: Collection[Path]) -> str:
+    """Links of two names may lead to one file."""
+    return "|".join([scheme, *(f"{file.name} {file_identity(file)}" for file in files)])
+
+
+def _digest_files(folder: Path, files: Collection[Path]) -> str:
+    state = hashlib.blake2b(digest_size=20, person=b"agentcache.token")
+    for file in files:
+        for part in (file.relative_to(folder).as_posix().encode(), file.read_bytes()):
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+    return state.hexdigest()
+
+
+def _digest_rules(files: Collection[Path]) -> str:
     state = hashlib.blake2b(digest_size=16, person=b"agentcache.rules")
     added = frozenset[str]()
     for file in files:

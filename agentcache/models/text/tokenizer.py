@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import threading
@@ -29,18 +28,6 @@ from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 
 __all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
 
-_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-)
 _UTF8_BYTES = 4  # of a character, at most
 
 
@@ -49,12 +36,11 @@ class Tokenizer:
 
     Args:
         wrapper: mlx-lm's tokenizer.
-        fingerprint: digest of what defines the tokenizer.
     Raises:
         UnsupportedModel: no fast tokenizer, or one whose tokens have no text of their own.
     """
 
-    def __init__(self, wrapper: TokenizerWrapper, fingerprint: str = "") -> None:
+    def __init__(self, wrapper: TokenizerWrapper) -> None:
         backend = getattr(wrapper, "backend_tokenizer", None)
         if backend is None:
             raise UnsupportedModel(
@@ -68,7 +54,6 @@ class Tokenizer:
         self.control_ids: frozenset[int] = frozenset(
             token_id for token_id, token in added.items() if token.special or token_id in self.eos_ids
         )
-        self.fingerprint = fingerprint or _digest({"tokenizer.json": saved.encode()})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.has_chat_template: bool = wrapper.has_chat_template
         self.reply_format: ReplyFormat = _find_format(wrapper, added)
@@ -106,7 +91,7 @@ class Tokenizer:
             wrapper = load_tokenizer(Path(path), {"trust_remote_code": False})
         except (ValueError, OSError, ImportError, LookupError) as error:
             raise UnsupportedModel(f"The tokenizer in {path} cannot be loaded: {error}") from error
-        return cls(wrapper, fingerprint(path))
+        return cls(wrapper)
 
     def start(self) -> None:
         """Have the first chat rendered, and the first grammar made, as quickly as any other."""
@@ -346,22 +331,6 @@ def _find_format(wrapper: TokenizerWrapper, added: Mapping[int, Any]) -> ReplyFo
     eos_ids = wrapper.eos_token_ids
     tokens = {token.content: (i, token.special or i in eos_ids) for i, token in added.items()}
     return find_format(text, tokens, parser.__module__.rpartition(".")[2] if parser else None)
-
-
-def fingerprint(folder: Path) -> str:
-    """Digest of the files in a model folder that define its tokenizer and chat template; 40 hex digits."""
-    found = {name: (Path(folder) / name).read_bytes() for name in _FILES if (Path(folder) / name).is_file()}
-    templates = sorted((Path(folder) / "additional_chat_templates").glob("*.jinja"))
-    return _digest(found | {f"additional_chat_templates/{path.name}": path.read_bytes() for path in templates})
-
-
-def _digest(contents: Mapping[str, bytes]) -> str:
-    state = hashlib.blake2b(digest_size=20, person=b"agentcache.token")
-    for name, content in contents.items():
-        for part in (name.encode(), content):
-            state.update(len(part).to_bytes(8, "little"))
-            state.update(part)
-    return state.hexdigest()
 
 
 def _runs(token_ids: Sequence[int], control_ids: frozenset[int]) -> Iterator[tuple[bool, Sequence[int]]]:
