@@ -78,9 +78,8 @@ def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
         files = _identities(folder)
         _check_weights(folder, base)
         _check_vocabulary(folder, base)
-        digest = first_fingerprint(
-            folder, memo, tokenizer=False
-        )  # blocks and residuals name it: they keep their addresses
+        # Blocks and residuals name it: they keep their addresses.
+        digest = first_fingerprint(folder, memo, tokenizer=False)
         nbytes = sum(file.stat().st_size for file in _weight_files(folder))
     except (OSError, ValueError, SafetensorError, UnsupportedModel) as error:
         raise UnreadableAdapter(f"the model in {folder} cannot be read: {error!s:.200}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Collection
 from functools import cache
@@ -130,6 +131,22 @@ def test_names_and_places_of_folders_do_not_count(model_folder: ModelFolder, tmp
     moved = Path(shutil.copytree(folder, tmp_path / "b"))
     (moved / "README.md").write_text("another name")
     assert len(set(digests(model, folder, moved))) == 1
+
+
+def test_how_it_was_trained_does_not_count(model_folder: ModelFolder, tmp_path: Path) -> None:
+    """Fields of the config that decide no byte, of both trainers."""
+    model = model_folder("llama")
+    pairs = random_matrices(model)
+    mlx_lm, peft = write_mlx_lm(tmp_path / "a", pairs), write_peft(tmp_path / "b", pairs)
+    before = digests(model, mlx_lm, peft)
+    for folder, fields in (
+        (mlx_lm, {"learning_rate": 1e-3, "iters": 7, "seed": 9, "data": "elsewhere", "model": "another name"}),
+        (peft, {"lora_dropout": 0.5, "inference_mode": False, "base_model_name_or_path": "x", "peft_version": "99"}),
+    ):
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    assert digests(model, mlx_lm, peft) == before
+    assert len(set(before)) == 1
 
 
 def test_effective_scale_and_weights_count(model_folder: ModelFolder, tmp_path: Path) -> None:
