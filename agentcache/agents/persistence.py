@@ -313,6 +313,7 @@ class Persistence:
         """
         if any(map(self._disk.files.disagrees_with, archive.records)):
             raise ArchiveRejected("it has other groups of residuals than the adapter has here", param="path")
+        archive.records = tuple(self._agents.as_used_now(archive.records))
         for record in archive.records:
             self._in_use.hold_lineage(record.name)
             self._disk.files.learn_names(record)

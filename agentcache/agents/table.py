@@ -16,7 +16,7 @@ from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import AgentUnavailable, Conflict, InvalidRequest, NotFound
 from agentcache.names import is_name
-from agentcache.store.manifest import AgentRecord, agent_of
+from agentcache.store.manifest import AgentRecord, agent_of, as_time
 
 
 class Agents:
@@ -186,8 +186,14 @@ class AgentTable(Lineages):
         self._latest_use = max(self._latest_use, last_used)
 
     def time_of_use(self) -> float:
-        """The `last_used` of a use that comes after all that are known, whatever the system's clock says."""
-        return time_after(self._latest_use)
+        """A new `last_used`: of a use that comes after all that are known, whatever the system's clock says."""
+        self._latest_use = time_after(self._latest_use)
+        return self._latest_use
+
+    def as_used_now(self, records: Sequence[AgentRecord]) -> list[AgentRecord]:
+        """Lineages of an agent as if the one used last were used now, and the others as long before it as ever."""
+        later = self.time_of_use() - max(record.last_used for record in records)
+        return [replace(record, last_used=as_time(record.last_used + later)) for record in records]
 
     def new(self, agent_id: str, *, policy: str = "exact", system: str | None = None, param: str = "id") -> AgentRecord:
         """A lineage without a transcript, for an agent whose id is not in use. Not yet put.
@@ -245,16 +251,14 @@ class AgentTable(Lineages):
     def fork(self, agent_id: str, new_id: str, lineage: str | None = None) -> list[AgentRecord]:
         """Lineages with the same transcripts under a new id, as if used now; raises NotFound, Conflict. Not yet put."""
         sources, blank = self.lineages(agent_id, lineage), self.new(new_id)
-        later = blank.last_used - max(source.last_used for source in sources)
         return [
             replace(
                 source,
                 id=new_id,
                 created=blank.created,
-                last_used=source.last_used + later,
                 transcript=source.transcript.copy(),
             )
-            for source in sources
+            for source in self.as_used_now(sources)
         ]
 
     def _changed(self, agent_id: str) -> None:

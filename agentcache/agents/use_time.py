@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 import time
 
-from agentcache.store.manifest import MAX_TIME
+from agentcache.store.manifest import as_time
 
 _STEP = 1e-6  # seconds; a float of today's time resolves a quarter of it
 
 
 def time_now() -> float:
     """Seconds since 1970, as a manifest may have them, whatever the clock says."""
-    return min(max(time.time(), 0.0), MAX_TIME)
+    return as_time(time.time())
 
 
 def time_after(latest: float) -> float:
     """The time of a use that comes after all others, the latest of which has the time `latest`; seconds since 1970."""
-    return min(max(time_now(), latest + _STEP, math.nextafter(latest, math.inf)), MAX_TIME)
+    return as_time(max(time.time(), latest + _STEP, math.nextafter(latest, math.inf)))
 
 
 def shown_time(last_used: float) -> float:

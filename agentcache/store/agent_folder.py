@@ -30,6 +30,7 @@ from agentcache.store.manifest import (
     SavedCache,
     SavedSnapshot,
     agent_of,
+    as_time,
     decode_manifest,
     encode_manifest,
     save_producer,
@@ -288,7 +289,7 @@ class AgentFolder:
     def _last_change(self, name: str) -> float:
         """When the lineage's newest log was written, in seconds since 1970."""
         logs = [self._log_path(name, generation) for generation in self._generations.get(name, ())]
-        return max((self._files.status(path).st_mtime for path in logs), default=0.0)
+        return as_time(max((self._files.status(path).st_mtime for path in logs), default=0.0))
 
     def _replace_damaged(
         self, name: str, found: Rebuilt, reason: str, damaged_logs: Set[int], *, is_sound: bool

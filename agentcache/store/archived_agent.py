@@ -39,6 +39,7 @@ from agentcache.store.manifest import (
     Manifest,
     SavedCache,
     SavedSnapshot,
+    as_time,
     decode_manifest,
 )
 from agentcache.store.model_names import ModelNames
@@ -190,7 +191,7 @@ def _verified(file: ArchiveFile, served: ServedCache, model: str, agent_id: str)
         for key in by_rank[0]
         if key in targets
     ]
-    now = time.time()
+    now = as_time(time.time())
     records = [_renamed(lineage.record(spec.digest), agent_id, now) for lineage in here.values()]
     return ArchivedAgent(file, spec, agent_id, records, blocks)
 
@@ -219,7 +220,7 @@ def _pairs(archived: SavedAgent, here: SavedAgent) -> Iterator[tuple[str, _Expec
 
 def _renamed(record: AgentRecord, agent_id: str, now: float) -> AgentRecord:
     """The lineage under a name of here. Another machine's clock may be ahead of this one's."""
-    return replace(record, id=agent_id, created=min(record.created, now), last_used=min(record.last_used, now))
+    return replace(record, id=agent_id, created=min(record.created, now))
 
 
 def _check_residuals_agree(manifests: Sequence[Manifest]) -> None:

@@ -263,6 +263,11 @@ _OLD_FIELDS = {"cache", "groups", "num_saved", "producer"}  # of version 1
 _FIELDS = {field.name for field in dataclass_fields(Manifest)} | _OLD_FIELDS | {"checksum"}
 
 
+def as_time(seconds: float) -> float:
+    """The nearest time that a manifest may have, in seconds since 1970: clocks and dates of files may be any."""
+    return min(max(seconds, 0.0), float(MAX_TIME))
+
+
 def save_producer(producer: Producer | None, groups: tuple[str, ...]) -> SavedProducer | None:
     """The producer for a manifest with these names of groups."""
     if producer is None:

@@ -15,6 +15,7 @@ from agentcache.agents.disk import Disk
 from agentcache.agents.in_use import InUse
 from agentcache.agents.table import AgentTable
 from agentcache.agents.use_time import shown_time, time_after
+from agentcache.store.export import export_agent
 from agentcache.store.manifest import MAX_TIME
 from tests.kv.store_cases import MODEL, make_record, make_transcript, make_turn, open_store, size_on_disk
 from tests.serving.conversation import TokenTalk, open_llm
@@ -92,3 +93,32 @@ def test_no_clock_makes_a_manifest_that_cannot_be_read(now: float, monkeypatch: 
         blank = table.new("a")
         assert 0 <= blank.created <= MAX_TIME and 0 <= blank.last_used <= MAX_TIME
         table.note_use(MAX_TIME)
+
+
+def test_what_comes_from_another_clock_counts_as_used_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So do forks. Lineages keep their order, whether the other clock was ahead or behind."""
+    table = AgentTable(MODEL)
+    table.put(table.new("here"))
+    for name, clock in (("a", time.time() - 10 * YEAR), ("b", time.time() + 10 * YEAR), ("c", MAX_TIME)):
+        came = [replace(table.new(name), lineage=f"l{age}", last_used=clock - age) for age in (0, 5, 60)]
+        known = table.time_of_use()
+        first, second, third = table.as_used_now(came)
+        assert known < first.last_used <= time.time() + 1 and first.last_used > second.last_used > third.last_used
+        for record in (first, second, third):
+            table.put(record)
+
+
+def test_an_archive_of_a_clock_that_was_behind_is_not_evicted_first(
+    set_clock: Callable[[float], None], model: Path, tmp_path: Path
+) -> None:
+    archive = tmp_path / "far.agent"
+    set_clock(-10 * YEAR)
+    with open_llm(model, tmp_path / "there") as llm:
+        TokenTalk("far", ids=[10]).turn(llm, 600)
+    export_agent(tmp_path / "there", "far", archive)
+    set_clock(0)
+    with open_llm(model, tmp_path / "here") as llm:
+        TokenTalk("near", ids=[11]).turn(llm, 600)
+        llm.import_agent("far", archive)
+    with open_llm(model, tmp_path / "here", disk_budget=size_on_disk(tmp_path / "here") - 1) as llm:
+        assert [info.id for info in llm.agents() if info.disk_bytes] == ["far"]
