@@ -38,6 +38,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,15 +76,16 @@ class ModelFingerprints:
 
     Args:
         identity: the name of today, as the table above says.
-        first: the name in cache folders of format version 2 from before there was an identity.
+        first: names in cache folders of format version 2 from before there was an identity: its own first, then those
+            of other revisions of it on this machine.
     """
 
     identity: str
-    first: str
+    first: tuple[str, ...]
 
 
 def model_fingerprints(folder: Path, memo: Path | None = None) -> ModelFingerprints:
-    """Both names of the model in a folder.
+    """The names of the model in a folder.
 
     Args:
         folder: holds config.json and model*.safetensors, and what else mlx-lm reads to build the model.
@@ -91,11 +93,30 @@ def model_fingerprints(folder: Path, memo: Path | None = None) -> ModelFingerpri
             read gigabytes again.
     """
     known = Memo(memo)
+    identity, first = _both_names(folder, known)
+    names = [first]
+    for revision in _other_revisions(folder):
+        with suppress(OSError, ValueError):
+            of_revision, name = _both_names(revision, known)
+            if of_revision == identity and name not in names:
+                names.append(name)
+    known.keep()
+    return ModelFingerprints(identity, tuple(names))
+
+
+def _both_names(folder: Path, known: Memo) -> tuple[str, str]:
     weights = _weight_digests(folder, known)
     identity = _digest(["identity 1", *_counting_configs(folder), token_rules(folder, known), *weights])
-    first = _digest([*_configs(folder), tokenizer_files(folder, known), *weights])
-    known.keep()
-    return ModelFingerprints(identity, first)
+    return identity, _digest([*_configs(folder), tokenizer_files(folder, known), *weights])
+
+
+def _other_revisions(folder: Path) -> list[Path]:
+    """What the hub's cache has beside the folder that leads to the same weight files: with another template, say."""
+    if folder.parent.name != "snapshots":
+        return []
+    weights = [file.resolve() for file in _weight_files(folder)]
+    others = (other for other in sorted(folder.parent.iterdir()) if other.name != folder.name)
+    return [other for other in others if [file.resolve() for file in _weight_files(other)] == weights]
 
 
 def first_fingerprint(folder: Path, memo: Path | None = None, *, tokenizer: bool = True) -> str:
@@ -137,8 +158,12 @@ def _without_harmless(config: Any) -> Any:
     return {name: _without_harmless(value) if name in _PARTS else value for name, value in kept.items()}
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model*.safetensors"))
+
+
 def _weight_digests(folder: Path, known: Memo) -> list[str]:
-    files = sorted(folder.glob("model*.safetensors"))
+    files = _weight_files(folder)
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda file: known.get(file_identity(file), lambda: _digest_file(file)), files))
 

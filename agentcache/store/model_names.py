@@ -77,7 +77,7 @@ def folder_of(name: str) -> str:
     return name[:16]
 
 
-def find_names(cache_dir: Path, identity: str, first: str) -> ModelNames:
+def find_names(cache_dir: Path, identity: str, first: Sequence[str]) -> ModelNames:
     """What a model is called in a cache folder, which may not be there. Only reads.
 
     Args:
@@ -86,11 +86,10 @@ def find_names(cache_dir: Path, identity: str, first: str) -> ModelNames:
     files = CacheFiles(cache_dir.resolve())
     labels = [label for label in _labels(files) if label.identity == identity]
     names = [label.name for label in sorted(labels, key=lambda label: label.order)]
-    names += [name for name in (first, identity) if name not in names and _has_agents(files, name)]
+    names += [name for name in (*first, identity) if name not in names and _has_agents(files, name)]
     current = names[0] if names else identity
-    former = tuple(name for name in names[1:])
-    others = tuple(name for name in (first, identity) if name not in names and name != current)
-    return ModelNames(current, former, others, identity)
+    others = tuple(name for name in (*first, identity) if name not in names and name != current)
+    return ModelNames(current, tuple(names[1:]), others, identity)
 
 
 def write_labels(files: CacheFiles, names: ModelNames, fault: Fault) -> None:

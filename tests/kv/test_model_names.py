@@ -30,7 +30,7 @@ def record_of(name: str, num_tokens: int = 9, seed: int = 0, **changes: object) 
 
 
 def names_in(cache_dir: Path, first: str = FIRST) -> ModelNames:
-    return find_names(cache_dir, IDENTITY, first)
+    return find_names(cache_dir, IDENTITY, (first,))
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_another_model_is_never_this_one(tmp_path: Path) -> None:
     save(tmp_path, FIRST, record_of("a"))
     with open_store(tmp_path, model=names_in(tmp_path)):
         pass  # labels it
-    assert find_names(tmp_path, "4" * 32, "5" * 32) == ModelNames("4" * 32, (), ("5" * 32,), "4" * 32)
+    assert find_names(tmp_path, "4" * 32, ("5" * 32,)) == ModelNames("4" * 32, (), ("5" * 32,), "4" * 32)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {

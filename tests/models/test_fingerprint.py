@@ -26,7 +26,7 @@ def folder(model_folder: ModelFolder, tmp_path: Path) -> Path:
 
 def of(folder: Path, memo: Path | None = None) -> ModelFingerprints:
     names = model_fingerprints(folder, memo)
-    assert names.first == first_fingerprint(folder, memo)
+    assert names.first == (first_fingerprint(folder, memo),)
     return names
 
 
@@ -136,8 +136,28 @@ def test_the_first_fingerprint_is_what_it_was(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert token_rules.tokenizer_files(tmp_path, Memo(None)) == "770702f0df27c06d97c3695842d13e933be9a546"
-    assert model_fingerprints(tmp_path).first == "af6d13d8ae12e22f8644d25e71a7c0a6"
+    assert model_fingerprints(tmp_path).first[0] == "af6d13d8ae12e22f8644d25e71a7c0a6"
     assert first_fingerprint(tmp_path, tokenizer=False) == "95487cf7788ae4a1ebff6741fbdd8652"
+
+
+def test_other_revisions_in_the_hubs_cache_are_known(folder: Path, tmp_path: Path) -> None:
+    """Those with the same weight files and the same identity."""
+    snapshots = tmp_path / "hub" / "snapshots"
+    for revision in "abcdef":
+        shutil.copytree(folder, snapshots / revision)
+        (snapshots / revision / "model.safetensors").unlink()
+        (snapshots / revision / "model.safetensors").symlink_to(folder / "model.safetensors")
+    HARMLESS_CHANGES["chat template"](snapshots / "b")
+    HARMFUL["a merge"](snapshots / "c")
+    (snapshots / "d" / "config.json").write_text("{")
+    (snapshots / "e" / "config.json").unlink()
+    (snapshots / "f" / "model.safetensors").unlink()
+    shutil.copy(folder / "model.safetensors", snapshots / "f")  # its weights are not read
+    HARMLESS_CHANGES["generation"](snapshots / "a")
+    (snapshots / "g").write_text("")
+    names = model_fingerprints(snapshots / "a")
+    assert names.identity == of(folder).identity
+    assert names.first == tuple(first_fingerprint(snapshots / revision) for revision in "ab")
 
 
 def test_names_times_and_layout_do_not_matter(folder: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def edit(file: Path, **entries: Any) -> None:
 def named_by_first_fingerprint() -> Iterator[None]:
     """A release from before there was an identity: the same files, under a name that covers the template, no label."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentcache.engine.open.find_names", lambda cache_dir, identity, first: ModelNames(first))
+        patch.setattr("agentcache.engine.open.find_names", lambda cache_dir, identity, first: ModelNames(first[0]))
         yield
 
 
@@ -70,6 +70,25 @@ def test_an_earlier_folder_is_warm_and_stays_so_when_the_template_changes(
         assert (fourth.token_ids, fourth.report.cache_state) == (saved.fourth.token_ids, "warm")
         assert fourth.report.computed_tokens == saved.fourth.report.computed_tokens
     assert verify_folder(cache_dir).problems == ()
+
+
+@pytest.mark.slow
+def test_agents_from_before_a_change_of_the_template_come_back(saved: Saved, own_model: Path, tmp_path: Path) -> None:
+    """The hub's cache still has the revision that the folder of agents was made with."""
+    snapshots, talk = tmp_path / "hub" / "snapshots", TokenTalk()
+    for revision, template in (("1", "{{ messages[0] }}"), ("2", "{{ messages }}")):
+        shutil.copytree(own_model, snapshots / revision)
+        (snapshots / revision / "model.safetensors").unlink()
+        (snapshots / revision / "model.safetensors").symlink_to(own_model / "model.safetensors")
+        set_template(snapshots / revision, template)
+    with named_by_first_fingerprint(), open_llm(snapshots / "1", tmp_path / "cache") as llm:
+        for length in LENGTHS[:2]:
+            talk.turn(llm, length)
+    with named_by_first_fingerprint(), open_llm(snapshots / "2", tmp_path / "cache") as llm:
+        assert llm.agents() == []
+    with open_llm(snapshots / "2", tmp_path / "cache") as llm:
+        third = talk.turn(llm, LENGTHS[2])
+        assert (third.token_ids, third.report.cache_state) == (saved.third.token_ids, "warm")
 
 
 @pytest.mark.slow
