@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 UNQUANTISED_BITS = 16
+_KEPT = (4, 8, UNQUANTISED_BITS)
 
 
 @dataclass(frozen=True, order=True)
@@ -44,8 +46,13 @@ class Precision:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Precision:
-        """From what `as_data` gave; raises what a mapping of another form does."""
-        return cls(tuple(LayerBits(keys, values) for keys, values in data["layers"]), data["divergence"])
+        """From what `as_data` gave; raises LookupError, TypeError or ValueError for anything else."""
+        layers, divergence = tuple(LayerBits(keys, values) for keys, values in data["layers"]), data["divergence"]
+        if not all(type(bits) is int and bits in _KEPT for layer in layers for bits in (layer.keys, layer.values)):
+            raise ValueError(f"layers are not kept in {layers!r:.80}")
+        if divergence is not None and not 0 <= float(divergence) < math.inf:
+            raise ValueError(f"{divergence!r:.40} is no divergence")
+        return cls(layers, divergence)
 
     def as_data(self) -> dict[str, Any]:
         """As JSON has it."""

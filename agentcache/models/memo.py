@@ -8,7 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from agentcache.plain_file import open_plain
 from agentcache.private_file import write_private
+
+_MAX_BYTES = 1 << 24  # a longer file is cut, and no JSON then
 
 
 class Memo:
@@ -35,10 +38,15 @@ class Memo:
 def read_memo(memo: Path | None) -> dict[str, str]:
     """What is remembered; nothing where there is no such file, or none that can be read."""
     try:
-        known: Any = json.loads(memo.read_text(encoding="utf-8")) if memo else {}
+        known: Any = json.loads(_read(memo)) if memo else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return {k: v for k, v in known.items() if isinstance(v, str)} if isinstance(known, dict) else {}
+
+
+def _read(memo: Path) -> bytes:
+    with open(open_plain(memo), "rb") as stream:
+        return stream.read(_MAX_BYTES)
 
 
 def write_memo(memo: Path, known: dict[str, str]) -> None:

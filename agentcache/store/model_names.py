@@ -157,6 +157,8 @@ def _encode(label: _Label) -> bytes:
 def _decode(data: bytes) -> _Label:
     """Raises ValueError, LookupError or TypeError for anything but what `_encode` has written."""
     fields: dict[str, Any] = json.loads(data)
+    if not isinstance(fields, dict):
+        raise TypeError("it is no object")
     if fields.pop("checksum") != _checksum(fields):
         raise ValueError("its checksum does not match its content")
     if (version := fields.pop("version")) != _VERSION:

@@ -21,9 +21,11 @@ _MAX_BYTES = 1 << 20
 
 
 def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
-    """What was chosen for the model of this fingerprint; None where nothing was."""
-    entry = _read(cache_dir).get(fingerprint)
-    return None if entry is None else Precision.of(entry)
+    """What was chosen for the model of this fingerprint; None where nothing was, or nothing that makes sense."""
+    try:
+        return Precision.of(_read(cache_dir)[fingerprint])
+    except (LookupError, TypeError, ValueError):
+        return None
 
 
 def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fault: Fault = lambda step: None) -> None:
@@ -46,9 +48,9 @@ def _read(cache_dir: Path) -> dict[str, Any]:
     try:
         content = json.loads(CacheFiles(root).read(root / NAME, _MAX_BYTES))
         models: dict[str, Any] = content["models"]
-        if (content["version"], content["checksum"]) == (_VERSION, _checksum(models)):
+        if isinstance(models, dict) and (content["version"], content["checksum"]) == (_VERSION, _checksum(models)):
             return models
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         pass
     return {}
 

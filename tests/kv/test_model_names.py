@@ -74,6 +74,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "empty": lambda file: file.write_bytes(b""),
     "not JSON": lambda file: file.write_bytes(b"{"),
     "a list": lambda file: file.write_bytes(b"[]"),
+    "a text": lambda file: file.write_bytes(b'"label"'),
     "nested": lambda file: file.write_bytes(b"[" * 30_000),
     "a flipped bit": lambda file: file.write_bytes(file.read_bytes().replace(b"1111", b"1110", 1)),
     "another version": lambda file: file.write_bytes(file.read_bytes().replace(b'"version": 1', b'"version": 2')),

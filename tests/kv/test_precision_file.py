@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentcache.errors import StoreError
 from agentcache.kv.precision import LayerBits, Precision
-from agentcache.store.precision_file import NAME, read_precision, write_precision
+from agentcache.store.precision_file import NAME, _checksum, read_precision, write_precision
 
 CHOSEN = Precision((LayerBits(8, 4), LayerBits()), 0.0031)
 OTHER = Precision((LayerBits(16, 16),), None)
@@ -37,6 +39,44 @@ def test_every_byte_counts(tmp_path: Path) -> None:
     for text in (b"", b"[]", b"{}", b"null", content[:-2], b"\xff" * 9):
         (tmp_path / NAME).write_bytes(text)
         assert read_precision(tmp_path, "a") is None
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        5,
+        None,
+        [],
+        {},
+        {"layers": 5, "divergence": None},
+        {"layers": [[4]], "divergence": None},
+        {"layers": [[4, 5]], "divergence": None},
+        {"layers": [[4.0, 4]], "divergence": None},
+        {"layers": [[None, 4]], "divergence": None},
+        {"layers": [[4, 4]], "divergence": float("nan")},
+        {"layers": [[4, 4]], "divergence": float("inf")},
+        {"layers": [[4, 4]], "divergence": -1},
+        {"layers": [[4, 4]], "divergence": "much"},
+        {"layers": [[4, 4]], "divergence": []},
+    ],
+)
+def test_values_that_make_no_sense_count_for_nothing(entry: Any, tmp_path: Path) -> None:
+    """However right their checksum is."""
+    models = {"a": entry, "b": OTHER.as_data()}
+    (tmp_path / NAME).write_text(json.dumps({"version": 1, "models": models, "checksum": _checksum(models)}))
+    assert (read_precision(tmp_path, "a"), read_precision(tmp_path, "b")) == (None, OTHER)
+    write_precision(tmp_path, "a", CHOSEN)
+    assert read_precision(tmp_path, "a") == CHOSEN
+
+
+@pytest.mark.parametrize("models", [[], 5, "a", [["a", 1]]])
+def test_models_that_are_none_count_for_nothing(models: Any, tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(json.dumps({"version": 1, "models": models, "checksum": _checksum(models)}))
+    assert read_precision(tmp_path, "a") is None
+    (tmp_path / NAME).write_text("[" * 100_000)
+    assert read_precision(tmp_path, "a") is None
+    write_precision(tmp_path, "a", CHOSEN)
+    assert read_precision(tmp_path, "a") == CHOSEN
 
 
 def test_after_damage_it_is_written_anew(tmp_path: Path) -> None:

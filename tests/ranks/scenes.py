@@ -136,11 +136,12 @@ def bring_in(model: Path, cache: Path, files: Path) -> dict[str, Any]:
     """An agent that is not there yet, of each file in a folder, as far as it is not refused; then the same turns."""
     with LLM(model, cache_dir=cache, **SETTINGS) as llm:
         refused, known = {}, [info.id for info in llm.agents()]
+        before = llm.stats().disk_bytes
         for file in sorted(files.iterdir()) if "anna" not in known else ():
             try:
                 llm.import_agent("anna", file)
             except ArchiveRejected as error:
-                refused[file.name] = [error.code, llm.stats().disk_bytes]
+                refused[file.name] = [error.code, llm.stats().disk_bytes - before]
         return {"refused": refused, "known": known} | _two_turns(llm)
 
 
