@@ -19,7 +19,7 @@ from agentcache.blocks.keys import (
     kind_of,
 )
 from agentcache.blocks.lanes import chain_keys, state_blocks
-from agentcache.errors import AgentCacheError, BlockRejected
+from agentcache.errors import AgentCacheError, BlockRejected, FileUnavailable
 from agentcache.kv.spec import CacheSpec
 from agentcache.store.agent_folder import SavedAgent
 from agentcache.store.archive import ArchivedContent, ArchiveFile, ArchiveRejected, block_kind
@@ -151,6 +151,9 @@ def read_archive(
         return _verified(file, ServedCache(spec, num_token_ids), names.current, agent_id)
     except BlockRejected as error:
         raise ArchiveRejected(f"it is damaged: {error}", param="path") from error
+    except FileUnavailable as error:
+        message = f"the archive has a format that this version of agentcache does not read: {error}"
+        raise ArchiveRejected(message, param="path", code="newer_format") from error
     except ArchiveRejected:
         raise
     except (AgentCacheError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:

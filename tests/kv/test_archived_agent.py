@@ -86,6 +86,22 @@ def test_a_newer_format_is_named(number: bytes, tmp_path: Path) -> None:
     assert error.code == "newer_format" and "newer version" in error.message
 
 
+@pytest.mark.parametrize("part", ["manifest", "log", "block"])
+def test_a_newer_format_within_is_named(part: str, tmp_path: Path) -> None:
+    forgery = Forgery.of(OLD)
+    if part == "manifest":
+        forgery.manifest["format_version"] = "3"
+    elif part == "log":
+        forgery.records[0]["format_version"] = "3"
+    else:
+        kind, data = forgery.blocks[0]
+        head, tensors = block_parts(data)
+        head["__metadata__"]["format_version"] = "3"
+        forgery.blocks[0] = kind, signed_block(head, tensors)
+    error = refused(forgery.archive(), tmp_path / "file")
+    assert error.code == "newer_format" and "this version of agentcache does not read" in error.message
+
+
 # -- snapshots of recurrent state -------------------------------------------------------------------------------------
 
 

@@ -33,22 +33,25 @@ def archive(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_a_server_starts_beside_agents_that_make_no_sense(saved: Saved, archive: Path, tmp_path: Path) -> None:
-    """Those are set aside, one by one; the sound one goes on."""
-    folder = saved.copy(tmp_path / "cache")
-    [agents] = (folder / "agents").iterdir()
+def test_a_server_starts_beside_agents_that_make_no_sense(saved: Saved, archive: Path, ram_path: Path) -> None:
+    """They are set aside or rebuilt, one by one, and those that are there can be used; the sound one goes on."""
+    folder = saved.copy(ram_path / "cache")
+    agents = next((folder / "agents").glob("*/alice.json")).parent
     for number, change in enumerate(FORGERIES.values()):
         forgery = one_record(Forgery.of(archive)).renamed(f"a{number}")
         change(forgery)
         forgery.write_to(agents, f"a{number}")
     talk = saved.talk.fork("alice")
     with open_llm(saved.model, folder) as llm:
-        assert [agent.id for agent in llm.agents()] == ["alice"]
-        assert llm.stats().quarantined == len(FORGERIES)
+        known = [agent.id for agent in llm.agents()]
+        assert "alice" in known and llm.stats().quarantined > 0
         third = talk.turn(llm, LENGTHS[2])
         assert (third.token_ids, third.report.cache_state) == (saved.third.token_ids, "warm")
+        for agent in known[::40]:
+            json.dumps(dataclasses.asdict(llm.agent(agent)), allow_nan=False)
+            assert llm.generate(third.prompt_token_ids, greedy(1), agent=agent).report.saved
     with open_llm(saved.model, folder) as llm:
-        assert llm.stats().quarantined == 0
+        assert ([agent.id for agent in llm.agents()], llm.stats().quarantined) == (known, 0)
         assert talk.turn(llm, LENGTHS[3]).token_ids == saved.fourth.token_ids
 
 
@@ -195,7 +198,7 @@ def forge_and_use(beside: Beside, made: list[Callable[[Forgery], None]]) -> None
     beside.bring_in_and_use(forgery)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(made=st.lists(changes(), min_size=1, max_size=3))
 def test_whatever_an_archive_says_the_engine_goes_on(beside: Beside, made: list[Callable[[Forgery], None]]) -> None:
     forge_and_use(beside, made)
