@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from array import array
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.model_names import LABEL, ModelNames, find_names
@@ -224,3 +227,80 @@ def test_folders_that_vanish_while_serving_do_not_bring_agents_back(tmp_path: Pa
         store.delete_agent("c")
         assert not store.has_agent("c")
     assert not list((tmp_path / "agents" / LATER[:16]).glob("c.*"))
+
+
+STEPS = ("before-temp", "temp-written", "before-fsync", "before-replace", "replaced", "before-folder-fsync")
+
+
+class Killed(BaseException):
+    """As if the process had ended here."""
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_start_that_ends_while_it_writes_a_label_loses_nothing(tmp_path: Path, step: str) -> None:
+    save(tmp_path, FIRST, record_of("a"))
+
+    def kill(at: str) -> None:
+        if at == f"{LABEL}-{step}":
+            raise Killed
+
+    with pytest.raises(Killed), open_store(tmp_path, model=names_in(tmp_path), fault=kill):
+        pass
+    with open_store(tmp_path, model=names_in(tmp_path)) as store:
+        assert [record.id for record in store.load_agents()] == ["a"]
+    assert names_in(tmp_path, first=LATER).current == FIRST
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@dataclass(frozen=True)
+class Tip:
+    """A conversation as it was last saved: `seed` and `length` tell its tokens, `folder` the name it is under."""
+
+    agent: str
+    seed: int
+    length: int
+    folder: str
+
+    @property
+    def ids(self) -> array[int]:
+        return make_transcript(self.length, seed=self.seed).ids
+
+
+RELEASES = st.tuples(
+    st.booleans(), st.integers(0, 2), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=3)
+)
+
+
+@given(st.lists(RELEASES, min_size=1, max_size=7))
+def test_whatever_releases_and_templates_take_turns_no_conversation_is_lost(
+    tmp_path_factory: pytest.TempPathFactory, starts: list[tuple[bool, int, list[tuple[int, bool]]]]
+) -> None:
+    """Each start is of an earlier release or of this one, with one of three templates, and says something."""
+    cache_dir = tmp_path_factory.mktemp("cache")
+    tips, known, seeds = list[Tip](), set[str](), iter(range(10**6))
+    for is_earlier, template, turns in starts:
+        first = str(template) * 32
+        names = ModelNames(first) if is_earlier else names_in(cache_dir, first=first)
+        known |= {names.current, *names.former} if not is_earlier else set()
+        with open_store(cache_dir, model=names) as store:
+            records = store.load_agents(50)
+            seen = [tip for tip in tips if tip.folder in ({first} if is_earlier else known)]
+            for tip in seen:
+                assert any(continues(record, tip) for record in records), tip
+            assert len(records) <= len(seen)
+            for which, is_new in turns:
+                if is_new or not records:
+                    tip = Tip(f"agent{which}", next(seeds), 5, names.current)
+                    blank = replace(record_of(tip.agent), model=names.current, lineage=f"n{tip.seed}")
+                else:
+                    blank = records.pop(which % len(records))
+                    [old, *_] = [tip for tip in seen if tip.agent == blank.id and tip.ids == blank.transcript.ids]
+                    tips = [tip for tip in tips if not (tip.agent == old.agent and tip.ids == old.ids)]
+                    tip = replace(old, length=old.length + 5, folder=names.current)
+                store.save_agent(replace(blank, transcript=make_transcript(tip.length, seed=tip.seed)))
+                tips.append(tip)
+        assert verify_folder(cache_dir).problems == ()
+
+
+def continues(record: AgentRecord, tip: Tip) -> bool:
+    return record.id == tip.agent and record.transcript.ids[: tip.length] == tip.ids
