@@ -24,6 +24,7 @@ from agentcache.cli.connection import (
 from agentcache.client import Client
 from agentcache.config import Config
 from agentcache.config_sources import load_config
+from agentcache.durable import sync_path
 from agentcache.errors import ConfigError, StoreError
 
 FOLDERS = ("agents", "blocks", "quarantine")
@@ -95,7 +96,9 @@ def empty_folder(cache_dir: Path) -> int:
         return 0
     lock = FolderLock(CacheFiles(cache_dir.resolve()))
     try:
-        return sum(_remove(cache_dir / name) for name in FOLDERS)
+        freed = sum(_remove(cache_dir / name) for name in FOLDERS)
+        sync_path(cache_dir)
+        return freed
     except OSError as error:
         raise StoreError(f"cannot empty {cache_dir}: {error}") from error
     finally:

@@ -109,6 +109,7 @@ def test_known_variables_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> 
         ({"session_headers": "maybe"}, "session_headers"),
         ({"strict_model_names": 3}, "strict_model_names"),
         ({"images": "show"}, "images"),
+        ({"durability": "none"}, "durability = 'none' must be full or barrier or fsync"),
         ({"images": True}, "images"),
         ({"aliases": "small=default"}, "aliases"),
         ({"aliases": ["small"]}, "aliases"),

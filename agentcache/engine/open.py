@@ -166,7 +166,7 @@ def _put_together(
     kernel_memo.keep_in(config.cache_dir / _KERNELS_FOUND)  # the folder is ours by now
     persistence.tidy()
     agents.note_use(store.latest_use())
-    log.info("disk budget: %s", store.usage.plan)
+    log.log(logging.INFO if store.usage.free > 0 else logging.WARNING, "disk budget: %s", store.usage.plan)
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
     runner.fit()
     adapters = AdapterWeightSet(loaded, runner, ledger)

@@ -62,6 +62,7 @@ class TwoRanks:
     posted: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     lost: list[RankLost] = field(default_factory=list)
     patience: float = SECONDS
+    budget: int | None = BUDGET
 
     def __post_init__(self) -> None:
         theirs = Store(self.folder / "rank-1-of-2", SPECS[1], MODEL, disk_budget=BUDGET)
@@ -74,7 +75,7 @@ class TwoRanks:
             self.folder / "rank-0-of-2",
             SPECS[0],
             MODEL,
-            disk_budget=BUDGET,
+            disk_budget=self.budget,
             leader=self.leader,
             tickets=self.tickets,
         )

@@ -6,14 +6,14 @@ Both ranks' files are real, and wrong in real ways.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from agentcache.errors import BlocksLost, RankLost, StoreError
+from agentcache.errors import BlocksLost, DiskBudgetExceeded, RankLost, StoreError
 from agentcache.ranks.messages import read_answers, read_commands, write_answers
 from agentcache.store.store import BlockWrite
 from agentcache.store.verify import verify_folder
@@ -30,6 +30,22 @@ def ranks(tmp_path: Path) -> Iterator[TwoRanks]:
 
 def is_there(ranks: TwoRanks, block: BlockWrite) -> bool:
     return ranks.store.has(block.header.block_key)
+
+
+def test_an_automatic_budget_is_rank_0s_and_evicts_on_none(tmp_path: Path, set_free: Callable[[int], None]) -> None:
+    set_free(10**9)
+    ranks = TwoRanks(tmp_path, budget=None)
+    kept, late = ranks.block(1), ranks.block(2)
+    ranks.store.write_blocks([kept])
+    set_free(0)
+    ranks.store.usage.measure()
+    with pytest.raises(DiskBudgetExceeded, match="The budget is automatic"):
+        ranks.store.write_blocks([late])
+    assert all(ranks.path(rank, kept).exists() and not ranks.path(rank, late).exists() for rank in range(2))
+    set_free(10**9)
+    ranks.store.write_blocks([late])
+    assert is_there(ranks, kept) and is_there(ranks, late)
+    ranks.close()
 
 
 def test_what_is_written_is_on_both_with_each_ones_bytes(ranks: TwoRanks) -> None:
