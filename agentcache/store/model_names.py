@@ -36,6 +36,7 @@ class ModelNames:
         current: names its new blocks and agents, 32 hex digits.
         former: names of other folders with agents of the same model; blocks by these names are not used.
         others: further names that mean this model, without a folder.
+        identity: of the model by its content, for labels and archives; empty where no folder is to be labelled.
     """
 
     current: str
