@@ -98,6 +98,7 @@ JSON_READER = "agentcache/models/text/json_values.py"
 OWN_JSON = {
     "agentcache/models/text/tokenizer.py": "tokenizer.json",
     "agentcache/models/text/encoder.py": "tokenizer.json",
+    "agentcache/models/text/token_rules.py": "files of a tokenizer",
     "agentcache/models/text/template_child.py": "the filter `tojson`, in a process with limits",
     "agentcache/models/text/grammars/reply_grammar.py": "grammars as llguidance writes and reads them",
     "server/stream.py": "events of answers",
