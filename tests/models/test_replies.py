@@ -25,10 +25,12 @@ from agentcache.models.text.replies.events import (
     ToolCallStart,
     blocks_of,
 )
+from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.replies.reader import open_reader
 from agentcache.models.text.stop_strings import StopStrings
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.examples import examples
+from tests.growth import MOST, growth
 from tests.reply_formats import FAMILIES, TOOLS
 
 GOLDEN = [
@@ -165,3 +167,39 @@ def test_an_opening_without_a_call_holds_no_text_back(name: str, folder: Path) -
         piece = output.add(token)
         shown += "".join(e.text for e in reader.add(piece.text, piece.markers) if isinstance(e, TextDelta))
     assert len(shown) > 1400 and opening not in shown
+
+
+_VALUE = {
+    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter={}>",
+    "glm47": "<tool_call>look\n<arg_key>{}</arg_key>\n<arg_value>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="look">\n<parameter name="{}">',
+    "longcat": "<longcat_tool_call>look\n<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>",
+}
+_END = {
+    "qwen3_coder": "</parameter>",
+    "glm47": "</arg_value>",
+    "minimax_m2": "</parameter>",
+    "longcat": "</longcat_arg_value>",
+}
+
+
+@pytest.mark.parametrize("dialect", _VALUE)
+@pytest.mark.parametrize(
+    ("key", "begin", "piece"),
+    [("at", "", "  "), ("n", "", " \n"), ("list", '["', "{end}"), ("at", "x", "\n"), ("list", "[", "1, ")],
+    ids=["space", "space of a number", "ends in a string", "space behind", "a list"],
+)
+def test_a_piece_costs_the_same_whatever_came_before(dialect: str, key: str, begin: str, piece: str) -> None:
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}, "n": {"type": "integer"}, "list": {}}}
+    tools = Tools([{"type": "function", "function": {"name": "look", "parameters": parameters}}])
+    piece = piece.format(end=_END[dialect])
+
+    def read(num_pieces: int) -> None:
+        reader = open_reader(ReplyFormat(dialect), tools, thoughts=False)
+        reader.begin("")
+        reader.add(_VALUE[dialect].format(key) + begin)
+        for _ in range(num_pieces):
+            reader.add(piece)
+        assert reader.num_calls == 1
+
+    assert growth(lambda size: size, read, 500, rounds=3) < MOST

@@ -40,7 +40,7 @@ class HarmonyReader:
         self._reads_calls = tools is not None
         self._sink = CallSink(self._codes.shown)
         self._state = _State.HEADER
-        self._header = ""
+        self._header: list[str] = []
         self._prompted = ""  # of the header, by the prompt
         self._text = ""  # not read yet
         self._tool = ""
@@ -57,7 +57,7 @@ class HarmonyReader:
         if self._message in opened:
             self._read(opened)
         else:
-            self._header = self._prompted = opened
+            self._header, self._prompted = [opened], opened
 
     def add(self, text: str, placed: Sequence[Placed] = ()) -> list[Event]:
         text = self._codes.coded(text, placed)
@@ -68,7 +68,7 @@ class HarmonyReader:
         return self._take()
 
     def finish(self, *, cut_off: bool) -> list[Event]:
-        said = self._header.removeprefix(self._prompted)
+        said = "".join(self._header).removeprefix(self._prompted)
         if self._state is _State.HEADER and said and self._channel not in said:
             self._state = _State.TEXT  # no message at all: a model that does not know the format
             self._pass_on(said)
@@ -93,13 +93,14 @@ class HarmonyReader:
             self._begin_message()
         elif marker in (self._start, *self._ends) or (marker == self._channel and self._state is not _State.HEADER):
             self._end_message()
-            self._header = marker if marker == self._channel else ""
+            self._header = [marker] if marker == self._channel else []
         elif self._state is _State.HEADER:
-            self._header += marker
+            self._header.append(marker)
 
     def _begin_message(self) -> None:
-        recipient = _RECIPIENT.search(self._codes.spelled(self._header))
-        channel = _CHANNEL.match(self._header.partition(self._channel)[2])
+        header = "".join(self._header)
+        recipient = _RECIPIENT.search(self._codes.spelled(header))
+        channel = _CHANNEL.match(header.partition(self._channel)[2])
         self._prompted, self._has_begun = "", False
         if recipient is not None and recipient[1] != "assistant" and self._reads_calls:
             self._tool = recipient[1].removeprefix("functions.")
@@ -113,7 +114,7 @@ class HarmonyReader:
         if not text:
             return
         if self._state is _State.HEADER:
-            self._header += text
+            self._header.append(text)
         elif self._state is _State.CALL:
             self._pass_on_arguments(text)
         else:
@@ -151,4 +152,4 @@ class HarmonyReader:
         elif self._has_begun and self._state is not _State.HEADER:
             kind = ReasoningDelta if self._state is _State.THOUGHT else TextDelta
             self._pause[kind] = _BETWEEN_MESSAGES
-        self._state, self._header, self._has_begun = _State.HEADER, "", False
+        self._state, self._header, self._has_begun = _State.HEADER, [], False

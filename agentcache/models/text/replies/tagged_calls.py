@@ -104,6 +104,9 @@ class TaggedCalls(Steps):
         self._key = ""
         self._types: frozenset[str] = frozenset()
         self._begun = False  # with passing on the value at work
+        self._value: list[str] = []  # of the value at work, what has been read and not been passed on
+        self._has_inner: bool | None = None  # whether that is a list or an object; None if that has not come yet
+        self._inner = JsonText()
         self._json = JsonText()
 
     def _step(self, final: bool) -> Left | None:
@@ -190,7 +193,7 @@ class TaggedCalls(Steps):
     def _in_key(self) -> Left | None:
         end = self._text.find(self._tags.argument_end)
         if end < 0:
-            return None
+            return self._cut_off() if len(self._text) > LONGEST_HEADER else None
         named = self._text[:end]
         self._key = _name_in(named)
         type_ = _TYPE_ATTRIBUTE.search(named)
@@ -210,39 +213,82 @@ class TaggedCalls(Steps):
         return None
 
     def _in_value(self) -> Left | None:
-        value, tag, behind = self._text.partition(self._tags.value_end)
-        while tag and not self._types & {"string"} and _ends_in_json_string(value):
-            more, tag, behind = behind.partition(self._tags.value_end)
-            value += self._tags.value_end + more
-        if self._passes_on():
-            self._text = self._pass_on(value, is_whole=bool(tag))
-        if not tag:
+        if self._tags.strips and not self._begun and not self._value:
+            self._text = self._text.lstrip(SPACE)
+        passes_on = self._passes_on()
+        if passes_on is None and self._tags.value_end not in self._text:
             return None
-        if self._begun:
-            self._sink.arguments('"')
+        return self._pass_on() if passes_on else self._collect()
+
+    def _passes_on(self) -> bool | None:
+        """Whether the value is passed on while it comes; None where it is not known yet."""
+        if self._types != {"string"} or self._value and not self._begun:
+            return False
+        begins = self._text.lstrip(SPACE)[: len(_CDATA)]
+        if not self._tags.cdata or self._begun or not _CDATA.startswith(begins):
+            return True
+        return False if begins == _CDATA else None
+
+    def _collect(self) -> Left | None:
+        """Read on in a value that is told when it is complete. Each of its characters is looked at once."""
+        text, end = self._text, self._tags.value_end
+        at = text.find(end)
+        certain = at if at >= 0 else len(text) - partial_end(text, [end])
+        self._read_value(text[:certain])
+        self._text = text[certain:]
+        if at < 0:
+            return None
+        self._text = self._text[len(end) :]
+        if self._inner.is_in_string:
+            self._read_value(end)
         else:
-            self._put(write_json(self._converted(value), ensure_ascii=False))
-        self._text, self._at = behind, _At.ARGUMENTS
+            self._put(write_json(self._converted("".join(self._value)), ensure_ascii=False))
+            self._end_value()
         return None
 
-    def _passes_on(self) -> bool:
-        if self._types != {"string"}:
-            return False
-        return not self._tags.cdata or self._begun or not _CDATA.startswith(self._text.lstrip(SPACE)[: len(_CDATA)])
+    def _read_value(self, text: str) -> None:
+        """Note a piece of the value, and whether it ends within a string of a list or an object."""
+        if not text:
+            return
+        self._value.append(text)
+        if self._has_inner is None:
+            text = text.lstrip(SPACE)
+            self._has_inner = ("string" not in self._types and text.startswith(("[", "{"))) if text else None
+        if self._has_inner:
+            self._inner.feed(text, 0)
+            self._inner.take()
 
-    def _pass_on(self, value: str, *, is_whole: bool) -> str:
-        """Pass on what is certain of a string; what is not, for what comes to be put behind it."""
+    def _pass_on(self) -> Left | None:
+        """Pass on what is certain of a string; white space that may be its end waits in `_value`."""
+        text, tags = self._text, self._tags
+        at = text.find(tags.value_end)
+        is_whole = at >= 0
         if not self._begun:
-            begins = value.lstrip(SPACE) if self._tags.strips else value.removeprefix("\n")
-            if not begins and not is_whole:
-                return value
-            value = begins
+            begins = text if tags.strips else text.removeprefix("\n")
+            if not is_whole and not begins:
+                return None
+            at -= len(text) - len(begins)
+            text, self._begun = begins, True
             self._put('"')
-            self._begun = True
-        certain = value if is_whole else value[: len(value) - partial_end(value, [self._tags.value_end])]
-        certain = certain.rstrip(SPACE) if self._tags.strips else certain.removesuffix("\n")
-        self._sink.arguments(json_string(certain, ensure_ascii=False)[1:-1])
-        return value[len(certain) :]
+        certain = text[: at if is_whole else len(text) - partial_end(text, [tags.value_end])]
+        self._text = text[len(certain) :]
+        if not tags.strips:
+            certain, self._value = "".join([*self._value, certain]), []
+        said = certain.rstrip(SPACE) if tags.strips else certain.removesuffix("\n")
+        if said:
+            self._sink.arguments(json_string("".join([*self._value, said]), ensure_ascii=False)[1:-1])
+            self._value = []
+        if len(said) < len(certain):
+            self._value.append(certain[len(said) :])
+        if is_whole:
+            self._text = self._text[len(tags.value_end) :]
+            self._sink.arguments('"')
+            self._end_value()
+        return None
+
+    def _end_value(self) -> None:
+        self._value, self._has_inner, self._inner = [], None, JsonText()
+        self._begun, self._at = False, _At.ARGUMENTS
 
     def _put(self, value: str) -> None:
         """The argument's name, and its value or the beginning of that."""
@@ -292,15 +338,6 @@ class TaggedCalls(Steps):
         self._started = False
         in_argument = self._at in (_At.KEY, _At.IN_VALUE)
         return Left(rest="" if in_argument else self._text)
-
-
-def _ends_in_json_string(value: str) -> bool:
-    """Whether what stands behind is still within a string of a list or an object."""
-    if not value.lstrip(SPACE).startswith(("[", "{")):
-        return False
-    read = JsonText()
-    read.feed(value, 0)
-    return read.is_in_string
 
 
 def _name_in(tag: str) -> str:
