@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -33,6 +34,22 @@ T = TypeVar("T")
 P = ParamSpec("P")
 Content = AdapterContent | Decoder
 
+# A request that waits for room for its adapter is next once so many later ones have got theirs.
+_MOST_TIMES_PASSED_OVER = 16
+
+
+@dataclass(eq=False)
+class _Wait:
+    """A request whose adapter may not be on the device yet.
+
+    Args:
+        digest: of the adapter's weights.
+        passed_over: how many later requests, for other weights, went first.
+    """
+
+    digest: str
+    passed_over: int = 0
+
 
 class AdapterLoader:
     """Loads adapters, and sees to it that the weights of those in use are on the device. Belongs to one event loop.
@@ -50,6 +67,7 @@ class AdapterLoader:
         self._reader = Workers(1, name="agentcache-adapters")
         self._loading = asyncio.Lock()
         self._released = asyncio.Event()
+        self._waits: list[_Wait] = []  # as they came
 
     async def close(self, error: AgentCacheError) -> None:
         """Refuse all further reading of folders with `error`."""
@@ -144,6 +162,8 @@ class AdapterLoader:
     async def lease(self, name: str | None) -> AsyncIterator[ServedAdapter | None]:
         """Inside, the adapter's weights are on the device, whatever happens to its name. None for base.
 
+        Requests whose adapters are there go first, but not for ever (`_MOST_TIMES_PASSED_OVER`).
+
         Raises:
             NotFound: there is no such adapter.
             UnsupportedAdapter: its weights had been dropped, and its folder is gone or holds others by now.
@@ -163,15 +183,45 @@ class AdapterLoader:
             self._tell_released()
 
     async def _ensure(self, adapter: ServedAdapter) -> None:
-        while not self._table.is_resident(adapter.digest):
-            released = self._released
-            async with self._loading:
-                if self._table.is_resident(adapter.digest):
-                    return
-                if self._make_room(adapter.source):
+        wait = _Wait(adapter.digest)
+        self._waits.append(wait)
+        try:
+            while not await self._is_there(adapter, wait):
+                continue
+            for other in self._waits[: self._waits.index(wait)]:
+                other.passed_over += other.digest != wait.digest
+        finally:
+            self._waits.remove(wait)
+            if wait.passed_over >= _MOST_TIMES_PASSED_OVER:
+                self._tell_released()  # those that it kept back
+
+    async def _is_there(self, adapter: ServedAdapter, wait: _Wait) -> bool:
+        """Whether the weights are on the device now; else something has changed since."""
+        released = self._released
+        if self._is_kept_back(wait):
+            self._table.release(adapter)  # its weights may have to make room
+            try:
+                await released.wait()
+            finally:
+                self._table.claim(adapter)
+            return False
+        if self._table.is_resident(adapter.digest):
+            return True
+        async with self._loading:
+            if self._is_kept_back(wait):
+                return False
+            if self._make_room(adapter.source):
+                if not self._table.is_resident(adapter.digest):
                     await self._read_again(adapter)
-                    return
-            await released.wait()  # others use all the room
+                return True
+        await released.wait()  # others use all the room
+        return False
+
+    def _is_kept_back(self, wait: _Wait) -> bool:
+        """Whether a request for other weights has waited for so long that it is next."""
+        overdue = (other for other in self._waits if other.passed_over >= _MOST_TIMES_PASSED_OVER)
+        first = next(overdue, None)
+        return first is not None and first.digest != wait.digest
 
     async def _read_again(self, adapter: ServedAdapter) -> None:
         try:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
-import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agentcache.errors import AgentCacheError, Overloaded
+from agentcache.gateway.aged_queue import AgedQueue
 from agentcache.threads import as_exception, start_thread
 
 log = logging.getLogger("agentcache.engine")
@@ -26,17 +25,18 @@ LARGE = 64_000  # characters, or token ids
 CLOSE_SECONDS = 1.5
 MOST_WAITING = 256
 _LOOK_SECONDS = 0.005
+_LEAST_COST = 100  # what the smallest job costs, in its unit: a stream of tiny ones is not for nothing
+_PATIENCE = 10_000  # of smaller jobs that came later; some milliseconds
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class _PromptJob(Generic[T]):
-    """Work that somebody waits for. Jobs are ordered by size, and those of one size as they came."""
+    """Work that a request waits for."""
 
     size: int
-    number: int
-    work: Callable[[HasEnded], T] = field(compare=False)
-    future: asyncio.Future[T] = field(compare=False)
-    ended: bool = field(default=False, compare=False)
+    work: Callable[[HasEnded], T]
+    future: asyncio.Future[T]
+    ended: bool = False
 
     def has_ended(self) -> bool:
         return self.ended
@@ -67,6 +67,8 @@ class _PromptJob(Generic[T]):
 class Workers:
     """A pool of threads: the smallest job first, and large ones never on all of several threads at once.
 
+    A job waits for smaller ones that came later only until these were as much work as itself.
+
     `run` and `close` belong to one event loop. The threads are daemons: one that does not stop does not hold up the
     end of the process.
 
@@ -91,9 +93,8 @@ class Workers:
         self._most_waiting = most_waiting
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
-        self._waiting: list[_PromptJob[Any]] = []
+        self._waiting = AgedQueue[_PromptJob[Any]](_PATIENCE)
         self._running: list[_PromptJob[Any]] = []
-        self._numbers = itertools.count()
         self._closed: AgentCacheError | None = None
 
     async def run(self, size: int, work: Callable[[HasEnded], T]) -> T:
@@ -109,11 +110,11 @@ class Workers:
         if self._closed is not None:
             raise self._closed
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        job = _PromptJob(size, next(self._numbers), work, future)
+        job = _PromptJob(size, work, future)
         with self._changed:
             self._refuse_too_many()
             self._start_thread()
-            heapq.heappush(self._waiting, job)
+            self._waiting.push(job, size + _LEAST_COST)
             self._changed.notify()
         try:
             return await future
@@ -147,8 +148,7 @@ class Workers:
     def _refuse_too_many(self) -> None:
         if len(self._waiting) < self._most_waiting:
             return
-        self._waiting = [job for job in self._waiting if not job.ended]
-        heapq.heapify(self._waiting)
+        self._waiting.drop(lambda job: job.ended)
         if len(self._waiting) >= self._most_waiting:
             raise Overloaded("too many requests are waiting to be read; try again later")
 
@@ -172,10 +172,9 @@ class Workers:
         """The next job, once there is one that may run; None at the end."""
         with self._changed:
             while self._closed is None:
-                while self._waiting and self._waiting[0].ended:
-                    heapq.heappop(self._waiting)
-                if self._waiting and self._may_run(self._waiting[0]):
-                    self._running.append(job := heapq.heappop(self._waiting))
+                self._waiting.drop(lambda job: job.ended)
+                if (job := self._waiting.take(self._may_run)) is not None:
+                    self._running.append(job)
                     return job
                 self._changed.wait()
         return None

@@ -274,6 +274,7 @@ class Simulation:
         self.decoding_seconds = self.prefilling_seconds = 0.0
         self.lookahead_rows = 0
         self._check_integrity = check_integrity
+        self._chunks: list[Client] = []
         self._tokens = iter(range(1, 10**9))
 
     @property
@@ -336,6 +337,12 @@ class Simulation:
     def note_progress(self, generation: Generation, num_tokens: int) -> None:
         if num_tokens > 1:
             self.clients[generation].chunk_times.append(self.now)
+            self._chunks.append(self.clients[generation])
+
+    def watch_chunks(self) -> list[Client]:
+        """Whose prompts' chunks are computed from now on, in their order."""
+        self._chunks = []
+        return self._chunks
 
     def run(self, seconds: float = 1e9, arrivals: Iterable[tuple[float, Callable[[], Any]]] = ()) -> None:
         """Step until `seconds` have passed or nothing is left to do; `arrivals` happen at their times."""

@@ -94,6 +94,32 @@ def test_weights_are_dropped_and_read_again(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_adapter_gets_its_room_under_an_endless_stream_of_requests_for_another(base: Path, tmp_path: Path) -> None:
+    folders = {name: make_adapter(tmp_path / name, base, rank=64, seed=seed) for seed, name in enumerate("ab")}
+    with open_adapters(base, tmp_path / "probe", {}) as llm:
+        least = inside.min_ram_budget(inside.engine_of(llm))
+    with open_adapters(base, tmp_path / "cache", folders, ram_budget=least + 11 * 10**6) as llm:
+        assert [adapter.resident for adapter in llm.adapters()] == [False, True], "one fits"
+
+        def begin(adapter: str) -> asyncio.Task[None]:
+            request = Request(adapter, TokenPrompt(PROMPT[:20]), greedy(4), adapter=adapter)
+            return asyncio.ensure_future(inside.async_engine(llm).generate(request, lambda update: None))
+
+        async def run() -> None:
+            stream, num_done = {begin("b") for _ in range(4)}, 0
+            waiting = begin("a")
+            while not waiting.done():
+                assert num_done < 60, "it waits for ever"
+                done, _ = await asyncio.wait({*stream, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                num_done += len(done & stream)
+                stream = (stream - done) | {begin("b") for _ in done & stream}
+            await waiting
+            await asyncio.gather(*stream)
+
+        inside.on_loop(llm, run())
+
+
+@pytest.mark.slow
 def test_a_dropped_adapter_whose_folder_has_changed(base: Path, tmp_path: Path) -> None:
     folders = {name: make_adapter(tmp_path / name, base, rank=64, seed=seed) for seed, name in enumerate("abc")}
     with open_adapters(base, tmp_path / "probe", {}) as llm:

@@ -79,6 +79,38 @@ def test_short_ones_go_first() -> None:
     run(test, num_workers=1)
 
 
+def test_a_long_prompt_is_read_under_an_endless_stream_of_short_ones() -> None:
+    """As soon as later ones that went first were as much work as it is."""
+    size, order = 2000, list[str]()
+    most = 2 + LARGE // size
+
+    async def test(workers: Workers) -> None:
+        loop, shorts = asyncio.get_running_loop(), list[asyncio.Task[str]]()
+
+        async def add() -> None:
+            shorts.append(begin(workers, size, read_and_add))
+            await asyncio.sleep(0)
+
+        def read_and_add(has_ended: HasEnded) -> str:
+            """There is always another one before this one is done."""
+            order.append("short")
+            if "long" not in order and len(order) <= most:
+                asyncio.run_coroutine_threadsafe(add(), loop).result(10)
+            return ""
+
+        gate = threading.Event()
+        first = await begun(workers, 0, lambda has_ended: str(gate.wait()))
+        await add()
+        long = begin(workers, LARGE, lambda has_ended: order.append("long") or "")  # type: ignore[func-returns-value]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(first, long)
+        await asyncio.gather(*shorts)
+
+    run(test, num_workers=1)
+    assert most // 2 < order.index("long") < most
+
+
 def test_large_ones_leave_a_thread_free() -> None:
     async def test(workers: Workers) -> None:
         large = [begin(workers, LARGE + 1, until_ended) for _ in range(3)]

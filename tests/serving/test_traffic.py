@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -212,6 +213,51 @@ def test_a_long_prompt_gets_on_under_endless_short_ones(priority: Priority, ever
     assert long.done_at is not None
     waits = [c.token_times[0] - c.arrived_at for c in simulation.clients.values() if c is not long and c.token_times]
     assert every < 0.1 or statistics.median(waits) < 0.5
+
+
+@settings(max_examples=examples(30))
+@given(
+    costs=MACHINES,
+    every=st.floats(0.05, 0.5),
+    small=st.integers(2, 400),
+    wanted=st.integers(1, 20),
+    max_running=st.sampled_from([2, 4, 16]),
+    priority=st.sampled_from(Priority),
+)
+def test_a_prompt_that_needs_nearly_all_blocks_starts_and_gets_on_under_endless_small_ones(
+    costs: Costs, every: float, small: int, wanted: int, max_running: int, priority: Priority
+) -> None:
+    """Of later requests, no more than three chunks and one of each prompt beside it go before each of its chunks.
+
+    A background one lets eight requests be admitted, and eight chunks be computed, before it is like any other.
+    """
+    simulation = Simulation(num_blocks=12, max_running=max_running, costs=costs)
+    submit = partial(simulation.submit, small, wanted)
+    simulation.run(3 * every + 0.01, [(number * every, submit) for number in range(4)])
+    large = simulation.submit(9 * BLOCK_SIZE - 20, 1, priority)
+    chunks = simulation.watch_chunks()
+    while large.done_at is None:
+        assert simulation.now < 500, "it has not begun to answer"
+        simulation.run(every, [(simulation.now, submit)])
+    later = [client for client in chunks if client.arrived_at >= large.arrived_at]
+    own = [-1, *(index for index, client in enumerate(later) if client is large)]
+    if priority is BACKGROUND:
+        assert len(set(later[: own[1]])) <= 16 + max_running
+    else:
+        assert max(after - before for before, after in pairwise(own)) <= 3 + max_running
+
+
+def test_small_requests_hardly_wait_longer_beside_a_prompt_that_needs_nearly_all_blocks() -> None:
+    def waits(*, beside: bool) -> list[float]:
+        simulation = Simulation(num_blocks=72)
+        large = simulation.submit(70 * BLOCK_SIZE - 300, 1) if beside else None
+        simulation.run(30.0, [(number * 0.25, partial(simulation.submit, 64, 20)) for number in range(120)])
+        assert large is None or large.done_at is None
+        clients = [client for client in simulation.clients.values() if client is not large and client.token_times]
+        return sorted(client.token_times[0] - client.arrived_at for client in clients)
+
+    quiet, busy = waits(beside=False), waits(beside=True)
+    assert busy[int(0.95 * len(busy))] < quiet[int(0.95 * len(quiet))] + 1.2 * MAX_STALL
 
 
 def test_an_interactive_request_goes_before_background_prompts() -> None:
