@@ -20,7 +20,6 @@ from agentcache.client import Client, ServerError
 from agentcache.config import Config
 from agentcache.config_sources import load_config
 from agentcache.errors import ConfigError
-from agentcache.server.context import SERVER_NAME
 from agentcache.server.engine import Engine
 from agentcache.server.validate import check_agent_id
 
@@ -137,6 +136,8 @@ def connect(
 
 def running_server(config: Config) -> str | None:
     """The URL of an agentcache server on the configured port, if one answers there."""
+    from agentcache.server.context import SERVER_NAME  # with all of a server's libraries, which --help has no use for
+
     url = url_of(config.host, config.port)
     try:
         answer = httpx.get(f"{url}/health", timeout=PROBE_SECONDS, trust_env=False)
