@@ -116,6 +116,7 @@ class Config:
             layers 4; 8; k8v4, keys in 8 and values in 4; 16, as the model makes them. Each has files of its own.
         max_body_bytes: largest request body.
         header_timeout, body_timeout: seconds within which a request's headers, and then its body, must have come.
+        write_timeout: seconds without progress after which a connection whose client does not read is ended.
         cors_origins: web pages that may ask, as `scheme://host[:port]`, or `*` for all.
         prefill_chunk: prompt tokens computed at once, at most; on a GPU up to 2,048 while nobody generates.
         max_stall_ms: milliseconds that computing prompt tokens may keep others from generating.
@@ -225,6 +226,7 @@ class Config:
     max_body_bytes: int = _setting(Kind.SIZE, above_zero=True, default=32 * 10**6)
     header_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=10.0)
     body_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=30.0)
+    write_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=30.0)
     cors_origins: tuple[str, ...] = _setting(
         Kind.TABLE,
         Flag("Web page that may ask, or *; may be repeated.", metavar="ORIGIN", name="cors_origin", repeats=True),

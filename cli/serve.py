@@ -181,7 +181,12 @@ def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=partial(ClientConnection, head_seconds=config.header_timeout, most=most_connections()),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            ClientConnection,
+            head_seconds=config.header_timeout,
+            write_seconds=config.write_timeout,
+            most=most_connections(),
+        ),
         log_config=None,
         access_log=False,
         server_header=False,

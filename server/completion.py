@@ -120,7 +120,12 @@ async def _stream(request: HttpRequest, context: Context, job: Job, deadline: fl
     When the first update takes longer than the keep-alive interval, the stream begins without it.
     """
     generate = partial(context.engine.generate, job.requests[0])
-    source = UpdateStream(lambda take: generate(context.metrics.measured(take)), context.keep_alive_seconds, deadline)
+    source = UpdateStream(
+        lambda take: generate(context.metrics.measured(take)),
+        context.keep_alive_seconds,
+        deadline,
+        ended=request.state.free_place,
+    )
     try:
         first = await until_disconnect(request.receive, source.next())
     except BaseException:

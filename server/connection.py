@@ -21,6 +21,7 @@ IDLE_SECONDS = 75
 LINGER_SECONDS = 2.0
 # For everything that is no connection: the cache's files, libraries, the model.
 _OTHER_FILES = 128
+_LOOKS = 4  # at what is being written, within the time it may stand still
 _MOST_CONNECTIONS = 4096
 # What is read of a connection before the next one has its turn (asyncio: 256 KiB): a hundred large bodies at once
 # held up everybody else for as long as it took to copy that of each.
@@ -49,18 +50,23 @@ def _check_length(head: bytes) -> None:
 
 
 class ClientConnection(H11Protocol):
-    """A connection that is closed when a request's head takes longer than `head_seconds`.
+    """A connection that is closed when a request's head takes longer than `head_seconds`, and cut when the client reads
+    nothing of its answer for `write_seconds`.
 
     Where the process has no room for more, those that have waited longest for their clients are closed.
     """
 
-    def __init__(self, *args: Any, head_seconds: float, most: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, head_seconds: float, write_seconds: float, most: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = StrictConnection(h11.SERVER)
         self._head_seconds = head_seconds
         self._most = most
         self._timer: asyncio.TimerHandle | None = None
         self._linger: asyncio.TimerHandle | None = None
+        self._write_seconds = write_seconds
+        self._writing: asyncio.TimerHandle | None = None
+        self._left = 0  # bytes to write at the last progress
+        self._progress_at = 0.0
         self._waiting_since = self.loop.time()
 
     # -- uvicorn's and asyncio's calls --------------------------------------------------------------------------------
@@ -75,6 +81,7 @@ class ClientConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         self._end_linger()
+        self._end_write_watch()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -90,11 +97,16 @@ class ClientConnection(H11Protocol):
         if self.conn.their_state is not h11.SEND_BODY:
             self._end_linger()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.unwritten:
+            self._watch_writing()
         self._waiting_since = self.loop.time()
-        answered = self.cycle is None or self.cycle.response_complete  # the next request may have begun
-        if answered and self.conn.their_state is h11.SEND_BODY:
+        if self._is_answered and self.conn.their_state is h11.SEND_BODY:  # else the next request may have begun
             self._linger = self.loop.call_later(LINGER_SECONDS, self.cut)
 
     def send_400_response(self, msg: str) -> None:
@@ -112,10 +124,42 @@ class ClientConnection(H11Protocol):
         cycle = self.cycle
         return cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started)
 
+    @property
+    def unwritten(self) -> int:
+        """Bytes that the client's side has yet to take."""
+        return self.transport.get_write_buffer_size()
+
+    def _watch_writing(self) -> None:
+        if self._writing is None:
+            self._left, self._progress_at = self.unwritten, self.loop.time()
+            self._writing = self.loop.call_later(self._write_seconds / _LOOKS, self._look_at_writing)
+
+    def _look_at_writing(self) -> None:
+        """Only what is paused, or all written, is watched: what is left can only become less."""
+        self._writing, left, now = None, self.unwritten, self.loop.time()
+        if not left:
+            return
+        if left < self._left or not (self.flow.write_paused or self._is_answered):
+            self._left, self._progress_at = left, now
+        if now - self._progress_at >= self._write_seconds:
+            self.cut()
+        else:
+            self._writing = self.loop.call_later(self._write_seconds / _LOOKS, self._look_at_writing)
+
+    @property
+    def _is_answered(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _end_write_watch(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
     def cut(self) -> None:
         """Close the connection, whatever is under way on it."""
         self._cancel_timer()
         self._end_linger()
+        self._end_write_watch()
         self.transport.abort()
 
     def _end_linger(self) -> None:
@@ -156,6 +200,8 @@ class ClientConnection(H11Protocol):
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+        if self.unwritten:
+            self._watch_writing()
 
     def _set_timer(self, seconds: float, function: Callable[[], None]) -> None:
         self._cancel_timer()

@@ -15,6 +15,8 @@ from agentcache.server.connection import ClientConnection
 DRAIN_SECONDS = 5.0
 # For clients that do not take their answer; then their connections are cut.
 CUT_SECONDS = 15
+# For clients that read nothing of it.
+STALL_SECONDS = 1.0
 # After the engine has failed /health says so for as long; then the process ends, for a supervisor to start it again.
 FAILED_SECONDS = 5.0
 
@@ -54,8 +56,27 @@ class DrainingServer(uvicorn.Server):
             await asyncio.wait({ending})
 
     async def _end_requests(self) -> None:
-        await asyncio.sleep(self._drain_seconds)
-        for connection in list(self.server_state.connections):
-            if isinstance(connection, ClientConnection) and connection.waits_for_client:
-                connection.cut()
-        await self._close()
+        await asyncio.sleep(max(0.0, self._drain_seconds - STALL_SECONDS))
+        cutting = asyncio.create_task(self._cut_stalled())
+        try:
+            await asyncio.sleep(min(STALL_SECONDS, self._drain_seconds))
+            for connection in self._connections:
+                if connection.waits_for_client and not connection.unwritten:
+                    connection.cut()
+            await self._close()
+            await asyncio.wait({cutting})
+        finally:
+            cutting.cancel()
+
+    async def _cut_stalled(self) -> None:
+        """Cut connections whose clients read nothing; uvicorn would wait for them until `CUT_SECONDS`."""
+        while True:
+            before = {connection: connection.unwritten for connection in self._connections}
+            await asyncio.sleep(STALL_SECONDS)
+            for connection, unwritten in before.items():
+                if 0 < unwritten <= connection.unwritten:
+                    connection.cut()
+
+    @property
+    def _connections(self) -> list[ClientConnection]:
+        return [each for each in self.server_state.connections if isinstance(each, ClientConnection)]

@@ -132,7 +132,11 @@ class HostGuard:
 
 
 class RequestLimit:
-    """Refuses requests while `limit` of them are being answered; those that only look at something get through."""
+    """Refuses requests while `limit` of them are being computed; those that only look at something get through.
+
+    A request's place is free when its answer begins, or, of a stream, when `request.state.free_place` is called: how
+    long the client takes to read it keeps no other request out.
+    """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self.app = app
@@ -145,10 +149,27 @@ class RequestLimit:
         if self._under_way >= self._limit:
             raise Overloaded("Too many requests are waiting; try again later.")
         self._under_way += 1
+        is_free = False
+
+        def free() -> None:
+            nonlocal is_free
+            self._under_way -= not is_free
+            is_free = True
+
+        async def freeing_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and not is_event_stream(message):
+                free()
+            await send(message)
+
+        scope.setdefault("state", {})["free_place"] = free
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, freeing_send)
         finally:
-            self._under_way -= 1
+            free()
+
+
+def is_event_stream(start: Message) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in start["headers"])
 
 
 class ApiKey:

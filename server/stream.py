@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentcache.errors import BrokenInvariant, RequestTimedOut
 from agentcache.report import Update
+from agentcache.server.backlog import Backlog
 from agentcache.threads import as_exception
 
 T = TypeVar("T")
@@ -56,6 +57,10 @@ def timed_out() -> RequestTimedOut:
     return RequestTimedOut("The request was not done within its time limit.")
 
 
+def too_slow() -> RequestTimedOut:
+    return RequestTimedOut("The answer was not read in time.", code="client_too_slow")
+
+
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client leaves.
 
@@ -97,16 +102,25 @@ class UpdateStream:
         generate: runs the completion and calls its argument with each update; cancelled by `close`.
         interval: seconds of silence after which `next` gives None.
         deadline: the loop's time at which the completion must be done; None for no limit.
+        ended: called when the engine has done with it, whatever has been read of it.
     """
 
-    def __init__(self, generate: Generate, interval: float, deadline: float | None = None) -> None:
+    def __init__(
+        self,
+        generate: Generate,
+        interval: float,
+        deadline: float | None = None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Update | Exception | None] = asyncio.Queue()
+        self._backlog = Backlog()
+        self._arrived = asyncio.Event()
         self._interval = interval
         self._deadline = deadline
         self._last = self._loop.time()
         self._timer = self._set_timer()
         self._running = asyncio.ensure_future(self._run(generate))
+        self._running.add_done_callback(lambda running: ended())
 
     async def next(self) -> Update | None:
         """The next update; None after `interval` without one.
@@ -115,10 +129,17 @@ class UpdateStream:
             RequestTimedOut: the deadline has passed.
             Exception: what the engine raised.
         """
-        update = await self._queue.get()
+        while not self._backlog:
+            self._arrived.clear()
+            await self._arrived.wait()
+        update = self._backlog.pop()
         if isinstance(update, Exception):
             raise update
         return update
+
+    def _put(self, update: Update | Exception | None) -> None:
+        self._backlog.put(update)
+        self._arrived.set()
 
     async def close(self) -> None:
         self._timer.cancel()
@@ -127,15 +148,17 @@ class UpdateStream:
     async def _run(self, generate: Generate) -> None:
         try:
             await generate(self._take)
-            self._queue.put_nowait(BrokenInvariant("a completion ended without its last update"))
+            self._put(BrokenInvariant("a completion ended without its last update"))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._queue.put_nowait(as_exception(error))
+            self._put(as_exception(error))
 
     def _take(self, update: Update) -> None:
         self._last = self._loop.time()
-        self._queue.put_nowait(update)
+        self._put(update)
+        if self._backlog.is_full:
+            self._end_with(too_slow())
 
     def _set_timer(self) -> asyncio.TimerHandle:
         silent_at = self._last + self._interval
@@ -144,12 +167,17 @@ class UpdateStream:
     def _look(self) -> None:
         now = self._loop.time()
         if self._deadline is not None and now >= self._deadline:
-            self._queue.put_nowait(timed_out())
+            self._end_with(timed_out())
             return
         if now >= self._last + self._interval:
-            self._queue.put_nowait(None)
+            self._put(None)
             self._last = now
         self._timer = self._set_timer()
+
+    def _end_with(self, error: Exception) -> None:
+        """End the completion now: a client that reads nothing would ask for no further update."""
+        self._running.cancel()
+        self._put(error)
 
 
 class EventStream(EventSourceResponse):

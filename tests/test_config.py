@@ -155,7 +155,7 @@ def test_a_time_limit_in_the_file_and_the_environment(home: Path) -> None:
     assert load_config({}, environ={"AGENTCACHE_REQUEST_TIMEOUT": "7"}).request_timeout == 7.0
 
 
-@pytest.mark.parametrize("key", ["header_timeout", "body_timeout"])
+@pytest.mark.parametrize("key", ["header_timeout", "body_timeout", "write_timeout"])
 def test_time_limits_of_requests_on_their_way(key: str) -> None:
     assert getattr(load_config({}, environ={f"AGENTCACHE_{key.upper()}": "2.5"}), key) == 2.5
     with pytest.raises(ConfigError, match=key):

@@ -31,7 +31,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 async def serving(app: App) -> AsyncIterator[tuple[uvicorn.Server, int]]:
     """A server of `app` for at most eight connections, and its port."""
     listener = socket.create_server(("127.0.0.1", 0))
-    http = partial(ClientConnection, head_seconds=30.0, most=8)
+    http = partial(ClientConnection, head_seconds=30.0, write_seconds=0.4, most=8)
     config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, ws="none")  # type: ignore[arg-type]
     server = uvicorn.Server(config)
     running = asyncio.create_task(server._serve([listener]))
@@ -147,3 +147,65 @@ def test_a_request_that_is_sent_before_the_last_answer_is_not_cut(monkeypatch: p
         return answered.count(b"200 OK")
 
     assert run_client(whole_body_app, client) == 2
+
+
+def streaming(events: int, size: int) -> tuple[App, list[str]]:
+    """An app that writes so many events, and what became of it."""
+    ends: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(events):
+            await send({"type": "http.response.body", "body": bytes(size), "more_body": True})
+        await send({"type": "http.response.body"})
+        ends.append("written")
+
+    return app, ends
+
+
+async def slow_client(port: int, receive_buffer: int = 4096) -> socket.socket:
+    """A client that has asked and reads nothing."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+    await asyncio.get_running_loop().sock_sendall(client, GET)
+    return client
+
+
+@pytest.mark.parametrize(("events", "size"), [(400, 64 << 10), (1, 20 << 20), (1, 40)])
+def test_an_answer_that_is_not_read_ends_its_connection(events: int, size: int) -> None:
+    """A stream, one large body, and a small one that stays in the system's buffers."""
+    app, ends = streaming(events, size)
+
+    async def run() -> None:
+        async with serving(app) as (server, port):
+            client = await slow_client(port)
+            while not server.server_state.connections:
+                await asyncio.sleep(0.01)
+            [served] = server.server_state.connections
+            assert isinstance(served, ClientConnection)
+            async with asyncio.timeout(10):
+                while served in server.server_state.connections and (size > 1000 or not ends):
+                    await asyncio.sleep(0.05)
+            client.close()
+
+    asyncio.run(run())
+    assert ends == ["written"]
+
+
+def test_a_slow_reader_gets_all_of_it() -> None:
+    app, _ = streaming(60, 64 << 10)
+
+    async def run() -> int:
+        async with serving(app) as (_, port):
+            loop, count = asyncio.get_running_loop(), 0
+            client = await slow_client(port, 64 << 10)
+            async with asyncio.timeout(20):
+                while count < 60 * (64 << 10):
+                    count += len(await loop.sock_recv(client, 64 << 10))
+                    await asyncio.sleep(0.02)
+            client.close()
+            return count
+
+    assert asyncio.run(run()) >= 60 * (64 << 10)
