@@ -101,7 +101,6 @@ OWN_JSON = {
     "agentcache/models/text/token_rules.py": "files of a tokenizer",
     "agentcache/models/text/template_child.py": "the filter `tojson`, in a process with limits",
     "agentcache/models/text/grammars/reply_grammar.py": "grammars as llguidance writes and reads them",
-    "agentcache/models/text/token_rules.py": "files of tokenizers",
     "server/stream.py": "events of answers",
 }
 FOR_CLIENTS = (
