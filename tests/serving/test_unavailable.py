@@ -1,0 +1,387 @@
+"""Unreadable is not damaged: whatever keeps files from being read, nothing is lost once the cause is gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentcache.agents.disk import Disk, SavedTurn
+from agentcache.agents.in_use import InUse
+from agentcache.errors import DiskBudgetExceeded, FileUnavailable, StoreError
+from agentcache.store.cache_files import CacheFiles
+from agentcache.store.manifest import AgentRecord
+from agentcache.store.store import Store
+from agentcache.store.verify import find_unavailable, verify_folder
+from tests.examples import examples
+from tests.kv.damage import agents_folder, block_file, flip, quarantined
+from tests.kv.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, open_store, tree
+from tests.kv.unreadable import CAUSES, NOBODY, Cause, as_user, give, make_newer, unreadable
+
+OTHER_MODEL = "f" * 32
+NAMES = ("ada", "bob", "carl~5e", "dora")
+is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def record_of(name: str, num_tokens: int, seed: int = 0, model: str = MODEL) -> AgentRecord:
+    agent_id, _, lineage = name.partition("~")
+    fields = {"lineage": lineage} if lineage else {}
+    return replace(make_record(agent_id, make_transcript(num_tokens, seed=seed), **fields), model=model)
+
+
+def save(store: Store, record: AgentRecord) -> None:
+    store.write_blocks(make_turn(record))
+    store.save_agent(record)
+
+
+def check_whole(folder: Path, saved: dict[str, AgentRecord]) -> None:
+    """Every acknowledged lineage is there with every block, and nothing is in quarantine."""
+    with open_store(folder) as store:
+        assert {record.name: record for record in store.load_agents()} == saved
+        assert store.unavailable == {}
+        store.collect_orphans()
+        for record in saved.values():
+            assert all(store.read_block(block.header).data.any() for block in make_turn(record))
+    assert quarantined(folder) == []
+    report = verify_folder(folder)
+    assert (report.problems, report.unavailable, report.missing_blocks) == ((), (), 0)
+
+
+class Starts:
+    """A cache folder over several starts: `saved` is what was acknowledged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.saved: dict[str, AgentRecord] = {}
+        self.sizes = dict.fromkeys(NAMES, 0)
+        with open_store(folder, model=OTHER_MODEL) as store:  # whose agents' blocks nobody reads here
+            store.save_agent(record_of("other", 40, model=OTHER_MODEL).without_blocks())
+        for name in NAMES:
+            self.sizes[name] = 300 + 10 * NAMES.index(name)
+            self.saved[name] = record_of(name, self.sizes[name], NAMES.index(name) // 2)  # two share a block
+        with open_store(folder) as store:
+            for record in self.saved.values():
+                save(store, record)
+
+    def files(self) -> list[Path]:
+        return [path for path in sorted(self.folder.rglob("*")) if path.suffix in (".json", ".log", ".safetensors")]
+
+    def start(self, data: st.DataObject) -> None:
+        folders = [self.folder / "agents" / OTHER_MODEL[:16]]
+        hidden = data.draw(st.lists(st.sampled_from([*self.files(), *folders]), max_size=4), "files")
+        causes: dict[Path, Cause] = {
+            path: data.draw(st.sampled_from([*CAUSES, MemoryError] if path.suffix else [*CAUSES]), "cause")
+            for path in hidden
+        }
+        newer = data.draw(st.lists(st.sampled_from(NAMES), max_size=2, unique=True), "newer")
+        manifests = [agents_folder(self.folder) / f"{name}.json" for name in newer if name in self.saved]
+        before = {path: make_newer(path) for path in manifests}
+        free = data.draw(st.sampled_from([0, 1 << 16, 1 << 30]), "free bytes")
+        with unreadable(causes), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CacheFiles, "free_bytes", lambda files: free)
+            self.serve(data)
+        for path, content in before.items():
+            path.write_bytes(content)
+
+    def serve(self, data: st.DataObject) -> None:
+        """Some turns and deletions, as a server makes them."""
+        store = Store(self.folder, SPEC, MODEL, disk_budget=None)
+        try:
+            records = store.load_agents()
+            assert {record.name: record for record in records}.items() <= self.saved.items()
+            assert {record.name for record in records} | store.unavailable.keys() == self.saved.keys()
+            disk = Disk(store, records, InUse(), lambda cache: True)
+            assert disk.tidy().error is None
+            for name in data.draw(st.lists(st.sampled_from(NAMES), max_size=3), "turns"):
+                self.turn(store, disk, name)
+            for name in data.draw(st.lists(st.sampled_from(NAMES), max_size=1), "deleted"):
+                if name in self.saved and disk.delete(self.saved[name]).error is None:
+                    del self.saved[name]
+        finally:
+            store.close()
+
+    def turn(self, store: Store, disk: Disk, name: str) -> None:
+        self.sizes[name] += 30
+        record = record_of(name, self.sizes[name], NAMES.index(name) // 2)
+        for block in make_turn(record):
+            if store.has(block.header.block_key):
+                store.read_blocks([block.header])  # as a restore does: what cannot be read is written again
+        writes = [block for block in make_turn(record) if not store.has(block.header.block_key)]
+        outcome = disk.commit(SavedTurn(record, record.block_names, writes))
+        if outcome.error is None:
+            self.saved[name] = record
+        disk.clean_up()
+
+
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_nothing_acknowledged_is_lost_in_ten_starts(ram_path: Path, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory(dir=ram_path) as folder:
+        starts = Starts(Path(folder) / "cache")
+        for _ in range(10):
+            starts.start(data)
+        check_whole(starts.folder, starts.saved)
+
+
+@pytest.mark.parametrize("cause", [*CAUSES, MemoryError], ids=str)
+@pytest.mark.parametrize("name", ["ada.json", "ada.1.log"])
+def test_an_agent_that_cannot_be_read_waits(tmp_path: Path, name: str, cause: Cause) -> None:
+    starts = Starts(tmp_path)
+    files = {path: path.read_bytes() for path in starts.files()}
+    with unreadable({agents_folder(tmp_path) / name: cause}), open_store(tmp_path) as store:
+        assert {record.name for record in store.load_agents()} == starts.saved.keys() - {"ada"}
+        assert name in store.unavailable["ada"] or cause is MemoryError
+        assert store.collect_orphans() == 0
+        with pytest.raises(FileUnavailable):
+            store.save_agent(record_of("ada", 400))
+        with pytest.raises(FileUnavailable):
+            store.delete_agent("ada")
+    assert {path: path.read_bytes() for path in starts.files()} == files
+    check_whole(tmp_path, starts.saved)
+
+
+def test_an_agent_is_back_as_soon_as_it_can_be_read(tmp_path: Path) -> None:
+    starts = Starts(tmp_path)
+    with open_store(tmp_path) as store:
+        with unreadable({agents_folder(tmp_path) / "ada.json": errno.EMFILE}):
+            store.load_agents()
+            store.collect_orphans()
+        save(store, starts.saved["ada"])
+        assert store.unavailable == {}
+    check_whole(tmp_path, starts.saved)
+
+
+def test_a_folder_of_another_model_that_cannot_be_listed_keeps_all_blocks(tmp_path: Path) -> None:
+    starts = Starts(tmp_path)
+    for path in agents_folder(tmp_path).glob("bob.*"):
+        path.rename(tmp_path / path.name)  # as if its blocks were named in the folder that cannot be read
+    with unreadable({agents_folder(tmp_path): errno.EIO}), open_store(tmp_path, model=OTHER_MODEL) as store:
+        store.load_agents()
+        assert store.collect_orphans() == 0
+    for path in tmp_path.glob("bob.*"):
+        path.rename(agents_folder(tmp_path) / path.name)
+    check_whole(tmp_path, starts.saved)
+
+
+@pytest.mark.parametrize("folder", ["blocks", f"agents/{MODEL[:16]}", "agents"])
+def test_without_the_folders_that_it_writes_to_no_store_opens(tmp_path: Path, folder: str) -> None:
+    starts = Starts(tmp_path)
+    with unreadable({tmp_path / folder: errno.EACCES}), pytest.raises(StoreError, match=Path(folder).name):
+        Store(tmp_path, SPEC, MODEL, disk_budget=1 << 30)
+    check_whole(tmp_path, starts.saved)
+
+
+def test_room_is_not_made_of_what_an_unavailable_agent_may_name(tmp_path: Path) -> None:
+    """Not even for a budget that the user has set; what readable lineages name goes, shared or not."""
+    starts = Starts(tmp_path)
+    shared = {block.header.block_key for block in make_turn(starts.saved["bob"])}
+    unavailable = [block for block in make_turn(starts.saved["ada"]) if block.header.block_key not in shared]
+    with unreadable({agents_folder(tmp_path) / "ada.json": errno.EACCES}):
+        total = sum(path.stat().st_size for path in starts.files())
+        store = Store(tmp_path, SPEC, MODEL, disk_budget=total // 4)
+        records = store.load_agents()
+        disk = Disk(store, records, InUse(), lambda cache: True)
+        outcome = disk.tidy()
+        assert outcome.error is None and outcome.reduced
+        assert all(store.has(block.header.block_key) for block in unavailable)
+        assert disk.commit(SavedTurn(record_of("eve", 700).without_blocks())).error is None
+        store.close()
+    with open_store(tmp_path) as store:
+        assert starts.saved["ada"] in store.load_agents()
+        assert all(store.read_block(block.header).data.any() for block in unavailable)
+
+
+def test_blocks_of_damaged_agents_stay_until_room_is_needed(tmp_path: Path) -> None:
+    starts = Starts(tmp_path)
+    for path in agents_folder(tmp_path).glob("dora.*"):
+        flip(path)
+    own = {block.header.block_key for block in make_turn(starts.saved["dora"])}
+    own -= {block.header.block_key for name in ("ada", "bob", "carl~5e") for block in make_turn(starts.saved[name])}
+    for budget, is_there in ((1 << 30, True), (1 << 30, True), (None, True), (1, False)):
+        store = Store(tmp_path, SPEC, MODEL, disk_budget=budget)
+        disk = Disk(store, store.load_agents(), InUse(), lambda cache: True)
+        disk.tidy()
+        assert all(map(store.has, own)) == is_there and own
+        assert bool(quarantined(tmp_path)) == is_there
+        store.close()
+
+
+def test_a_block_that_cannot_be_read_is_written_again_in_its_place(tmp_path: Path) -> None:
+    starts = Starts(tmp_path)
+    blocks = make_turn(starts.saved["ada"])
+    path = block_file(tmp_path, blocks[0])
+    with open_store(tmp_path) as store, unreadable({path: errno.EIO}):
+        with pytest.raises(FileUnavailable):
+            store.read_block(blocks[0].header)
+        assert not store.has(blocks[0].header.block_key) and path.exists() and quarantined(tmp_path) == []
+        store.write_blocks(blocks)
+        assert store.has(blocks[0].header.block_key)
+    check_whole(tmp_path, starts.saved)
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace", "writev"])
+def test_a_block_that_cannot_be_written_again_stays(
+    tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = Starts(tmp_path)
+    blocks = make_turn(starts.saved["ada"])
+    with open_store(tmp_path) as store:
+        with unreadable({block_file(tmp_path, block): errno.EIO for block in blocks}):
+            assert store.read_blocks([block.header for block in blocks]) == [None] * len(blocks)
+        with monkeypatch.context() as patch:
+            real, calls = getattr(os, function), []
+
+            def failing(*args: Any, **named: Any) -> Any:
+                calls.append(None)
+                if len(calls) >= 2:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return real(*args, **named)
+
+            patch.setattr(os, function, failing)
+            with pytest.raises(StoreError):
+                store.write_blocks(blocks)
+    check_whole(tmp_path, starts.saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["open", "readv", "scandir", "fstat"])
+def test_a_start_at_which_any_call_fails_loses_nothing(
+    tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = Starts(tmp_path)
+    monkeypatch.setattr("agentcache.store.cache_files.open_below", lambda *args: None)
+    real: Callable[..., Any] = getattr(os, function)
+    for failing_call in range(1000):
+        calls = 0
+
+        def failing(*args: Any, failing_call: int = failing_call, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > failing_call:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return real(*args, **named)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, failing)
+            try:
+                with open_store(tmp_path) as store:
+                    known = {record.name: record for record in store.load_agents()}
+                    assert known.items() <= starts.saved.items()
+                    assert known.keys() | store.unavailable.keys() == starts.saved.keys()
+                    store.collect_orphans()
+            except StoreError:
+                pass
+        if calls <= failing_call:
+            break
+    assert 0 < failing_call < 999
+    check_whole(tmp_path, starts.saved)
+
+
+@is_root
+@pytest.mark.parametrize("pattern", ["agents/*/ada.json", "agents/*/ada.1.log", f"agents/{OTHER_MODEL[:16]}"])
+def test_a_file_of_another_user(ram_path: Path, pattern: str) -> None:
+    """As after one start by root: a server of a user who cannot read it."""
+    folder = ram_path / "cache"
+    starts = Starts(folder)
+    ram_path.chmod(0o711)
+    give(NOBODY, folder)
+    [theirs] = folder.glob(pattern)
+    give(0, theirs)
+
+    def serve() -> None:
+        with open_store(folder) as store:
+            assert {record.name for record in store.load_agents()} >= starts.saved.keys() - {"ada"}
+            assert not theirs.suffix or "belongs to user 0" in store.unavailable["ada"]
+            assert store.collect_orphans() == 0
+            starts.saved["bob"] = record_of("bob", 700)
+            save(store, starts.saved["bob"])
+        assert "belongs to user 0" in find_unavailable(folder)[0]
+
+    as_user(NOBODY, serve)
+    starts.saved["bob"] = record_of("bob", 700)
+    assert theirs.stat().st_uid == 0
+    give(NOBODY, theirs)
+    as_user(NOBODY, lambda: check_whole(folder, starts.saved))
+
+
+@is_root
+@pytest.mark.parametrize("pattern", ["blocks/??", f"agents/{MODEL[:16]}", "agents"])
+def test_a_folder_of_another_user_ends_the_start(ram_path: Path, pattern: str) -> None:
+    folder = ram_path / "cache"
+    starts = Starts(folder)
+    ram_path.chmod(0o711)
+    give(NOBODY, folder)
+    theirs = next(folder.glob(pattern))
+    os.chown(theirs, 0, 0)
+
+    def serve() -> None:
+        with pytest.raises(StoreError, match="belongs to user 0"):
+            Store(folder, SPEC, MODEL, disk_budget=1 << 30)
+
+    as_user(NOBODY, serve)
+    os.chown(theirs, NOBODY, NOBODY)
+    as_user(NOBODY, lambda: check_whole(folder, starts.saved))
+
+
+@pytest.mark.parametrize("damaged", ["manifest", "log"])
+def test_a_crash_while_an_agent_is_rebuilt(ram_path: Path, damaged: str) -> None:
+    class Crash(BaseException):
+        pass
+
+    with open_store(ram_path / "sound") as store:
+        for num_tokens in (300, 330):
+            save(store, record_of("ada", num_tokens))
+    path = agents_folder(ram_path / "sound") / ("ada.json" if damaged == "manifest" else "ada.1.log")
+    path.write_bytes(path.read_bytes()[:-20])
+    expected = 330 if damaged == "manifest" else 300
+    number, has_ended = 0, False
+    while not has_ended:
+        folder, countdown = ram_path / str(number), iter(range(number, -1, -1))
+        shutil.copytree(ram_path / "sound", folder)
+
+        def fault(step: str, countdown: Any = countdown) -> None:
+            if next(countdown) == 0:
+                raise Crash(step)
+
+        try:
+            with open_store(folder, fault=fault) as store:
+                store.load_agents()
+                has_ended = True
+        except Crash:
+            number += 1
+        with open_store(folder) as store:
+            [record] = store.load_agents()
+            assert len(record.transcript) == expected and record.transcript == make_transcript(330).cut(expected)
+            save(store, record_of("ada", 400))
+        check_saved(folder, record_of("ada", 400))
+    assert number > 5
+
+
+def check_saved(folder: Path, record: AgentRecord) -> None:
+    with open_store(folder) as store:
+        assert store.load_agents() == [record]
+
+
+def test_turns_do_not_fit_and_nothing_of_others_goes(tmp_path: Path) -> None:
+    """An unavailable agent's blocks are as good as others' when an automatic budget is full."""
+    starts = Starts(tmp_path)
+    files = tree(tmp_path)
+    with unreadable({agents_folder(tmp_path) / "ada.json": errno.EIO}), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CacheFiles, "free_bytes", lambda files: 0)
+        store = Store(tmp_path, SPEC, MODEL, disk_budget=None)
+        store.load_agents()
+        store.collect_orphans()
+        with pytest.raises(DiskBudgetExceeded):
+            store.write_blocks(make_turn(record_of("eve", 3000)))
+        store.close()
+    assert tree(tmp_path) == files
+    check_whole(tmp_path, starts.saved)
