@@ -177,6 +177,13 @@ def _model_folder(config: Config, home: Path) -> Path | None:
 
 def check_folder(cache_dir: Path) -> Check:
     """Whether a server could use the folder, or would be able to make it."""
+    try:
+        return _check_folder(cache_dir)
+    except OSError as error:
+        return Check("cache folder", False, f"{cache_dir}: {error.strerror}")
+
+
+def _check_folder(cache_dir: Path) -> Check:
     if not cache_dir.exists():
         return _check_writable(_nearest(cache_dir), f"{cache_dir} (made at first use)")
     if not cache_dir.is_dir():
@@ -228,10 +235,7 @@ def verify(cache_dir: Path) -> Iterator[Check]:
 
 
 def check_quarantine(cache_dir: Path) -> Check:
-    try:
-        count = sum(len(names) for _, _, names in os.walk(cache_dir / "quarantine"))
-    except OSError as error:
-        return Check("quarantine", False, str(error))
+    count = sum(len(names) for _, _, names in os.walk(cache_dir / "quarantine"))
     return Check("quarantine", True, f"{count} files that failed verification")
 
 

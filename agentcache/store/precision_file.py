@@ -1,7 +1,7 @@
 """`precision.json` in the cache folder: in how many bits the keys and values of each model are kept.
 
-What was measured once holds for all starts, so that they find each other's blocks. A file that is not as it was written
-counts for nothing; then it is measured again.
+What was measured once holds for all starts, so that they find each other's blocks. A damaged file counts for nothing;
+then it is measured again. One that cannot be read now ends the start: another precision would give up all blocks.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from agentcache.errors import FileUnavailable
 from agentcache.kv.precision import Precision
 from agentcache.store.atomic import Fault, as_store_error, replace_file
-from agentcache.store.cache_files import CacheFiles
+from agentcache.store.cache_files import CacheFiles, WrongFile
 
 NAME = "precision.json"
 _VERSION = 1  # of the file; a choice stands, however the next one would be measured
@@ -21,7 +22,11 @@ _MAX_BYTES = 1 << 20
 
 
 def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
-    """What was chosen for the model of this fingerprint; None where nothing was, or nothing that makes sense."""
+    """What was chosen for the model of this fingerprint; None where nothing was, or nothing that makes sense.
+
+    Raises:
+        FileUnavailable: the file cannot be read now, or a newer release wrote it.
+    """
     try:
         return Precision.of(_read(cache_dir)[fingerprint])
     except (LookupError, TypeError, ValueError):
@@ -32,6 +37,7 @@ def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fau
     """Keep what was chosen; by who holds the folder's lock.
 
     Raises:
+        FileUnavailable: as `read_precision`; the file stays as it is.
         StoreError: the disk is full, say.
     """
     if read_precision(cache_dir, fingerprint) == precision:
@@ -44,14 +50,19 @@ def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fau
 
 
 def _read(cache_dir: Path) -> dict[str, Any]:
-    root = cache_dir.resolve()
+    path = cache_dir.resolve() / NAME
     try:
-        content = json.loads(CacheFiles(root).read(root / NAME, _MAX_BYTES))
+        content = json.loads(CacheFiles(path.parent).read(path, _MAX_BYTES))
         models: dict[str, Any] = content["models"]
         if isinstance(models, dict) and (content["version"], content["checksum"]) == (_VERSION, _checksum(models)):
             return models
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        pass
+        version = content["version"]
+    except (FileNotFoundError, WrongFile, ValueError, LookupError, TypeError, RecursionError):
+        return {}
+    except (OSError, MemoryError) as error:
+        raise FileUnavailable(f"{path.parent}: {CacheFiles.describe(path, error)}") from error
+    if type(version) is int and version > _VERSION:
+        raise FileUnavailable(f"a newer release wrote {path}: version {version}, and {_VERSION} is known")
     return {}
 
 

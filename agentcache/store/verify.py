@@ -155,7 +155,9 @@ def _sound(paths: Iterable[Path], examine: Callable[[Path], T], findings: _Findi
         except FileUnavailable as error:
             findings.unavailable.append(f"{path.parent.name}/{path.name}: {error}")
         except (OSError, MemoryError) as error:
-            findings.unavailable.append(f"{path.parent.name}/{CacheFiles.describe(path, error)}")
+            named = getattr(error, "filename", None)  # of a lineage it may be the log
+            file = Path(named) if isinstance(named, str) else path
+            findings.unavailable.append(f"{path.parent.name}/{CacheFiles.describe(file, error)}")
 
 
 def _examine_block(files: CacheFiles, path: Path) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ from agentcache.store.cache_files import CacheFiles
 from agentcache.store.lock import FolderLock
 from tests.cli.conftest import Invoke
 from tests.conftest import ModelFolder
-from tests.kv.damage import flip
+from tests.kv.damage import agents_folder, flip
 from tests.kv.store_cases import make_record, make_transcript, make_turn, open_store
+from tests.kv.unreadable import make_newer, unreadable
 from tests.serving.hybrids import write_hybrid
 
 
@@ -78,6 +80,20 @@ def test_folder_states(tmp_path: Path) -> None:
     assert "in use" not in doctor.check_folder(tmp_path).detail
     (tmp_path / "file").touch()
     assert not doctor.check_folder(tmp_path / "file").ok
+
+
+@pytest.mark.usefixtures("untried")
+def test_agents_that_cannot_be_read_are_named(invoke: Invoke, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        for name in ("alice", "bob"):
+            store.save_agent(make_record(name, make_transcript(5)))
+    make_newer(agents_folder(tmp_path) / "alice.json")
+    checks = {check.name: check for check in doctor.check_readable(tmp_path)}
+    assert not checks["agents"].ok and "newer release" in checks["agents"].detail
+    with unreadable({agents_folder(tmp_path) / "bob.1.log": errno.EACCES}):
+        reasons = [check.detail for check in doctor.check_readable(tmp_path)]
+    assert len(reasons) == 2 and "bob.1.log cannot be read: Permission denied" in reasons[1]
+    assert [check.ok for check in doctor.check_readable(tmp_path / "none")] == [True]
 
 
 def test_quarantined_files_are_counted(tmp_path: Path) -> None:

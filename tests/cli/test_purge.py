@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.cli.purge import purge_server
+from agentcache.cli.purge import describe, purge_server
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.lock import FolderLock
 from tests.cli.conftest import Invoke
@@ -84,3 +84,16 @@ def test_purge_of_a_server_deletes_every_agent_and_clears() -> None:
 
     assert purge_server(Server()) == {"deleted_agents": ["a", "b"]}
     assert asked[1:] == [("DELETE", "/v1/agents/a"), ("DELETE", "/v1/agents/b"), ("DELETE", "/v1/cache")]
+
+
+def test_purge_of_a_server_says_what_it_cannot_delete() -> None:
+    asked: list[str] = []
+
+    class Server:
+        def request(self, method: str, path: str, body: object = None) -> object:
+            asked.append(path)
+            return {"data": [{"id": "a"}, {"id": "b", "unavailable": "b.json cannot be read: Permission denied"}]}
+
+    answer = purge_server(Server())
+    assert answer["deleted_agents"] == ["a"] and asked[1:] == ["/v1/agents/a", "/v1/cache"]
+    assert "not deleted: b: b.json cannot be read: Permission denied" in describe(answer)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentcache.errors import StoreError
+from agentcache.errors import FileUnavailable, StoreError
 from agentcache.kv.precision import LayerBits, Precision
 from agentcache.store.precision_file import NAME, _checksum, read_precision, write_precision
+from tests.kv.unreadable import Cause, unreadable
 
 CHOSEN = Precision((LayerBits(8, 4), LayerBits()), 0.0031)
 OTHER = Precision((LayerBits(16, 16),), None)
@@ -83,6 +85,27 @@ def test_after_damage_it_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"{")
     write_precision(tmp_path, "a", CHOSEN)
     assert read_precision(tmp_path, "a") == CHOSEN
+
+
+@pytest.mark.parametrize("cause", [errno.EACCES, errno.EIO, errno.EMFILE, MemoryError], ids=str)
+def test_a_file_that_cannot_be_read_is_not_written_over(tmp_path: Path, cause: Cause) -> None:
+    """Another precision for the model would give up all its blocks, and the choices for other models."""
+    write_precision(tmp_path, "a", CHOSEN)
+    with unreadable({tmp_path / NAME: cause}):
+        with pytest.raises(FileUnavailable, match=NAME):
+            read_precision(tmp_path, "a")
+        with pytest.raises(FileUnavailable):
+            write_precision(tmp_path, "b", OTHER)
+    assert read_precision(tmp_path, "a") == CHOSEN
+
+
+def test_a_file_of_a_newer_release_is_not_written_over(tmp_path: Path) -> None:
+    write_precision(tmp_path, "a", CHOSEN)
+    newer = json.loads((tmp_path / NAME).read_bytes()) | {"version": 2, "more": {}}
+    (tmp_path / NAME).write_text(json.dumps(newer))
+    with pytest.raises(FileUnavailable, match="newer release"):
+        write_precision(tmp_path, "b", OTHER)
+    assert json.loads((tmp_path / NAME).read_bytes()) == newer
 
 
 def test_a_crash_leaves_what_was_there(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.kv.crash_scenario import (
     run_operations,
     run_scenario,
 )
+from tests.kv.damage import agents_folder
 from tests.kv.store_cases import (
     SPEC,
     make_record,
@@ -30,6 +32,7 @@ from tests.kv.store_cases import (
     size_on_disk,
     tree,
 )
+from tests.kv.unreadable import make_newer, unreadable
 
 
 class Crash(Exception):
@@ -123,6 +126,37 @@ def test_a_process_killed_while_it_tidies_up_loses_nothing(tmp_path: Path) -> No
         with open_store(folder / "cache", fault=fail_at(0)) as store, pytest.raises(Crash):
             store.load_agents()
         check_recovery(folder)
+
+
+@pytest.mark.parametrize("cause", ["newer", "unreadable"])
+def test_a_crash_beside_an_agent_that_cannot_be_read(ram_path: Path, cause: str) -> None:
+    """At no step of the write path is a file touched that an unavailable agent may name."""
+    bystander = make_record("zoe", make_transcript(300, seed=9))
+    steps = record_steps(ram_path / "dry-run")
+    for number in range(0, len(steps), 7):
+        folder = ram_path / str(number)
+        folder.mkdir()
+        with open_crash_store(folder) as store:
+            store.write_blocks(make_turn(bystander))
+            store.save_agent(bystander)
+        manifest = agents_folder(folder / "cache") / "zoe.json"
+        before = make_newer(manifest) if cause == "newer" else manifest.read_bytes()
+        files = {name: (folder / "cache" / name).read_bytes() for name in tree(folder / "cache")}
+        causes = {manifest: errno.EACCES} if cause == "unreadable" else {}
+        with unreadable(causes), open_crash_store(folder, fail_at(number)) as store:
+            store.load_agents()
+            store.collect_orphans()
+            with pytest.raises(Crash):
+                run_operations(store, folder)
+        with unreadable(causes), open_crash_store(folder) as store:
+            store.load_agents()
+            assert store.collect_orphans() == 0 and list(store.unavailable) == ["zoe"]
+        assert {name: (folder / "cache" / name).read_bytes() for name in files} == files
+        manifest.write_bytes(before)
+        with open_crash_store(folder) as store:
+            assert bystander in store.load_agents() and store.usage.quarantined == 0
+            store.collect_orphans()
+            assert all(store.read_block(block.header).data.any() for block in make_turn(bystander))
 
 
 def test_what_is_written_is_flushed_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from agentcache.server.drain import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
+from tests.kv.unreadable import make_newer
 from tests.live.servers import (
     PATIENCE,
     agent_info,
@@ -80,6 +81,57 @@ def test_a_link_in_a_folders_place(live_model: Path, tmp_path: Path, agent: str,
             assert stop(server) == 0
     assert list(outside.iterdir()) == []
     assert "Traceback" not in log_of(cache_dir)
+
+
+@in_rounds
+def test_an_agent_that_cannot_be_read_waits_for_a_server_that_can(
+    live_model: Path, live_server: ServerProcess, tmp_path: Path
+) -> None:
+    """Files of a newer release and a link, in one folder: the others are served, and both are back afterwards."""
+    cache_dir = tmp_path / "cache"
+    answers = {}
+    with serving(live_model, cache_dir) as server:
+        for number, agent in enumerate(("newer", "linked", "plain")):
+            answers[agent] = complete(server, make_ids(300, seed=number), 4, agent=agent)
+    newer, linked = (next(cache_dir.glob(f"agents/*/{agent}.json")) for agent in ("newer", "linked"))
+    original = make_newer(newer)
+    linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(tmp_path / "elsewhere")
+    blocks = {path: path.read_bytes() for path in cache_dir.glob("blocks/*/*")}
+    with serving(live_model, cache_dir) as server, http_of(server) as http:
+        found = {agent["id"]: agent for agent in http.get("/v1/agents").json()["data"]}
+        assert {agent["id"] for agent in found.values() if agent["cache_state"] == "unavailable"} == {"newer", "linked"}
+        assert "newer release" in found["newer"]["unavailable"] and "link" in found["linked"]["unavailable"]
+        assert "unavailable" not in found["plain"]
+        for agent in ("newer", "linked"):
+            body = {"prompt": all_ids(answers[agent]), "max_tokens": 2, "agent": agent}
+            refused = [
+                http.post("/v1/completions", json=body),
+                http.post("/v1/agents", json={"id": agent}),
+                http.delete(f"/v1/agents/{agent}"),
+                http.post(f"/v1/agents/{agent}/warm", json={"prompt": "x"}),
+                http.post(f"/v1/agents/{agent}/fork", json={"id": "copy"}),
+                http.post("/v1/agents/plain/fork", json={"id": agent}),
+                http.get(f"/v1/agents/{agent}"),
+            ]
+            assert {(answer.status_code, answer.json()["error"]["code"]) for answer in refused} == {
+                (503, "agent_unavailable")
+            }, [answer.text for answer in refused]
+        more = complete(server, [*all_ids(answers["plain"]), *make_ids(20, seed=5)], 4, agent="plain")
+        assert more["agentcache"]["cache_state"] == "warm" and more["agentcache"]["saved"] is True
+        assert stats(server)["quarantined"] == 0
+    tails = {path for path in blocks if not path.exists()}
+    assert tails == set(), "blocks that an agent may name that cannot be read"
+    assert {path: path.read_bytes() for path in blocks} == blocks
+    assert "agent newer" in log_of(cache_dir) and "is unavailable" in log_of(cache_dir)
+    newer.write_bytes(original)
+    linked.unlink()
+    (tmp_path / "elsewhere").rename(linked)
+    with serving(live_model, cache_dir) as server:
+        for agent in ("newer", "linked"):
+            answer = complete(server, [*all_ids(answers[agent]), *make_ids(20, seed=7)], 4, agent=agent)
+            assert (answer["agentcache"]["cache_state"], answer["agentcache"]["computed_tokens"]) == ("warm", 21)
+            check_against_cold(live_server, answer)
 
 
 def below_a_file(folder: Path) -> Path:

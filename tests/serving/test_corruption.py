@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from agentcache.errors import AgentUnavailable
 from agentcache.store.cache_files import CacheFiles
-from agentcache.store.manifest import _signed
+from tests.kv.unreadable import make_newer
 from tests.marks import slow
 from tests.serving.block_damage import BLOCK_DAMAGE, Damage, block_files, flip, newer_version
 from tests.serving.conversation import TokenTalk, open_llm
@@ -158,18 +157,11 @@ def check_fourth(saved: Saved, cache_dir: Path, talk: TokenTalk) -> None:
         assert llm.stats().quarantined == 0
 
 
-def make_newer(cache_dir: Path) -> None:
-    """Rewrite an agent's manifest as a later release would: signed, of the next format version, with a new field."""
-    [path] = (cache_dir / "agents").glob("*/*.json")
-    path.write_bytes(_signed(json.loads(path.read_bytes()) | {"format_version": "3", "more": [1]}))
-
-
 def test_an_agent_of_a_newer_release_waits_for_it(saved: Saved, tmp_path: Path) -> None:
     """Nothing of it is touched, whatever other agents do meanwhile; the newer release has it back."""
     cache_dir = saved.copy(tmp_path / "cache")
     [manifest] = (cache_dir / "agents").glob("*/*.json")
-    original = manifest.read_bytes()
-    make_newer(cache_dir)
+    original = make_newer(manifest)
     before = {path: path.read_bytes() for path in (*block_files(cache_dir), *(cache_dir / "agents").glob("*/*"))}
     for _ in range(2):
         with open_llm(saved.model, cache_dir) as llm:
