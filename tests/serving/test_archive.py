@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from agentcache.errors import Conflict, NotFound, StoreError
+from agentcache.errors import Conflict, NotFound, RequestError, StoreError
 from agentcache.store.archive import _MAGIC, ArchiveFile, ArchiveRejected
 from agentcache.store.export import export_agent
-from agentcache.store.manifest import decode_manifest, encode_manifest
+from agentcache.store.manifest import _signed, decode_manifest, encode_manifest
 from agentcache.store.model_names import LABEL
 from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder
@@ -332,6 +332,23 @@ def test_a_name_that_is_taken(saved: Saved, archive: Path, tmp_path: Path) -> No
             with pytest.raises(Conflict):
                 llm.import_agent(name, archive)
         assert everything(tmp_path / "there") == before
+
+
+@pytest.mark.parametrize("name", ["alice", "ALICE"])
+def test_the_name_of_an_agent_that_is_unavailable(name: str, saved: Saved, archive: Path, tmp_path: Path) -> None:
+    """A newer release has written it: it stays as it is."""
+    folder = saved.copy(tmp_path / "cache")
+    manifest = next((folder / "agents").glob("*/alice.json"))
+    fields = json.loads(manifest.read_bytes())
+    manifest.write_bytes(_signed({**fields, "format_version": "3"}))
+    before = everything(folder)
+    with open_llm(saved.model, folder) as llm:
+        with pytest.raises(RequestError):
+            llm.import_agent(name, archive)
+        assert llm.import_agent("bob", archive).cache_state == "warm"
+    assert {file: everything(folder)[file] for file in before if file not in BESIDE} == {
+        file: data for file, data in before.items() if file not in BESIDE
+    }
 
 
 def test_a_file_that_changes_while_it_is_brought_in(
