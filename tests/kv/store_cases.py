@@ -104,7 +104,8 @@ def make_transcript(num_tokens: int, *, seed: int = 0, stem: str = "") -> Transc
     ids = array("I", random.integers(0, 150_000, num_tokens).tolist())
     text = "".join(f"{token % 1000:03d}" for token in ids)
     ends = array("I", range(3, 3 * num_tokens + 1, 3))
-    return Transcript(stem + text, ids, array("I", (len(stem) + end for end in ends)), (("prompt", num_tokens),))
+    spans = (("prompt", num_tokens),) if num_tokens else ()
+    return Transcript(stem + text, ids, array("I", (len(stem) + end for end in ends)), spans)
 
 
 def blocks_of(transcript: Transcript, num_tokens: int, producer: Producer | None = None) -> tuple[NamedBlock, ...]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from agentcache.blocks.transcript import Transcript
+from agentcache.store.manifest import MAX_TIME
 from agentcache.store.store import AgentRecord, Store
 from tests.examples import examples
 from tests.kv.store_cases import (
@@ -69,7 +70,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._save(make_record(record.id, transcript, adapter="x"))
 
     @precondition(lambda self: self.agents)
-    @rule(data=st.data(), when=st.floats(0, 1e12))
+    @rule(data=st.data(), when=st.floats(0, MAX_TIME))
     def touch(self, data: st.DataObject, when: float) -> None:
         record = self.agents[data.draw(st.sampled_from(sorted(self.agents)))]
         self._save(replace(record, last_used=when))
