@@ -238,10 +238,14 @@ def _counted(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
     counts = mx.zeros((len(members), logits.shape[-1]))
     # The last one may be a token that the device is still choosing.
     counts = counts.at[mx.arange(len(members)), last[index]].add(1.0)
-    known = [(member, token, count) for member, i in enumerate(members) for token, count in rows[i].counts.items()]
+    known = [(member, rows[i].counts) for member, i in enumerate(members) if rows[i].counts]
     if known:
-        indices, tokens, times = zip(*known, strict=True)
-        counts = counts.at[mx.array(indices), mx.array(tokens)].add(mx.array(times, mx.float32))
+        # By numpy: a list of them would take most of a step where an answer is long.
+        sizes = [len(each) for _, each in known]
+        indices = np.repeat(np.array([member for member, _ in known], np.int32), sizes)
+        tokens = np.concatenate([np.fromiter(each.keys(), np.int32, len(each)) for _, each in known])
+        times = np.concatenate([np.fromiter(each.values(), np.float32, len(each)) for _, each in known])
+        counts = counts.at[mx.array(indices), mx.array(tokens)].add(mx.array(times))
     frequency = _column([rows[i].sampler.frequency_penalty for i in members])
     presence = _column([rows[i].sampler.presence_penalty for i in members])
     return _replaced(logits, index, logits[index] - (counts * frequency + (counts > 0) * presence))
