@@ -73,6 +73,7 @@ class SamplingParams:
         if self.seed is not None and not isinstance(self.seed, Integral):
             raise InvalidRequest("seed must be a whole number.", param="seed")
         _check_stop(self.stop)
+        object.__setattr__(self, "stop", tuple(self.stop))  # a list is taken, too
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

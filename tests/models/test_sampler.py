@@ -334,3 +334,8 @@ def test_what_cannot_be_asked_for(name: str, value: Any) -> None:
 def test_numbers_of_numpy_are_numbers() -> None:
     params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={np.int32(2): np.float32(1)})  # type: ignore[arg-type, dict-item]
     assert choose_one(Sampler(params), LOGITS, [0]) in {0, 2, 4}
+
+
+def test_a_list_of_stop_strings_is_taken() -> None:
+    assert SamplingParams(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))  # type: ignore[arg-type]
+    assert hash(SamplingParams(stop=["a"]).stop) == hash(("a",))  # type: ignore[arg-type]
