@@ -91,14 +91,16 @@ class Marks:
 
     def unmark(self, text: str) -> str:
         """Marked text as plain text."""
-        return self._reserved.sub(lambda found: self._special_of.get(found[0], found[0]), text)
+        return (
+            text if text.isascii() else self._reserved.sub(lambda found: self._special_of.get(found[0], found[0]), text)
+        )
 
     def clean(self, text: str) -> str:
         """Plain text without characters of the reserved range; special-token strings stay what they are."""
-        return self._reserved.sub("\ufffd", text)
+        return text if text.isascii() else self._reserved.sub("\ufffd", text)
 
     def are_in(self, text: str) -> bool:
-        return self._reserved.search(text) is not None
+        return not text.isascii() and self._reserved.search(text) is not None
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
         """Every mark in marked text."""
