@@ -23,6 +23,7 @@ from agentcache.errors import (
 )
 from agentcache.gateway.engine_thread import EngineThread
 from agentcache.gateway.prompt_workers import Workers
+from agentcache.models.adapter_files import MAX_BYTES, MAX_HEADER_BYTES
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter, read_again
 from agentcache.models.decoder import Decoder, is_decoder_folder, read_decoder, read_decoder_again
 from agentcache.report import AdapterInfo
@@ -64,6 +65,8 @@ class AdapterLoader:
         self._memo = memo
         self._model = thread.view.model
         self._table = AdapterTable(self._model.adapter_budget)
+        # A larger file's matrices would not fit, halved to 16 bits. Reading takes several times a file's size.
+        self._max_bytes = min(MAX_BYTES, 2 * self._model.adapter_budget + MAX_HEADER_BYTES)
         self._reader = Workers(1, name="agentcache-adapters")
         self._loading = asyncio.Lock()
         self._released = asyncio.Event()
@@ -105,7 +108,7 @@ class AdapterLoader:
         try:
             if is_decoder_folder(path):
                 return await self._in_background(read_decoder, path, self._model.path, self._memo)
-            return await self._in_background(read_adapter, path, self._model.modules)
+            return await self._in_background(read_adapter, path, self._model.modules, self._max_bytes)
         except UnsupportedAdapter as error:
             raise type(error)(error.message, param="path") from None
         except OSError as error:  # of a path that is none
@@ -232,7 +235,7 @@ class AdapterLoader:
     async def _content_again(self, source: AdapterSource) -> Content:
         if isinstance(source, Decoder):
             return await self._in_background(read_decoder_again, source, self._model.path, self._memo)
-        return await self._in_background(read_again, source, self._model.modules)
+        return await self._in_background(read_again, source, self._model.modules, self._max_bytes)
 
     def _tell_released(self) -> None:
         self._released.set()

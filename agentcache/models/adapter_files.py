@@ -24,7 +24,8 @@ from agentcache.models.adapter_config import AdapterConfig, read_mlx_lm_config, 
 from agentcache.models.plain_file import open_plain_file, read_exactly
 
 MAX_BYTES = 4 << 30
-_MAX_HEADER_BYTES = 16 << 20
+MAX_HEADER_BYTES = 16 << 20
+_MOST_OBJECTS = 1 << 18  # in a header: three a tensor; in memory each takes 20 times its bytes
 
 Array = NDArray[np.float32]
 
@@ -158,7 +159,7 @@ def _read_safetensors(file: Path, max_bytes: int) -> bytes:
     """The whole file, once its header and its size agree: a file may say that it has gigabytes, and have none."""
     with open_plain_file(file, max_bytes) as (stream, size):
         header_bytes = int.from_bytes(read_exactly(stream, min(8, size), file.name), "little")
-        if header_bytes > _MAX_HEADER_BYTES or 8 + header_bytes > size:
+        if header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > size:
             raise UnsupportedAdapter(
                 f"{file.name} is not a safetensors file: its header would pass its end or any size"
             )
@@ -171,6 +172,8 @@ def _read_safetensors(file: Path, max_bytes: int) -> bytes:
 
 def _data_bytes(header: bytes, name: str) -> int:
     """Where the last tensor ends, by the header."""
+    if header.count(b"[") + header.count(b"{") > _MOST_OBJECTS:
+        raise UnsupportedAdapter(f"{name} is not a safetensors file: its header has too many entries")
     try:
         entries = [entry for key, entry in json.loads(header).items() if key != "__metadata__"]
         return max((int(entry["data_offsets"][1]) for entry in entries), default=0)

@@ -188,7 +188,7 @@ def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTE
     try:
         return _read_adapter(folder, modules, max_bytes)
     except UnsupportedAdapter as error:
-        raise UnsupportedAdapter(f"the adapter in {folder} cannot be served: {error.message}") from None
+        raise type(error)(f"the adapter in {folder} cannot be served: {error.message}") from None
 
 
 def read_again(adapter: Adapter, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:

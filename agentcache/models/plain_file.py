@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from agentcache.errors import UnreadableAdapter
+from agentcache.errors import UnreadableAdapter, UnsupportedAdapter
 from agentcache.plain_file import open_plain
 
 
@@ -17,14 +17,14 @@ def open_plain_file(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]
     """A regular file, or one that a link leads to (as in the hub's cache), and its size; never a device or a pipe.
 
     Raises:
-        UnreadableAdapter: it is not there, is something else than a file, or is larger than `max_bytes`; inside, it
-            cannot be read.
+        UnreadableAdapter: it is not there, or is something else than a file; inside, it cannot be read.
+        UnsupportedAdapter: it is larger than `max_bytes`.
     """
     try:
         with open(_open(path), "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             if size > max_bytes:
-                raise UnreadableAdapter(f"{path.name} is larger than {max_bytes} bytes")
+                raise UnsupportedAdapter(f"{path.name} is larger than {max_bytes} bytes")
             yield stream, size
     except OSError as error:
         raise UnreadableAdapter(f"{path.name} cannot be read: {error.strerror}") from None

@@ -132,6 +132,10 @@ BOTH: dict[str, tuple[Change, str]] = {
     "config is endless": (lambda f: os.truncate(f / "adapter_config.json", 1 << 40), "is larger than 1048576 bytes"),
     "config is no text": (lambda f: (f / "adapter_config.json").write_bytes(b"\xff\xfe\x00"), "is not JSON"),
     "tensors cut off": (cut_off, "safetensors is not a safetensors file"),
+    "a header of lists": (
+        write_tensors((3 << 20).to_bytes(8, "little") + b"[[]" + b",[]" * ((1 << 20) - 2) + b",[]"[:2] + b"]"),
+        "its header has too many entries",
+    ),
     "tensors are empty": (write_tensors(b""), "safetensors is not a safetensors file"),
     "tensors are noise": (write_tensors(b"\x10" + bytes(7) + b"not json, at all"), "is not a safetensors file"),
     "an endless header": (write_tensors((2**62).to_bytes(8, "little") + b"{}"), "is not a safetensors file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from agentcache.adapter_settings import parse_adapters
-from agentcache.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnsupportedAdapter
+from agentcache.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnreadableAdapter, UnsupportedAdapter
 from agentcache.llm import LLM
 from agentcache.report import Update
 from agentcache.request import Request, TokenPrompt
@@ -243,6 +244,24 @@ def test_refusals(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="--max-divergence"):
             llm.load_adapter("poet", folders["plain"], "residual")
         assert llm.adapters() == ()
+
+
+def test_what_is_not_there_is_told_from_what_is_wrong(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    """The server answers the former with one sentence, whatever there is."""
+    for folder in ("pipe", "empty", "no config"):
+        (tmp_path / folder).mkdir()
+    os.mkfifo(tmp_path / "pipe" / "adapters.safetensors")
+    shutil.copy(folders["plain"] / "adapters.safetensors", tmp_path / "no config")
+    (tmp_path / "file").touch()
+    with open_adapters(base, tmp_path / "cache", {}) as llm:
+        for name in ("nothing", "file", "empty", "pipe", "no config", "x" * 5000):
+            with pytest.raises(UnreadableAdapter):
+                llm.load_adapter("x", tmp_path / name)
+        large = folders["plain"] / "adapters.safetensors"
+        os.truncate(large, 2 * llm.stats().ram_budget + (32 << 20))  # it takes no room on the disk
+        with pytest.raises(UnsupportedAdapter, match="is larger than") as caught:
+            llm.load_adapter("x", folders["plain"])
+        assert not isinstance(caught.value, UnreadableAdapter)
 
 
 def test_a_broken_adapter_keeps_the_engine_from_starting(base: Path, tmp_path: Path) -> None:
