@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -414,11 +413,10 @@ class AgentFolder:
     def _can_extend(self, saved: SavedAgent, model: str) -> bool:
         end = saved.manifest.log
         try:
-            status = self._files.status(self._log_path(saved.manifest.name, end.generation))
+            path = self._log_path(saved.manifest.name, end.generation)
+            is_whole = self._files.status(path).st_size >= end.num_bytes and self._files.is_writable(path)
         except FileNotFoundError:
             return False
-        is_ours = status.st_uid == os.geteuid()  # another user's may not be open for writing
-        is_whole = is_ours and status.st_size >= end.num_bytes
         return saved.extendable and saved.is_current and saved.manifest.model == model and is_whole
 
     def _new_log(self, record: AgentRecord, content: Content) -> _LogWrite:

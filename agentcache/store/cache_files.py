@@ -211,6 +211,7 @@ class CacheFiles:
         with self.folder(path.parent) as parent, _naming(path):
             with suppress(FileExistsError):
                 os.mkdir(path.name, 0o700, dir_fd=parent)
+                self._give_to_owner(path.name, parent)
                 if sync:
                     self.sync(parent, covered=True)
             fd = _open_folder(path.name, parent)
@@ -266,10 +267,20 @@ class CacheFiles:
         if flags & os.O_CREAT:
             try:
                 os.fchmod(fd, 0o600)
+                self._give_to_owner(fd)
             except BaseException:
                 os.close(fd)
                 raise
         return descriptor
+
+    def _give_to_owner(self, file: int | str, folder: int | None = None) -> None:
+        """What root makes in another user's cache folder belongs to that user, who could not read it otherwise."""
+        if os.geteuid() != 0:
+            return
+        owner = os.stat(self._root)
+        if owner.st_uid != 0:
+            with suppress(OSError):  # a file system may know no owners
+                os.chown(file, owner.st_uid, owner.st_gid, dir_fd=folder)
 
     def status(self, path: Path) -> os.stat_result:
         """What is at `path`; of a link, the link itself."""
@@ -289,6 +300,11 @@ class CacheFiles:
             except FileNotFoundError:
                 return False
         return True
+
+    def is_writable(self, path: Path) -> bool:
+        """Whether this process may write to a file; another user's may only be read, or replaced."""
+        with self.folder(path.parent) as folder:
+            return os.access(path.name, os.W_OK, dir_fd=folder)
 
     def tighten(self, path: Path) -> None:
         """Close a file to others."""

@@ -76,20 +76,29 @@ def rebuild(
     )
     if salvaged is None:
         return None
-    settings = hint or _bare_manifest(name, served, salvaged, time)
+    bare = _bare_manifest(name, served, salvaged, time)
+    stated = [] if hint is None else [hint, replace(hint, caches=bare.caches)]
+    for settings in (*stated, bare):
+        manifest, content = _as_proven(settings, served, salvaged, is_sound=is_sound)
+        with suppress(BlockRejected):
+            check_lineage(manifest, content, served)
+            lost = "; ".join(_losses(salvaged, content, None if settings is bare else hint))
+            return Rebuilt(manifest, content, lost, salvaged.lost_bytes > 0)
+    return None
+
+
+def _as_proven(
+    settings: Manifest, served: ServedCache, salvaged: SalvagedLog, *, is_sound: bool
+) -> tuple[Manifest, Content]:
+    """The lineage with these settings, and with the caches that the log proves."""
     salts = [settings.salt] if is_sound or not settings.salt else [settings.salt, ""]
     for salt in salts:
         manifest = replace(settings, salt=salt, log=salvaged.end)
         caches, chains = _proven_caches(manifest, served, salvaged)
         if caches[0].num_saved:
             break
-    content = replace(salvaged.content, chains=chains)
     manifest = replace(manifest, model=salvaged.model, caches=caches, format_version=FORMAT_VERSION)
-    try:
-        check_lineage(manifest, content, served)
-    except BlockRejected:
-        return None
-    return Rebuilt(manifest, content, "; ".join(_losses(salvaged, content, hint)), salvaged.lost_bytes > 0)
+    return manifest, replace(salvaged.content, chains=chains)
 
 
 def _blank(served: ServedCache) -> SavedCache:

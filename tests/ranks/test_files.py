@@ -5,6 +5,7 @@ Both ranks' files are real, and wrong in real ways.
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentcache.blocks.lanes import NamedBlock
 from agentcache.errors import BlocksLost, DiskBudgetExceeded, RankLost, StoreError
 from agentcache.ranks.messages import read_answers, read_commands, write_answers
 from agentcache.store.store import BlockWrite
@@ -141,6 +143,33 @@ def test_after_a_crash_only_what_both_have_is_there(tmp_path: Path) -> None:
     finally:
         ranks.close()
     assert all(not verify_folder(tmp_path / f"rank-{rank}-of-2").problems for rank in range(2))
+
+
+def test_a_rank_whose_folder_is_not_mounted_costs_no_files(tmp_path: Path) -> None:
+    """Rank 0 keeps what its manifests name, and the other rank what rank 0 may name once it is back."""
+    ranks = TwoRanks(tmp_path)
+    blocks = [ranks.block(1)]
+    ranks.store.write_blocks(blocks)
+    named = (NamedBlock(blocks[0].header.chain, (0, 1)),)
+    ranks.store.save_agent(replace(make_record("anna", make_transcript(3)), blocks=named))
+    ranks.close()
+    for away in (1, 0):
+        folder = tmp_path / f"rank-{away}-of-2"
+        folder.rename(tmp_path / "away")
+        ranks = TwoRanks(tmp_path)
+        ranks.store.load_agents()
+        ranks.store.collect_orphans()
+        assert not any(is_there(ranks, block) for block in blocks)
+        ranks.close()
+        assert all(ranks.path(1 - away, block).exists() for block in blocks)
+        shutil.rmtree(folder)
+        (tmp_path / "away").rename(folder)
+    ranks = TwoRanks(tmp_path)
+    try:
+        assert [each.id for each in ranks.store.load_agents()] == ["anna"]
+        assert all(is_there(ranks, block) for block in blocks)
+    finally:
+        ranks.close()
 
 
 def test_who_asks_a_rank_that_is_gone_is_told(ranks: TwoRanks) -> None:

@@ -332,6 +332,43 @@ def test_a_folder_of_another_user_ends_the_start(ram_path: Path, pattern: str) -
     as_user(NOBODY, lambda: check_whole(folder, starts.saved))
 
 
+@is_root
+def test_what_root_makes_in_a_users_folder_belongs_to_the_user(ram_path: Path) -> None:
+    """So a server that was started by root once leaves nothing that its user cannot read."""
+    folder = ram_path / "cache"
+    starts = Starts(folder)
+    ram_path.chmod(0o711)
+    give(NOBODY, folder)
+    with open_store(folder) as store:
+        store.load_agents()
+        store.collect_orphans()
+        for name, num_tokens in (("ada", 400), ("eve", 700)):
+            starts.saved[name] = record_of(name, num_tokens, 7)
+            save(store, starts.saved[name])
+    assert {path.stat().st_uid for path in (folder, *folder.rglob("*"))} == {NOBODY}
+    as_user(NOBODY, lambda: check_whole(folder, starts.saved))
+
+
+@is_root
+def test_a_log_that_may_only_be_read_is_not_appended_to(ram_path: Path) -> None:
+    folder = ram_path / "cache"
+    starts = Starts(folder)
+    ram_path.chmod(0o711)
+    give(NOBODY, folder)
+    theirs = agents_folder(folder) / "ada.1.log"
+    give(0, theirs)
+    theirs.chmod(0o644)
+    starts.saved["ada"] = record_of("ada", 310)
+
+    def serve() -> None:
+        with open_store(folder) as store:
+            assert store.unavailable == {} and len(store.load_agents()) == len(NAMES)
+            save(store, starts.saved["ada"])
+
+    as_user(NOBODY, serve)
+    as_user(NOBODY, lambda: check_whole(folder, starts.saved))
+
+
 @pytest.mark.parametrize("damaged", ["manifest", "log"])
 def test_a_crash_while_an_agent_is_rebuilt(ram_path: Path, damaged: str) -> None:
     class Crash(BaseException):
