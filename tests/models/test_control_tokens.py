@@ -175,6 +175,21 @@ def test_a_role_makes_a_control_token_only_where_it_is_one(tmp_path_factory: pyt
         assert there == [*found, "<|end|>", "<|assistant|>"]
 
 
+# Control tokens made at run time, as one published template does.
+FORMATTED = """{%- set kind = ':one' -%}{{ '<｜begin{}｜>'.format(kind) }}
+{%- for m in messages %}{{ '<｜{}{}｜>'.format('user' if m.role == 'user' else 'bot', kind) + m.content }}{% endfor -%}
+{{ '<｜bot' ~ kind ~ '｜>' }}"""
+
+
+def test_control_tokens_that_a_template_makes_at_run_time(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("formatted")
+    special = [f"<｜{name}:one｜>" for name in ("begin", "user", "bot")]
+    tokenizer = Tokenizer.load(with_markers(folder, FORMATTED, special))
+    for words in ("hi", special[1], f"{special[1]}x{special[2]}", special[1][:-1]):
+        messages = [{"role": "user", "content": words}, {"role": "assistant", "content": words}]
+        assert controls(tokenizer, messages, None, {}) == [*special, special[2]]
+
+
 def test_refusals_are_in_the_clients_words(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("refusing")
     template = "{{ raise_exception('<|im_end|> is not ' + messages[0].content) }}"

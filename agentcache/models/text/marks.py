@@ -21,6 +21,8 @@ _FIRST = 0x10F800
 _FIRST_OF_MANY = 0x100000
 _LAST = 0x10FFFD
 _RESERVED_BYTES = re.compile(rb"\xf4[\x80-\xbf]{3}")  # plane 16 in UTF-8
+# What `template_child` seals a template with that is rendered without seals.
+NO_SEALS = marshal.dumps(((), (), "", (), ""))
 # Roles that a template may write between the two halves of a control token, as in "<|" + role + "|>".
 _ROLES = (
     *("system", "developer", "user", "human", "assistant", "model", "bot", "tool", "function", "ipython"),
@@ -101,6 +103,10 @@ class Marks:
 
     def are_in(self, text: str) -> bool:
         return not text.isascii() and self._reserved.search(text) is not None
+
+    def controls_in(self, text: str) -> list[str]:
+        """The control tokens in marked text."""
+        return self._special.findall(text)
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
         """Every mark in marked text."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentcache.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLong
 from agentcache.errors import InvalidRequest, UnsupportedModel
-from agentcache.models.text.marks import Marks
+from agentcache.models.text.marks import NO_SEALS, Marks
 from agentcache.models.text.messages import with_strings
 from agentcache.models.text.template_child import RenderOutcome
 from agentcache.models.text.work_limit import WorkLimit
@@ -20,6 +20,23 @@ MAX_BYTES = 64 << 20
 REFUSED = "refused_by_chat_template"  # the error's code
 # Parts of messages that hold what a model thought, by the names that templates know; the first is the usual one.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+# Conversations without special-token strings, of which a template takes at least one: see `ChatTemplate._is_sealed`.
+_USER = {"role": "user", "content": "hello"}
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"place": "garden"}}}
+_LOOK = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
+_HARMLESS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = (
+    ([_USER], None),
+    ([{"role": "system", "content": "be kind"}, _USER, {"role": "assistant", "content": "hi"}, _USER], None),
+    (
+        [
+            _USER,
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "name": "look", "content": "cat", "tool_call_id": "call00001"},
+        ],
+        [_LOOK],
+    ),
+)
 
 _RESERVED = {
     "add_generation_prompt",
@@ -72,6 +89,7 @@ class ChatTemplate:
         self._wrapper = wrapper
         self._marks = marks
         self._work = ConfinedWork("agentcache.models.text.template_child")
+        self._sealed: dict[str, bool] = {}  # by template
 
     def start(self) -> None:
         """Have a process ready for the first messages."""
@@ -108,17 +126,67 @@ class ChatTemplate:
         if not messages:
             raise InvalidRequest("Cannot apply the chat template to an empty conversation.", param="messages")
         tools = None if tools is None else list(tools)
-        kwargs = {"enable_thinking": self._wrapper.has_thinking, **template_kwargs}
+        template = self._choose(tools)
+        return self._render(
+            template,
+            self._is_sealed(template, limit),
+            [_message(message) for message in messages],
+            tools,
+            add_generation_prompt,
+            template_kwargs,
+            limit,
+            max_bytes,
+        )
+
+    def _render(
+        self,
+        template: str,
+        is_sealed: bool,
+        messages: list[dict[str, Any]],
+        tools: list[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+        limit: WorkLimit,
+        max_bytes: int,
+    ) -> str:
+        specials = self._wrapper.special_tokens_map
         variables = {
-            **with_strings(self._wrapper.special_tokens_map, self._marks.seals.seal),
-            **kwargs,
-            "messages": [_message(message) for message in messages],
+            **(with_strings(specials, self._marks.seals.seal) if is_sealed else specials),
+            "enable_thinking": self._wrapper.has_thinking,
+            **template_kwargs,
+            "messages": messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        request = (self._choose(tools), self._marks.seals.for_template, variables, max_bytes)
-        return self._render_in_process(request, limit)
+        seals = self._marks.seals.for_template if is_sealed else NO_SEALS
+        return self._text(*self._ask((template, seals, variables, max_bytes), limit), is_sealed)
+
+    def _is_sealed(self, template: str, limit: WorkLimit) -> bool:
+        """Whether a template is rendered with seals.
+
+        One that makes control tokens at run time, as in "<|{}|>".format(role), would lose them with seals. Of its
+        prompts the marks alone keep clients' special-token strings text.
+        """
+        if template not in self._sealed:
+            try:
+                self._sealed[template] = all(self._keeps_controls(template, *each, limit) for each in _HARMLESS)
+            except (InvalidRequest, RenderedTooLong):  # the request that is being rendered fails likewise
+                return True
+        return self._sealed[template]
+
+    def _keeps_controls(self, template: str, messages: Any, tools: Any, limit: WorkLimit) -> bool:
+        """Whether messages have the same control tokens with seals and without; True where a template refuses them."""
+        try:
+            sealed, plain = (
+                self._render(template, is_sealed, messages, tools, True, {}, limit, MAX_BYTES)
+                for is_sealed in (True, False)
+            )
+        except InvalidRequest as error:
+            if error.code == REFUSED:
+                return True
+            raise
+        return self._marks.controls_in(sealed) == self._marks.controls_in(plain)
 
     def _run_code(
         self, messages: Any, tools: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
@@ -140,23 +208,22 @@ class ChatTemplate:
                 f"The model has no chat template for these messages: {error}", param="messages"
             ) from error
 
-    def _render_in_process(self, request: tuple[str, bytes, dict[str, Any], int], limit: WorkLimit) -> str:
+    def _ask(self, request: tuple[str, bytes, dict[str, Any], int], limit: WorkLimit) -> tuple[bytes, bytearray]:
         try:
             packed = marshal.dumps(request)
         except ValueError:
             raise InvalidRequest("Messages must be plain data, as JSON knows it.", param="messages") from None
         try:
-            kind, content = self._work.ask([packed], max_bytes=request[-1], go_on=limit.go_on)
+            return self._work.ask([packed], max_bytes=request[-1], go_on=limit.go_on)
         except OverLimit as error:
             raise _failed(f"took {error.what}") from None
         except ReplyTooLong as error:
             raise RenderedTooLong(error.num_bytes) from None
         except ChildBroke:
             raise _failed("broke off") from None
-        return self._text(kind, content)
 
-    def _text(self, kind: bytes, content: bytearray) -> str:
-        text = self._marks.mark_unsealed(content)
+    def _text(self, kind: bytes, content: bytearray, is_sealed: bool) -> str:
+        text = self._marks.mark_unsealed(content) if is_sealed else content.decode("utf-8", "surrogatepass")
         if kind == RenderOutcome.TEXT:
             return text
         if kind == RenderOutcome.TOO_LONG:
