@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from agentcache.cli.hosts import launch_on
+from agentcache.cli.log_lines import write_log
 from agentcache.config import SETTINGS, Config, Flag, Kind
 from agentcache.config_sources import load_config
 from agentcache.errors import AgentCacheError, EngineStopped, InternalError, RankLost
@@ -53,7 +54,7 @@ def serve(*, as_json: bool, hosts: Path | None, **given: Any) -> None:
     config = load_config({key: value for key, value in values.items() if value != []})
     rank = own_rank()
     of_rank = "" if rank is None else f" rank {rank}"
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s{of_rank} %(levelname)s %(name)s: %(message)s")
+    write_log(f"%(asctime)s{of_rank} %(levelname)s %(name)s: %(message)s")
     if rank:
         follow_rank_0(config)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import get_type_hints
@@ -10,9 +11,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from agentcache.report import CacheStats, Counter, Gauge
+from agentcache import report
+from agentcache.report import CacheStats, Gauge
 
-_KINDS = {Gauge: GaugeMetricFamily, Counter: CounterMetricFamily}
+_KINDS = {Gauge: GaugeMetricFamily, report.Counter: CounterMetricFamily}
 _FAMILIES = {  # of those fields that are a metric of their own
     field: (metric, _KINDS[type(metric)])
     for field, hint in get_type_hints(CacheStats, include_extras=True).items()
@@ -50,11 +52,21 @@ def _metrics_of(stats: CacheStats) -> Iterator[Metric]:
 def _ram_accounts(stats: CacheStats) -> Metric:
     what = "RAM by account: taken, what of it holds something, what is kept for it"
     gauge = GaugeMetricFamily("agentcache_ram_account_bytes", what, labels=("account", "state"))
+    sums: Counter[tuple[str, str]] = Counter()
     for each in stats.ram_accounts:
-        gauge.add_metric((each.kind, "capacity"), each.capacity_bytes)
-        gauge.add_metric((each.kind, "used"), each.used_bytes)
-        gauge.add_metric((each.kind, "floor"), each.floor_bytes)
+        account = _account_of(each.kind)
+        sums[account, "capacity"] += each.capacity_bytes
+        sums[account, "used"] += each.used_bytes
+        sums[account, "floor"] += each.floor_bytes
+    for labels, num_bytes in sums.items():
+        gauge.add_metric(labels, num_bytes)
     return gauge
+
+
+def _account_of(kind: str) -> str:
+    """An account without the adapter that it is of: adapters come and go, and each would be a series for ever."""
+    family, *_, part = kind.split(".") if "." in kind else (kind, "")
+    return f"{family}.{part}" if part else family
 
 
 def _labelled(name: str, what: str, label: str, values: Mapping[str, int | None]) -> Metric:

@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import fields, replace
+from http import HTTPStatus
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
 
 from agentcache.adapter_settings import Policy
-from agentcache.blocks.ledger import RamUse
+from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
+from agentcache.blocks.ledger import ADAPTERS, STACKS, STATE, TEMPORARIES, TRANSCRIPTS, TRUNK, WEIGHTS, RamUse
 from agentcache.config import Config
 from agentcache.errors import InvalidRequest
-from agentcache.report import CacheStats, FinishReason, StepDown, Update
+from agentcache.report import CacheState, CacheStats, FinishReason, StepDown, Update
 from agentcache.server.app import create_app
 from tests.server.driver import BASE_URL, LeavingClient
 from tests.server.fake_engine import REPORT, FakeEngine
@@ -148,3 +151,72 @@ def test_each_app_has_numbers_of_its_own() -> None:
 
 def test_no_key_is_needed() -> None:
     assert scrape(FakeEngine(), config=Config(api_key="secret"))["agentcache_up"] == 1
+
+
+ROUTES = create_app(FakeEngine(), Config()).routes
+CLOSED: dict[str, set[str]] = {
+    "method": {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "other"},
+    "route": {route.path for route in create_app(FakeEngine(), Config()).routes if isinstance(route, Route)}
+    | {"unknown"},
+    "status": {str(status.value) for status in HTTPStatus} | {"499"},
+    "finished_reason": set(FinishReason),
+    "cache_state": set(CacheState),
+    "policy": set(Policy),
+    "stepped_down": {*StepDown, ""},
+    "cache": {BASE_CACHE, RESIDUAL, STATE, ADAPTERS, TRUNK},
+    "kind": {BASE_CACHE, RESIDUAL, STATE, "own", "shared", "agents", "quarantine"},
+    "state": {"capacity", "used", "floor", "free", "live", "cached"},
+    "account": {"base.full", "base.window512", ADAPTERS, TRUNK, STATE, STACKS, TEMPORARIES, WEIGHTS, TRANSCRIPTS},
+}
+
+
+def label_values(text: str) -> dict[str, set[str]]:
+    """All values of every label, but for buckets' bounds, which are the program's."""
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            for name, value in sample.labels.items():
+                if name != "le":
+                    found.setdefault(name, set()).add(value)
+    return found
+
+
+def test_every_label_has_a_closed_set_of_values() -> None:
+    """Whatever clients invent: methods, paths, agents, models, adapters, headers."""
+
+    async def run() -> str:
+        app = create_app(FakeEngine(), Config())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE_URL) as client:
+            for number in range(40):
+                name = f"x{number}"
+                await client.request(f"M{number}", "/v1/agents")
+                await client.request(f"M{number}", f"/{name}")
+                await client.request("GET", f"/v1/agents/{name}")
+                await client.request("PUT", f"/v1/agents/{name}/fork", json={"id": name})
+                body = {"model": name, "agent": name, "messages": [{"role": "user", "content": "x"}]}
+                await client.post("/v1/chat/completions", json=body, headers={"x-session-id": name, name: name})
+                await client.post("/v1/chat/completions", json=body, headers={"host": name})
+                await client.post("/v1/chat/completions", json=body | {"model": "default"}, headers={name: name})
+            return (await client.get("/metrics")).text
+
+    found = label_values(asyncio.run(run()))
+    assert set(found) >= {"method", "route", "status", "finished_reason"}
+    for name, values in found.items():
+        assert values <= CLOSED[name], (name, values - CLOSED[name])
+    assert "other" in found["method"]
+
+
+def test_accounts_of_adapters_are_one() -> None:
+    """Adapters come and go; a series of each would stay in Prometheus."""
+
+    class Loaded(FakeEngine):
+        async def stats(self) -> CacheStats:
+            kinds = [f"residual.{number:040x}.full" for number in range(3)] + ["weights"]
+            return replace(await super().stats(), ram_accounts=tuple(RamUse(kind, 10, 5, 1) for kind in kinds))
+
+    samples = scrape(Loaded())
+    accounts = {name: value for name, value in samples.items() if "ram_account_bytes" in name and "used" in name}
+    assert accounts == {
+        "agentcache_ram_account_bytes{account=residual.full,state=used}": 15,
+        "agentcache_ram_account_bytes{account=weights,state=used}": 5,
+    }
