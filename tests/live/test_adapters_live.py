@@ -156,11 +156,11 @@ def test_loaded_replaced_and_unloaded_while_it_serves(
     [
         ({"name": "x", "path": "relative"}, 400, "absolute"),
         ({"name": "../x", "path": "/x"}, 400, "name"),
-        ({"name": "x", "path": "/nothing/there"}, 400, "no such folder"),
-        ({"name": "x", "path": "/etc/passwd"}, 400, "no such folder"),
-        ({"name": "x", "path": "/dev"}, 400, "cannot be served"),
-        ({"name": "x", "path": "/" + "x" * 5000}, 400, "cannot be read"),
-        ({"name": "x", "path": "/x\0y"}, 400, "no such folder"),
+        ({"name": "x", "path": "/nothing/there"}, 400, "no adapter can be read"),
+        ({"name": "x", "path": "/etc/passwd"}, 400, "no adapter can be read"),
+        ({"name": "x", "path": "/dev"}, 400, "no adapter can be read"),
+        ({"name": "x", "path": "/" + "x" * 5000}, 400, "no adapter can be read"),
+        ({"name": "x", "path": "/x\0y"}, 400, "absolute"),
         ({"name": "default", "path": "/x"}, 409, "own name"),
     ],
 )
