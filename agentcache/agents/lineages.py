@@ -16,7 +16,7 @@ from itertools import combinations
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript, TranscriptContent
-from agentcache.errors import StoreError
+from agentcache.errors import FileUnavailable, StoreError
 from agentcache.report import Volatile
 from agentcache.store.manifest import AgentRecord
 
@@ -28,9 +28,10 @@ _ANCHOR_CHARS, _LEAST_CHARS, _MOST_OMISSIONS = 32, 8, 64
 
 
 class ReadTranscripts:
-    """Transcripts of lineages, in RAM as long as this is referenced, but for those whose logs cannot be read.
+    """Transcripts of lineages, in RAM as long as this is referenced, but for those whose logs are gone or damaged.
 
-    Making it reads logs, in the calling thread.
+    Making it reads logs, in the calling thread. Raises FileUnavailable for a log that cannot be read now: without it,
+    a turn would begin anew what it continues.
     """
 
     def __init__(self, transcripts: Sequence[Transcript]) -> None:
@@ -45,6 +46,8 @@ class ReadTranscripts:
 def _content_of(transcript: Transcript) -> TranscriptContent | None:
     try:
         return transcript.content()
+    except FileUnavailable:
+        raise
     except StoreError as error:  # the lineage stays; this request does without
         log.error("%s", error)
         return None

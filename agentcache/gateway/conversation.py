@@ -11,7 +11,7 @@ from agentcache.agents.lineages import PlainPrompt, ReadTranscripts
 from agentcache.agents.table import Agents
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
-from agentcache.errors import InvalidRequest
+from agentcache.errors import AgentUnavailable, FileUnavailable, InvalidRequest
 from agentcache.gateway.prepare import read_prompt, with_system
 from agentcache.models.text.front import (
     ClientsWords,
@@ -48,10 +48,14 @@ def read_conversation(
         stable_prefix: whether lines in front that change from turn to turn stay as they were, and are told behind.
 
     Raises:
+        AgentUnavailable: a transcript of the agent cannot be read now.
         As `read_prompt`.
     """
     transcripts = transcripts_for(request, agents)
-    read_before = ReadTranscripts(transcripts)
+    try:
+        read_before = ReadTranscripts(transcripts)
+    except FileUnavailable as error:
+        raise AgentUnavailable(request.agent or "", str(error)) from error
     prompt = replace(read_prompt(request.prompt, system, tokenizer, limit), read=read_before)
     held = [transcript for transcript in transcripts if transcript.is_in_ram]
     if not isinstance(request.prompt, ChatPrompt) or not held:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from array import array
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from agentcache.agents.resident import ResidentTranscripts, transcript_budget
 from agentcache.blocks.ledger import TRANSCRIPTS, Ledger
 from agentcache.blocks.transcript import Transcript
+from agentcache.errors import AgentUnavailable
+from agentcache.store.cache_files import CacheFiles
 from tests.serving import inside
 from tests.serving.conversation import Chat, TokenTalk, goes_on, make_text, open_llm
 
@@ -112,7 +116,29 @@ def test_a_chat_continues_warm_after_its_transcript_has_left_ram(
     assert ENGINE not in readers
 
 
-def test_a_log_that_cannot_be_read_for_now_costs_no_agent(
+def test_a_log_that_cannot_be_read_for_now_makes_the_agent_unavailable(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside.keep_few_transcripts(monkeypatch, 0)
+    talk, read = TokenTalk(), CacheFiles.read
+
+    def fail(files: CacheFiles, path: Path, max_bytes: int) -> bytes:
+        if path.suffix == ".log":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(files, path, max_bytes)
+
+    with open_llm(model, tmp_path) as llm:
+        talk.turn(llm, 300)
+        llm.generate([1, 2, 3], agent="bob")
+        with monkeypatch.context() as patch:
+            patch.setattr(CacheFiles, "read", fail)
+            with pytest.raises(AgentUnavailable, match="alice"):
+                talk.fork("alice").turn(llm, 320)
+            assert llm.agent("alice").tokens == 300
+        goes_on(talk.turn(llm, 330), 300)
+
+
+def test_a_log_that_is_gone_costs_its_lineage_only(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside.keep_few_transcripts(monkeypatch, 0)
