@@ -1,12 +1,18 @@
-"""No request whatever is an internal error, nor ends a real server.
+"""No request whatever is an internal error, nor ends a real server, nor is noticed by other clients.
 
-FUZZ_REQUESTS=10000 pytest tests/live/test_fuzz.py     as many of them
+FUZZ_REQUESTS=10000 pytest tests/live/test_fuzz.py                    as many nearly right ones
+FUZZ_BODIES=10000 FUZZ_SEED=1 pytest -s tests/live/test_fuzz.py       as many hostile ones; prints the figures
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,11 +22,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from agentcache.server.drain import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
-from tests.live.servers import complete, http_of, serving, stats, wait_until_idle
+from tests.live.servers import PATIENCE, ROOT, complete, http_of, serving, stats, stop, wait_until_idle
+from tests.rounds import check_bound
 from tests.server.test_fuzz import HUGE, RIGHT, ROUTES, changes, headers, message, mostly
 
 REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "400"))
+BODIES, SEED = int(os.environ.get("FUZZ_BODIES", "400")), int(os.environ.get("FUZZ_SEED", "0"))
 # What a right request of these sizes would do for long.
 SHORT = dict.fromkeys(
     ("/v1/chat/completions", "/v1/completions", "/v1/messages"), {"max_tokens": 2, "request_timeout": 2.0}
@@ -74,3 +83,80 @@ def _fuzz(server: ServerProcess, http: httpx.Client) -> None:
 
     ask_all()
     assert sum(statuses.values()) >= REQUESTS and statuses[200] and statuses[400], statuses
+
+
+class Attack:
+    """A process of its own that sends hostile requests, and what it was told."""
+
+    def __init__(self, server: ServerProcess, seed: int, count: int) -> None:
+        command = [sys.executable, "-m", "tests.live.fuzz_attack", server.client.url, str(seed), str(count)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        self.statuses: dict[str, int] = {}
+        self.wrong: list[str] = []
+
+    def __enter__(self) -> Attack:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        said, _ = self._process.communicate(timeout=PATIENCE)
+        self.statuses, self.wrong = json.loads(said)
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+
+def quickest(ask: Callable[[], object], count: int) -> float:
+    """The median of so many."""
+    return statistics.median(seconds_of(ask) for _ in range(count))
+
+
+def seconds_of(ask: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    ask()
+    return time.perf_counter() - begun
+
+
+def resident(server: ServerProcess) -> int:
+    status = Path(f"/proc/{server.pid}/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(max(900, BODIES))
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells a process's memory")
+def test_others_notice_nothing(live_model: Path, tmp_path: Path) -> None:
+    """FUZZ_BODIES of them, of FUZZ_SEED: /health, a short request, memory, and the end of the server."""
+    with (
+        serving(live_model, tmp_path / "cache", write_timeout="5", body_timeout="5") as server,
+        http_of(server) as http,
+    ):
+        complete(server, "warm", 2)
+        before = resident(server)
+        quiet = quickest(lambda: complete(server, "Hello", 2), 15)
+        health, short, most = list[float](), list[float](), before
+        with Attack(server, SEED, BODIES) as attack:
+            while not attack.is_over:
+                health.append(seconds_of(lambda: http.get("/health").raise_for_status()))
+                short.append(seconds_of(lambda: complete(server, "Hello", 2)))
+                most = max(most, resident(server))
+                time.sleep(0.02)
+        begun = time.monotonic()
+        assert stop(server) == 0
+        ended = time.monotonic() - begun
+        p95 = sorted(health)[int(0.95 * len(health))]
+        beside = statistics.median(short)
+        figures = (
+            f"seed {SEED}, {BODIES} bodies: {attack.statuses}; /health p95 {p95 * 1e3:.0f} ms of {len(health)}; "
+            f"short request {quiet * 1e3:.0f} ms alone, {beside * 1e3:.0f} ms beside (p95 "
+            f"{sorted(short)[int(0.95 * len(short))] * 1e3:.0f}); RSS {before >> 20} MB, {most >> 20} MB at most; "
+            f"SIGTERM {ended:.1f} s"
+        )
+        print(figures)
+        assert not attack.wrong, (attack.wrong[:5], figures)
+        assert attack.statuses["200"] and attack.statuses["400"], figures
+        assert most - before < 64_000_000 + (300 << 20), figures  # the RAM budget of `serving`
+        check_bound(p95 < 0.2, figures)
+        check_bound(beside < 3 * quiet, figures)
+        check_bound(ended < DRAIN_SECONDS + 2, figures)

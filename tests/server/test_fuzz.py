@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from random import Random
 from typing import Any
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ from agentcache.server.validate import check_agent_id
 from tests.examples import examples
 from tests.server.driver import ask
 from tests.server.fake_engine import MODEL, POET, FakeEngine
+from tests.server.hostile import hostile
 
 HUGE = "1e400"  # as a string here; Python has no such number to write
 ROUTES = [
@@ -183,3 +185,27 @@ def test_no_item_is_an_internal_error(items: list[Any], changes: dict[str, Any])
 @given(path=st.sampled_from([path for path, body in RIGHT.items() if "messages" in body]), message=message)
 def test_no_message_is_an_internal_error(path: str, message: Any) -> None:
     check("POST", path, RIGHT[path] | {"messages": [message, {"role": "user", "content": "x"}]}, {})
+
+
+def check_hostile(seed: int, count: int) -> None:
+    rng = Random(seed)
+    for number in range(count):
+        request = hostile(rng)
+        engine = FakeEngine(model=replace(MODEL, adapters=(POET,)))
+        answer = ask(engine, request.method, request.path, content=request.body, headers=latin_1(request.headers))
+        assert answer.status_code < 500 or answer.status_code in (503, 504), (seed, number, str(request), answer.text)
+        assert b"internal_error" not in answer.content, (seed, number, str(request))
+
+
+def latin_1(headers: dict[str, str]) -> dict[str, bytes]:
+    return {name: value.encode("latin-1") for name, value in headers.items()}
+
+
+def test_no_hostile_request_is_an_internal_error() -> None:
+    check_hostile(seed=0, count=200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_none_of_ten_thousand_hostile_ones_is() -> None:
+    check_hostile(seed=1, count=10_000)
