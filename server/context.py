@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +31,7 @@ SERVER_NAME = "agentcache"  # of the Server header, by which the command line kn
 SMALL_BODY = 128 << 10  # bytes that are read in a millisecond or two
 LARGE_BODY = 512 << 10  # bytes that take ten
 MOST_NOTES = 32
-READERS = 3  # threads that read bodies; large ones are read on all but one of them
+READERS = min(3, max(2, os.cpu_count() or 1))  # threads that read bodies; all but one of them read large ones
 MOST_UNREAD = 64  # bodies that may wait for a thread
 
 

@@ -6,10 +6,13 @@ A request is a body. A reply has a kind of `ParseOutcome` and `marshal` of the o
 from __future__ import annotations
 
 import marshal
+import os
 
 from agentcache.confined_child import serve
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.server.validate import parse_object, refuse_long_lists, refuse_many_values
+
+_NICE = 10  # large bodies may take their time; the engine and the event loop may need the processor
 
 
 class ParseOutcome:
@@ -22,6 +25,7 @@ class ParseOutcome:
 
 def main(max_context: str) -> None:
     """Read bodies until the other side is gone."""
+    os.nice(_NICE)
     serve(lambda request: _answer(request, int(max_context)))
 
 

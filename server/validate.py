@@ -93,14 +93,15 @@ class Reader:
         limit: of reading the body, in which every object in a list counts.
     """
 
+    __slots__ = ("_limit", "path", "value")
+
     def __init__(self, value: dict[str, Any], path: str = "", limit: ReadLimit | None = None) -> None:
         self.value = value
         self.path = path
         self._limit = limit
-        self._prefix = f"{path}." if path else ""
 
     def param(self, name: str) -> str:
-        return self._prefix + name
+        return f"{self.path}.{name}" if self.path else name
 
     def fail(self, name: str, problem: str, *, code: str | None = None) -> NoReturn:
         param = self.param(name)
@@ -171,14 +172,14 @@ class Reader:
             return []
         if not isinstance(value, list):
             self.fail(name, "must be a list")
-        return [self._item(name, index, item) for index, item in enumerate(value)]
-
-    def _item(self, name: str, index: int, item: Any) -> Reader:
-        if not isinstance(item, dict):
-            self.fail(f"{name}[{index}]", "must be an object")
-        if self._limit is not None:
-            self._limit.step()
-        return Reader(item, self.param(f"{name}[{index}]"), self._limit)
+        path, limit, readers = self.param(name), self._limit, list[Reader]()
+        for index, item in enumerate(value):
+            if not isinstance(item, dict):
+                self.fail(f"{name}[{index}]", "must be an object")
+            if limit is not None:
+                limit.step()
+            readers.append(Reader(item, f"{path}[{index}]", limit))
+        return readers
 
     def only(self, *known: str) -> None:
         """Refuses every other key."""
