@@ -130,6 +130,7 @@ class CacheFiles:
         self._durability = durability
         self._root = os.fspath(root)
         self.lasting: Collection[str] = ()
+        self._owner: tuple[int, int] | tuple[()] | None = None  # who gets new files; None until one is made
         self._kept: dict[str, _Folder] = {}
         self._keeper: int | None = None  # the thread inside `keep_open`, which alone may use and close them
 
@@ -275,12 +276,12 @@ class CacheFiles:
 
     def _give_to_owner(self, file: int | str, folder: int | None = None) -> None:
         """What root makes in another user's cache folder belongs to that user, who could not read it otherwise."""
-        if os.geteuid() != 0:
-            return
-        owner = os.stat(self._root)
-        if owner.st_uid != 0:
+        if self._owner is None:
+            root = os.stat(self._root)
+            self._owner = (root.st_uid, root.st_gid) if os.geteuid() == 0 and root.st_uid != 0 else ()
+        if self._owner:
             with suppress(OSError):  # a file system may know no owners
-                os.chown(file, owner.st_uid, owner.st_gid, dir_fd=folder)
+                os.chown(file, *self._owner, dir_fd=folder)
 
     def status(self, path: Path) -> os.stat_result:
         """What is at `path`; of a link, the link itself."""

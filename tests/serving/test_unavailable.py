@@ -26,6 +26,7 @@ from tests.examples import examples
 from tests.kv.damage import agents_folder, block_file, flip, quarantined
 from tests.kv.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, open_store, tree
 from tests.kv.unreadable import CAUSES, NOBODY, Cause, as_user, give, make_newer, unreadable
+from tests.marks import slow
 
 OTHER_MODEL = "f" * 32
 NAMES = ("ada", "bob", "carl~5e", "dora")
@@ -132,8 +133,11 @@ def test_nothing_acknowledged_is_lost_in_ten_starts(ram_path: Path, data: st.Dat
         check_whole(starts.folder, starts.saved)
 
 
-@pytest.mark.parametrize("cause", [*CAUSES, MemoryError], ids=str)
-@pytest.mark.parametrize("name", ["ada.json", "ada.1.log"])
+QUICK_CAUSES = (errno.EACCES, errno.EMFILE, MemoryError)
+
+
+@pytest.mark.parametrize("cause", [each if each in QUICK_CAUSES else slow(each) for each in (*CAUSES, MemoryError)])
+@pytest.mark.parametrize("name", ["ada.json", slow("ada.1.log")])
 def test_an_agent_that_cannot_be_read_waits(tmp_path: Path, name: str, cause: Cause) -> None:
     starts = Starts(tmp_path)
     files = {path: path.read_bytes() for path in starts.files()}
