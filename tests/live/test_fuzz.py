@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from agentcache.server.drain import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, ROOT, complete, http_of, serving, stats, stop, wait_until_idle
-from tests.rounds import check_bound
+from tests.rounds import check_bound, in_rounds
 from tests.server.test_fuzz import HUGE, RIGHT, ROUTES, changes, headers, message, mostly
 
 REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "400"))
@@ -126,6 +126,7 @@ def resident(server: ServerProcess) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(max(900, BODIES))
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells a process's memory")
+@in_rounds
 def test_others_notice_nothing(live_model: Path, tmp_path: Path) -> None:
     """FUZZ_BODIES of them, of FUZZ_SEED: /health, a short request, memory, and the end of the server."""
     with (
