@@ -11,7 +11,8 @@ from typing import Any
 
 from agentcache.adapter_settings import AdapterFolder
 from agentcache.durable import Durability
-from agentcache.errors import ConfigError
+from agentcache.errors import ConfigError, InvalidRequest
+from agentcache.sampling import SamplingDefaults
 
 KV_CHOICES = ("auto", "4", "8", "k8v4", "16")
 QUEUE_FACTOR = 16  # waiting requests per running one
@@ -112,6 +113,8 @@ class Config:
         max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
         request_timeout: seconds a completion may take, waiting included; None for no limit.
         max_context: tokens a sequence may have; None for the model's own limit.
+        temperature, top_p, top_k: of requests that leave them out; None for what the model's generation_config.json
+            says, or else 1, 1 and 0.
         kv: bits that keys and values are kept in: auto, 4 but in layers where that is measured to do harm; or in all
             layers 4; 8; k8v4, keys in 8 and values in 4; 16, as the model makes them. Each has files of its own.
         max_body_bytes: largest request body.
@@ -223,6 +226,15 @@ class Config:
         Flag("Bits of cached keys and values (auto: 4, more where layers need it).", metavar="auto|4|8|k8v4|16"),
         default="auto",
     )
+    temperature: float | None = _setting(
+        Kind.NUMBER, Flag("Temperature of requests that name none (the model's own, else 1)."), default=None
+    )
+    top_p: float | None = _setting(
+        Kind.NUMBER, Flag("top_p of requests that name none (the model's own, else 1)."), default=None
+    )
+    top_k: int | None = _setting(
+        Kind.INTEGER, Flag("top_k of requests that name none (the model's own, else 0)."), default=None
+    )
     max_body_bytes: int = _setting(Kind.SIZE, above_zero=True, default=32 * 10**6)
     header_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=10.0)
     body_timeout: float = _setting(Kind.NUMBER, above_zero=True, default=30.0)
@@ -267,6 +279,11 @@ class Config:
     )
 
     @property
+    def sampling(self) -> SamplingDefaults:
+        """Values for what requests leave out, in front of the model's own."""
+        return SamplingDefaults(self.temperature, self.top_p, self.top_k)
+
+    @property
     def max_waiting_requests(self) -> int:
         """Requests that may be under way, waiting or running; more are refused."""
         return self.max_concurrent_requests * QUEUE_FACTOR
@@ -278,6 +295,10 @@ class Config:
             value = getattr(self, key)
             if setting.above_zero and value is not None and value <= 0:
                 raise ConfigError(f"{key} = {value} must be positive")
+        try:
+            self.sampling  # noqa: B018
+        except InvalidRequest as error:
+            raise ConfigError(str(error)) from error
         if self.kv not in KV_CHOICES:
             raise ConfigError(f"kv = {self.kv!r} is none of {', '.join(KV_CHOICES)}")
         if not 0 < self.decode_share < 1:

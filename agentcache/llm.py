@@ -190,7 +190,7 @@ class LLM:
         for name in options.keys() - RequestOptions.__annotations__.keys():
             raise TypeError(f"there is no option {name!r}; there are {', '.join(RequestOptions.__annotations__)}")
         as_asked: dict[str, Any] = {**options, "policy": _policy(options.get("policy"))}
-        sampling = sampling or SamplingParams(max_tokens=512)
+        sampling = sampling or SamplingParams(max_tokens=512, **self.model.sampling.known)
         request = Request(uuid.uuid4().hex, prompt, sampling, invocation_start=invocation_start, **as_asked)
         return self._wait(self._collect(request))
 

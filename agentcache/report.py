@@ -12,6 +12,7 @@ from agentcache.blocks.ledger import ADAPTERS, BASE, RESIDUAL, STACKS, STATE, TR
 from agentcache.blocks.prefix_match import Match
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.pressure import Level
+from agentcache.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from agentcache.kv.group_info import CacheGroupInfo  # which imports numpy, and every command imports this
@@ -371,7 +372,7 @@ class ModelInfo:
     of a cached key or value, the mean where they differ and None where it has none; `kv_precision` says which layers
     have which, and `kv_divergence` what was measured of it; `ranks` counts the processes that compute it;
     `forms_refusal` says why answers can have no form (a schema, a grammar, a call that is demanded), and is empty if
-    they can.
+    they can; `sampling` is for what a request does not say.
     """
 
     id: str
@@ -391,6 +392,7 @@ class ModelInfo:
     cache_groups: tuple[CacheGroupInfo, ...] = ()
     ranks: int = 1
     forms_refusal: str = ""
+    sampling: SamplingDefaults = SamplingDefaults()
 
     def is_called(self, name: str) -> bool:
         """Whether `name` means this model, without an adapter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 from agentcache.errors import InvalidRequest
 
@@ -74,6 +74,35 @@ class SamplingParams:
             raise InvalidRequest("seed must be a whole number.", param="seed")
         _check_stop(self.stop)
         object.__setattr__(self, "stop", tuple(self.stop))  # a list is taken, too
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Values for what a request does not say. None leaves it to a later source; see `over`.
+
+    Raises:
+        InvalidRequest: a value of another type, or outside `BOUNDS`.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    NAMES: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+    def __post_init__(self) -> None:
+        SamplingParams(**self.known)
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The values that are given."""
+        return {name: value for name in self.NAMES if (value := getattr(self, name)) is not None}
+
+    def over(self, other: SamplingDefaults) -> SamplingDefaults:
+        """These values, and the other's where there is none."""
+        return SamplingDefaults(**{**other.known, **self.known})
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

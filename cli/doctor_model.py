@@ -50,6 +50,7 @@ def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Find
     yield _model(
         model["id"], model["max_model_len"], model["kv_bits"], model.get("kv_precision"), model.get("kv_divergence")
     )
+    yield _sampling(model.get("sampling", {}))
     yield _groups(groups)
     yield _forms(model.get("structured_output_refusal"))
     accounts = stats["ram_accounts"]
@@ -69,6 +70,7 @@ def _loaded(config: Config, home: Path) -> Iterator[Finding]:
     found = inspect_model(config, config.model or str(embedded_model_path(home)))
     info = found.info
     yield _model(info.id, info.max_context, info.kv_bits, info.kv_precision, info.kv_divergence)
+    yield _sampling(info.sampling.known)
     yield _groups(info.cache_groups)
     yield _forms(info.forms_refusal)
     for_states = state_budget(config.state_budget, found.plan.ram_budget)
@@ -105,6 +107,11 @@ def _model(
     if divergence is not None:
         bits += f", which moves its logits by {divergence:.2g} nats"
     return Finding("model", f"{name} is served: context of {max_context:,} tokens, {bits}", data)
+
+
+def _sampling(known: Mapping[str, Any]) -> Finding:
+    values = ", ".join(f"{name} {value:g}" for name, value in known.items()) or "temperature 1"
+    return Finding("sampling", f"{values}, where a request says nothing else", dict(known))
 
 
 def _forms(refusal: str | None) -> Finding:

@@ -49,9 +49,7 @@ def read_job(call: Call) -> Job:
     max_tokens = body.integer("max_tokens", minimum=0, maximum=MAX_TOKENS_LIMIT)
     if max_tokens is None:
         body.fail("max_tokens", "is required")
-    sampling = read_sampling(
-        body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=None, stop="stop_sequences"
-    )
+    sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=None, stop="stop_sequences")
     options = read_options(call, _user_id(body))
     form = read_form(body, _read_text_form(body), prompt.tools, read_anthropic_tool_choice(body), "input_schema")
     job_id = f"msg_{uuid.uuid4().hex}"

@@ -236,6 +236,7 @@ def _model_object(model: ModelInfo) -> dict[str, Any]:
         "owned_by": SERVER_NAME,
         "max_model_len": model.max_context,
         "kv_bits": model.kv_bits,
+        "sampling": model.sampling.known,
         "kv_precision": model.kv_precision,
         "kv_divergence": model.kv_divergence,
         "cache_groups": [dataclasses.asdict(group) for group in model.cache_groups],

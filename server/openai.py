@@ -46,7 +46,7 @@ def read_chat(call: Call) -> Job:
     prompt = read_chat_prompt(call, add_generation_prompt=body.boolean("add_generation_prompt", True))
     logprobs = _read_chat_logprobs(body)
     max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=None)
-    sampling = read_sampling(body, vocab_size=model.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
+    sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=logprobs)
     text = read_response_format(body, "response_format", "json_schema")
     form = read_form(body, text, prompt.tools, read_tool_choice(body), "function.parameters")
     shape = ChatShape(logprobs is not None, read_reading(model, prompt.tools, body, form))
@@ -79,7 +79,7 @@ def read_text(call: Call) -> Job:
     texts = tuple(prompt.text if isinstance(prompt, TextPrompt) else None for prompt in prompts)
     sampling = read_sampling(
         body,
-        vocab_size=model.vocab_size,
+        model,
         max_tokens=read_max_tokens(body, "max_tokens", default=TEXT_MAX_TOKENS),
         logprobs=logprobs,
         prompt_logprobs=echo and (logprobs is not None or None in texts),

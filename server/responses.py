@@ -52,7 +52,7 @@ def read_response(call: Call) -> Job:
         call.notes.add("truncation: nothing is left out of a prompt that is too long; it is refused")
     sampling = read_sampling(
         body,
-        vocab_size=model.vocab_size,
+        model,
         max_tokens=read_max_tokens(body, "max_output_tokens", default=None),
         logprobs=_read_logprobs(body),
     )
@@ -60,7 +60,7 @@ def read_response(call: Call) -> Job:
     text = read_response_format(body.object("text"), "format")
     form = read_form(body, text, tools.shown, tools.choice(read_tool_choice(body)), "parameters")
     job_id = f"resp_{uuid.uuid4().hex}"
-    asked = _asked(body)
+    asked = _asked(body, sampling)
     echo = Echo.of(asked, MAX_ECHO)
     if echo.note is not None:
         call.notes.add(echo.note)
@@ -112,7 +112,7 @@ def _template_kwargs(body: Reader) -> dict[str, Any]:
     return _EFFORTS[effort] | given
 
 
-def _asked(body: Reader) -> dict[str, Any]:
+def _asked(body: Reader, sampling: SamplingParams) -> dict[str, Any]:
     """What a response repeats of its request, as far as it was said."""
     parallel = body.boolean("parallel_tool_calls", True)
     reasoning, text = body.object("reasoning"), body.object("text")
@@ -124,12 +124,12 @@ def _asked(body: Reader) -> dict[str, Any]:
         "prompt_cache_key": body.get("prompt_cache_key"),
         "reasoning": {"effort": reasoning.string("effort"), "summary": None},
         "top_logprobs": body.get("top_logprobs") or 0,
-        "temperature": body.number("temperature", 1.0, minimum=0.0),
+        "temperature": sampling.temperature,
         "text": {"format": text.get("format") or {"type": "text"}}
         | ({"verbosity": v} if (v := text.string("verbosity")) else {}),
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [tool.value for tool in body.objects("tools") if tool.get("type") in TOOL_TYPES],
-        "top_p": body.number("top_p", 1.0, minimum=0.0, maximum=1.0),
+        "top_p": sampling.top_p,
         "truncation": "disabled",
         "user": body.get("user"),
     }

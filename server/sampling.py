@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentcache.report import ModelInfo
 from agentcache.sampling import BOUNDS, MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from agentcache.server.validate import Reader
 
@@ -12,28 +13,30 @@ MAX_CHOICES = 128  # as OpenAI's
 
 def read_sampling(
     body: Reader,
+    model: ModelInfo,
     *,
-    vocab_size: int,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: bool = False,
     stop: str = "stop",
 ) -> SamplingParams:
-    """Sampling parameters with OpenAI's defaults. top_k -1 switches it off, as in vLLM.
+    """Sampling parameters. What the request leaves out is as `model.sampling` says. top_k -1 switches it off, as in vLLM.
 
     Args:
         stop: what the dialect calls the stop strings.
     """
+    default = SamplingParams(**model.sampling.known)
+    top_k = body.integer("top_k", minimum=-1)
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=_number(body, "temperature", 1.0),
-        top_p=_number(body, "top_p", 1.0),
-        top_k=max(body.integer("top_k", minimum=-1) or 0, 0),
-        min_p=_number(body, "min_p", 0.0),
-        repetition_penalty=_number(body, "repetition_penalty", 1.0),
+        temperature=_number(body, "temperature", default.temperature),
+        top_p=_number(body, "top_p", default.top_p),
+        top_k=max(default.top_k if top_k is None else top_k, 0),
+        min_p=_number(body, "min_p", default.min_p),
+        repetition_penalty=_number(body, "repetition_penalty", default.repetition_penalty),
         frequency_penalty=_number(body, "frequency_penalty", 0.0),
         presence_penalty=_number(body, "presence_penalty", 0.0),
-        logit_bias=_read_logit_bias(body, vocab_size),
+        logit_bias=_read_logit_bias(body, model.vocab_size),
         seed=body.integer("seed", minimum=-(2**63)),
         min_tokens=_read_min_tokens(body, max_tokens),
         stop=_read_stop(body, stop),

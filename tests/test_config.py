@@ -226,3 +226,13 @@ def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:
 def test_a_key_and_a_key_file(key_file: Path) -> None:
     with pytest.raises(ConfigError, match="api_key and api_key_file"):
         load_config({"api_key_file": key_file}, environ={"AGENTCACHE_API_KEY": "other"})
+
+
+def test_sampling_of_requests_that_say_nothing(home: Path) -> None:
+    write_config(home, "temperature = 0.2\ntop_p = 0.5\n")
+    found = load_config(temperature=0.0, top_k=7).sampling
+    assert found.known == {"temperature": 0.0, "top_p": 0.5, "top_k": 7}
+    assert Config().sampling.known == {}
+    for wrong in ({"temperature": -1.0}, {"top_p": 2.0}, {"temperature": 1e9}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Config(**wrong)  # type: ignore[arg-type]

@@ -99,6 +99,7 @@ OWN_JSON = {
     "agentcache/models/text/tokenizer.py": "tokenizer.json",
     "agentcache/models/text/encoder.py": "tokenizer.json",
     "agentcache/models/text/token_rules.py": "files of a tokenizer",
+    "agentcache/models/text/generation_config.py": "files of a model",
     "agentcache/models/text/template_child.py": "the filter `tojson`, in a process with limits",
     "agentcache/models/text/grammars/reply_grammar.py": "grammars as llguidance writes and reads them",
     "server/stream.py": "events of answers",

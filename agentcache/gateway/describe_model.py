@@ -9,6 +9,7 @@ from agentcache.config import Config
 from agentcache.engine.view import ServedModel
 from agentcache.kv.group_info import describe_group
 from agentcache.models.loader import LoadedModel
+from agentcache.models.text.generation_config import sampling_defaults
 from agentcache.report import ModelInfo
 
 _EMBEDDED_NAME = "agentcache-embedded"
@@ -33,5 +34,6 @@ def describe_model(served: ServedModel | LoadedModel, config: Config) -> ModelIn
         kv_precision=str(served.precision),
         kv_divergence=served.precision.divergence,
         forms_refusal=served.tokenizer.grammars.refusal,
+        sampling=config.sampling.over(sampling_defaults(served.path)),
         cache_groups=tuple(describe_group(group) for group in served.spec.all_groups),
     )

@@ -31,6 +31,16 @@ from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.trunk import ModelTrunk
 from agentcache.store.model_names import ModelNames
 
+# By the names that families have for it, the usual one first.
+_CONTEXT_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+)
 _DEFAULT_CONTEXT = 8192
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _VOCABULARY_SIZES = ("vocab_size", "num_vocab")  # in configs
@@ -291,7 +301,9 @@ def install_wanted_positions(survey: Survey, current: CurrentStep) -> None:
 
 
 def _context_length(config: dict[str, Any]) -> int:
-    for holder in (config, text_config(config)):
-        if isinstance(length := holder.get("max_position_embeddings"), int):
-            return length
+    """The first of `_CONTEXT_FIELDS` that config.json, or its text part, has."""
+    for name in _CONTEXT_FIELDS:
+        for holder in (config, text_config(config)):
+            if type(length := holder.get(name)) is int and length > 0:
+                return length
     return _DEFAULT_CONTEXT

@@ -41,6 +41,7 @@ def test_models() -> None:
     shown |= {
         "max_model_len": 4096,
         "kv_bits": 4,
+        "sampling": {},
         "kv_precision": "4 (layers 0 in k8v4)",
         "kv_divergence": 0.003,
         "cache_groups": [described | {"bytes_per_snapshot": 0, "bytes_per_block": 36864, "packing": ""}],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from agentcache.request import ChatPrompt, TextPrompt, TokenPrompt
-from agentcache.sampling import SamplingParams
-from tests.server.driver import chat, complete
+from agentcache.sampling import SamplingDefaults, SamplingParams
+from tests.server.driver import chat, complete, post
 from tests.server.fake_engine import MODEL, FakeEngine
 
 
@@ -58,6 +59,27 @@ def test_chat_answer() -> None:
         "notes": [],
     }
     assert engine.finished == [answer["id"]]
+
+
+def test_what_a_request_leaves_out_is_as_the_model_says() -> None:
+    """In every dialect; what the request says counts, also where it is OpenAI's default."""
+    sampling = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1)
+    engine = FakeEngine(model=replace(MODEL, sampling=sampling))
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    bodies = {
+        "/v1/chat/completions": messages,
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/messages": messages | {"max_tokens": 5},
+        "/v1/responses": {"input": "hi"},
+    }
+    for path, body in bodies.items():
+        assert post(engine, path, body).status_code == 200
+        asked = engine.requests[-1].sampling
+        assert SamplingDefaults(**{name: getattr(asked, name) for name in SamplingDefaults.NAMES}) == sampling
+        said = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        assert post(engine, path, body | said).status_code == 200
+        asked = engine.requests[-1].sampling
+        assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p) == (1.0, 1.0, 0, 0.1)
 
 
 def test_chat_defaults_become_a_request() -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -17,6 +18,7 @@ from agentcache.blocks.transcript import Encoding, Spelling
 from agentcache.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from agentcache.models.text.detokenizer import Detokenizer, DummySpace, TokenBytes
 from agentcache.models.text.encoder import MarkedEncoder
+from agentcache.models.text.generation_config import end_tokens
 from agentcache.models.text.grammars.compiler import Grammars, Vocabulary
 from agentcache.models.text.longest_token import longest_token
 from agentcache.models.text.marks import MarkedEnds, Marks, any_of
@@ -28,6 +30,9 @@ from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 
 __all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
 
+_CONTROL_NAME = re.compile(r"<([|｜])[^<>|｜]+\1>")
+_FAST_CLASS = "PreTrainedTokenizerFast"
+_TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 _UTF8_BYTES = 4  # of a character, at most
 
 
@@ -36,11 +41,13 @@ class Tokenizer:
 
     Args:
         wrapper: mlx-lm's tokenizer.
+        end_tokens: ids that end an answer, beside those of the tokenizer; unknown ids are ignored.
+
     Raises:
         UnsupportedModel: no fast tokenizer, or one whose tokens have no text of their own.
     """
 
-    def __init__(self, wrapper: TokenizerWrapper) -> None:
+    def __init__(self, wrapper: TokenizerWrapper, end_tokens: Collection[int] = ()) -> None:
         backend = getattr(wrapper, "backend_tokenizer", None)
         if backend is None:
             raise UnsupportedModel(
@@ -49,14 +56,18 @@ class Tokenizer:
         self._wrapper = wrapper
         saved: str = backend.to_str()
         added = backend.get_added_tokens_decoder()
-        self.eos_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
+        known_ends = (token_id for token_id in end_tokens if backend.id_to_token(token_id) is not None)
+        self.eos_ids: frozenset[int] = frozenset((*wrapper.eos_token_ids, *known_ends))
         self._contents: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
-        self.control_ids: frozenset[int] = frozenset(
-            token_id for token_id, token in added.items() if token.special or token_id in self.eos_ids
-        )
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.has_chat_template: bool = wrapper.has_chat_template
-        self.reply_format: ReplyFormat = _find_format(wrapper, added)
+        self.reply_format: ReplyFormat = _find_format(wrapper, added, self.eos_ids)
+        reply_markers = {token.name for token in self.reply_format.tokens}
+        self.control_ids: frozenset[int] = frozenset(
+            token_id
+            for token_id, token in added.items()
+            if token.special or token_id in self.eos_ids or _is_control_name(token.content, reply_markers)
+        )
         # A reply in Harmony ends with a call, also where the model's folder does not say so.
         if self.reply_format.dialect == HARMONY:
             enders = {token.id for token in self.reply_format.tokens if token.name in HARMONY_ENDS}
@@ -87,11 +98,14 @@ class Tokenizer:
         Raises:
             UnsupportedModel: the folder holds no tokenizer that can be used.
         """
+        path = Path(path)
         try:
-            wrapper = load_tokenizer(Path(path), {"trust_remote_code": False})
+            wrapper = load_tokenizer(path, {"trust_remote_code": False})
         except (ValueError, OSError, ImportError, LookupError) as error:
-            raise UnsupportedModel(f"The tokenizer in {path} cannot be loaded: {error}") from error
-        return cls(wrapper)
+            if not (path / "tokenizer.json").is_file():
+                raise UnsupportedModel(f"The tokenizer in {path} cannot be loaded: {error}") from error
+            wrapper = _load_without_class(path, error)
+        return cls(wrapper, end_tokens(path))
 
     def start(self) -> None:
         """Have the first chat rendered, and the first grammar made, as quickly as any other."""
@@ -303,6 +317,32 @@ class Tokenizer:
         return bool(text) and text[0] != " " and not any(map(text.startswith, self._contents.values()))
 
 
+def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
+    """The tokenizer that tokenizer.json alone describes, where the class that the folder names cannot be had.
+
+    MistralCommonBackend needs another package, and some classes are code of the model's own, which is never run.
+    """
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in path.iterdir():
+            if file.suffix in _TOKENIZER_SUFFIXES and not file.name.startswith("."):
+                (folder / file.name).symlink_to(file.resolve())
+        config = folder / "tokenizer_config.json"
+        try:
+            names = json.loads(config.read_bytes()) if config.exists() else {}
+            config.unlink(missing_ok=True)
+            names = {key: value for key, value in names.items() if key != "auto_map"} | {"tokenizer_class": _FAST_CLASS}
+            config.write_text(json.dumps(names), encoding="utf-8")
+            return load_tokenizer(folder, {"trust_remote_code": False})
+        except (ValueError, OSError, ImportError, LookupError, TypeError):
+            raise UnsupportedModel(f"The tokenizer in {path} cannot be loaded: {error}") from error
+
+
+def _is_control_name(content: str, reply_markers: Collection[str]) -> bool:
+    """Whether an added token that is not flagged special parts a conversation all the same, as DeepSeek's <｜User｜>."""
+    return _CONTROL_NAME.fullmatch(content) is not None and content not in reply_markers
+
+
 def _bytes_of(
     control_ids: Collection[int], contents: Mapping[int, str], token_bytes: Callable[[int], bytes], token_id: int
 ) -> bytes:
@@ -322,13 +362,12 @@ def _vocabulary(
     return Vocabulary(bytes_of, num_ids, not_text, eos_ids, encode)
 
 
-def _find_format(wrapper: TokenizerWrapper, added: Mapping[int, Any]) -> ReplyFormat:
+def _find_format(wrapper: TokenizerWrapper, added: Mapping[int, Any], eos_ids: Collection[int]) -> ReplyFormat:
     template = getattr(wrapper, "chat_template", None)
     templates = template.values() if isinstance(template, Mapping) else [template]
     text = "\n".join(each for each in templates if isinstance(each, str))
     # mlx-lm infers it from the chat template, and keeps it as a parser: a function of the format's module.
     parser = getattr(wrapper, "tool_parser", None)
-    eos_ids = wrapper.eos_token_ids
     tokens = {token.content: (i, token.special or i in eos_ids) for i, token in added.items()}
     return find_format(text, tokens, parser.__module__.rpartition(".")[2] if parser else None)
 
