@@ -230,7 +230,7 @@ def test_a_key_and_a_key_file(key_file: Path) -> None:
 
 def test_sampling_of_requests_that_say_nothing(home: Path) -> None:
     write_config(home, "temperature = 0.2\ntop_p = 0.5\n")
-    found = load_config(temperature=0.0, top_k=7).sampling
+    found = load_config({"temperature": 0.0, "top_k": 7}).sampling
     assert found.known == {"temperature": 0.0, "top_p": 0.5, "top_k": 7}
     assert Config().sampling.known == {}
     for wrong in ({"temperature": -1.0}, {"top_p": 2.0}, {"temperature": 1e9}):

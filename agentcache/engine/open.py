@@ -205,6 +205,7 @@ def _put_together(
                 tokenizer=loaded.tokenizer,
                 max_context=loaded.max_context,
                 num_token_ids=loaded.num_token_ids,
+                num_embeddings=loaded.num_embeddings,
                 modules=loaded.adapters.modules,
                 adapter_budget=adapters.budget,
                 plan=plan,

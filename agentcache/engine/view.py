@@ -26,6 +26,7 @@ class ServedModel:
         precision: of cached keys and values.
         max_context: tokens that the model was made for.
         num_token_ids: the ids below this may be tokens; None where that is not known.
+        num_embeddings: the model has an embedding for the ids below this; None where that is not known.
         modules: what of it adapters can act on.
         adapter_budget: bytes that all adapters' weights together may take.
         plan: how memory is shared out.
@@ -43,6 +44,7 @@ class ServedModel:
     adapter_budget: int
     plan: MemoryPlan
     num_token_ids: int | None = None
+    num_embeddings: int | None = None
     residuals: ResidualSupport | None = None
     ranks: int = 1
 

@@ -104,7 +104,7 @@ class Completions:
             choice = choose_adapter(view.agents, request)
             self._thread.tell_of_the_end(receiver, until=receiver.settled)
             async with self._adapters.lease(choice.name) as adapter:
-                known = (claim.found, view.model.tokenizer)
+                known = (claim.found, view.model.tokenizer, view.model.num_embeddings)
                 work = partial(prepare_request, request, prompt, *known, adapter, choice.policy)
                 prepared = await self._in_background(request, work)
                 submitted = self._submitted(request, prepared, claim, submitted_at)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse, refuse_without_adapter, use_adapter
 from agentcache.adapters.table import ServedAdapter, settle_policy
@@ -152,6 +154,15 @@ def _check_ids(token_ids: list[int], vocab_size: int) -> None:
         raise InvalidRequest(message, param=f"prompt[{wrong}]")
 
 
+def _check_embeddings(token_ids: Sequence[int], num_embeddings: int | None) -> None:
+    """Refuse tokens that the tokenizer has and the model does not: MLX would read its embedding out of bounds.
+
+    Gemma 3's text models, for one, lack the last token of their tokenizer.
+    """
+    if num_embeddings is not None and len(token_ids) and (largest := int(np.max(token_ids))) >= num_embeddings:
+        raise InvalidRequest(f"The model has no embedding for token {largest}, only {num_embeddings}.", param="prompt")
+
+
 def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
     """Messages with a system message in front where they have none."""
     if system is None or (messages and messages[0].get("role") == "system"):
@@ -209,6 +220,7 @@ def prepare_request(
     prompt: PlainPrompt,
     found: AgentRecord | None,
     tokenizer: Tokenizer,
+    num_embeddings: int | None,
     adapter: ServedAdapter | None,
     policy: Policy | None,
     limit: WorkLimit,
@@ -218,6 +230,7 @@ def prepare_request(
     Args:
         prompt: the request's, as `read_prompt` has read it.
         found: the lineage that it goes on from; None for another beginning, and without an agent.
+        num_embeddings: of the model.
         adapter, policy: what `choose_adapter` said.
         limit: when to give up.
 
@@ -225,6 +238,7 @@ def prepare_request(
         InvalidRequest: the prompt does not go with the adapter, or no answer can have the form that it must have.
     """
     matched = match(prompt, held_by(request, found), tokenizer, limit)
+    _check_embeddings(matched.transcript.ids, num_embeddings)
     system_tokens = count_system_tokens(request.prompt, matched.transcript)
     if adapter is None:
         refuse_without_adapter(request)

@@ -93,14 +93,19 @@ class LoadedModel:
         return self.survey.precision
 
     @cached_property
+    def num_embeddings(self) -> int | None:
+        """Rows of the token embedding; an id at or above it would be read out of bounds. None if config.json is silent."""
+        sizes = self.config | text_config(self.config)
+        return next((size for name in _VOCABULARY_SIZES if isinstance(size := sizes.get(name), int)), None)
+
+    @property
     def num_token_ids(self) -> int | None:
         """The ids below this may be tokens: the model's, whose matrices may be padded, or its tokenizer's.
 
         None if the config does not say.
         """
-        sizes = self.config | text_config(self.config)
-        vocabulary = next((size for name in _VOCABULARY_SIZES if isinstance(size := sizes.get(name), int)), None)
-        return None if vocabulary is None else max(vocabulary, self.tokenizer.vocab_size)
+        rows = self.num_embeddings
+        return None if rows is None else max(rows, self.tokenizer.vocab_size)
 
     @property
     def weight_bytes(self) -> int:
