@@ -9,6 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from agentcache.request import ChatPrompt
+from agentcache.sampling import SamplingParams
 from agentcache.server.answer_form import GUIDED, read_form, read_response_format, read_tool_choice
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt

@@ -20,7 +20,7 @@ def read_sampling(
     prompt_logprobs: bool = False,
     stop: str = "stop",
 ) -> SamplingParams:
-    """Sampling parameters. What the request leaves out is as `model.sampling` says. top_k -1 switches it off, as in vLLM.
+    """Sampling parameters. What the request leaves out is as `model.sampling` says. A top_k of -1 switches it off.
 
     Args:
         stop: what the dialect calls the stop strings.

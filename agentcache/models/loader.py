@@ -94,7 +94,7 @@ class LoadedModel:
 
     @cached_property
     def num_embeddings(self) -> int | None:
-        """Rows of the token embedding; an id at or above it would be read out of bounds. None if config.json is silent."""
+        """Rows of the token embedding: an id at or above it would be read out of bounds. None if not in config.json."""
         sizes = self.config | text_config(self.config)
         return next((size for name in _VOCABULARY_SIZES if isinstance(size := sizes.get(name), int)), None)
 

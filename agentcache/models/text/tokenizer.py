@@ -339,7 +339,7 @@ def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
 
 
 def _is_control_name(content: str, reply_markers: Collection[str]) -> bool:
-    """Whether an added token that is not flagged special parts a conversation all the same, as DeepSeek's <｜User｜>."""
+    """Whether an added token that is not flagged special parts conversations all the same, as DeepSeek's <｜User｜>."""
     return _CONTROL_NAME.fullmatch(content) is not None and content not in reply_markers
 
 
