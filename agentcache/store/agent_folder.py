@@ -18,7 +18,7 @@ from agentcache.blocks.transcript import TranscriptContent
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, FileUnavailable, InvalidRequest, StoreError
 from agentcache.names import is_name
 from agentcache.store.atomic import Fault, append_file, replace_file
-from agentcache.store.cache_files import CacheFiles, WrongFile
+from agentcache.store.cache_files import CacheFiles, NotAFile, WrongFile
 from agentcache.store.disk_usage import DiskUsage
 from agentcache.store.lineage_check import ServedCache, check_lineage
 from agentcache.store.manifest import (
@@ -218,7 +218,11 @@ class AgentFolder:
         return SavedAgent(manifest, content)
 
     def _read_content(self, manifest: Manifest) -> Content:
-        log = self._read_whole(self._log_path(manifest.name, manifest.log.generation), _MAX_LOG_BYTES)
+        path = self._log_path(manifest.name, manifest.log.generation)
+        try:
+            log = self._read_whole(path, _MAX_LOG_BYTES)
+        except NotAFile as error:  # the log that was there may come back
+            raise FileUnavailable(self._files.describe(path, error)) from error
         with _unless_short_of_memory(manifest.name):
             return parse_log(log, manifest.name, manifest.model, manifest.log, manifest.format_version)
 

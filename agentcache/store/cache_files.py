@@ -29,10 +29,14 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class WrongFile(BlockRejected, OSError):
-    """No regular file, or longer than a file of its kind can be: its status proves it, without a read.
+    """No regular file (`NotAFile`), or longer than a file of its kind can be: its status says so, without a read.
 
     Every other OSError says nothing about a file's content.
     """
+
+
+class NotAFile(WrongFile):
+    """A folder, pipe or device in a file's place. It was not read, and the file may come back."""
 
 
 class IsLink(OSError):
@@ -328,7 +332,8 @@ class CacheFiles:
         """The whole content of a regular file, all of it or an error.
 
         Raises:
-            WrongFile: it is no regular file, or longer than `max_bytes`.
+            NotAFile: it is no regular file.
+            WrongFile: it is longer than `max_bytes`.
             IsLink: it is a symbolic link.
             OSError, MemoryError: it cannot be read now.
         """
@@ -338,7 +343,7 @@ class CacheFiles:
             return bytes(data)
 
     def open_regular(self, path: Path | str, max_bytes: int) -> RegularFile:
-        """A regular file, to read; raises WrongFile and IsLink as `read` does."""
+        """A regular file, to read; raises NotAFile, WrongFile and IsLink as `read` does."""
         fd = self._open_at_once(os.fspath(path))
         if fd is None:
             try:
@@ -350,7 +355,7 @@ class CacheFiles:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise WrongFile("it is not a regular file")
+                raise NotAFile("it is not a regular file")
             if status.st_size > max_bytes:
                 raise WrongFile(f"it has {status.st_size} bytes, at most {max_bytes} make sense")
         except BaseException:

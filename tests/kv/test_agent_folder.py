@@ -16,7 +16,19 @@ from agentcache.errors import (
     FileUnavailable,
     InvalidRequest,
 )
-from tests.kv.damage import DAMAGE, agents_folder, extend, quarantined, replace_by_link
+from tests.kv.damage import (
+    DAMAGE,
+    agents_folder,
+    empty,
+    extend,
+    flip,
+    grow_huge,
+    quarantined,
+    replace_by_fifo,
+    replace_by_folder,
+    replace_by_link,
+    truncate,
+)
 from tests.kv.store_cases import (
     make_record,
     make_transcript,
@@ -184,7 +196,7 @@ def _save_bad_and_good(cache_dir: Path) -> tuple[Path, Path]:
     return log, manifest
 
 
-@pytest.mark.parametrize("damage", [damage for damage in DAMAGE if damage not in (extend, replace_by_link)])
+@pytest.mark.parametrize("damage", [truncate, empty, flip, grow_huge])
 def test_a_log_that_proves_nothing_is_quarantined_and_the_others_load(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
@@ -196,6 +208,24 @@ def test_a_log_that_proves_nothing_is_quarantined_and_the_others_load(
         assert log.name in [name.rpartition(".")[0] for name in quarantined(tmp_path)]
         store.save_agent(make_record("bad", make_transcript(6)))
     with open_store(tmp_path, disk_budget=1 << 50) as store:
+        assert [record.id for record in store.load_agents()] == ["bad", "good"]
+
+
+@pytest.mark.parametrize("replace", [replace_by_folder, replace_by_fifo])
+def test_what_is_in_a_logs_place_is_left_until_the_log_is_back(tmp_path: Path, replace: Callable[[Path], None]) -> None:
+    log, _ = _save_bad_and_good(tmp_path)
+    content = log.read_bytes()
+    replace(log)
+    files = sorted(tmp_path.rglob("*"))
+    with open_store(tmp_path) as store:
+        assert [record.id for record in store.load_agents()] == ["good"]
+        assert "not a regular file" in store.unavailable["bad"] and store.usage.quarantined == 0
+        with pytest.raises(FileUnavailable):
+            store.save_agent(make_record("bad", make_transcript(6)))
+        assert sorted(tmp_path.rglob("*")) == files
+    log.rmdir() if log.is_dir() else log.unlink()
+    log.write_bytes(content)
+    with open_store(tmp_path) as store:
         assert [record.id for record in store.load_agents()] == ["bad", "good"]
 
 
