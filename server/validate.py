@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
-from agentcache.models.text.json_values import parse_json
+from agentcache.models.text.json_values import TooDeep, deep_place, parse_json
 from agentcache.names import is_name
 from agentcache.server.read_limit import ReadLimit
 
@@ -29,12 +29,19 @@ def parse_object(raw: list[bytes]) -> dict[str, Any]:
         raw: the body alone; it is taken out, since a large one should not be there twice.
 
     Raises:
-        InvalidRequest: not UTF-8, not an object, or not JSON that `parse_json` reads.
+        InvalidRequest: not UTF-8, not an object, or not JSON that `parse_json` reads; with the place of what is nested too
+            deeply.
     """
     try:
-        value = parse_json(raw.pop().decode("utf-8"))
+        text = raw.pop().decode("utf-8")
     except UnicodeDecodeError:
         raise InvalidRequest("The body is not valid UTF-8.", code="invalid_json") from None
+    try:
+        value = parse_json(text)
+    except TooDeep as error:
+        place = deep_place(text)
+        message = f"The body is not valid JSON: {error}{place and f', at {place!r:.80}'}."
+        raise InvalidRequest(message, code="invalid_json") from None
     except ValueError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(value, dict):

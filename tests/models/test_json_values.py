@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from agentcache.models.text.json_values import (
     MAX_DEPTH,
+    TooDeep,
     canonical_json,
+    deep_place,
     json_string,
     parse_json,
     write_json,
@@ -82,6 +84,37 @@ def test_a_text_that_is_too_long() -> None:
     assert parse_json("[1, 2]", max_chars=6) == [1, 2]
     with pytest.raises(ValueError, match="more than 5 characters"):
         parse_json("[1, 2]", max_chars=5)
+
+
+@given(values, st.integers(0, 6))
+def test_what_is_too_deep_has_a_place(value: Any, most: int) -> None:
+    """Exactly what has more levels is refused, and the place is where a step deeper would be too deep."""
+    text = json.dumps(value)
+    if depth_of(value) <= most:
+        assert parse_json(text, max_depth=most) == value and not deep_place(text, max_depth=most)
+        return
+    with pytest.raises(TooDeep):
+        parse_json(text, max_depth=most)
+    assert (deep_place(text, max_depth=most) == "") == (most == 0)
+
+
+def depth_of(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(depth_of, value.values() if isinstance(value, dict) else value), default=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "place"),
+    [
+        ('{"a": [[1], [[2]]]}', 3, "a[1][0]"),
+        ('{"a": {"b": 1}, "c": {"d\\"]": {"e": {}}}}', 3, 'c.d\\"].e'),
+        ('["[[[[", {"x": "y", "z": [{}]}]', 3, "[1].z[0]"),
+        ('{"a": [{"b": [{"c": [{"d": []}]}]}]}', 7, "a[0].b[0].c[0]"),
+    ],
+)
+def test_places(text: str, most: int, place: str) -> None:
+    assert deep_place(text, max_depth=most) == place
 
 
 def lists(depth: int) -> str:

@@ -45,6 +45,18 @@ def test_pairs_of_surrogate_escapes_are_a_character() -> None:
     assert parse_object([json.dumps({"a": "😀"}).encode()]) == {"a": "😀"}
 
 
+@pytest.mark.parametrize("levels", [MAX_DEPTH, 100_000])
+def test_a_refusal_says_what_is_nested_too_deeply(levels: int) -> None:
+    """A client that keeps it in its history finds it by that."""
+    deep = "[" * levels + "]" * levels
+    call = '{"function": {"name": "f\\"}", "arguments": ' + deep + "}}"
+    body = f'{{"model": "x, [y]", "messages": [{{"content": "a: [b"}}, {{"tool_calls": [{call}]}}]}}'
+    with pytest.raises(InvalidRequest, match="nested too deeply") as caught:
+        parse_object([body.encode()])
+    assert "'messages[1].tool_calls[0].function.arguments'" in caught.value.message or levels > MAX_DEPTH
+    assert "'messages[1].tool_calls[0]" in caught.value.message
+
+
 def test_nesting_up_to_the_limit_is_read() -> None:
     depth = MAX_DEPTH - 2
     assert parse_object([b'{"a": ' + b"[" * depth + b"]" * depth + b"}"])
