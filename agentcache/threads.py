@@ -7,10 +7,13 @@ Exception` and asyncio's tasks let through, and a future takes no `StopIteration
 from __future__ import annotations
 
 import logging
+import queue
 import threading
+import weakref
 from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Executor, Future
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from agentcache.errors import InternalError
 
@@ -61,3 +64,60 @@ def start_thread(name: str, run: Callable[[], None], died: Callable[[Exception],
     thread = threading.Thread(target=top, name=name, daemon=True)
     thread.start()
     return thread
+
+
+class DaemonPool(Executor):
+    """Runs functions on daemon threads, which do not hold up the end of the process as `ThreadPoolExecutor`'s do.
+
+    Threads start when they are needed, and end with the pool.
+
+    Args:
+        most: threads.
+        name: of the threads.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most = most
+        self._name = name
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._idle = threading.Semaphore(0)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a function on one of the threads.
+
+        Raises:
+            RuntimeError: the system has no thread left.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if not self._idle.acquire(blocking=False) and self._threads < self._most:
+                start_thread(self._name, partial(_run_jobs, self._jobs, self._idle), _ignore)
+                self._threads += 1
+        self._jobs.put(partial(_run_job, future, partial(fn, *args, **kwargs)))
+        return future
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None], idle: threading.Semaphore) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+        idle.release()
+    jobs.put(None)  # for the next thread
+
+
+def _run_job(future: Future[Any], run: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = run()
+    except BaseException as error:
+        future.set_exception(as_exception(error))
+    else:
+        future.set_result(result)
+
+
+def _ignore(error: Exception) -> None:
+    """A job's error is its future's."""

@@ -474,6 +474,10 @@ def test_the_same_grammar_is_made_once(chatml: Tokenizer) -> None:
     assert chatml.grammars.compile(written) is chatml.grammars.compile(written)
 
 
+def test_no_mask_holds_up_the_end_of_the_process(chatml: Tokenizer) -> None:
+    assert chatml.grammars._finders.submit(threading.current_thread).result(10).daemon
+
+
 def test_two_who_follow_one_grammar_know_nothing_of_each_other(chatml: Tokenizer) -> None:
     form = AnswerForm(TextForm(Notation.LARK, 'start: "a" "b" | "c"'))
     one, other = start(chatml, form), start(chatml, form)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 
 import numpy as np
@@ -23,7 +23,7 @@ from agentcache.models.text.grammars.check_child import Reply
 from agentcache.models.text.grammars.limits import MAX_CHARACTERS, parser_limits
 from agentcache.models.text.grammars.reply_grammar import Part, ReplyGrammar
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
-from agentcache.threads import as_exception
+from agentcache.threads import DaemonPool, as_exception
 
 GRACE = 0.05  # seconds that others may wait for the masks of one answer, in all
 # Seconds of CPU. To have another thread find a mask costs about as much, and where CPUs are busy it may be much later.
@@ -89,8 +89,7 @@ class Grammars:
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._check = ConfinedWork("agentcache.models.text.grammars.check_child")
         # llguidance lets other threads run meanwhile.
-        threads = min(_MOST_THREADS, os.cpu_count() or 1)
-        self._finders = ThreadPoolExecutor(threads, thread_name_prefix="agentcache-masks")
+        self._finders: Executor = DaemonPool(min(_MOST_THREADS, os.cpu_count() or 1), "agentcache-masks")
 
     def start(self) -> None:
         """Read the vocabulary now: meanwhile nothing else of Python runs, a second for the largest ones.
