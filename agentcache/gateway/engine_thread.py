@@ -67,7 +67,8 @@ class EngineThread:
             return
         self._stopping = True
         self.post(lambda: None)
-        while self._thread.is_alive():  # no join: it would hold up the loop, or take a thread of its own
+        thread = self._thread  # another task may close, too
+        while thread.is_alive():  # no join: it would hold up the loop, or take a thread of its own
             await asyncio.sleep(_LOOK_SECONDS)
         self._thread = self.engine = None
 
