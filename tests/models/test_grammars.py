@@ -27,6 +27,7 @@ from agentcache.models.text.grammars import compiler
 from agentcache.models.text.grammars.call_syntax import call_syntax, calling_format
 from agentcache.models.text.grammars.compiler import Following
 from agentcache.models.text.grammars.reply_grammar import reply_grammar
+from agentcache.models.text.grammars.tagged_arguments import Json, tagged_arguments
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.dialects import DIALECTS
 from agentcache.models.text.replies.events import Block, Call, Reasoning, Text, blocks_of
@@ -35,6 +36,7 @@ from agentcache.models.text.replies.reader import open_reader
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.conftest import StyledTokenizer
 from tests.examples import examples
+from tests.growth import MOST, growth
 from tests.marks import slow
 from tests.reply_formats import FAMILIES, WRITERS
 from tests.schemas import SHORT_TOOLS, calling, object_schemas, of_schema, schemas, tagged_schemas
@@ -453,6 +455,26 @@ def test_many_tools_are_tried_together(chatml: Tokenizer) -> None:
     texts = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(8)}}
     tools = tuple(CallableTool(f"tool_{i}", json.dumps(texts | {"title": f"{i}"})) for i in range(60))
     start(chatml, AnswerForm(calls=Calls(tools)), "")
+
+
+@pytest.mark.parametrize("value", [{"$ref": "#/$defs/d0"}, {"type": "array", "items": {"$ref": "#/$defs/d0"}}])
+def test_definitions_are_repeated_within_bounds(value: dict[str, Any]) -> None:
+    """Each argument's rule has all definitions: time goes by the product of the two, up to what a grammar may have."""
+
+    def source(n: int) -> str:
+        properties = {f"p{i}": value for i in range(n)}
+        return json.dumps({"properties": properties, "$defs": {f"d{i}": {"type": "integer"} for i in range(n)}})
+
+    assert growth(source, tagged_arguments, 1_000) < MOST
+    few = tagged_arguments(source(10))
+    assert few is not None and len(few.known) == 10
+
+
+def test_only_arguments_that_refer_have_definitions() -> None:
+    properties = {"a": {"type": "integer"}, "b": {"type": "array", "items": {"$ref": "#/$defs/c"}}}
+    made = tagged_arguments(json.dumps({"properties": properties, "$defs": {"c": {"type": "boolean"}}}))
+    assert made is not None
+    assert ["$defs" in each.value.rule for each in made.known if isinstance(each.value, Json)] == [False, True]
 
 
 def test_remarks_are_no_demands(chatml: Tokenizer) -> None:

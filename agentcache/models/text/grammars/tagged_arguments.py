@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentcache.models.text.grammars.json_schema import json_rule, means_something
+from agentcache.models.text.grammars.limits import MAX_CHARACTERS
 from agentcache.models.text.json_values import parse_json, write_json
 from agentcache.models.text.replies.calls import definition, schema_types
 
@@ -112,7 +113,27 @@ def tagged_arguments(source: str) -> TaggedArguments | None:
     root = parse_json(source)
     if root is True:
         root = {}
-    return _of_object(root, root) if isinstance(root, Mapping) else None
+    if not isinstance(root, Mapping) or _repeats_much(root):
+        return None
+    return _of_object(root, root)
+
+
+def _repeats_much(root: Mapping[str, Any]) -> bool:
+    """Whether rules for each argument would repeat the definitions so often that no grammar may be that long."""
+    properties, definitions = root.get("properties"), _definitions(root)
+    if not isinstance(properties, Mapping) or not definitions:
+        return False
+    num_referring = sum(_refers(write_json(each)) for each in properties.values())
+    return num_referring > 1 and num_referring * len(write_json(definitions)) > MAX_CHARACTERS
+
+
+def _definitions(root: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
+def _refers(text: str) -> bool:
+    """Whether a schema (its JSON text) may refer to others."""
+    return 'Ref": "' in text or '"$ref"' in text
 
 
 def _of_object(schema: Mapping[str, Any], root: Mapping[str, Any]) -> TaggedArguments | None:
@@ -206,8 +227,9 @@ def _is_length(value: Any) -> bool:
 
 def _json(schema: Mapping[str, Any], other: Mapping[str, Any], root: Mapping[str, Any]) -> Json | None:
     """`other` is `schema` without null."""
-    whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
-    text = write_json(whole)
+    text = write_json(schema)
+    if _refers(text):
+        text = write_json({**schema, **_definitions(root)})
     if _REFERS_ELSEWHERE.search(text) is not None:
         return None
     return Json(json_rule(text), schema_types(schema, root), _parts(other))
