@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,8 +169,10 @@ def attack_and_watch(
     """Adds what the attacker was answered to `answers`; others may not wait too long nor memory grow too much."""
     quiet = watched(server, subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"], text=True))
     attacker = attacking(server, path, body, folder, SECONDS)
-    seen = watched(server, attacker)
-    output, _ = attacker.communicate(timeout=PATIENCE)
+    with ThreadPoolExecutor(1) as readers:  # a pipe that is full would hold the attacker up
+        reading = readers.submit(attacker.communicate, timeout=PATIENCE)
+        seen = watched(server, attacker)
+        output, _ = reading.result()
     health, short, peak = seen.health, seen.short, seen.memory
     p95, median = statistics.quantiles(health, n=20)[-1], statistics.median(short)
     figures = (
