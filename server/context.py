@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,10 +27,14 @@ from agentcache.server.validate import Reader, parse_object, refuse_long_lists
 T = TypeVar("T")
 
 SERVER_NAME = "agentcache"  # of the Server header, by which the command line knows its own kind
-SMALL_BODY = 128 << 10  # bytes that are read in a millisecond or two
-LARGE_BODY = 512 << 10  # bytes that take ten
+# Of `body_weight`. Small bodies take up to 3 ms, and hold up the event loop meanwhile; reading a large one as JSON
+# would take over 1 ms of Python's lock in one piece, and is done by a process of its own.
+SMALL_BODY = 128 << 10
+LARGE_BODY = 1_000_000
+_BYTES_PER_GROUP = 192  # an object or list takes up to 5 µs
+_BYTES_PER_VALUE = 24  # of one
 MOST_NOTES = 32
-READERS = min(3, max(2, os.cpu_count() or 1))  # threads that read bodies; all but one of them read large ones
+READERS = 2  # threads that read bodies; one of them reads large ones: they share Python's lock with all else
 MOST_UNREAD = 64  # bodies that may wait for a thread
 
 
@@ -139,21 +142,28 @@ async def _read(request: Request, param: str | None, read: Callable[[Call], T], 
     """
     model, context = engine_of(request).model, context_of(request)
     raw = await _body_of(request) or [without_body]
-    size = len(raw[0])
+    size, weight = len(raw[0]), body_weight(raw[0])
 
     def work(has_ended: Callable[[], bool]) -> T:
-        limit = ReadLimit(size, has_ended)
-        value = parse_object(raw) if size <= LARGE_BODY else context.large_json.parse(raw, param, limit.check)
+        limit = ReadLimit(size, has_ended, rests=weight > SMALL_BODY)
+        value = parse_object(raw) if weight <= LARGE_BODY else context.large_json.parse(raw, param, limit.check)
         refuse_long_lists(value, model.max_context)
         return read(Call(Reader(value, limit=limit), request.headers, model, context.config, size))
 
     try:
-        if size <= SMALL_BODY:
+        if weight <= SMALL_BODY:
             return work(_never)
-        return await until_disconnect(request.receive, context.workers.run(size, work))
+        return await until_disconnect(request.receive, context.workers.run(weight, work))
     finally:
         raw.clear()
         note_read(request)
+
+
+def body_weight(raw: bytes) -> int:
+    """How much work it is to read a body, in bytes of plain text: a value takes as long as many bytes do."""
+    if len(raw) > LARGE_BODY:  # to count takes a millisecond for a megabyte
+        return len(raw)
+    return len(raw) + _BYTES_PER_GROUP * (raw.count(b"{") + raw.count(b"[")) + _BYTES_PER_VALUE * raw.count(b",")
 
 
 def _never() -> bool:

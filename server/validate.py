@@ -97,7 +97,7 @@ class Reader:
     Args:
         value: the object.
         path: its dotted path; empty for the body itself.
-        limit: of reading the body, in which every object in a list counts.
+        limit: of reading the body, in which every object in a list and every string that is read counts.
     """
 
     __slots__ = ("_limit", "path", "value")
@@ -118,6 +118,8 @@ class Reader:
         return self.value.get(name)
 
     def string(self, name: str) -> str | None:
+        if self._limit is not None:
+            self._limit.step()
         value = self.value.get(name)
         if value is not None and not isinstance(value, str):
             self.fail(name, "must be a string")

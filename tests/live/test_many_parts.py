@@ -35,6 +35,14 @@ def user(parts: list[dict[str, Any]]) -> dict[str, Any]:
 BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "messages: parts": ("/v1/messages", lambda: user([{"type": "text", "text": TEXT}] * MANY)),
     "chat: parts": ("/v1/chat/completions", lambda: user([{"type": "text", "text": TEXT}] * MANY)),
+    "chat: 15,000 parts": (  # in less than half a megabyte
+        "/v1/chat/completions",
+        lambda: user([{"type": "text", "text": ""}] * 15_000),
+    ),
+    "chat: 3,000 parts": (
+        "/v1/chat/completions",
+        lambda: user([{"type": "text", "text": ""}] * 3_000),
+    ),
     "messages: results": (
         "/v1/messages",
         lambda: user([{"type": "tool_result", "tool_use_id": "a", "content": "a" * 100}] * MANY),
@@ -94,7 +102,9 @@ def test_others_are_served(server: ServerProcess, quiet: tuple[Seen, int], tmp_p
     check_bound(p95 < HEALTH_P95 and median < SHORT_RATIO * before and max(seen.memory) - memory < MEMORY, figures)
 
 
-@pytest.mark.parametrize("name", ["messages: parts", "responses: system items", "chat: empty messages with calls"])
+@pytest.mark.parametrize(
+    "name", ["messages: parts", "chat: 15,000 parts", "responses: system items", "chat: empty messages with calls"]
+)
 @in_rounds
 def test_a_signal_meanwhile(live_model: Path, tmp_path: Path, name: str) -> None:
     path, make = BODIES[name]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from agentcache.config import Config
+from agentcache.config import Config, Images
 from agentcache.server.app import create_app
-from agentcache.server.context import LARGE_BODY, MOST_UNREAD, READERS, SMALL_BODY, Context
-from tests.rounds import within
+from agentcache.server.context import LARGE_BODY, MOST_UNREAD, READERS, SMALL_BODY, Context, body_weight
+from agentcache.server.large_json import LargeJson
+from agentcache.server.read_limit import ReadLimit
+from tests.rounds import check_bound, in_rounds, within
 from tests.server.driver import BASE_URL, LeavingClient, refused, settle
 from tests.server.fake_engine import FakeEngine
+from tests.server.test_linear import DIALECTS
+from tests.server.test_linear import read as read_body
 
 Test = Callable[[Any, Context, httpx.AsyncClient], Awaitable[None]]
 
@@ -146,3 +152,67 @@ def test_a_body_is_handed_on_with_its_length() -> None:
             assert context.engine.requests[-1].prompt.num_bytes == len(raw)  # type: ignore[attr-defined]
 
     run(test)
+
+
+# -- weight -----------------------------------------------------------------------------------------------------------
+
+SMALL_SECONDS = 0.004  # of CPU, that the event loop may be held up; it is 3 ms where nothing else runs
+KINDS = [
+    (read, make, f"{dialect}: {name}") for dialect, (read, kinds) in DIALECTS.items() for name, make in kinds.items()
+]
+
+
+def largest_small(make: Callable[[int], dict[str, Any]], more: dict[str, Any]) -> bytes:
+    def weight(size: int) -> int:
+        return body_weight(json.dumps(make(size) | more).encode())
+
+    size = 300 * SMALL_BODY // weight(300)
+    while size > 1 and weight(size) > SMALL_BODY:
+        size = size * 7 // 8
+    return json.dumps(make(size) | more).encode()
+
+
+@pytest.mark.parametrize(("reader", "make", "name"), KINDS, ids=[kind[2] for kind in KINDS])
+@in_rounds
+def test_small_bodies_take_a_few_milliseconds(reader: Any, make: Callable[[int], dict[str, Any]], name: str) -> None:
+    raw = largest_small(make, {"max_tokens": 1} if name.startswith("messages") else {})
+    gc.collect()
+    seconds = []
+    for _ in range(5):
+        begun = time.thread_time()
+        read_body(raw, reader, Config(images=Images.PLACEHOLDER))
+        seconds.append(time.thread_time() - begun)
+    check_bound(min(seconds) < SMALL_SECONDS, f"{min(seconds) * 1e3:.1f} ms for {len(raw)} bytes")
+
+
+def test_many_values_are_read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """15,000 parts in 450 KB: to read them here would take Python's lock from all else."""
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 15_000}]}
+    seen: list[str] = []
+    parse = LargeJson.parse
+
+    def noted(self: LargeJson, *args: Any) -> dict[str, Any]:
+        seen.append(threading.current_thread().name)
+        return parse(self, *args)
+
+    monkeypatch.setattr(LargeJson, "parse", noted)
+
+    async def test(app: Any, context: Context, client: httpx.AsyncClient) -> None:
+        assert (await client.post("/v1/chat/completions", json=parts)).status_code == 200
+        assert len(seen) == 1 and "bodies" in seen[0]
+
+    run(test)
+
+
+def test_a_thread_that_reads_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes for half a millisecond at most before others may."""
+    naps: list[float] = []
+    clock = iter(range(10**9))
+    monkeypatch.setattr("agentcache.server.read_limit.time.perf_counter", lambda: next(clock) * 1e-4)
+    monkeypatch.setattr("agentcache.server.read_limit.time.sleep", naps.append)
+    for rests in (False, True):
+        limit = ReadLimit(10**6, rests=rests)
+        for _ in range(10_000):
+            limit.step()
+        assert bool(naps) is rests
+    assert len(naps) > 30 and max(naps) < 0.005
