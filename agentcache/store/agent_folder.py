@@ -136,6 +136,8 @@ class AgentFolder:
         self._loaded = False
         self._generations: defaultdict[str, set[int]] = defaultdict(set)
         for path in usage.paths(folder):
+            if files.is_companion(path):
+                continue
             if log := _LOG_NAME.fullmatch(path.name):
                 self._generations[log[1]].add(int(log[2]))
             elif path.suffix == ".json":

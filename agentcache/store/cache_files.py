@@ -28,6 +28,10 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+_APPLE_DOUBLE = b"\0\5\x16\7"
+_MAX_COMPANION_BYTES = 1 << 24
+
+
 class WrongFile(BlockRejected, OSError):
     """No regular file (`NotAFile`), or longer than a file of its kind can be: its status says so, without a read.
 
@@ -362,6 +366,21 @@ class CacheFiles:
             os.close(fd)
             raise
         return RegularFile(fd, status.st_size)
+
+    def is_companion(self, path: Path) -> bool:
+        """Whether it is AppleDouble: what macOS keeps beside a file where the drive takes no attributes (exFAT, SMB).
+
+        Its name alone does not tell, for an agent's id may begin likewise.
+        """
+        if not path.name.startswith("._"):
+            return False
+        head = bytearray(len(_APPLE_DOUBLE))
+        try:
+            with closing(self.open_regular(path, _MAX_COMPANION_BYTES)) as file:
+                file.read_into([memoryview(head)])
+        except OSError:  # whoever needs the file says so
+            return False
+        return head == _APPLE_DOUBLE
 
     def _open_at_once(self, path: str) -> int | None:
         """A file that is there, to read; None where only walking down to it tells what is."""

@@ -126,7 +126,8 @@ def _list(files: CacheFiles, kind: str, suffix: str, findings: _Findings) -> lis
     """The files of that kind in the folders of `kind`; folders that cannot be listed are findings."""
     found: list[Path] = []
     for folder in _entries(files, files.root / kind, findings, lambda name, is_folder: is_folder):
-        found += _entries(files, folder, findings, lambda name, is_folder: name.endswith(suffix))
+        entries = _entries(files, folder, findings, lambda name, is_folder: name.endswith(suffix))
+        found += (path for path in entries if not files.is_companion(path))
     return found
 
 

@@ -16,6 +16,7 @@ from agentcache.errors import (
     FileUnavailable,
     InvalidRequest,
 )
+from agentcache.store.verify import verify_folder
 from tests.kv.damage import (
     DAMAGE,
     agents_folder,
@@ -227,6 +228,23 @@ def test_what_is_in_a_logs_place_is_left_until_the_log_is_back(tmp_path: Path, r
     log.write_bytes(content)
     with open_store(tmp_path) as store:
         assert [record.id for record in store.load_agents()] == ["bad", "good"]
+
+
+def test_companions_that_macos_writes_are_no_agents(tmp_path: Path) -> None:
+    """An agent's id may begin as their names do."""
+    saved = [make_record(name, make_transcript(5)) for name in ("._twin", "bob")]
+    with open_store(tmp_path) as store:
+        for record in saved:
+            store.save_agent(record)
+    companions = [path.with_name(f"._{path.name}") for path in _agent_files(tmp_path)]
+    for companion in companions:
+        companion.write_bytes(b"\0\5\x16\7" + bytes(4092))
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == saved
+        assert store.usage.quarantined == 0 and store.unavailable == {}
+        assert store.usage.total == size_on_disk(tmp_path)
+    assert all(companion.exists() for companion in companions)
+    assert verify_folder(tmp_path).problems == ()
 
 
 def test_bytes_behind_the_valid_end_of_a_log_do_not_count(tmp_path: Path) -> None:
