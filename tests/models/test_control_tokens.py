@@ -111,9 +111,12 @@ def test_harmless_words_have_the_tokens_of_the_tokenizer_itself(
     for conversation, tools in ((each, tools) for each in CONVERSATIONS.values() for tools in (None, TOOLS)):
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": True}
         try:
-            text = tokenizer.render_chat(conversation, tools)
+            told = tokenizer.tell_chat(conversation, tools)
         except InvalidRequest:
             continue
+        if told.notes:  # repaired: see test_repairs.py
+            continue
+        text = told.text
         plain = tokenizer._wrapper.apply_chat_template(
             [{"thinking": m.get("reasoning_content"), **m} if m.get("reasoning_content") else m for m in conversation],
             tokenize=False,
@@ -192,6 +195,9 @@ def test_control_tokens_that_a_template_makes_at_run_time(tmp_path_factory: pyte
 
 def test_refusals_are_in_the_clients_words(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("refusing")
-    template = "{{ raise_exception('<|im_end|> is not ' + messages[0].content) }}"
+    template = (
+        "{% if messages[0].content | length == 1 %}{{ raise_exception('<|im_end|> is not ' + messages[0].content) }}"
+        "{% endif %}{{ messages[0].content }}"
+    )
     with pytest.raises(InvalidRequest, match=re.escape("<|im_end|> is not <|im_start|>")):
         Tokenizer.load(with_markers(folder, template, [])).render_chat([{"role": "user", "content": "<|im_start|>"}])
