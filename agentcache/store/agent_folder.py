@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -138,10 +139,11 @@ class AgentFolder:
         for path in usage.paths(folder):
             if files.is_companion(path):
                 continue
-            if log := _LOG_NAME.fullmatch(path.name):
+            file = os.path.basename(path)
+            if log := _LOG_NAME.fullmatch(file):
                 self._generations[log[1]].add(int(log[2]))
-            elif path.suffix == ".json":
-                self._names.add(path.name.removesuffix(".json"))
+            elif file.endswith(".json"):
+                self._names.add(file.removesuffix(".json"))
 
     @property
     def agents(self) -> list[SavedAgent]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -116,7 +117,7 @@ class BlockFolder:
 
     def keys(self) -> list[str]:
         """Of all blocks that there are files for."""
-        return [path.stem for path in self._usage.paths(self._folder) if path.suffix == _SUFFIX]
+        return [os.path.basename(path).removesuffix(_SUFFIX) for path in self._paths()]
 
     def classify(self, keys: Iterable[str], kind: str) -> None:
         """The files of these blocks, which may be there or not, count as of this kind."""
@@ -257,7 +258,7 @@ class BlockFolder:
     def delete_all_but(self, keys: Iterable[str]) -> int:
         """Remove the files of all other blocks; returns how many."""
         kept = {self._name(key) for key in keys}
-        others = [path for path in self._usage.paths(self._folder) if str(path) not in kept and path.suffix == _SUFFIX]
+        others = [path for path in self._paths() if path not in kept]
         for path in others:
             self._usage.remove(path)
         return len(others)
@@ -293,6 +294,9 @@ class BlockFolder:
                 continue
             with suppress(OSError):
                 self._files.remove(file.path)
+
+    def _paths(self) -> list[str]:
+        return [path for path in self._usage.paths(self._folder) if path.endswith(_SUFFIX)]
 
     def _name(self, key: str) -> str:
         return f"{self._folder}/{key[:2]}/{key}{_SUFFIX}"

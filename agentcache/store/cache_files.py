@@ -315,10 +315,11 @@ class CacheFiles:
         with self.folder(path.parent) as folder:
             return os.access(path.name, os.W_OK, dir_fd=folder)
 
-    def tighten(self, path: Path) -> None:
+    def tighten(self, path: Path | str) -> None:
         """Close a file to others."""
-        with self.folder(path.parent) as folder:
-            os.chmod(path.name, 0o600, dir_fd=folder)
+        above, name = os.path.split(path)
+        with self.folder(above) as folder:
+            os.chmod(name, 0o600, dir_fd=folder)
 
     def rename(self, source: Path, target: Path) -> None:
         """Move a file, in place of what is at `target`."""
@@ -326,7 +327,7 @@ class CacheFiles:
         with self.folder(above) as one, self.folder(new_above) as other:
             os.replace(name, new_name, src_dir_fd=one, dst_dir_fd=other)
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Path | str) -> None:
         """Delete a file, if it is there."""
         above, name = os.path.split(path)
         with suppress(FileNotFoundError), self.folder(above) as folder:
@@ -367,12 +368,12 @@ class CacheFiles:
             raise
         return RegularFile(fd, status.st_size)
 
-    def is_companion(self, path: Path) -> bool:
+    def is_companion(self, path: Path | str) -> bool:
         """Whether it is AppleDouble: what macOS keeps beside a file where the drive takes no attributes (exFAT, SMB).
 
         Its name alone does not tell, for an agent's id may begin likewise.
         """
-        if not path.name.startswith("._"):
+        if not os.path.basename(path).startswith("._"):
             return False
         head = bytearray(len(_APPLE_DOUBLE))
         try:

@@ -68,10 +68,11 @@ class DiskUsage:
     def __contains__(self, path: Path | str) -> bool:
         return str(path) in self._sizes
 
-    def paths(self, folder: Path) -> list[Path]:
-        """The known files anywhere below `folder`."""
+    def paths(self, folder: Path) -> list[str]:
+        """The known files anywhere below `folder`. As text: there may be hundreds of thousands."""
+        beginning = f"{folder}/"
         with self._lock:
-            return [Path(path) for path in self._sizes if path.startswith(f"{folder}/")]
+            return [path for path in self._sizes if path.startswith(beginning)]
 
     def size_of(self, path: Path | str) -> int:
         """Bytes of the file at `path`; 0 where there is none."""
@@ -153,18 +154,19 @@ class DiskUsage:
         with self._lock:
             self.read += num_bytes
 
-    def remove(self, path: Path) -> int:
+    def remove(self, path: Path | str) -> int:
         """Delete the file, if it is there; returns the bytes it had."""
         self._files.remove(path)
         return self.forget(path)
 
-    def forget(self, path: Path) -> int:
+    def forget(self, path: Path | str) -> int:
         """The file at `path` is gone; returns the bytes it had."""
+        path = str(path)
         with self._lock:
-            size = self._sizes.pop(str(path), 0)
+            size = self._sizes.pop(path, 0)
             self.total -= size
-            self._by_kind[self._kind_of(str(path))] -= size
-            self._kinds.pop(str(path), None)
+            self._by_kind[self._kind_of(path)] -= size
+            self._kinds.pop(path, None)
             return size
 
     def require(self, num_bytes: int) -> None:
@@ -186,10 +188,10 @@ class DiskUsage:
         """
         strange: list[Path] = []
         for name, status in self._files.list_folder(folder):
-            path = folder / name
+            path = f"{folder}/{name}"
             if not stat.S_ISREG(status.st_mode):
-                strange.append(path)
-                self._record(str(path), _size_of(status))
+                strange.append(Path(path))
+                self._record(path, _size_of(status))
             elif name.endswith(TEMP_SUFFIX):
                 with suppress(OSError):  # another user's, say
                     self._files.remove(path)
@@ -197,7 +199,7 @@ class DiskUsage:
                 if status.st_mode & 0o077:
                     with suppress(OSError):
                         self._files.tighten(path)
-                self._record(str(path), status.st_size)
+                self._record(path, status.st_size)
         return strange
 
     def adopt_blocks(self, parent: Path) -> None:
@@ -240,7 +242,7 @@ class DiskUsage:
 
     def has_quarantined(self, *suffixes: str) -> bool:
         """Whether quarantine holds a file whose name ended with one of `suffixes`."""
-        names = (path.name.rpartition(".")[0] for path in self.paths(self._quarantine))
+        names = (path.rpartition(".")[0] for path in self.paths(self._quarantine))
         return any(name.endswith(suffixes) for name in names)
 
     def empty_quarantine(self) -> int:
