@@ -163,12 +163,14 @@ def name_blocks(chains: Iterable[str], blocks: Iterable[BlockSpan], cache: str =
     return tuple(NamedBlock(chain, span.groups, cache) for chain, span in zip(chains, blocks, strict=True))
 
 
-def state_chain(
-    root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None, num_groups: int
-) -> str:
-    """The chain key of the block that ends behind the first `num_tokens` tokens, in the lane that has the state."""
-    [block] = state_blocks(root, token_ids, [num_tokens], producer, num_groups)
-    return chain_key(block.parent, token_ids[block.begin : block.end], block.producer)
+def state_chains(
+    root: str, token_ids: Sequence[int], ends: Sequence[int], producer: Producer | None, num_groups: int
+) -> list[str]:
+    """The chain keys of the blocks that end behind so many tokens each, in the lane that has the state."""
+    return [
+        chain_key(block.parent, token_ids[block.begin : block.end], block.producer)
+        for block in state_blocks(root, token_ids, ends, producer, num_groups)
+    ]
 
 
 class StateBlock(NamedTuple):

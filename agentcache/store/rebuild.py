@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from agentcache.adapter_settings import Policy
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, Namespace
-from agentcache.blocks.lanes import chain_keys, state_chain
+from agentcache.blocks.lanes import chain_keys, state_chains
 from agentcache.errors import BlockRejected
 from agentcache.store.lineage_check import ServedCache, check_lineage
 from agentcache.store.manifest import FIRST_LINEAGE, Manifest, SavedCache, agent_of, manifest_of
@@ -130,7 +131,7 @@ def _proven_caches(
     base, *further = manifest.caches
     known = {} if salvaged.format_version == 1 else content.chains
     proven: list[tuple[SavedCache, tuple[str, ...]]] = []
-    for cache in _bases(base, served, len(ids)):
+    for cache in _bases(manifest, served, ids, known.get(BASE_CACHE, ())):
         if (chains := _proven_chains(manifest, cache, ids, known.get(BASE_CACHE, ()))) is not None:
             proven.append((cache, chains))
             break
@@ -144,17 +145,20 @@ def _proven_caches(
     return with_snapshots, {cache.name: chains for cache, chains in proven if chains}
 
 
-def _bases(stated: SavedCache, served: ServedCache, num_tokens: int) -> Iterator[SavedCache]:
+def _bases(
+    manifest: Manifest, served: ServedCache, ids: Sequence[int], chains: tuple[str, ...]
+) -> Iterator[SavedCache]:
     """What base's cache may be: as stated, or of the served spec; of the log's tokens but for the last ones."""
+    stated, blank, num_tokens = manifest.base, _blank(served), len(ids)
     yield stated
-    blank = _blank(served)
     for cache in (stated, replace(blank, producer=stated.producer), blank):
         for num_saved in (num_tokens, num_tokens - 1):
             if num_saved > 0:
                 yield replace(cache, num_saved=num_saved)
     for cache in (stated, blank):
-        for num_saved in range(num_tokens - num_tokens % BLOCK_SIZE, 0, -BLOCK_SIZE):
-            yield replace(cache, num_saved=num_saved, producer=None)
+        plain = replace(cache, num_saved=num_tokens - num_tokens % BLOCK_SIZE, producer=None)
+        if num_saved := BLOCK_SIZE * _proven_blocks(manifest, plain, ids, chains):
+            yield replace(plain, num_saved=num_saved)
 
 
 def _proven_chains(
@@ -168,17 +172,26 @@ def _proven_chains(
         chains = chains[: len(layout)]
     if len(chains) != len(layout):
         return None
-    root = Namespace(manifest.model, cache.spec, manifest.salt, cache.name).root
-    return chains if tuple(chain_keys(root, ids, layout)) == chains else None
+    return chains if tuple(chain_keys(_root(manifest, cache), ids, layout)) == chains else None
+
+
+def _proven_blocks(manifest: Manifest, cache: SavedCache, ids: Sequence[int], chains: tuple[str, ...]) -> int:
+    """How many of the cache's first blocks, all of base, have the chains that the log has."""
+    pairs = zip(chain_keys(_root(manifest, cache), ids, cache.spans()), chains, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _root(manifest: Manifest, cache: SavedCache) -> str:
+    return Namespace(manifest.model, cache.spec, manifest.salt, cache.name).root
 
 
 def _with_proven_snapshots(manifest: Manifest, cache: SavedCache, ids: Sequence[int]) -> SavedCache:
     if not cache.has_state:
         return replace(cache, snapshots=())
-    root = Namespace(manifest.model, cache.spec, manifest.salt, cache.name).root
-    producer, num_groups = cache.named_producer(), cache.num_block_groups
-    within = (each for each in cache.snapshots if 0 < each.num_tokens <= cache.num_saved)
-    proven = (each for each in within if state_chain(root, ids, each.num_tokens, producer, num_groups) == each.chain)
+    root, producer = _root(manifest, cache), cache.named_producer()
+    within = [each for each in cache.snapshots if 0 < each.num_tokens <= cache.num_saved]
+    chains = state_chains(root, ids, [each.num_tokens for each in within], producer, cache.num_block_groups)
+    proven = (each for each, chain in zip(within, chains, strict=True) if each.chain == chain)
     return replace(cache, snapshots=tuple(proven))
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace, block_key, chain_key, root_of_version_1
-from agentcache.blocks.lanes import chain_keys, state_chain
+from agentcache.blocks.lanes import chain_keys, state_chains
 from agentcache.errors import BlockRejected, FileUnavailable
 from agentcache.store.block_file import refuse_newer
 from agentcache.store.cache_files import CacheFiles, IsLink
@@ -282,10 +282,10 @@ def _check_chains(manifest: Manifest, cache: SavedCache, token_ids: Sequence[int
     root = _root(manifest, cache)
     if tuple(chain_keys(root, token_ids, cache.spans())) != chains:
         raise BlockRejected("its blocks are not those of its tokens")
-    for snapshot in cache.snapshots:
-        if not 0 < snapshot.num_tokens <= cache.num_saved or snapshot.chain != state_chain(
-            root, token_ids, snapshot.num_tokens, cache.named_producer(), cache.num_block_groups
-        ):
+    if cache.snapshots:
+        ends = [snapshot.num_tokens for snapshot in cache.snapshots]  # of saved tokens, as `check_lineage` has found
+        named = [snapshot.chain for snapshot in cache.snapshots]
+        if named != state_chains(root, token_ids, ends, cache.named_producer(), cache.num_block_groups):
             raise BlockRejected("its snapshots are not those of its tokens")
 
 

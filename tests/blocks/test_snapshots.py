@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 
 from agentcache.blocks.keys import Producer
-from agentcache.blocks.lanes import state_chain
+from agentcache.blocks.lanes import state_chains
 from agentcache.blocks.ledger import STATE, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
@@ -168,7 +168,7 @@ def test_an_adapter_has_snapshots_of_its_own_behind_its_start() -> None:
     grow(cache, own, tokens, 768, 900)
     cache.close(own)
     assert (matched(cache, tokens, adapter), matched(cache, tokens)) == (900, 768)
-    chain = state_chain(ROOT, tokens, 900, adapter, 1)
+    [chain] = state_chains(ROOT, tokens, [900], adapter, 1)
     node = cache.tree.node(chain)
     assert node is not None
     assert node.state is not None
