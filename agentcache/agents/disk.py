@@ -287,8 +287,25 @@ class Disk:
         return kept + num_bytes <= self._store.usage.budget
 
     def _make_room(self, done: Committed) -> bool:
-        """Evict what is missed least; False if nothing may go. Nothing may to keep an automatic budget."""
-        return self._store.usage.evicts and self._drop_stalest(done)
+        """Evict what is missed least, and have manifests name it no more; False if nothing may go.
+
+        Nothing may to keep an automatic budget.
+        """
+        if not (self._store.usage.evicts and self._drop_stalest(done)):
+            return False
+        while not self._have_room_to_catch_up() and self._drop_stalest(done):
+            continue
+        return True
+
+    def _have_room_to_catch_up(self) -> bool:
+        """Write the manifests that are behind before anything else takes the room; False if the budget has none."""
+        try:
+            self._catch_up()
+        except DiskBudgetExceeded:
+            return False
+        except StoreError:  # the job's end tries again, and says so
+            pass
+        return True
 
     def _drop_stalest(self, done: Committed) -> bool:
         """Drop the blocks of the stalest lineage, of any model and precision; False if there is none.
@@ -312,7 +329,6 @@ class Disk:
         if self._lineages.is_longest(victim):
             self._reduce(Reduced(victim, victim.without_blocks()), done)
         else:
-            done.removed.append(victim)
             self._remove(victim, done, for_room=True)
         return True
 
@@ -327,14 +343,22 @@ class Disk:
     # -- what there is ----------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Write the manifests that are behind: at a job's end, when there is room again."""
-        for name in list(self._behind):
-            if (record := self._lineages.find(name)) is not None:
-                self._store.save_agent(record)
-            self._behind.discard(name)
+        """Write the manifests that are behind. Raises the last error, once all were tried."""
+        failed: StoreError | None = None
+        for name in sorted(self._behind):
+            try:
+                if (record := self._lineages.find(name)) is not None:
+                    self._store.save_agent(record)
+                self._behind.discard(name)
+            except StoreError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def _remove(self, record: AgentRecord, done: Committed, *, for_room: bool = False) -> None:
         self._store.delete_agent(record.name)
+        if for_room:
+            done.removed.append(record)
         self._delete(self._lineages.remove(record.name), done, for_room=for_room)
 
     def _put(self, record: AgentRecord) -> list[BlockName]:

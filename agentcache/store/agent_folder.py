@@ -371,7 +371,7 @@ class AgentFolder:
 
         Raises:
             FileUnavailable: they cannot be read; they stay.
-            OSError: they cannot be removed.
+            OSError: the manifest cannot be removed for good.
         """
         self.require_available(name)
         if name not in self._names:
@@ -382,7 +382,8 @@ class AgentFolder:
         self._agents.pop(name, None)
         self._fault("delete-before-folder-fsync")
         self._files.sync_folder(self._folder)
-        self._remove_logs(name)
+        with suppress(OSError):  # without its manifest the lineage is gone; the next start tries again
+            self._remove_logs(name)
 
     def _check(self, record: AgentRecord, groups: tuple[str, ...]) -> None:
         if not is_name(record.id):

@@ -6,7 +6,7 @@ import errno
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -248,6 +248,69 @@ class DiskMachine(RuleBasedStateMachine):
 
 DiskMachine.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 TestDisk = DiskMachine.TestCase
+
+
+class Drawn:
+    """Data whose next draws are known."""
+
+    def __init__(self, *values: object) -> None:
+        self._values = iter(values)
+
+    def draw(self, strategy: object) -> object:
+        return next(self._values)
+
+
+def run(*steps: tuple[Callable[..., None], dict[str, object]]) -> None:
+    """A machine with room for 12 blocks takes these steps; its invariants hold after each."""
+    machine = DiskMachine()
+    machine.start(blocks=12)
+    try:
+        for step, arguments in steps:
+            step(machine, **arguments)
+            machine.files_are_those_that_somebody_needs()
+            machine.manifests_are_what_was_saved()
+    finally:
+        machine.teardown()
+
+
+def begin(agent_id: str, lineage: str, num_tokens: int, seed: int) -> tuple[Callable[..., None], dict[str, object]]:
+    return DiskMachine.begin, {"agent_id": agent_id, "lineage": lineage, "num_tokens": num_tokens, "seed": seed}
+
+
+def commit(index: int) -> tuple[Callable[..., None], dict[str, object]]:
+    return DiskMachine.commit, {"data": Drawn(index), "knows_all": True}
+
+
+def fail(agent_id: str, step: str, seed: int) -> tuple[Callable[..., None], dict[str, object]]:
+    return DiskMachine.commit_on_a_disk_that_fails, {"agent_id": agent_id, "seed": seed, "step": step}
+
+
+def test_manifests_of_what_went_come_before_what_takes_the_room() -> None:
+    """A disk that fails once leaves them behind; a later write must not leave too little room for them."""
+    run(
+        begin("carl", FIRST_LINEAGE, 40, 0),
+        commit(0),
+        begin("ada", "a1", 40, 0),
+        begin("ada", FIRST_LINEAGE, 300, 2),
+        commit(1),
+        commit(0),
+        begin("carl", "a1", 700, 1),
+        commit(0),
+        fail("bob", "manifest", 1),
+        begin("bob", "a1", 300, 0),
+    )
+
+
+def test_a_lineage_whose_log_cannot_be_removed_is_gone_with_its_blocks() -> None:
+    run(
+        begin("carl", FIRST_LINEAGE, 40, 0),
+        commit(0),
+        begin("ada", FIRST_LINEAGE, 300, 2),
+        commit(0),
+        begin("carl", "a1", 700, 1),
+        commit(0),
+        fail("ada", "log", 0),
+    )
 
 
 @pytest.mark.parametrize("other_is_older", [True, False])
