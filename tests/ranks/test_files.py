@@ -5,6 +5,7 @@ Both ranks' files are real, and wrong in real ways.
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -17,10 +18,11 @@ import pytest
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.errors import BlocksLost, DiskBudgetExceeded, RankLost, StoreError
 from agentcache.ranks.messages import read_answers, read_commands, write_answers
-from agentcache.store.store import BlockWrite
+from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
-from tests.kv.store_cases import SPEC, make_block, make_record, make_transcript
-from tests.ranks.by_threads import ROOT, SECONDS, TwoRanks
+from tests.kv.store_cases import MODEL, SPEC, make_block, make_record, make_transcript, tree
+from tests.kv.unreadable import CAUSES, unreadable
+from tests.ranks.by_threads import ROOT, SECONDS, SPECS, TwoRanks
 
 
 @pytest.fixture
@@ -170,6 +172,43 @@ def test_a_rank_whose_folder_is_not_mounted_costs_no_files(tmp_path: Path) -> No
         assert all(is_there(ranks, block) for block in blocks)
     finally:
         ranks.close()
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_folder_cannot_be_read_ends_the_start_and_costs_no_files(
+    tmp_path: Path, cause: int, rank: int
+) -> None:
+    ranks = TwoRanks(tmp_path)
+    block = ranks.block(1)
+    ranks.store.write_blocks([block])
+    named = (NamedBlock(block.header.chain, (0,)),)
+    ranks.store.save_agent(replace(make_record("anna", make_transcript(3)), blocks=named))
+    ranks.close()
+    theirs = ranks.path(rank, block)
+    for folder in (theirs.parent, theirs.parent.parent):
+        before = [tree(tmp_path / f"rank-{each}-of-2") for each in range(2)]
+        with unreadable({folder: cause}), pytest.raises(StoreError, match="cannot use the cache folder"):
+            Store(tmp_path / f"rank-{rank}-of-2", SPECS[rank], MODEL, disk_budget=None)
+        assert [tree(tmp_path / f"rank-{each}-of-2") for each in range(2)] == before
+    ranks = TwoRanks(tmp_path)
+    try:
+        assert [each.id for each in ranks.store.load_agents()] == ["anna"]
+        assert ranks.store.collect_orphans() == 0 and is_there(ranks, block)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_block_that_one_rank_cannot_read_stays_on_both_until_it_is_written_again(ranks: TwoRanks, rank: int) -> None:
+    block = ranks.block(1)
+    ranks.store.write_blocks([block])
+    with unreadable({ranks.path(rank, block): errno.EIO}):
+        assert ranks.store.read_blocks([block.header]) == [None]
+        assert not is_there(ranks, block)
+    assert all(ranks.path(each, block).exists() for each in range(2))
+    ranks.store.write_blocks([block])
+    assert is_there(ranks, block) and None not in ranks.store.read_blocks([block.header])
 
 
 def test_who_asks_a_rank_that_is_gone_is_told(ranks: TwoRanks) -> None:
