@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from functools import partial, wraps
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from agentcache.errors import InternalError
@@ -30,21 +30,6 @@ def as_exception(error: BaseException) -> Exception:
     wrapped = InternalError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
-
-
-def contained(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, for another thread: it raises what `as_exception` returns."""
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except BaseException as error:
-            if (ordinary := as_exception(error)) is error:
-                raise
-            raise ordinary from error
-
-    return run
 
 
 def start_thread(name: str, run: Callable[[], None], died: Callable[[Exception], None]) -> threading.Thread:

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from agentcache.errors import InternalError
-from agentcache.threads import DaemonPool, as_exception, contained, start_thread
+from agentcache.threads import DaemonPool, as_exception, start_thread
 from tests.throwing import THROWN, PanicException
 
 
@@ -30,18 +30,7 @@ def test_a_future_takes_whatever_was_thrown(kind: type[BaseException]) -> None:
 def test_an_ordinary_error_stays_what_it_is() -> None:
     error = ValueError("x")
     assert as_exception(error) is error
-    with pytest.raises(ValueError, match="x") as raised:
-        contained(int)("x")
-    assert raised.value.__cause__ is None
-
-
-@pytest.mark.parametrize("kind", THROWN)
-def test_a_task_waits_for_a_thread_that_throws(kind: type[BaseException]) -> None:
-    def work() -> None:
-        raise kind("the trie is full")
-
-    with pytest.raises(Exception, match="the trie is full"):
-        asyncio.run(asyncio.wait_for(asyncio.to_thread(contained(work)), 5))
+    assert error.__cause__ is None
 
 
 def test_a_wrapped_error_names_its_cause() -> None:
