@@ -218,6 +218,10 @@ class AgentFolder:
         except FileNotFoundError:
             raise BlockRejected(f"its log {manifest.log.generation} is not there") from None
         check_lineage(manifest, content, self._served)
+        return self._as_saved(manifest, content)
+
+    def _as_saved(self, manifest: Manifest, content: Content) -> SavedAgent:
+        """What the lineage's files hold now. Its transcript may leave RAM: the log has it."""
         content.transcript.store_in(partial(self._read_again, manifest))
         return SavedAgent(manifest, content)
 
@@ -314,8 +318,7 @@ class AgentFolder:
         if not is_sound:
             self._usage.quarantine_copy(reason, self._manifest_path(name), MAX_MANIFEST_BYTES)
         self._write_manifest(name, encoded)
-        self._agents[name] = SavedAgent(manifest, found.content)
-        found.content.transcript.store_in(partial(self._read_again, manifest))
+        self._agents[name] = self._as_saved(manifest, found.content)
         for each in damaged_logs & self._generations[name]:
             self._usage.quarantine(reason, self._log_path(name, each))
             self._generations[name].discard(each)
@@ -360,8 +363,7 @@ class AgentFolder:
         self._usage.require(len(log.data) + len(encoded))
         self._write_log(record.name, log)
         self._write_manifest(record.name, encoded)
-        self._agents[record.name] = SavedAgent(manifest, content)
-        record.transcript.store_in(partial(self._read_again, manifest))
+        self._agents[record.name] = self._as_saved(manifest, content)
         with suppress(OSError):  # the lineage is safe; the next save tries again
             self._remove_logs(record.name)
         return len(log.data) + len(encoded)
