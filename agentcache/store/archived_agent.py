@@ -15,7 +15,6 @@ from agentcache.blocks.keys import (
     RESIDUAL,
     STATE_GROUP,
     BlockName,
-    Namespace,
     kind_of,
 )
 from agentcache.blocks.lanes import chain_keys, state_blocks
@@ -47,9 +46,7 @@ from agentcache.store.transcript_log import parse_log
 from agentcache.store.verify import examine_block
 
 _CHUNK_BYTES = 64 << 20  # of blocks that are in memory at once while they are brought in, and one more
-_MAX_LOG_BYTES = (
-    1 << 28
-)  # of all lineages: transcripts of some millions of tokens; in memory they take a few times that
+_MAX_LOG_BYTES = 1 << 28  # of all lineages: transcripts of some millions of tokens; in memory a few times that
 _MAX_RESIDUAL_BYTES = 1 << 27  # of one block of an adapter that may not be loaded: ranks of thousands
 
 
@@ -206,7 +203,7 @@ def _addressed(lineage: SavedAgent, model: str) -> SavedAgent:
     """
     manifest = replace(lineage.manifest, model=model, caches=lineage.manifest.caches[:1])
     base, ids = manifest.base, lineage.content.transcript.ids
-    chains = tuple(chain_keys(_root(manifest, base), ids, base.spans()))
+    chains = tuple(chain_keys(manifest.root_of(base), ids, base.spans()))
     content = replace(lineage.content, chains={BASE_CACHE: chains} if chains else {})
     moved = SavedAgent(manifest, content)
     snapshots = tuple(replace(each, chain=block.header.chain) for each, block in _state_blocks(moved))
@@ -274,21 +271,17 @@ def _check_residual_groups(cache: SavedCache, spec: CacheSpec) -> None:
 def _check_chains(lineage: SavedAgent) -> None:
     ids = lineage.content.transcript.ids
     for cache in lineage.manifest.caches:
-        root = _root(lineage.manifest, cache)
+        root = lineage.manifest.root_of(cache)
         if lineage.content.chains.get(cache.name, ()) != tuple(chain_keys(root, ids, cache.spans())):
             raise ArchiveRejected("a lineage's blocks are not those of its tokens", param="path")
     if any(each.header.chain != snapshot.chain for snapshot, each in _state_blocks(lineage)):
         raise ArchiveRejected("a lineage's snapshots are not those of its tokens", param="path")
 
 
-def _root(manifest: Manifest, cache: SavedCache) -> str:
-    return Namespace(manifest.model, cache.spec, manifest.salt, cache.name).root
-
-
 def _expected(lineage: SavedAgent) -> Iterator[_ExpectedBlock]:
     """What every block that the lineage names has to be, snapshots of recurrent state last."""
     for cache in lineage.manifest.caches:
-        chains, root = lineage.content.chains.get(cache.name, ()), _root(lineage.manifest, cache)
+        chains, root = lineage.content.chains.get(cache.name, ()), lineage.manifest.root_of(cache)
         for span in cache.spans():
             parent = root if span.parent is None else chains[span.parent]
             tokens, position = lineage.content.transcript.ids[span.begin : span.end], span.begin // BLOCK_SIZE
@@ -304,7 +297,7 @@ def _state_blocks(lineage: SavedAgent) -> Iterator[tuple[SavedSnapshot, _Expecte
     if not base.snapshots:
         return
     ends = [each.num_tokens for each in base.snapshots]
-    found = state_blocks(_root(lineage.manifest, base), ids, ends, base.named_producer(), base.num_block_groups)
+    found = state_blocks(lineage.manifest.root_of(base), ids, ends, base.named_producer(), base.num_block_groups)
     for snapshot, block in zip(base.snapshots, found, strict=True):
         tokens, position = ids[block.begin : block.end], block.begin // BLOCK_SIZE
         header = make_header(block.parent, STATE_GROUP, position, tokens, block.producer)

@@ -13,7 +13,16 @@ from typing import Any
 import xxhash
 
 from agentcache.adapter_settings import Policy
-from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, STATE_GROUP, BlockName, Producer, block_key
+from agentcache.blocks.keys import (
+    BASE_CACHE,
+    BLOCK_SIZE,
+    FORMAT_VERSION,
+    STATE_GROUP,
+    BlockName,
+    Namespace,
+    Producer,
+    block_key,
+)
 from agentcache.blocks.lanes import BlockSpan, NamedBlock, NamedSnapshot, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected, FileUnavailable
@@ -256,6 +265,10 @@ class Manifest:
     def base(self) -> SavedCache:
         """The model's own keys and values."""
         return self.caches[0]
+
+    def root_of(self, cache: SavedCache) -> str:
+        """The chain key in front of the lineage's first block in one of its caches."""
+        return Namespace(self.model, cache.spec, self.salt, cache.name).root
 
 
 _CACHE_FIELDS = {field.name for field in dataclass_fields(SavedCache)}

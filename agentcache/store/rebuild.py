@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from agentcache.adapter_settings import Policy
-from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, Namespace
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION
 from agentcache.blocks.lanes import chain_keys, state_chains
 from agentcache.errors import BlockRejected
 from agentcache.store.lineage_check import ServedCache, check_lineage
@@ -172,23 +172,19 @@ def _proven_chains(
         chains = chains[: len(layout)]
     if len(chains) != len(layout):
         return None
-    return chains if tuple(chain_keys(_root(manifest, cache), ids, layout)) == chains else None
+    return chains if tuple(chain_keys(manifest.root_of(cache), ids, layout)) == chains else None
 
 
 def _proven_blocks(manifest: Manifest, cache: SavedCache, ids: Sequence[int], chains: tuple[str, ...]) -> int:
     """How many of the cache's first blocks, all of base, have the chains that the log has."""
-    pairs = zip(chain_keys(_root(manifest, cache), ids, cache.spans()), chains, strict=False)
+    pairs = zip(chain_keys(manifest.root_of(cache), ids, cache.spans()), chains, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _root(manifest: Manifest, cache: SavedCache) -> str:
-    return Namespace(manifest.model, cache.spec, manifest.salt, cache.name).root
 
 
 def _with_proven_snapshots(manifest: Manifest, cache: SavedCache, ids: Sequence[int]) -> SavedCache:
     if not cache.has_state:
         return replace(cache, snapshots=())
-    root, producer = _root(manifest, cache), cache.named_producer()
+    root, producer = manifest.root_of(cache), cache.named_producer()
     within = [each for each in cache.snapshots if 0 < each.num_tokens <= cache.num_saved]
     chains = state_chains(root, ids, [each.num_tokens for each in within], producer, cache.num_block_groups)
     proven = (each for each, chain in zip(within, chains, strict=True) if each.chain == chain)
