@@ -178,10 +178,17 @@ class Disk:
                     self._put(record)
             except AgentCacheError:
                 for record in saved:
-                    self._remove(record, done)
+                    self._take_back(record, done)
                 raise
 
         return self._run(work, held=archive.names)
+
+    def _take_back(self, record: AgentRecord, done: Committed) -> None:
+        """Remove a lineage of a failed import. One that cannot be removed keeps no other from being removed."""
+        try:
+            self._remove(record, done)
+        except StoreError as error:
+            log.error("lineage %s of an import that failed stays: %s", record.name, error)
 
     def clean_up(self) -> None:
         """After a job whose outcome is on its way: delete what its turn has superseded. Nobody waits for that."""

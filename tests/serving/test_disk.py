@@ -18,6 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from agentcache.agents.disk import Committed, Disk, SavedTurn
 from agentcache.agents.in_use import InUse
 from agentcache.blocks.keys import BASE_CACHE, BlockName, block_key, residual_cache
+from agentcache.store.archived_agent import read_archive
+from agentcache.store.export import export_agent
 from agentcache.store.manifest import FIRST_LINEAGE, AgentRecord
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
@@ -311,6 +313,32 @@ def test_a_lineage_whose_log_cannot_be_removed_is_gone_with_its_blocks() -> None
         commit(0),
         fail("ada", "log", 0),
     )
+
+
+def test_an_import_that_fails_is_taken_back_as_far_as_the_disk_lets(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    with open_store(source) as store:
+        for seed, lineage in enumerate((FIRST_LINEAGE, "a1", "b2")):
+            record = make_record("ada", make_transcript(300, seed=seed), lineage=lineage)
+            store.write_blocks(make_turn(record))
+            store.save_agent(record)
+    export_agent(source, "ada", tmp_path / "file")
+    seen: Counter[str] = Counter()
+
+    def fault(step: str) -> None:
+        seen[step] += 1
+        if (step, seen[step]) in (("manifest-before-temp", 3), ("delete-before-manifest", 1)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with open_store(target, fault=fault) as store:
+        archive, in_use = read_archive(tmp_path / "file", SPEC, MODEL, "bob"), InUse()
+        in_use.hold_blocks(archive.names)
+        disk = Disk(store, store.load_agents(), in_use, lambda cache: True)
+        outcome = disk.bring_in(archive)
+        assert outcome.error is not None and "save agent bob~b2" in outcome.error
+    with open_store(target) as store:
+        assert [record.lineage for record in store.load_agents()] == [FIRST_LINEAGE], "the others are gone"
+    assert verify_folder(target).missing_blocks == 0
 
 
 @pytest.mark.parametrize("other_is_older", [True, False])
