@@ -96,8 +96,7 @@ class Store:
         self._fault = fault
         self.when_lost: Callable[[], None] = lambda: None
         self._unclaimed: set[str] = set()  # blocks that only manifests or logs may name that cannot be read
-        self._spared: set[str] = set()  # blocks that are deleted for room only
-        self._may_evict_unclaimed = True
+        self._spared: set[str] = set()  # blocks of a start at which manifests cannot be read: deleted for room only
         self.knows_all_manifests = False
         with as_store_error(f"use the cache folder {cache_dir}"):
             root = cache_dir.resolve()
@@ -390,7 +389,6 @@ class Store:
             there = set(self.block_keys())
             self._unclaimed = there - named
             self._spared = there if unavailable else set()
-            self._may_evict_unclaimed = not unavailable
             if self._unclaimed:
                 why = "some cannot be read now" if unavailable else "damaged ones may, until room is needed"
                 log.warning("%d blocks stay that no readable manifest names: %s", len(self._unclaimed), why)
@@ -403,7 +401,7 @@ class Store:
     @property
     def unclaimed_bytes(self) -> int:
         """Bytes of blocks that stay whatever room is needed: manifests that cannot be read may name them."""
-        return 0 if self._may_evict_unclaimed else self.block_bytes(self._unclaimed - self.named_blocks())
+        return self.block_bytes(self._unclaimed - self.named_blocks()) if self._spared else 0
 
     def evict_unclaimed(self, in_use: Collection[str]) -> int:
         """Remove what nothing but damaged files may name: quarantine, and the blocks kept for these. Returns the bytes.
@@ -415,7 +413,7 @@ class Store:
             StoreError: a file could not be removed.
         """
         freed = self.usage.empty_quarantine()
-        if self._may_evict_unclaimed and self._unclaimed:
+        if self._unclaimed and not self._spared:
             unclaimed = self._unclaimed.difference(self._agents.block_keys(), in_use)
             self._unclaimed = set()
             freed += self.delete_blocks(unclaimed, for_room=True)
