@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 it did not work, 2 it was called wrongly (a flag, a variab
 from __future__ import annotations
 
 import importlib
+import resource
 from typing import Any
 
 import typer
@@ -30,6 +31,9 @@ COMMANDS = (
     "purge",
 )
 _NAMES = {"import": "import_"}
+# mlx-lm sets a hard limit of open files when it is imported; where that is lower already, only root may.
+_MLX_LM_FILES = 4096
+_LIMIT_REFUSED = "not allowed to raise maximum limit"  # as `resource.setrlimit` says it
 
 
 class Commands(TyperGroup):
@@ -52,6 +56,15 @@ class Commands(TyperGroup):
                 raise
             typer.echo(f"error: MLX is installed without a back end ({error})", err=True)
             typer.echo("hint: on Linux install agentcache[cpu] or agentcache[cuda]", err=True)
+            raise typer.Exit(1) from error
+        except ValueError as error:
+            if str(error) != _LIMIT_REFUSED:
+                raise
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            typer.echo(
+                f"error: this process may open {hard} files at most, and mlx-lm asks for {_MLX_LM_FILES}", err=True
+            )
+            typer.echo(f"hint: raise the hard limit of open files (ulimit -Hn) to {_MLX_LM_FILES}", err=True)
             raise typer.Exit(1) from error
 
 

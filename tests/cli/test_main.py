@@ -44,6 +44,19 @@ def test_mlx_without_a_back_end_is_one_sentence(tmp_path: Path) -> None:
     ]
 
 
+def test_a_low_limit_of_open_files_is_one_sentence(tmp_path: Path) -> None:
+    """As mlx-lm fails where only root could raise the hard limit."""
+    (tmp_path / "mlx_lm").mkdir()
+    (tmp_path / "mlx_lm" / "__init__.py").write_text("raise ValueError('not allowed to raise maximum limit')")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "agentcache", "serve", "--port", "0"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert said.returncode == 1
+    error, hint = said.stderr.splitlines()
+    assert "files at most, and mlx-lm asks for 4096" in error and "ulimit -Hn" in hint
+
+
 def test_wrong_calls_exit_with_2(invoke: Invoke) -> None:
     assert invoke("dance").exit_code == 2
     assert invoke("warm").exit_code == 2
