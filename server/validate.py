@@ -29,8 +29,8 @@ def parse_object(raw: list[bytes]) -> dict[str, Any]:
         raw: the body alone; it is taken out, since a large one should not be there twice.
 
     Raises:
-        InvalidRequest: not UTF-8, not an object, or not JSON that `parse_json` reads; with the place of what is nested too
-            deeply.
+        InvalidRequest: not UTF-8, not an object, or not JSON that `parse_json` reads; with the place of what is nested
+            too deeply.
     """
     try:
         text = raw.pop().decode("utf-8")
