@@ -80,7 +80,7 @@ def report_object(report: Report, notes: Sequence[str]) -> dict[str, Any]:
     """The `agentcache` object beside `usage`; `notes` say what was read in another way than it was sent."""
     described = dataclasses.asdict(report)
     del described["completion_tokens"]  # usage has it
-    return described | {"notes": list(dict.fromkeys([*notes, *report.notes]))}
+    return described | {"notes": [*notes, *(note for note in report.notes if note not in notes)]}
 
 
 def combine(reports: Sequence[Report]) -> Report:

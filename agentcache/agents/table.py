@@ -192,8 +192,9 @@ class AgentTable(Lineages):
 
     def as_used_now(self, records: Sequence[AgentRecord]) -> list[AgentRecord]:
         """Lineages of an agent as if the one used last were used now, and the others as long before it as ever."""
-        later = self.time_of_use() - max(record.last_used for record in records)
-        return [replace(record, last_used=as_time(record.last_used + later)) for record in records]
+        now, latest = self.time_of_use(), max(record.last_used for record in records)
+        # The difference first: a sum with a time in a distant year would round today's microseconds away.
+        return [replace(record, last_used=as_time(now - (latest - record.last_used))) for record in records]
 
     def new(self, agent_id: str, *, policy: str = "exact", system: str | None = None, param: str = "id") -> AgentRecord:
         """A lineage without a transcript, for an agent whose id is not in use. Not yet put.

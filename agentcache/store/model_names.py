@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agentcache.errors import BrokenInvariant
 from agentcache.names import is_name
 from agentcache.store.atomic import Fault, replace_file
 from agentcache.store.cache_files import CacheFiles
@@ -43,6 +44,12 @@ class ModelNames:
     former: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     identity: str = ""
+
+    def __post_init__(self) -> None:
+        # Agents of a former folder are removed once the current one has them: the two must never be the same.
+        folders = [folder_of(name) for name in (self.current, *self.former)]
+        if len(set(folders)) != len(folders):
+            raise BrokenInvariant(f"a folder of agents has two names: {', '.join(folders)}")
 
     @classmethod
     def of(cls, names: ModelNames | str) -> ModelNames:
@@ -86,10 +93,11 @@ def find_names(cache_dir: Path, identity: str, first: Sequence[str]) -> ModelNam
     """
     files = CacheFiles(cache_dir.resolve())
     labels = [label for label in _labels(files) if label.identity == identity]
-    names = [label.name for label in sorted(labels, key=lambda label: label.order)]
-    names += [name for name in (*first, identity) if name not in names and _has_agents(files, name)]
+    labelled = [label.name for label in sorted(labels, key=lambda label: label.order)]
+    unlabelled = [name for name in (*first, identity) if _has_agents(files, name)]
+    names = list(dict.fromkeys((*labelled, *unlabelled)))
     current = names[0] if names else identity
-    others = tuple(name for name in (*first, identity) if name not in names and name != current)
+    others = tuple(dict.fromkeys(name for name in (*first, identity) if name not in (current, *names)))
     return ModelNames(current, tuple(names[1:]), others, identity)
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.errors import BrokenInvariant
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.model_names import LABEL, ModelNames, find_names
 from agentcache.store.verify import verify_folder
@@ -46,6 +47,19 @@ def test_a_new_folder_has_the_identity_as_the_name(tmp_path: Path) -> None:
     assert names_in(tmp_path / "cache") == names
     assert names.mean(IDENTITY) and names.mean(FIRST) and names.mean(LATER, IDENTITY)
     assert not names.mean(LATER) and not names.mean(LATER, FIRST) and not ModelNames(FIRST).mean(LATER, "")
+
+
+def test_a_name_that_is_found_twice_is_one_folder(tmp_path: Path) -> None:
+    """Revisions alike have equal fingerprints. A folder that is former to itself would lose its agents."""
+    save(tmp_path, FIRST, record_of("a"))
+    for _ in range(3):
+        names = find_names(tmp_path, IDENTITY, (FIRST, LATER, FIRST, LATER))
+        assert (names.current, names.former, names.others) == (FIRST, (), (LATER, IDENTITY))
+        with open_store(tmp_path, model=names) as store:
+            assert [record.id for record in store.load_agents()] == ["a"]
+    assert find_names(tmp_path / "new", IDENTITY, (IDENTITY, FIRST, FIRST)).others == (FIRST,)
+    with pytest.raises(BrokenInvariant):
+        ModelNames(FIRST, (LATER, FIRST))
 
 
 def test_an_older_folder_keeps_its_name_whatever_the_first_fingerprint_is_later(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,17 @@ def test_bare_tools_are_filled(tmp_path: Path) -> None:
     template = "{% for t in tools or [] %}{{ t.function.name + t.function.description }}{% endfor %}" + LOOP
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
     assert "bare" in tokenizer.render_chat([USER], [{"type": "function", "function": {"name": "bare"}}])
+
+
+def test_a_template_that_is_slow_with_tools_serves_other_chats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = "{% if tools %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=slow + plain))
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "user: hi\n"
+        assert "was not tried with every kind of chat" in caplog.text
+    finally:
+        tokenizer.close()

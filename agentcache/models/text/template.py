@@ -173,15 +173,13 @@ class ChatTemplate:
         return self._sealed[template]
 
     def _keeps_controls(self, template: str, messages: Any, tools: Any, limit: WorkLimit) -> bool:
-        """Whether messages have the same control tokens with seals and without; True where a template refuses them."""
+        """Whether messages have the same control tokens with seals and without; True where that cannot be told."""
         try:
             sealed, plain = (
                 self._render(template, is_sealed, messages, tools, True, {}, limit, MAX_BYTES)
                 for is_sealed in (True, False)
             )
-        except InvalidRequest as error:
-            if error.code != REFUSED:
-                raise
+        except (InvalidRequest, RenderedTooLong):
             return True
         return self._marks.controls_in(sealed) == self._marks.controls_in(plain)
 

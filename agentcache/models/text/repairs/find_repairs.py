@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from agentcache.models.text.template import REFUSED
 
 # Renders messages and tools as they are, with further variables for the template.
 Render = Callable[[Sequence[Message], Sequence[Message] | None, Mapping[str, Any]], str]
+
+log = logging.getLogger("agentcache.models")
 
 _WORD = re.compile(r"Zq[a-z]+")
 
@@ -47,18 +50,30 @@ class _Probe:
         """Switch the repair of that name on if the template needs it for these messages and it helps."""
         if self.shows(messages, tools):
             return
-        before, self.repairs = self.repairs, self.repairs.with_(name)
-        if not self.shows(messages, tools):
-            self.repairs = before
+        tried = replace(self, repairs=self.repairs.with_(name))
+        if tried.shows(messages, tools):
+            self.repairs = tried.repairs
 
 
 def find_repairs(render: Render, notation: CallNotation) -> Repairs:
     """The repairs that a chat template needs; `NO_TEMPLATE` for one that refuses every chat.
 
+    A template that takes too much time or memory is asked no more: what was found until then counts.
+
     Raises:
-        As `render`, but for refusals.
+        UnsupportedModel: the template cannot be read.
     """
     probe = _Probe(render, notation)
+    try:
+        _find_all(probe)
+        texts = [each.text([_USER]) for each in (probe, _Probe(render, notation, PLAINEST))]
+    except InvalidRequest as error:
+        log.warning("the model's chat template was not tried with every kind of chat: %s", error)
+        return probe.repairs
+    return NO_TEMPLATE if all(text is None for text in texts) else probe.repairs
+
+
+def _find_all(probe: _Probe) -> None:
     probe.need("offer_variables", [_USER])
     probe.need("empty_tools", [_USER])
     probe.need("no_system_role", [_SYSTEM, _USER])
@@ -72,8 +87,6 @@ def find_repairs(render: Render, notation: CallNotation) -> Repairs:
     probe.need("user_first", [_SYSTEM, _ANSWER, _USER])
     probe.need("user_first", [_SYSTEM])
     _find_calls(probe)
-    texts = (each.text([_USER]) for each in (probe, _Probe(render, notation, PLAINEST)))
-    return NO_TEMPLATE if all(text is None for text in texts) else probe.repairs
 
 
 def _find_calls(probe: _Probe) -> None:
