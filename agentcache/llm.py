@@ -227,7 +227,7 @@ class LLM:
             return ()
         tools = Tools(request.prompt.tools) if request.prompt.tools else None
         form = self._engine.model.reply_format
-        if tools is not None:
+        if request.form is not None and request.form.must_call:
             form = calling_format(form)
         reader = open_reader(form, tools, thoughts=True)
         events: list[Event] = []

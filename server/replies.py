@@ -55,9 +55,8 @@ def read_reading(
     extras = body.object("agentcache")
     reads_calls = bool(tools) and extras.boolean("parse_tools", True)
     reads_thoughts = extras.boolean("parse_reasoning", True)
-    format = (
-        calling_format(model.reply_format) if tools or (form is not None and form.must_call) else model.reply_format
-    )
+    must_call = form is not None and form.must_call
+    format = calling_format(model.reply_format) if must_call else model.reply_format
     return Reading(format, Tools(tools or ()) if reads_calls else None, reads_thoughts)
 
 

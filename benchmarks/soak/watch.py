@@ -23,7 +23,7 @@ HEALTH_EVERY = 0.05  # seconds
 IO_SECONDS = 30.0
 MAX_SAMPLES = 400
 MAX_COMPLAINTS = 50
-APART = ("trunk", "temporaries", "weights")  # accounts that are not of the RAM budget
+APART = ("trunk", "temporaries", "weights", "transcripts")  # accounts that are not of the RAM budget
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

@@ -39,10 +39,6 @@ BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "/v1/chat/completions",
         lambda: user([{"type": "text", "text": ""}] * 15_000),
     ),
-    "chat: 3,000 parts": (
-        "/v1/chat/completions",
-        lambda: user([{"type": "text", "text": ""}] * 3_000),
-    ),
     "messages: results": (
         "/v1/messages",
         lambda: user([{"type": "tool_result", "tool_use_id": "a", "content": "a" * 100}] * MANY),

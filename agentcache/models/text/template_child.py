@@ -21,7 +21,7 @@ import jinja2.nodes
 import jinja2.optimizer
 import jinja2.parser
 import jinja2.utils
-from jinja2.sandbox import SandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentcache.confined_child import serve
 
@@ -59,12 +59,12 @@ def _message(error: Exception) -> bytes:
     return str(error)[:2000].encode("utf-8", "backslashreplace")
 
 
-# -- the environment: as transformers makes it, but templates may change lists and dicts, which are copies here ------
+# -- the environment, as transformers makes it ----------------------------------------------------------------------
 
 
 @lru_cache(maxsize=16)
 def _compiled(template: str, seals: bytes) -> jinja2.Template:
-    environment = SandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
@@ -123,10 +123,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja's own, without escapes for HTML, and with generators (of `map`, say) as lists."""
-    return json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=list
-    )
+    """Unlike jinja's own, without escapes for HTML."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

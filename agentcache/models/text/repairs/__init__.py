@@ -1,1 +1,0 @@
-"""Conversations as a chat template takes them."""
