@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,9 @@ def connect(server: ServerProcess) -> socket.socket:
     host, _, port = server.client.url.removeprefix("http://").partition(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    if sys.platform == "linux":
+        # A network's segments: for its own large ones the system holds 2 MB unread, and every answer here would fit.
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
     client.settimeout(PATIENCE)
     client.connect((host, int(port)))
     return client
