@@ -21,6 +21,7 @@ from agentcache.cli.log_lines import write_log
 from agentcache.config import SETTINGS, Config, Flag, Kind
 from agentcache.config_sources import load_config
 from agentcache.errors import AgentCacheError, EngineStopped, InternalError, RankLost
+from agentcache.ranks.lost import lost_rank
 from agentcache.ranks.rank import own_rank
 
 if TYPE_CHECKING:
@@ -106,8 +107,9 @@ def follow_rank_0(config: Config) -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         follow(config, config.model or str(embedded_model_path(config.cache_dir.parent)))
-    except RankLost as lost:
-        leave_at_once(lost)
+    except Exception as error:
+        leave_if_lost(error)
+        raise
 
 
 def listen(config: Config) -> socket.socket:
@@ -158,12 +160,19 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     server = DrainingServer(uvicorn_config(app, config), close, lambda: engine.failure is not None)
     leave_in_order(server)
     server.run(sockets=[listener])
-    if isinstance(engine.failure, RankLost):
-        leave_at_once(engine.failure)
+    for failure in (engine.failure, *failures):
+        leave_if_lost(failure)
     if failures:
         raise start_error(failures[0])
     if engine.failure is not None:
         raise EngineStopped(f"the engine has failed: {engine.failure}")
+
+
+def leave_if_lost(failure: Exception | None) -> None:
+    """End this process if another rank is lost, whatever that was noticed by."""
+    lost = None if failure is None else lost_rank(failure)
+    if lost is not None:
+        leave_at_once(lost)
 
 
 def leave_at_once(lost: RankLost) -> NoReturn:

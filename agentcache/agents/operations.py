@@ -20,7 +20,7 @@ from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
-from agentcache.errors import AgentCacheError, InternalError, InvalidRequest, OutOfBlocks
+from agentcache.errors import AgentCacheError, EngineStopped, InternalError, InvalidRequest, OutOfBlocks
 from agentcache.report import AgentInfo, CacheState, LineageInfo, RestoreReport
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
@@ -251,6 +251,9 @@ class AgentOperations:
                 if restored.complete:
                     due.pop()
                 go_on()
+            except EngineStopped as ended:
+                done(ended)
+                raise
             except BaseException:
                 done(InternalError("the agent could not be restored; the log says why"))
                 raise

@@ -26,9 +26,10 @@ from agentcache.engine.messages import (
     Submit,
 )
 from agentcache.engine.output import Output
-from agentcache.errors import AgentCacheError, BrokenInvariant
+from agentcache.errors import AgentCacheError, BrokenInvariant, EngineStopped
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.ranks.lost import lost_rank
 from agentcache.report import StepDown
 from agentcache.request import ChatPrompt
 from agentcache.threads import as_exception
@@ -43,8 +44,9 @@ def dispatch(engine: Engine, message: Message, reply: Reply) -> None:
     try:
         _dispatch(engine, message, reply)
     except BaseException as error:
-        reply(as_exception(error))
-        if not isinstance(error, AgentCacheError) or isinstance(error, BrokenInvariant):
+        lost = lost_rank(error)
+        reply(lost or as_exception(error))
+        if lost or not isinstance(error, AgentCacheError) or isinstance(error, (BrokenInvariant, EngineStopped)):
             engine.fail((), error)
 
 

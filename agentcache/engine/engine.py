@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.weights import AdapterWeightSet
@@ -35,6 +36,7 @@ from agentcache.models.fused import counts as kernel_counts
 from agentcache.models.loader import LoadedModel
 from agentcache.models.sampler import TokenScore
 from agentcache.pressure import Level
+from agentcache.ranks.lost import lost_rank
 from agentcache.report import CacheStats, FinishReason, StepDown, Traffic
 
 log = logging.getLogger("agentcache.engine")
@@ -137,6 +139,8 @@ class Engine:
         """Begin a request's turn and queue it; one that cannot have a turn hears of it."""
         try:
             self._add(generation)
+        except EngineStopped:
+            raise
         except AgentCacheError as error:
             self.requests.move(generation, State.FAILED)
             generation.emit(error)
@@ -181,8 +185,8 @@ class Engine:
         Raises:
             EngineStopped: it is not, or the device does not compute any more, or another rank is lost.
         """
-        if isinstance(error, EngineStopped):
-            raise error
+        if isinstance(error, EngineStopped) or lost_rank(error) is not None:
+            _stop("a rank is lost", error)
         names = ", ".join(each.request.request_id for each in generations)
         log.error("requests that have failed: %s", names or "none", exc_info=error)
         self.counters.failed += len(generations)
@@ -193,7 +197,7 @@ class Engine:
             self.device.evaluate()
             self.check_integrity()
         except BaseException as second:
-            raise EngineStopped(f"the cache is not sound after a failure: {second}") from error
+            _stop("the cache is not sound after a failure", second)
 
     def _drop(self, generation: Generation, failure: InternalError) -> None:
         if generation.state in (State.NEW, State.SAVING):  # its own part of `add` or `end` has failed
@@ -299,7 +303,7 @@ class Engine:
     def _fail_steps(self, error: BaseException, *steps: Step | None) -> None:
         """End the requests of these steps, whose blocks are free and are not published."""
         if self.served.ranks > 1:  # the other ranks may have computed another part of it
-            raise EngineStopped(f"a step has failed, and the other ranks are out of step: {error}") from error
+            _stop("a step has failed, and the other ranks are out of step", error)
         rows = [row for step in steps if step is not None for row in step.rows if not row.is_void]
         self.fail({row.generation: None for row in rows}.keys(), error)
 
@@ -316,7 +320,7 @@ class Engine:
             return self.device.build(rows, counts[rows[0]], self._under_way, contended=self.scheduler.contended)
         except BaseException as error:
             if self.served.ranks > 1:
-                raise EngineStopped(f"a step cannot be built, and the other ranks wait for it: {error}") from error
+                _stop("a step cannot be built, and the other ranks wait for it", error)
             # Those that are left are built anew in the next step: what they write is the same.
             self.fail(self.device.at_fault(rows, counts[rows[0]]) or rows, error)
             return None
@@ -508,3 +512,13 @@ class Engine:
             pressure_evicted_blocks=self.relief.evicted_blocks,
             pressure_freed_bytes=self.relief.freed_bytes,
         )
+
+
+def _stop(why: str, error: BaseException) -> NoReturn:
+    """End the engine because of `error`: a rank that is lost is told as that, wherever it is noticed."""
+    lost = lost_rank(error)
+    if lost is not None:
+        raise lost
+    if isinstance(error, EngineStopped):
+        raise error
+    raise EngineStopped(f"{why}: {error}") from error

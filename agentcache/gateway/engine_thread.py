@@ -18,6 +18,7 @@ from agentcache.engine.messages import Message
 from agentcache.engine.view import EngineView
 from agentcache.errors import AgentCacheError, EngineStopped
 from agentcache.gateway.prompt_workers import shutting_down
+from agentcache.ranks.lost import lost_rank
 from agentcache.threads import as_exception, start_thread
 
 log = logging.getLogger("agentcache.engine")
@@ -97,14 +98,21 @@ class EngineThread:
             self._deliver(started)
             self._run_until_stopped(engine)
         except BaseException as error:
+            if self.failure is not None:
+                log.exception("the engine has not closed in order")
             self._died(started, as_exception(error))
         finally:
             # MLX aborts the process at exit if a thread that used it has ended with its streams alive.
             mx.clear_streams()
 
     def _died(self, started: asyncio.Future[None], error: Exception) -> None:
-        self.failure = error
-        self._deliver(started, error=error)
+        self._deliver(started, error=self._fail(error))
+
+    def _fail(self, error: BaseException) -> Exception:
+        """Note what has ended the engine; what fails afterwards, while it closes, is not it."""
+        if self.failure is None:
+            self.failure = lost_rank(error) or as_exception(error)
+        return self.failure
 
     def _run_until_stopped(self, engine: Engine) -> None:
         end: AgentCacheError = shutting_down()
@@ -114,8 +122,8 @@ class EngineThread:
             engine.rest(for_good=True)
         except BaseException as error:
             log.exception("the engine has failed")
-            self.failure = as_exception(error)
-            end = error if isinstance(error, EngineStopped) else EngineStopped(f"the engine has failed: {error}")
+            failure = self._fail(error)
+            end = failure if isinstance(failure, EngineStopped) else EngineStopped(f"the engine has failed: {failure}")
             engine.fail_all(end)
         try:
             self._close(engine)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
 import numpy as np
 
-from agentcache.errors import RankLost, UnsupportedModel
+from agentcache.errors import UnsupportedModel
+from agentcache.ranks.lost import lost_rank
 
 _LEAST_WORDS = 64
 _REMEMBERED = 16  # messages: as long as the longest of them, the next one has room
@@ -80,9 +81,7 @@ def naming_the_lost() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, UnsupportedModel) as error:
-        if any(f"[{name}]" in str(error) for name in _BACK_ENDS):
-            raise RankLost(f"another process that computes the model is gone: {error}") from error
-        raise
-
-
-_BACK_ENDS: Sequence[str] = ("ring", "jaccl", "nccl", "mpi")
+        lost = lost_rank(error)
+        if lost is None:
+            raise
+        raise lost from error

@@ -1,0 +1,31 @@
+"""What says that another rank is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentcache.errors import RankLost, UnsupportedModel
+
+_BACK_ENDS: Sequence[str] = ("ring", "jaccl", "nccl", "mpi")
+
+
+def lost_rank(error: BaseException) -> RankLost | None:
+    """Return the `RankLost` that `error` is or comes of; None where no rank is lost.
+
+    What a back end of `mx.distributed` says of a connection is one too, also where a model's proof has taken it for the
+    model's fault.
+    """
+    due, seen = [error], set[int]()
+    while due:
+        link = due.pop()
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        if isinstance(link, RankLost):
+            return link
+        if isinstance(link, (RuntimeError, UnsupportedModel)) and any(f"[{name}]" in str(link) for name in _BACK_ENDS):
+            lost = RankLost(f"another process that computes the model is gone: {link}")
+            lost.__cause__ = link
+            return lost
+        due += [each for each in (link.__context__, link.__cause__) if each is not None]
+    return None
