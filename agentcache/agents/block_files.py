@@ -39,7 +39,7 @@ class BlockFiles:
         )
 
     def key(self, name: BlockName) -> str:
-        """What the store calls the file. Of a group that the cache does not have, a key without a file."""
+        """Key of the block's file. For a group that the cache lacks, a key without a file."""
         names = self._group_names[name.cache]
         return block_key(name.chain, names[name.group] if name.group < len(names) else f"unknown.{name.group}")
 

@@ -105,7 +105,7 @@ class Disk:
         return self._lineages.is_named(name) or self._in_use.has_block(name)
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
-        """Whether the budget can hold a lineage of so many tokens, once all is evicted that may be."""
+        """Whether the budget can hold a lineage of `num_tokens` after every permitted eviction."""
         usage = self._store.usage
         if not usage.evicts:
             return usage.has_room(self._bytes_added(record, num_tokens))
@@ -129,7 +129,7 @@ class Disk:
     # -- jobs -------------------------------------------------------------------------------------------------------
 
     def tidy(self) -> Committed:
-        """At start: remove the files that belong to nobody, and get under a budget that the user has set."""
+        """At start: remove orphaned files, and evict down to an explicit budget."""
 
         def work(done: Committed) -> None:
             self._store.collect_orphans()

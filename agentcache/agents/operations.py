@@ -150,7 +150,7 @@ class AgentOperations:
     def _as_far_as_saved(self, record: AgentRecord) -> AgentRecord:
         """The record without blocks that are not of its transcript: a turn may have changed it and not been saved."""
         if not record.transcript.is_in_ram:
-            return record  # it has left RAM, so it is what the disk has
+            return record  # its transcript has left RAM, so the log already holds it
         has_state = self._cache.snapshots is not None
         layout = spans(record.num_saved, record.producer, len(self._cache.groups), has_state=has_state)
         chains = chain_keys(self._caches.root(self._caches.base, record.salt), record.transcript.ids, layout)

@@ -78,7 +78,7 @@ class Persistence:
     # -- at start ---------------------------------------------------------------------------------------------------
 
     def tidy(self) -> None:
-        """Remove what belongs to nobody, and get under the disk budget."""
+        """Remove orphaned files and evict down to the disk budget."""
         for agent_id in self._agents.ids:
             self.keep_bound(max(self._agents.lineages(agent_id), key=lambda record: record.last_used))
         self.jobs.flush()
