@@ -38,6 +38,7 @@ from agentcache.server.middleware import (
 )
 from agentcache.server.model_names import adapter_in
 from agentcache.server.page import page, wants_page
+from agentcache.server.paths import MeantPaths
 from agentcache.server.request_log import LogRequests
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
 from agentcache.threads import as_exception
@@ -63,9 +64,10 @@ def create_app(
         keep_alive_seconds: the longest silence of a stream.
     """
     context = Context(engine, config, keep_alive_seconds)
+    routes = _routes()
     app = Starlette(
-        routes=_routes(),
-        middleware=_middleware(context),
+        routes=routes,
+        middleware=[Middleware(MeantPaths, routes=routes), *_middleware(context)],
         exception_handlers={HTTPException: http_error},
         lifespan=lambda app: _lifespan(context, on_start),
     )

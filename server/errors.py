@@ -26,6 +26,7 @@ from agentcache.errors import (
     StoreError,
     Unauthorized,
 )
+from agentcache.server.paths import missing_path_hint, nearest_route
 from agentcache.threads import as_exception
 
 log = logging.getLogger("agentcache.server")
@@ -125,10 +126,16 @@ class ErrorResponses:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (unknown route, wrong method) in our shape."""
+    """Starlette's own refusals (unknown route, wrong method) in our shape, with what was probably meant."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
-    message = f"{what:.300}: {error.detail:.300}."
+    path, routes = request.url.path, request.app.routes
+    message, spoken_at = f"{f'{request.method} {path}':.300}: {error.detail:.300}.", path
+    if error.status_code == 404:
+        message = f"{message} {missing_path_hint(path, routes)}"
+        nearest = nearest_route(path, routes)
+        spoken_at = path if nearest is None else nearest.path
+    elif error.status_code == 405 and error.headers is not None:
+        message = f"{message} Allowed: {', '.join(sorted(error.headers['Allow'].split(', ')))}."
     code = _HTTP_CODES.get(error.status_code, "http_error")
     wire = WireError(error.status_code, message, "invalid_request_error", code)
-    return JSONResponse(wire.body_for(request.url.path), wire.status, error.headers)
+    return JSONResponse(wire.body_for(spoken_at), wire.status, error.headers)

@@ -71,7 +71,7 @@ def test_whoever_looks_whether_anybody_is_there_is_told_who(engine: FakeEngine, 
     assert head.headers["content-length"] == answer.headers["content-length"]
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/nothing", "/v1/agents/", "/v1/agents/a/b/c", "/v1/agents/a/dance"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/nothing", "/v1/agents/a/b/c", "/v1/agents/a/dance"])
 def test_unknown_routes(path: str) -> None:
     assert refused(ask(FakeEngine(), "GET", path), 404)["code"] == "not_found"
 
@@ -90,6 +90,7 @@ def test_wrong_methods(method: str, path: str, allowed: set[str]) -> None:
     answer = ask(FakeEngine(), method, path)
     assert refused(answer, 405)["code"] == "method_not_allowed"
     assert set(answer.headers["allow"].split(", ")) == allowed
+    assert f"Allowed: {', '.join(sorted(allowed))}." in refused(answer, 405)["message"]
 
 
 @pytest.mark.parametrize("path", POST_ROUTES)
